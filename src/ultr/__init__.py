@@ -1,0 +1,73 @@
+"""Unbiased learning to rank from clicks and continuous feedback.
+
+Names are loaded when they are first used, so that `import ultr` is quick and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ultr.datasets import Dataset, load_dataset, ranking_svm, show
+    from ultr.errors import UltrError
+    from ultr.evaluation import evaluate_scores, mean_with_interval, paired_test
+    from ultr.labels import Label
+    from ultr.lists import ListBatches, Lists
+    from ultr.log import Log, read_log, write_log
+    from ultr.simulate import Dwell, User, make_user, simulate_log
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "Dataset": "datasets",
+    "Dwell": "simulate",
+    "Label": "labels",
+    "ListBatches": "lists",
+    "Lists": "lists",
+    "Log": "log",
+    "UltrError": "errors",
+    "User": "simulate",
+    "evaluate_scores": "evaluation",
+    "load_dataset": "datasets",
+    "make_user": "simulate",
+    "mean_with_interval": "evaluation",
+    "paired_test": "evaluation",
+    "ranking_svm": "datasets",
+    "read_log": "log",
+    "show": "datasets",
+    "simulate_log": "simulate",
+    "write_log": "log",
+}
+
+__all__ = [
+    "Dataset",
+    "Dwell",
+    "Label",
+    "ListBatches",
+    "Lists",
+    "Log",
+    "UltrError",
+    "User",
+    "__version__",
+    "evaluate_scores",
+    "load_dataset",
+    "make_user",
+    "mean_with_interval",
+    "paired_test",
+    "ranking_svm",
+    "read_log",
+    "show",
+    "simulate_log",
+    "write_log",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(import_module(f"ultr.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module 'ultr' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

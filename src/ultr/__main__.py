@@ -1,0 +1,3 @@
+from ultr.cli import main
+
+main()

@@ -1,0 +1,231 @@
+"""The command line: one table of thin commands. Data goes to stdout, words to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ultr.errors import OptionError, UltrError
+
+if TYPE_CHECKING:
+    from ultr.log.summary import ByPosition
+
+app = typer.Typer(
+    name="ultr",
+    help="Unbiased learning to rank from clicks and continuous feedback.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+words = Console(stderr=True, highlight=False)
+
+Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON on stdout.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same result.")]
+
+
+def main() -> None:
+    """Run a command; a refusal is one message on stderr and exit code 1, or 2 where the call was wrong."""
+    try:
+        app()
+    except UltrError as error:
+        words.print(f"[bold red]error:[/] {_plain(str(error))}", soft_wrap=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        words.print("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)
+    except Exception as error:
+        if os.environ.get("ULTR_DEBUG"):
+            raise
+        text = f"{type(error).__name__}: {error}"
+        words.print(f"[bold red]internal error:[/] {_plain(text)}\nset ULTR_DEBUG=1 to see where", soft_wrap=True)
+        sys.exit(1)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the demonstration's files.")] = Path("ultr-demo"),
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """See position bias: generated data, simulated users, and what a naive reader of their log concludes."""
+    from ultr.demo import run_demo
+
+    with words.status("generating data and drawing clicks ..."):
+        result = run_demo(out, seed=seed)
+    if as_json:
+        columns = ("positions", "examined", "clicked", "looks", "truth")
+        print(json.dumps({name: getattr(result, name).tolist() for name in columns}))
+        return
+    table = Table(title="Position bias in a simulated search log", title_justify="left")
+    for heading in ("position", "examined\n(hidden)", "click rate\n(in the log)"):
+        table.add_column(heading, justify="right")
+    table.add_column("relevance as a naive reader sees it,\nand as it is, position 1 = 100%", no_wrap=True)
+    for i, position in enumerate(result.positions):
+        bars = "\n".join(
+            f"[{colour}]{_bar(share)}[/] {share:.0%}"
+            for colour, share in (("red", result.looks[i]), ("green", result.truth[i]))
+        )
+        table.add_row(str(position), f"{result.examined[i]:.0%}", f"{result.clicked[i]:.1%}", bars)
+    Console(highlight=False).print(table)
+    first, last, log = result.positions[0], result.positions[-1], out / "log.parquet"
+    words.print(
+        f"By clicks alone, items at position {last} look {1 / result.looks[-1]:.1f} times less relevant than at "
+        f"position {first}; they are {1 / result.truth[-1]:.1f} times less.\n"
+        f"The naive reader overstates the gap {result.overstated:.0f} times: users rarely look that far down.\n"
+        f"\nwrote {log}: {result.log!r}\nnext: ultr describe {log}",
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def describe(
+    log_path: Annotated[Path, typer.Argument(metavar="LOG", help="A log: Parquet, Arrow, CSV or SVMlight.")],
+    request: Annotated[str | None, typer.Option(help="Column that tells requests apart.")] = None,
+    position: Annotated[str | None, typer.Option(help="Column of the position shown.")] = None,
+    features: Annotated[
+        str | None, typer.Option(help="Feature columns, comma-separated; patterns such as 'f_*'.")
+    ] = None,
+    actions: Annotated[str | None, typer.Option(help="Action columns, comma-separated.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a log and see what is in it: what its columns were taken for, and feedback by position."""
+    from ultr.log import read_log
+    from ultr.log.summary import by_position
+
+    log = read_log(log_path, request=request, position=position, features=features, actions=actions)
+    lengths = log.lengths
+    facts: dict[str, Any] = {
+        "requests": len(log),
+        "rows": log.rows,
+        "items_per_request": {"min": int(lengths.min()), "mean": float(lengths.mean()), "max": int(lengths.max())},
+        "features": len(log.feature_names),
+        "actions": list(log.actions),
+        "true_relevance": log.relevance is not None,
+        "unused_columns": list(log.unused_columns),
+    }
+    table = by_position(log) if log.positions is not None else None
+    if table is not None:
+        facts["positions"] = {
+            "position": table.positions.tolist(),
+            "impressions": table.impressions.tolist(),
+            **{f"{name}_rate": rates.tolist() for name, rates in table.rates.items()},
+            **{f"{name}_mean": means.tolist() for name, means in table.means.items()},
+        }
+    if as_json:
+        print(json.dumps(facts))
+        return
+    words.print(f"{log!r}, {lengths.min()} to {lengths.max()} items a request", soft_wrap=True)
+    if log.unused_columns:
+        some = ", ".join(log.unused_columns[:20]) + (" ..." if len(log.unused_columns) > 20 else "")
+        words.print(
+            f"columns that play no part: {_plain(some)} (name them with --features or --actions)", soft_wrap=True
+        )
+    if table is None or not log.actions:
+        words.print("no feedback to show: the log has no positions or no actions")
+        return
+    _print_by_position(table)
+
+
+def _print_by_position(table: ByPosition, most: int = 20) -> None:
+    """Rates of every action, and means of those that are more than yes or no."""
+    means = {name: mean for name, mean in table.means.items() if not (mean == table.rates[name]).all()}
+    shown = Table(title="Feedback by position", title_justify="left")
+    headings = ["position", "shown", *(f"{name} rate" for name in table.rates), *(f"mean {name}" for name in means)]
+    for heading in headings:
+        shown.add_column(heading, justify="right")
+    for i in range(min(most, len(table.positions))):
+        figures = [f"{rate[i]:.2%}" for rate in table.rates.values()] + [f"{mean[i]:.4g}" for mean in means.values()]
+        shown.add_row(str(table.positions[i]), f"{table.impressions[i]:,}", *figures)
+    Console(highlight=False).print(shown)
+    if len(table.positions) > most:
+        words.print(f"and {len(table.positions) - most} more positions (--json prints all)")
+
+
+@app.command()
+def simulate(
+    data: Annotated[str, typer.Argument(help="synthetic, ml-1m, mq2007, ... or a LETOR-format file or folder.")],
+    out: Annotated[Path, typer.Option(help="The log to write (Parquet).")],
+    users: Annotated[str, typer.Option(help="How users behave: pbm, trust, cascade or clickbait.")] = "pbm",
+    eta: Annotated[float, typer.Option(help="Severity of position bias; 0: everything is examined.")] = 1.0,
+    epsilon: Annotated[float, typer.Option(help="Click noise.")] = 0.1,
+    items: Annotated[int, typer.Option(help="Items shown per request.")] = 10,
+    sessions: Annotated[int | None, typer.Option(help="Requests to draw; each once if not given.")] = None,
+    split: Annotated[str, typer.Option(help="Which requests: train, validation or test.")] = "train",
+    share: Annotated[float, typer.Option(help="Share of training requests the initial ranker learns from.")] = 0.01,
+    dwell_decay: Annotated[float, typer.Option(help="Dwell scales with position^-decay; 0: free of position.")] = 0.0,
+    dwell_file: Annotated[Path | None, typer.Option(help="Dwell times, one per line, to fit the mixture to.")] = None,
+    action: Annotated[
+        list[str] | None,
+        typer.Option(help="An action that may follow a click, by grade: like=0.01,0.02,0.05,0.1,0.3. Repeatable."),
+    ] = None,
+    truth: Annotated[bool, typer.Option("--truth", help="Keep true relevance and examination in the log.")] = False,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of data sets (or ULTR_DATA).")] = None,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a biased impression log: data with true labels, shown by a weak ranker to simulated users."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    from ultr.datasets import load_dataset, ranking_svm, show
+    from ultr.files import refuse_existing
+    from ultr.log import write_log
+    from ultr.simulate import Dwell, make_user, read_dwell_times, simulate_log
+
+    refuse_existing(out, overwrite=overwrite)
+    dwell = Dwell(decay=dwell_decay)
+    if dwell_file is not None:
+        dwell = Dwell.fit(read_dwell_times(dwell_file), decay=dwell_decay, seed=seed)
+    further = dict(_action(text) for text in action or [])
+    user = make_user(users, eta=eta, epsilon=epsilon, dwell=dwell, further=further)
+    with words.status(f"reading {data} ..."):
+        dataset = load_dataset(data, data_dir=data_dir)
+    user = replace(user, max_grade=dataset.max_grade)
+    with words.status("ranking, and drawing feedback ..."):
+        initial = ranking_svm(dataset.train, share=share, seed=seed)
+        shown = show(dataset[split], initial(dataset[split].features), items=items)
+        log, feedback = simulate_log(shown, user, seed=seed, sessions=sessions)
+        if truth:
+            log = replace(log, actions={**log.actions, "examined": feedback.examined.numpy().astype(np.float32)})
+        else:
+            log = replace(log, relevance=None)
+        notes = {"data": dataset.name, "fingerprint": dataset.fingerprint, "users": users, "seed": seed}
+        notes |= {"eta": eta, "epsilon": epsilon, "items": items, "split": split, "share": share}
+        write_log(log, out, overwrite=overwrite, metadata={"ultr.simulation": json.dumps(notes)})
+    words.print(f"wrote {out}: {log!r}\nnext: ultr describe {out}", soft_wrap=True)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from ultr import __version__
+
+    print(__version__)
+
+
+def _action(text: str) -> tuple[str, tuple[float, ...]]:
+    name, _, values = text.partition("=")
+    try:
+        return name.strip(), tuple(float(value) for value in values.split(","))
+    except ValueError as error:
+        raise OptionError("--action should read name=p0,p1,...", got=f"'{text}'") from error
+
+
+def _bar(share: float, width: int = 30) -> str:
+    return "█" * max(0, round(float(share) * width))
+
+
+def _plain(text: str) -> str:
+    """Text whose square brackets are not markup."""
+    return text.replace("[", r"\[")

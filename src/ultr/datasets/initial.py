@@ -1,0 +1,78 @@
+"""The ranker that was in production when the log was written: a Ranking-SVM fitted on a small share of true labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ultr.errors import DataError, OptionError
+from ultr.log import Log
+
+MAX_PAIRS = 50_000
+
+
+@dataclass(frozen=True, eq=False)
+class LinearScorer:
+    """score = ((x - mean) / scale) · weights."""
+
+    mean: np.ndarray
+    scale: np.ndarray
+    weights: np.ndarray
+
+    def __call__(self, features: np.ndarray) -> np.ndarray:
+        weights = (self.weights / self.scale).astype(np.float32)
+        return np.asarray(features @ weights - np.float32(self.mean @ weights))
+
+
+def ranking_svm(log: Log, *, share: float = 0.01, seed: int = 0) -> LinearScorer:
+    """A linear support vector machine on the feature differences of pairs with different grades (Joachims 2002),
+    from a random share of the requests.
+    """
+    from sklearn.svm import LinearSVC
+
+    if not 0 < share <= 1:
+        raise OptionError("the share of requests should be above 0 and at most 1", got=share)
+    rng = np.random.default_rng(seed)
+    chosen = log.select(np.sort(rng.permutation(len(log))[: max(1, round(share * len(log)))]))
+    features = chosen.features.astype(np.float64)
+    mean, scale = features.mean(0), features.std(0)
+    scale[scale < 1e-9] = 1.0
+    better, worse = _graded_pairs(chosen)
+    if not len(better):
+        raise DataError(
+            "no two items of a request differ in grade", got=f"{len(chosen)} requests", mend="take a larger share"
+        )
+    if len(better) > MAX_PAIRS:
+        kept = rng.choice(len(better), MAX_PAIRS, replace=False)
+        better, worse = better[kept], worse[kept]
+    differences = (features[better] - features[worse]) / scale
+    signs = np.where(np.arange(len(differences)) % 2 == 0, 1.0, -1.0)  # a classifier needs both classes
+    if len(signs) == 1:
+        differences, signs = np.repeat(differences, 2, axis=0), np.array([1.0, -1.0])
+    # C shrinks with the number of pairs, so that the penalty weighs the same for long lists as for short ones.
+    machine = LinearSVC(C=100 / len(signs), dual=False, fit_intercept=False, random_state=seed)
+    machine.fit(differences * signs[:, None], signs)
+    return LinearScorer(mean, scale, machine.coef_.ravel())
+
+
+def _graded_pairs(log: Log) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (better, worse) of every pair of one request with different grades."""
+    grades = log.true_relevance
+    better, worse = [], []
+    for start, stop in zip(log.offsets[:-1], log.offsets[1:], strict=True):
+        i, j = np.nonzero(grades[start:stop, None] > grades[None, start:stop])
+        better.append(i + start)
+        worse.append(j + start)
+    return np.concatenate(better), np.concatenate(worse)
+
+
+def show(log: Log, scores: np.ndarray, *, items: int = 10) -> Log:
+    """The log as a ranker would have shown it: the best items at positions 1, 2, ..., the rest dropped."""
+    if items < 1:
+        raise OptionError("at least one item is shown", got=items)
+    order = np.lexsort((-np.asarray(scores), log.request_of_row))
+    positions = np.arange(log.rows) - np.repeat(log.offsets[:-1], log.lengths) + 1
+    kept = positions <= items
+    offsets = np.concatenate([[0], np.cumsum(np.minimum(log.lengths, items))])
+    return replace(log.regroup(order[kept], offsets), positions=positions[kept])

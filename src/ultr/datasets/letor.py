@@ -1,0 +1,136 @@
+"""LETOR-format data sets: SVMlight files of graded documents, in the layouts they are distributed in.
+
+| layout                     | files                                                           |
+|----------------------------|-----------------------------------------------------------------|
+| Yahoo! LETOR set 1         | set1.train.txt, set1.valid.txt, set1.test.txt                    |
+| MSLR-WEB30K, MQ2007, ...   | train.txt, vali.txt, test.txt, in the folder or in its Fold1     |
+| Istella-S                  | train.txt, vali.txt, test.txt, in the folder or in its sample    |
+| LETOR 4.0 blocks           | S1.txt to S5.txt: three for training, one validation, one test   |
+
+Each file may be gzipped. A single file is split by request, 60/20/20.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from ultr.datasets.base import Dataset
+from ultr.datasets.cache import cached
+from ultr.errors import DataError
+from ultr.files import existing_file, fingerprint
+from ultr.log import Log
+from ultr.log.svmlight import read_svmlight
+
+LAYOUTS: tuple[tuple[str, str, str], ...] = (
+    ("set1.train", "set1.valid", "set1.test"),
+    ("train", "vali", "test"),
+    ("train", "valid", "test"),
+    ("S1 S2 S3", "S4", "S5"),
+)
+SUBFOLDERS = (".", "Fold1", "sample", "set1")
+
+
+def letor(
+    path: str | Path, *, name: str | None = None, grade_scale: float = 1, drop_irrelevant: bool = False
+) -> Dataset:
+    """Read a LETOR-format file or folder, once: the next time it comes from a cache.
+
+    `grade_scale` multiplies the grades; `drop_irrelevant` leaves requests without a relevant document out of
+    validation and test, where every ranking of them is as good as any other.
+    """
+    path = Path(path)
+    splits = find_splits(path) if path.is_dir() else [[existing_file(path)]]
+    files = [file for split in splits for file in split]
+    name = name or path.name.split(".")[0]
+    options = f"{grade_scale}-{drop_irrelevant}"
+    stamp = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    key = hashlib.blake2b(repr((stamp, options)).encode(), digest_size=12).hexdigest()
+
+    def build() -> Dataset:
+        if len(splits) == 1:
+            train, validation, test = split_by_request(read_svmlight(files[0]))
+        else:
+            train, validation, test = (join([read_svmlight(file) for file in split]) for split in splits)
+        train, validation, test = same_width([train, validation, test])
+        scaled = [replace(log, relevance=log.true_relevance * grade_scale) for log in (train, validation, test)]
+        max_grade = int(max(log.true_relevance.max() for log in scaled))
+        if drop_irrelevant:
+            scaled[1:] = [_with_relevant(log) for log in scaled[1:]]
+        digest = hashlib.blake2b(digest_size=16)
+        for file in files:
+            digest.update(fingerprint(file).encode())
+        train, validation, test = scaled
+        return Dataset(name, train, validation, test, max(1, max_grade), f"{digest.hexdigest()}-{options}")
+
+    return cached(name, key, build)
+
+
+def find_splits(folder: Path) -> list[list[Path]]:
+    """The files of the training, validation and test split of a folder in one of the known layouts."""
+    for subfolder in SUBFOLDERS:
+        for layout in LAYOUTS:
+            wanted = [[_file(folder / subfolder, stem) for stem in split.split()] for split in layout]
+            if all(file is not None for split in wanted for file in split):
+                return [[file for file in split if file is not None] for split in wanted]
+    inside = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    raise DataError(
+        "the folder holds no data set in a layout that is known",
+        where=folder,
+        got=inside,
+        mend="it needs train.txt, vali.txt and test.txt (or set1.train.txt ..., or S1.txt to S5.txt), plain or .gz",
+    )
+
+
+def _file(folder: Path, stem: str) -> Path | None:
+    return next((p for p in (folder / f"{stem}.txt", folder / f"{stem}.txt.gz") if p.is_file()), None)
+
+
+def split_by_request(log: Log, shares: tuple[float, float] = (0.6, 0.8), seed: int = 0) -> tuple[Log, Log, Log]:
+    """Random requests, 60/20/20."""
+    if len(log) < 5:
+        raise DataError("a single file needs five requests or more to be split", got=len(log))
+    order = np.random.default_rng(seed).permutation(len(log))
+    a, b = (int(share * len(log)) for share in shares)
+    return log.select(np.sort(order[:a])), log.select(np.sort(order[a:b])), log.select(np.sort(order[b:]))
+
+
+def join(logs: list[Log]) -> Log:
+    """Several files of one split as one log."""
+    if len(logs) == 1:
+        return logs[0]
+    logs = same_width(logs)
+    starts = np.cumsum([0] + [log.rows for log in logs[:-1]])
+    offsets = np.concatenate([[0]] + [log.offsets[1:] + start for log, start in zip(logs, starts, strict=True)])
+    return replace(
+        logs[0],
+        features=np.concatenate([log.features for log in logs]),
+        offsets=offsets,
+        request_ids=pa.concat_arrays([log.request_ids for log in logs]),
+        relevance=np.concatenate([log.true_relevance for log in logs]),
+    )
+
+
+def same_width(logs: list[Log]) -> list[Log]:
+    """Sparse files may not mention their last features: give all logs as many as the widest has, filled with zeros."""
+    widest = max(logs, key=lambda log: len(log.feature_names))
+    width = len(widest.feature_names)
+    return [
+        log
+        if log.features.shape[1] == width
+        else replace(
+            log,
+            features=np.pad(log.features, ((0, 0), (0, width - log.features.shape[1]))),
+            feature_names=widest.feature_names,
+        )
+        for log in logs
+    ]
+
+
+def _with_relevant(log: Log) -> Log:
+    best = np.maximum.reduceat(log.true_relevance, log.offsets[:-1])
+    return log.select(np.flatnonzero(best > 0))

@@ -1,0 +1,107 @@
+"""`synthetic`: a generated data set with the traits of web search, to try things on without a download.
+
+A document is a hidden vector: a part that it shares with its whole request plus a part of its own. Its 136 features are
+noisy views of that vector: plain, squashed, heavy-tailed, sparse or quantised, and some of the request's part alone.
+Its grade is a noisy function of the vector that no linear ranker can follow: a linear part, products, a bump (best in
+the middle) and a part whose sign the request decides, cut so that each grade has the share it has in web search.
+Each seed draws other views, while every part of the grade keeps its spread: worlds differ and are about equally hard.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from ultr.datasets.base import Dataset
+from ultr.log import Log
+
+SHORTEST, LONGEST = 10, 40  # documents of a request
+HIDDEN = 16
+REQUEST_SHARE = 0.5  # of the variance of the hidden vector
+
+GRADE_SHARES = (0.52, 0.32, 0.13, 0.02, 0.01)
+LINEAR, PRODUCTS, BUMP, GATED, NOISE = 0.6, 0.5, 0.4, 0.45, 0.4  # spread of each part of the grade
+REFERENCE_REQUESTS = 8000  # drawn for each world, to place the cuts between its grades
+
+DOCUMENT_VIEWS = {"plain": 30, "squashed": 26, "heavy": 24, "sparse": 22, "quantised": 22}
+REQUEST_VIEWS = 12  # fewer than `HIDDEN`, so that they do not give the request's part away
+FEATURES = sum(DOCUMENT_VIEWS.values()) + REQUEST_VIEWS
+VIEW_NOISE = (0.4, 1.5)  # least and most noise of a feature, for a signal of spread 1
+
+
+def synthetic(seed: int = 0, requests: tuple[int, int, int] = (3000, 600, 600)) -> Dataset:
+    """A generated data set with `requests` in train, validation and test; every seed is another world."""
+    # A stream for the world and one for each split: the world does not depend on how many requests are drawn from it.
+    world_stream, *streams = np.random.default_rng(seed).spawn(1 + len(requests))
+    world = _World(world_stream)
+    first_ids = np.cumsum((0, *requests[:-1]))
+    train, validation, test = map(world.log, streams, requests, first_ids)
+    fingerprint = "-".join(("synthetic-v1", f"seed{seed}", *map(str, requests)))
+    return Dataset("synthetic", train, validation, test, max_grade=len(GRADE_SHARES) - 1, fingerprint=fingerprint)
+
+
+class _Drawn(NamedTuple):
+    lengths: np.ndarray  # [requests]
+    request: np.ndarray  # [requests, HIDDEN] what the documents of a request share, scaled to spread 1
+    hidden: np.ndarray  # [rows, HIDDEN] of spread 1
+
+
+class _World:
+    """How documents look and where their grades are cut: the same in every split."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        directions = _normal(rng, HIDDEN, FEATURES)
+        self.directions = directions / np.linalg.norm(directions, axis=0)
+        self.noise = rng.uniform(*VIEW_NOISE, FEATURES).astype(np.float32)
+        self.cuts = np.quantile(_worth(rng, _draw(rng, REFERENCE_REQUESTS)), np.cumsum(GRADE_SHARES[:-1]))
+
+    def log(self, rng: np.random.Generator, requests: int, first_id: int) -> Log:
+        drawn = _draw(rng, requests)
+        return Log(
+            features=self._features(rng, drawn),
+            offsets=np.concatenate(([0], np.cumsum(drawn.lengths))),
+            request_ids=pa.array(np.arange(first_id, first_id + requests, dtype=np.int64)),
+            feature_names=tuple(str(number) for number in range(1, FEATURES + 1)),
+            relevance=np.searchsorted(self.cuts, _worth(rng, drawn)).astype(np.float32),
+        )
+
+    def _features(self, rng: np.random.Generator, drawn: _Drawn) -> np.ndarray:
+        *bounds, documents_end = np.cumsum(list(DOCUMENT_VIEWS.values()))
+        of_document, of_request = slice(None, documents_end), slice(documents_end, None)
+        views = self._views(rng, drawn.hidden, of_document)
+        plain, squashed, heavy, sparse, quantised = np.split(views, bounds, axis=1)
+        request = np.repeat(self._views(rng, drawn.request, of_request), drawn.lengths, axis=0)
+        columns = (plain, np.tanh(squashed), np.exp(heavy), np.maximum(sparse - 1, 0), np.rint(2 * quantised), request)
+        return np.concatenate(columns, axis=1)
+
+    def _views(self, rng: np.random.Generator, hidden: np.ndarray, features: slice) -> np.ndarray:
+        """What `features` see of hidden vectors, each of spread 1 with its noise."""
+        signal, noise = hidden @ self.directions[:, features], self.noise[features]
+        views: np.ndarray = (signal + noise * _normal(rng, *signal.shape)) / np.sqrt(1 + noise**2)
+        return views
+
+
+def _draw(rng: np.random.Generator, requests: int) -> _Drawn:
+    lengths = rng.integers(SHORTEST, LONGEST, requests, endpoint=True)
+    request = _normal(rng, requests, HIDDEN)
+    own = _normal(rng, lengths.sum(), HIDDEN)
+    hidden = REQUEST_SHARE**0.5 * np.repeat(request, lengths, axis=0) + (1 - REQUEST_SHARE) ** 0.5 * own
+    return _Drawn(lengths, request, hidden)
+
+
+def _worth(rng: np.random.Generator, drawn: _Drawn) -> np.ndarray:
+    """What the grade is cut from: uncorrelated parts, each of spread 1 before its factor."""
+    z = drawn.hidden.T
+    linear = (z[0] + z[1] + z[2]) / 3**0.5
+    products = (z[3] * z[4] + z[5] * z[6]) / 2**0.5
+    bump = np.exp(-(z[7] ** 2)) / 0.337
+    gated = np.repeat(np.sign(drawn.request[:, 8]), drawn.lengths) * z[9]
+    noise = _normal(rng, len(linear))
+    worth: np.ndarray = LINEAR * linear + PRODUCTS * products + BUMP * bump + GATED * gated + NOISE * noise
+    return worth
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32)

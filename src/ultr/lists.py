@@ -1,0 +1,121 @@
+"""`Lists`: a few requests as padded tensors, the only shape that training and evaluation see."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ultr.errors import DataError
+from ultr.log import Log
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Requests padded to one length; `where` is true for items and false for padding, and is the last word on it.
+
+    `positions` are ids, not ranks (None where nothing was shown). `relevance` is the true label where it is known.
+    Padding holds zeros.
+    """
+
+    features: Tensor  # [requests, length, features]
+    where: Tensor  # [requests, length] bool
+    weights: Tensor  # [requests]
+    positions: Tensor | None = None  # [requests, length] int64
+    actions: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [requests, length]
+    relevance: Tensor | None = None  # [requests, length]
+
+    def __len__(self) -> int:
+        return len(self.where)
+
+    @property
+    def shown_positions(self) -> Tensor:
+        """The positions, which must be there."""
+        if self.positions is None:
+            raise DataError("these lists have no positions: their items were not shown", mend="show them first")
+        return self.positions
+
+    @property
+    def true_relevance(self) -> Tensor:
+        """The true labels, which must be there."""
+        if self.relevance is None:
+            raise DataError("these lists have no true labels", mend="use data that has them, such as 'synthetic'")
+        return self.relevance
+
+    def with_actions(self, actions: Mapping[str, Tensor]) -> Lists:
+        """The same lists with other feedback."""
+        return replace(self, actions=dict(actions))
+
+    @staticmethod
+    def from_log(log: Log, *, device: torch.device | str = "cpu") -> Lists:
+        """A whole log at once; for large ones take batches from `ListBatches`."""
+        return ListBatches(log, device=device)[torch.arange(len(log))]
+
+
+class ListBatches:
+    """A log on a device, from which lists are taken by the indices of their requests.
+
+    Rows are stored once, unpadded; a batch is padded to its own longest list. `max_length` keeps the first items of
+    longer lists.
+    """
+
+    def __init__(self, log: Log, *, device: torch.device | str = "cpu", max_length: int | None = None) -> None:
+        self.device = torch.device(device)
+        self._offsets = torch.from_numpy(np.ascontiguousarray(log.offsets)).to(self.device)
+        lengths = self._offsets.diff()
+        self._lengths = lengths if max_length is None else lengths.clamp(max=max_length)
+        self._features = self._tensor(log.features)
+        self._weights = torch.ones(len(log), device=self.device) if log.weights is None else self._tensor(log.weights)
+        self._positions = None if log.positions is None else self._tensor(log.positions)
+        self._actions = {name: self._tensor(values) for name, values in log.actions.items()}
+        self._relevance = None if log.relevance is None else self._tensor(log.relevance)
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        with warnings.catch_warnings():  # memory-mapped data cannot be written, and nothing here writes it
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+    def __len__(self) -> int:
+        """The number of requests."""
+        return len(self._lengths)
+
+    def __getitem__(self, requests: Tensor) -> Lists:
+        """The lists of the given requests, in the given order."""
+        requests = requests.to(self.device)
+        lengths = self._lengths[requests]
+        slots = torch.arange(int(lengths.max()), device=self.device)
+        where = slots < lengths[:, None]
+        rows = torch.where(where, self._offsets[requests][:, None] + slots, 0)
+
+        def padded(values: Tensor) -> Tensor:
+            return values[rows].masked_fill_(~where, 0)
+
+        return Lists(
+            features=self._features[rows].masked_fill_(~where[..., None], 0),
+            where=where,
+            weights=self._weights[requests],
+            positions=None if self._positions is None else padded(self._positions),
+            actions={name: padded(values) for name, values in self._actions.items()},
+            relevance=None if self._relevance is None else padded(self._relevance),
+        )
+
+    def by_length(self, max_items: int = 1 << 16) -> Iterator[tuple[Tensor, Lists]]:
+        """All lists once, lists alike in length together, at most `max_items` slots at a time (or one list).
+
+        Each batch comes with the indices of its requests.
+        """
+        lengths = self._lengths.cpu().numpy()
+        order = np.argsort(lengths, kind="stable")
+        start = 0
+        while start < len(order):
+            slots = lengths[order[start:]] * np.arange(
+                1, len(order) - start + 1
+            )  # lengths rise: the last is the longest
+            stop = start + max(1, int(np.searchsorted(slots, max_items, side="right")))
+            requests = torch.from_numpy(order[start:stop])
+            yield requests, self[requests]
+            start = stop

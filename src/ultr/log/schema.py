@@ -1,0 +1,136 @@
+"""Which column plays which part: named by the caller, or found by the names people use."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import pyarrow as pa
+
+from ultr.errors import ColumnError, OptionError, nearest
+
+# The names looked for, most telling first, without regard to case. `query` is not among them: a query recurs.
+NAMES = {
+    "request": "request request_id qid query_id search_id session session_id impression_id list_id group_id group",
+    "position": "position pos rank slot display_position",
+    "relevance": "relevance true_relevance grade",
+    "weight": "weight request_weight sample_weight",
+    "item": "item item_id doc doc_id docid document_id product_id movie_id video_id article_id",
+}
+ACTIONS = (
+    "click clicks clicked dwell dwell_time watch watch_time watch_ratio like liked share shared save saved comment "
+    "follow favorite cart add_to_cart purchase purchased order ordered revenue conversion converted"
+)
+ACTION_NAMES = frozenset(ACTIONS.split())
+FEATURE_PATTERN = re.compile(r"features?([_.\[-].+|\d+)?|[fx][_.-]?\d+", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The part each column of a table plays."""
+
+    request: str
+    position: str | None
+    actions: tuple[str, ...]
+    features: tuple[str, ...]
+    relevance: str | None
+    weight: str | None
+    item: str | None
+
+    @property
+    def used(self) -> list[str]:
+        single = [self.request, self.position, self.relevance, self.weight, self.item]
+        return [name for name in single if name is not None] + [*self.actions, *self.features]
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        used = set(self.used)
+        return [name for name in names if name not in used]
+
+
+def resolve_columns(
+    schema: pa.Schema,
+    *,
+    where: object,
+    request: str | None = None,
+    position: str | None = None,
+    actions: Sequence[str] | str | None = None,
+    features: Sequence[str] | str | None = None,
+    relevance: str | None = None,
+    weight: str | None = None,
+    item: str | None = None,
+) -> Columns:
+    """Give each part its column: the one named, or else the first of the usual names that is there.
+
+    Features are the columns named or matched by the given patterns (`emb_*`), or else those called `features`,
+    `feature_...`, `f1`, `x_1`. Other columns are left alone, as any of them may be an action or an identifier.
+    """
+    names = schema.names
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise ColumnError("column names should differ", where=where, got=f"'{twice}' twice", mend="rename one")
+    by_lower = {name.lower(): name for name in reversed(names)}
+
+    def one(part: str, given: str | None) -> str | None:
+        if given is not None:
+            if given not in names:
+                raise ColumnError(f"no column '{given}' for the {part}", where=where, mend=nearest(given, names))
+            return given
+        return next((by_lower[usual] for usual in NAMES[part].split() if usual in by_lower), None)
+
+    single = {
+        "request": one("request", request),
+        "position": one("position", position),
+        "relevance": one("relevance", relevance),
+        "weight": one("weight", weight),
+        "item": one("item", item),
+    }
+    taken = {name for name in single.values() if name is not None}
+    if actions is None:
+        chosen_actions = tuple(n for n in names if n.lower() in ACTION_NAMES and n not in taken)
+    else:
+        chosen_actions = tuple(_matching(actions, names, part="actions", where=where))
+    if features is None:
+        others = (n for n in names if n not in taken and n not in chosen_actions)
+        chosen_features = tuple(n for n in others if FEATURE_PATTERN.fullmatch(n))
+    else:
+        chosen_features = tuple(_matching(features, names, part="features", where=where))
+    if single["request"] is None:
+        mend = f"name it with --request (request=...); columns: {_some(names)}"
+        raise ColumnError("found no column that says which request a row belongs to", where=where, mend=mend)
+    if chosen_actions and single["position"] is None:
+        mend = f"name it with --position (position=...); row order is not taken for position; columns: {_some(names)}"
+        raise ColumnError("found actions but no column that says where an item was shown", where=where, mend=mend)
+    columns = Columns(
+        request=single["request"],
+        position=single["position"],
+        actions=chosen_actions,
+        features=chosen_features,
+        relevance=single["relevance"],
+        weight=single["weight"],
+        item=single["item"],
+    )
+    seen: set[str] = set()
+    for name in columns.used:
+        if name in seen:
+            raise OptionError(f"column '{name}' is given two parts", where=where, mend="give each column one part")
+        seen.add(name)
+    return columns
+
+
+def _matching(wanted: Sequence[str] | str, names: Sequence[str], *, part: str, where: object) -> Iterable[str]:
+    patterns = [p.strip() for p in wanted.split(",")] if isinstance(wanted, str) else list(wanted)
+    found: dict[str, None] = {}
+    present = set(names)
+    for pattern in patterns:
+        hits = [pattern] if pattern in present else [n for n in names if fnmatchcase(n, pattern)]
+        if not hits:
+            raise ColumnError(f"no column '{pattern}' among the {part}", where=where, mend=nearest(pattern, names))
+        found.update(dict.fromkeys(hits))
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")

@@ -1,0 +1,181 @@
+"""`Log`: requests, the items of each, and what users did with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ultr.errors import ColumnError, DataError, nearest
+from ultr.files import atomic_path
+
+FEATURE_NAMES_KEY = b"ultr.feature_names"
+ROW_GROUP_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Log:
+    """Requests and the items of each, row by row; the rows of a request are adjacent and ordered by position.
+
+    Row `r` belongs to request `i` where `offsets[i] <= r < offsets[i + 1]`. Lists are kept at their own length here;
+    `ultr.Lists` pads a few of them at a time. `positions` are ids, not ranks, and are `None` for items that were never
+    shown. `relevance` is the true label where it is known; nothing that learns from feedback reads it.
+    """
+
+    features: np.ndarray  # [rows, features] float32
+    offsets: np.ndarray  # [requests + 1] int64
+    request_ids: Any  # [requests] Arrow array of any type
+    feature_names: tuple[str, ...]
+    positions: np.ndarray | None = None  # [rows] int64
+    actions: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> [rows] float32
+    relevance: np.ndarray | None = None  # [rows] float32
+    weights: np.ndarray | None = None  # [requests] float32, None where every request counts once
+    item_ids: Any = None  # [rows] Arrow array of any type
+    unused_columns: tuple[str, ...] = ()  # of the source; they play no part
+
+    def __post_init__(self) -> None:
+        rows, requests = len(self.features), len(self.offsets) - 1
+        per_row = {"positions": self.positions, "relevance": self.relevance, "item_ids": self.item_ids, **self.actions}
+        per_request = {"request_ids": self.request_ids, "weights": self.weights}
+        for expected, columns in ((rows, per_row), (requests, per_request)):
+            for name, column in columns.items():
+                if column is not None and len(column) != expected:
+                    raise DataError(f"'{name}' should have {expected} values", got=len(column))
+        if self.features.ndim != 2 or self.features.shape[1] != len(self.feature_names):
+            raise DataError(
+                f"features should be [rows, {len(self.feature_names)}] for {len(self.feature_names)} names",
+                got=list(self.features.shape),
+            )
+        if requests < 0 or self.offsets[0] != 0 or self.offsets[-1] != rows or (np.diff(self.offsets) <= 0).any():
+            raise DataError("offsets should rise from 0 to the number of rows, one request after another")
+
+    def __len__(self) -> int:
+        """The number of requests."""
+        return len(self.offsets) - 1
+
+    def __repr__(self) -> str:
+        parts = [f"{len(self):,} requests", f"{self.rows:,} rows", f"{len(self.feature_names)} features"]
+        if self.actions:
+            parts.append("actions " + ", ".join(self.actions))
+        if self.relevance is not None:
+            parts.append("true relevance")
+        return f"Log({'; '.join(parts)})"
+
+    @property
+    def rows(self) -> int:
+        return len(self.features)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Items of each request."""
+        return np.diff(self.offsets)
+
+    @property
+    def request_of_row(self) -> np.ndarray:
+        """The index of the request that each row belongs to."""
+        return np.repeat(np.arange(len(self)), self.lengths)
+
+    @property
+    def true_relevance(self) -> np.ndarray:
+        """The true labels, which must be there."""
+        if self.relevance is None:
+            raise DataError("the log has no true labels", mend="name their column with --relevance (relevance=...)")
+        return self.relevance
+
+    def action(self, name: str) -> np.ndarray:
+        if name not in self.actions:
+            raise ColumnError(f"the log has no action '{name}'", mend=nearest(name, self.actions))
+        return self.actions[name]
+
+    def select(self, requests: np.ndarray | Iterable[int]) -> Log:
+        """The given requests, in the given order, which may repeat."""
+        chosen = np.asarray(requests if isinstance(requests, np.ndarray) else list(requests), dtype=np.int64)
+        lengths = self.lengths[chosen]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        rows = np.arange(offsets[-1]) + np.repeat(self.offsets[chosen] - offsets[:-1], lengths)
+        ids = self.request_ids.take(pa.array(chosen))
+        return self._rebuilt(rows, offsets, ids, None if self.weights is None else self.weights[chosen])
+
+    def regroup(self, rows: np.ndarray, offsets: np.ndarray) -> Log:
+        """The same requests, each now made of other rows of its own: some dropped, or in another order."""
+        return self._rebuilt(rows, offsets, self.request_ids, self.weights)
+
+    def _rebuilt(self, rows: np.ndarray, offsets: np.ndarray, request_ids: Any, weights: np.ndarray | None) -> Log:
+        return replace(
+            self,
+            features=self.features[rows],
+            offsets=offsets,
+            request_ids=request_ids,
+            positions=None if self.positions is None else self.positions[rows],
+            actions={name: values[rows] for name, values in self.actions.items()},
+            relevance=None if self.relevance is None else self.relevance[rows],
+            weights=weights,
+            item_ids=None if self.item_ids is None else self.item_ids.take(pa.array(rows)),
+        )
+
+    def to_table(self, first: int = 0, last: int | None = None, *, fixed_size: bool = False) -> pa.Table:
+        """An Arrow table with one row per item, of requests `first` to `last`; `read_log` reads it back.
+
+        Features are one list column, of fixed size if asked for, and their names ride in the schema's metadata.
+        """
+        last = len(self) if last is None else last
+        start, stop = int(self.offsets[first]), int(self.offsets[last])
+        requests = np.repeat(np.arange(first, last), self.lengths[first:last])
+        columns: dict[str, Any] = {"request": self.request_ids.take(pa.array(requests))}
+        if self.item_ids is not None:
+            columns["item"] = self.item_ids.slice(start, stop - start)
+        if self.positions is not None:
+            columns["position"] = self.positions[start:stop]
+        columns |= {name: values[start:stop] for name, values in self.actions.items()}
+        if self.relevance is not None:
+            columns["relevance"] = self.relevance[start:stop]
+        if self.weights is not None:
+            columns["weight"] = self.weights[requests]
+        width = len(self.feature_names)
+        if width:
+            flat = pa.array(np.ascontiguousarray(self.features[start:stop]).reshape(-1))
+            ends = np.arange(stop - start + 1, dtype=np.int64) * width
+            columns["features"] = (
+                pa.FixedSizeListArray.from_arrays(flat, width)
+                if fixed_size
+                else pa.LargeListArray.from_arrays(ends, flat)
+            )
+        metadata = {FEATURE_NAMES_KEY: json.dumps(self.feature_names).encode()}
+        return pa.table(columns).replace_schema_metadata(metadata)
+
+
+def write_log(
+    log: Log, path: str | Path, *, overwrite: bool = False, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a log as Parquet, one row per item, atomically; `metadata` goes into the file's schema."""
+    row_bytes = 4 * max(1, len(log.feature_names) + len(log.actions) + 4)
+    starts = _request_blocks(log.offsets, max_rows=max(1, ROW_GROUP_BYTES // row_bytes))
+    with atomic_path(path, overwrite=overwrite) as temporary:
+        blocks = (log.to_table(a, b) for a, b in pairwise(starts))
+        first = next(blocks)
+        notes = {**(first.schema.metadata or {}), **{k.encode(): v.encode() for k, v in (metadata or {}).items()}}
+        schema = pa.schema([_small_list(f) for f in first.schema], metadata=notes)
+        with pq.ParquetWriter(temporary, schema) as writer:
+            writer.write_table(first.cast(schema))
+            for block in blocks:
+                writer.write_table(block.cast(schema))
+
+
+def _small_list(column: pa.Field) -> pa.Field:
+    return column.with_type(pa.list_(pa.float32())) if pa.types.is_large_list(column.type) else column
+
+
+def _request_blocks(offsets: np.ndarray, max_rows: int) -> list[int]:
+    """Bounds of runs of whole requests of at most `max_rows` rows (or one request, if it alone is longer)."""
+    bounds = [0]
+    while bounds[-1] < len(offsets) - 1:
+        fits = int(np.searchsorted(offsets, offsets[bounds[-1]] + max_rows, side="right")) - 1
+        bounds.append(max(fits, bounds[-1] + 1))
+    return bounds

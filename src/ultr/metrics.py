@@ -1,0 +1,203 @@
+"""Ranking metrics: pure functions from scores and labels to one figure per request.
+
+The last dimension is the list; `where` marks items, and what it leaves out plays no part. Tied scores count as every
+order of the tied items being equally likely, as in scikit-learn: the figure is the exact mean over those orders.
+Computation is in the dtype of the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ultr.errors import OptionError, nearest
+from ultr.labels import Label
+from ultr.simulate import User
+
+Gain = Literal["exponential", "linear"]
+
+
+def dcg_metric(
+    scores: Tensor, labels: Tensor, *, k: int | None = None, where: Tensor | None = None, gain: Gain = "exponential"
+) -> Tensor:
+    """Discounted cumulative gain: Σ over ranks r <= k of G(y) / log2(r + 1), G(y) = 2^y - 1 or y (Järvelin 2002)."""
+    scores, where = _prepared(scores, where)
+    return (_gains(labels, scores, where, gain) * _tie_averaged(_discounts(scores, k), scores, where)).sum(-1)
+
+
+def ndcg_metric(
+    scores: Tensor, labels: Tensor, *, k: int | None = None, where: Tensor | None = None, gain: Gain = "exponential"
+) -> Tensor:
+    """DCG over that of the best order, in [0, 1]; 0 for requests with nothing relevant, as in scikit-learn."""
+    scores, where = _prepared(scores, where)
+    dcg = dcg_metric(scores, labels, k=k, where=where, gain=gain)
+    best = _gains(labels, scores, where, gain).sort(dim=-1, descending=True).values
+    ideal = (best * _discounts(scores, k)).sum(-1)
+    return torch.where(ideal > 0, dcg / ideal.clamp(min=torch.finfo(ideal.dtype).tiny), 0.0)
+
+
+def precision_metric(scores: Tensor, labels: Tensor, *, k: int | None = None, where: Tensor | None = None) -> Tensor:
+    """The share of relevant items (label > 0) among the first k; shorter lists count as filled with irrelevant ones."""
+    scores, where = _prepared(scores, where)
+    length = scores.shape[-1]
+    top = (torch.arange(length, device=scores.device) < (length if k is None else k)).to(scores.dtype)
+    share = _tie_averaged(top, scores, where) / (where.sum(-1, keepdim=True).clamp(min=1) if k is None else k)
+    return torch.where(where & (labels > 0), share, 0.0).sum(-1)
+
+
+def arp_metric(scores: Tensor, labels: Tensor, *, k: int | None = None, where: Tensor | None = None) -> Tensor:
+    """Average relevance position Σ y·rank / Σ y; lower is better (Wang 2018). There is no cut-off.
+
+    Requests with nothing relevant count (n + 1) / 2, as if all items were equally relevant.
+    """
+    if k is not None:
+        raise OptionError("arp has no cut-off", got=f"arp@{k}", mend="ask for arp")
+    scores, where = _prepared(scores, where)
+    ranks = torch.arange(1, scores.shape[-1] + 1, device=scores.device, dtype=scores.dtype)
+    ranks = _tie_averaged(ranks, scores, where)
+    relevance = torch.where(where, labels.to(scores.dtype), 0.0)
+    weights = torch.where(relevance.sum(-1, keepdim=True) > 0, relevance, where.to(scores.dtype))
+    return (weights * ranks).sum(-1) / weights.sum(-1).clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def mrr_metric(scores: Tensor, labels: Tensor, *, k: int | None = None, where: Tensor | None = None) -> Tensor:
+    """The reciprocal rank of the first relevant item (label > 0), 0 if there is none among the first k.
+
+    Among g tied items of which m are relevant, the first relevant is the t-th with probability C(g-t, m-1) / C(g, m).
+    """
+    scores, where = _prepared(scores, where)
+    relevant = where & (labels > 0)
+    above, through = _rank_bounds(scores, where)
+    length = scores.shape[-1]
+    first = torch.where(relevant, above, length).min(dim=-1, keepdim=True).values  # items above the deciding tie
+    tied = torch.where(relevant & (above == first), through - above, 0).max(dim=-1, keepdim=True).values
+    m = (relevant & (above == first)).sum(-1, keepdim=True)
+    t = torch.arange(1, length + 1, device=scores.device)
+    log_chance = _log_choose(tied - t, m - 1) - _log_choose(tied, m)
+    possible = (m > 0) & (t <= tied - m + 1) & (first + t <= (length if k is None else k))
+    chance = torch.where(possible, log_chance, -torch.inf).exp()
+    return (chance / (first + t)).sum(-1).to(scores.dtype)
+
+
+def reward_metric(
+    scores: Tensor,
+    relevance: Tensor,
+    *,
+    user: User,
+    label: Label | str,
+    k: int | None = None,
+    where: Tensor | None = None,
+) -> Tensor:
+    """Reward@k: the exact expectation of Σ over the first k of c, where `user` is shown the new ranking.
+
+    For users whose feedback depends on an item's own position, ties are averaged over; for others (cascade) they are
+    broken at random, with a fixed seed.
+    """
+    scores, where = _prepared(scores, where)
+    relevance = torch.where(where, relevance.to(scores.dtype), 0.0)
+    k = min(scores.shape[-1], scores.shape[-1] if k is None else k)
+    if not user.by_own_position:
+        ranks = ranks_of(scores, where=where, generator=torch.Generator(scores.device).manual_seed(0))
+        value = user.expected(relevance, ranks, label, where=where)
+        return torch.where(ranks <= k, value, 0.0).sum(-1)
+    places = torch.arange(1, k + 1, device=scores.device)
+    shape = (*scores.shape, k)
+    values = user.expected(relevance[..., None].expand(shape), places.expand(shape), label)
+    above, through = (bound[..., None] for bound in _rank_bounds(scores, where))
+    chance = ((above < places) & (places <= through)) / (through - above).clamp(min=1)
+    return torch.where(where, (values * chance).sum(-1), 0.0).sum(-1)
+
+
+def sampled_reward_metric(
+    scores: Tensor,
+    relevance: Tensor,
+    *,
+    user: User,
+    label: Label | str,
+    generator: torch.Generator,
+    k: int | None = None,
+    where: Tensor | None = None,
+) -> Tensor:
+    """Reward@k from one draw of feedback at the new positions; its mean is `reward_metric`."""
+    scores, where = _prepared(scores, where)
+    ranks = ranks_of(scores, where=where, generator=generator)
+    feedback = user.sample(torch.where(where, relevance.to(scores.dtype), 0.0), ranks, generator, where=where)
+    values = Label.of(label)(feedback.actions)
+    return torch.where(where & (ranks <= (scores.shape[-1] if k is None else k)), values, 0.0).sum(-1)
+
+
+METRICS: dict[str, Callable[..., Tensor]] = {
+    "arp": arp_metric,
+    "dcg": dcg_metric,
+    "mrr": mrr_metric,
+    "ndcg": ndcg_metric,
+    "precision": precision_metric,
+    "reward": reward_metric,
+}
+
+
+def parse_metric(text: str) -> tuple[str, int | None]:
+    """`ndcg@10` -> ("ndcg", 10); `mrr` -> ("mrr", None)."""
+    name, at, cutoff = text.strip().partition("@")
+    if name not in METRICS:
+        raise OptionError(f"no metric '{name}'", mend=nearest(name, METRICS))
+    if at and not (cutoff.isdecimal() and 0 < int(cutoff) < 10**6):
+        raise OptionError("a metric's cut-off is a whole number from 1", got=f"'{text}'", mend=f"for example {name}@10")
+    return name, int(cutoff) if at else None
+
+
+def ranks_of(scores: Tensor, *, where: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
+    """The rank of each item from 1, padding last; ties break at random if there is a generator, else by slot."""
+    scores, where = _prepared(scores, where)
+    shuffle = None
+    if generator is not None:
+        shuffle = torch.rand(scores.shape, generator=generator, device=scores.device).argsort(dim=-1)
+        scores, where = scores.gather(-1, shuffle), where.gather(-1, shuffle)
+    keys = torch.where(where, scores, -torch.inf)
+    order = keys.argsort(dim=-1, descending=True, stable=True)
+    if bool(((keys == -torch.inf) & where).any()):  # items scored -inf still stand before padding
+        order = order.gather(-1, (~where).gather(-1, order).to(torch.int8).argsort(dim=-1, stable=True))
+    places = torch.arange(1, scores.shape[-1] + 1, device=scores.device).expand(scores.shape)
+    ranks = torch.empty_like(order).scatter_(-1, order, places)
+    return ranks if shuffle is None else torch.empty_like(ranks).scatter_(-1, shuffle, ranks)
+
+
+def _prepared(scores: Tensor, where: Tensor | None) -> tuple[Tensor, Tensor]:
+    return scores, torch.ones_like(scores, dtype=torch.bool) if where is None else where
+
+
+def _gains(labels: Tensor, scores: Tensor, where: Tensor, gain: Gain) -> Tensor:
+    labels = labels.to(scores.dtype)
+    return torch.where(where, torch.exp2(labels) - 1 if gain == "exponential" else labels, 0.0)
+
+
+def _discounts(scores: Tensor, k: int | None) -> Tensor:
+    ranks = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
+    discounts = 1 / torch.log2(ranks.to(scores.dtype) + 1)
+    return discounts if k is None else torch.where(ranks <= k, discounts, 0.0)
+
+
+def _rank_bounds(scores: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """For each item, how many items score more, and how many score as much or more."""
+    negated = torch.where(where, -scores, torch.inf)
+    ordered = negated.sort(dim=-1).values
+    above = torch.searchsorted(ordered, negated, side="left")
+    through = torch.searchsorted(ordered, negated, side="right")
+    return above, torch.minimum(through, where.sum(-1, keepdim=True))
+
+
+def _tie_averaged(by_rank: Tensor, scores: Tensor, where: Tensor) -> Tensor:
+    """For each item, the mean of `by_rank` over the ranks it may take among the items it ties with."""
+    above, through = _rank_bounds(scores, where)
+    total = torch.cat([torch.zeros_like(by_rank[:1]), by_rank.cumsum(0)])
+    return (total[through] - total[above]) / (through - above).clamp(min=1)
+
+
+def _log_choose(n: Tensor, k: Tensor) -> Tensor:
+    n, k = n.double(), k.double()
+    valid = (k >= 0) & (k <= n)
+    n, k = torch.where(valid, n, 0.0), torch.where(valid, k, 0.0)
+    return torch.where(valid, torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1), -torch.inf)

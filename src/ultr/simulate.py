@@ -1,0 +1,390 @@
+"""Simulated users: what they examine, click and do, by position and true relevance.
+
+A user draws feedback (`sample`) and knows its exact expectation (`expected`). Clicks come first; everything else
+follows a click. Notation: y the grade of an item, k its position, θ_k the probability that it is examined.
+
+| name        | P(click)                                                                      |
+|-------------|-------------------------------------------------------------------------------|
+| `pbm`       | θ_k^η a_y                                       position-based (Richardson 2007) |
+| `trust`     | θ_k^η (ε⁺_k ρ_y + ε⁻_k (1 - ρ_y))               trust-biased (Agarwal 2019)      |
+| `cascade`   | a_y Π over positions above of (1 - stop)        cascade (Craswell 2008)          |
+| `clickbait` | θ_k^η a_y, where a falls with y while dwell rises: clicks and satisfaction are opposed |
+
+with ρ_y = (2^y - 1) / (2^max - 1) and a_y = ε + (1 - ε) ρ_y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ultr.errors import DataError, OptionError, nearest
+from ultr.files import existing_file
+from ultr.labels import Label
+from ultr.lists import ListBatches
+from ultr.log import Log
+
+# Share of users who look at positions 1 to 10, from eye tracking (Joachims 2017).
+EYE_TRACKING = (0.68, 0.61, 0.48, 0.34, 0.28, 0.20, 0.11, 0.10, 0.08, 0.06)
+
+
+@dataclass(frozen=True)
+class Dwell:
+    """Log-normal dwell time by grade: exp(N(mu_y, sigma_y)) · k^(-decay); `decay=0` is free of position.
+
+    The components are spread evenly over the grades; between two of them mu and sigma are interpolated.
+    """
+
+    mu: Sequence[float] = (1.2, 2.2, 3.0, 3.7, 4.3)
+    sigma: Sequence[float] = (0.9, 0.8, 0.7, 0.6, 0.5)
+    decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.mu) != len(self.sigma) or not self.mu or min(self.sigma) < 0:
+            raise OptionError("dwell needs as many sigma >= 0 as mu", got=f"mu {self.mu}, sigma {self.sigma}")
+
+    def parameters(self, relevance: Tensor, max_grade: int) -> tuple[Tensor, Tensor]:
+        """Mu and sigma of each item."""
+        return by_grade(self.mu, relevance, max_grade), by_grade(self.sigma, relevance, max_grade)
+
+    @staticmethod
+    def fit(seconds: np.ndarray, components: int = 5, *, decay: float = 0.0, seed: int = 0) -> Dwell:
+        """Fit a Gaussian mixture to log dwell times; the component of the shortest becomes the lowest grade."""
+        from sklearn.mixture import GaussianMixture
+
+        seconds = np.asarray(seconds, dtype=np.float64).ravel()
+        bad = ~(np.isfinite(seconds) & (seconds > 0))
+        if bad.any():
+            raise DataError("dwell times should be positive", got=f"{seconds[bad][0]} ({int(bad.sum())} such values)")
+        if len(seconds) < 10 * components:
+            raise DataError(f"{components} components need {10 * components} dwell times or more", got=len(seconds))
+        mixture = GaussianMixture(components, random_state=seed, n_init=3).fit(np.log(seconds)[:, None])
+        order = np.argsort(mixture.means_.ravel())
+        sigma = np.sqrt(mixture.covariances_.ravel()[order])
+        return Dwell(tuple(mixture.means_.ravel()[order].tolist()), tuple(sigma.tolist()), decay)
+
+
+@dataclass(frozen=True, eq=False)
+class Feedback:
+    """What users did, and the latent truth it was drawn from."""
+
+    actions: dict[str, Tensor]  # click, dwell, ...: [requests, length] float
+    examined: Tensor  # [requests, length] bool
+    relevant: Tensor  # [requests, length] bool: would be found relevant if examined
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class User:
+    """A position-based user, and the base of the others.
+
+    `examination` gives θ by position from 1; past its end θ falls as 1/k. `eta` sets the severity of position bias
+    (0: everything is examined), `epsilon` the click noise. `further` maps the name of an action that may follow a
+    click, such as like or share, to its probability by grade.
+    """
+
+    examination: Sequence[float] = EYE_TRACKING
+    eta: float = 1.0
+    epsilon: float = 0.1
+    max_grade: int = 4
+    dwell: Dwell | None = field(default_factory=Dwell)
+    further: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    attraction: Sequence[float] | None = None  # P(relevant) by grade, in place of a_y
+    by_own_position: ClassVar[bool] = True  # feedback on an item depends on no other item
+
+    def __post_init__(self) -> None:
+        for what, values in {
+            "examination": self.examination,
+            "attraction": self.attraction or [0],
+            **self.further,
+        }.items():
+            if not len(values) or min(values) < 0 or max(values) > 1:
+                raise OptionError(f"'{what}' should be probabilities", got=tuple(values))
+        if self.eta < 0 or not 0 <= self.epsilon <= 1 or self.max_grade < 1:
+            got = f"eta={self.eta}, epsilon={self.epsilon}, max_grade={self.max_grade}"
+            raise OptionError("needs eta >= 0, 0 <= epsilon <= 1, max_grade >= 1", got=got)
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        return ("click", *(("dwell",) if self.dwell else ()), *self.further)
+
+    def unbiased(self) -> User:
+        """The same user, who examines everything."""
+        return replace(self, eta=0.0)
+
+    def theta(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """θ_k^η of each position; position 0 counts as 1."""
+        table = _table(tuple(self.examination), dtype, positions.device)
+        place = positions.clamp(min=1, max=len(table))
+        return (table[place - 1] * (place / positions.clamp(min=1)).to(dtype)).pow(self.eta)
+
+    def attracted(self, relevance: Tensor) -> Tensor:
+        """The probability that an item is found relevant if it is examined."""
+        if self.attraction is not None:
+            return by_grade(self.attraction, relevance, self.max_grade)
+        return self.epsilon + (1 - self.epsilon) * self.true_relevance(relevance)
+
+    def true_relevance(self, relevance: Tensor) -> Tensor:
+        """ρ_y = (2^y - 1) / (2^max - 1)."""
+        return (torch.exp2(relevance) - 1) / float(2**self.max_grade - 1)
+
+    def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
+        """The exact P(click) of each item; zero for padding."""
+        return _masked(self.theta(positions, relevance.dtype) * self.attracted(relevance), where)
+
+    def draw_clicks(
+        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | None, *, where: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw click, examination and relevance of each item, all boolean; padding draws none."""
+        examined = _draw(self.theta(positions, relevance.dtype), generator) & where
+        relevant = _draw(self.attracted(relevance), generator) & where
+        return examined & relevant, examined, relevant
+
+    def sample(
+        self,
+        relevance: Tensor,
+        positions: Tensor,
+        generator: torch.Generator | None = None,
+        *,
+        where: Tensor | None = None,
+        check: bool = True,
+    ) -> Feedback:
+        """Draw the feedback of every item; padding receives none.
+
+        `check=False` spares the look at the grades, and a wait for the device, where they are known to be in range.
+        """
+        where = torch.ones_like(relevance, dtype=torch.bool) if where is None else where
+        if check:
+            check_grades(relevance, self.max_grade)
+        click, examined, relevant = self.draw_clicks(relevance, positions, generator, where=where)
+        actions = {"click": click.to(relevance.dtype)}
+        if self.dwell is not None:
+            mu, sigma = self.dwell.parameters(relevance, self.max_grade)
+            noise = torch.randn(relevance.shape, generator=generator, device=relevance.device, dtype=relevance.dtype)
+            seconds = torch.exp(mu + sigma * noise) * self.dwell_scale(positions, relevance.dtype)
+            actions["dwell"] = torch.where(click, seconds, 0.0)
+        for name, probabilities in self.further.items():
+            follows = _draw(by_grade(probabilities, relevance, self.max_grade), generator)
+            actions[name] = (click & follows).to(relevance.dtype)
+        return Feedback(actions, examined, relevant)
+
+    def dwell_scale(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """How position scales dwell time."""
+        decay = 0.0 if self.dwell is None else self.dwell.decay
+        return positions.clamp(min=1).to(dtype).pow(-decay)
+
+    def expected(
+        self, relevance: Tensor, positions: Tensor, label: Label | str, *, where: Tensor | None = None
+    ) -> Tensor:
+        """The exact expected label of each item at its position: P(click) · E[Φ | click, y, k] (+ Φ of no action)."""
+        click = self.click_probability(relevance, positions, where=where)
+        value = self.value_of_click(relevance, positions, label)
+        nothing = Label.of(label)({name: np.zeros(1) for name in self.actions})[0]
+        return _masked(click * value + (1 - click) * float(nothing), where)
+
+    def value_of_click(self, relevance: Tensor, positions: Tensor, label: Label | str) -> Tensor:
+        """E[Φ | click] of each item, by numerical integration over dwell and enumeration of the further actions."""
+        scale, scale_index = torch.unique(self.dwell_scale(positions, relevance.dtype), return_inverse=True)
+        grade, grade_index = torch.unique(relevance, return_inverse=True)
+        check_grades(relevance, self.max_grade)
+        table = self._click_values(Label.of(label), grade.double().cpu(), scale.double().cpu())
+        return table.to(relevance)[grade_index, scale_index]
+
+    def _click_values(self, label: Label, grades: Tensor, scales: Tensor) -> Tensor:
+        """E[Φ | click] for each grade and dwell scale, in float64."""
+        # Trapezoid rule on a normal variable: spectrally exact where Φ is smooth, close to 1e-4 where it jumps.
+        z = torch.linspace(-14, 14, 1 << 15, dtype=torch.float64)
+        density = torch.exp(-0.5 * z**2)
+        density /= density.sum()
+        names = list(self.further)
+        total = torch.zeros(len(grades), len(scales), dtype=torch.float64)
+        for combination in range(2 ** len(names)):
+            happens = {name: bool(combination >> i & 1) for i, name in enumerate(names)}
+            probability = torch.ones(len(grades), dtype=torch.float64)
+            for name in names:
+                p = by_grade(self.further[name], grades, self.max_grade)
+                probability = probability * (p if happens[name] else 1 - p)
+            for g, s in product(range(len(grades)), range(len(scales))):
+                actions = {name: torch.full_like(z, float(happens[name])) for name in names}
+                actions["click"] = torch.ones_like(z)
+                if self.dwell is not None:
+                    mu, sigma = self.dwell.parameters(grades[g], self.max_grade)
+                    actions["dwell"] = scales[s] * torch.exp(mu + sigma * z)
+                total[g, s] += probability[g] * (label(actions) @ density)
+        return total
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrustUser(User):
+    """Users who believe the ranking: an examined item is clicked with ε⁺_k if relevant, ε⁻_k if not.
+
+    `trust` and `mistrust` give ε⁺ and ε⁻ by position; the defaults are those of Vardasbi et al. (2020),
+    1 - (min(k, 20) + 1)/100 and 0.65/min(k, 10). `epsilon` plays no part.
+    """
+
+    trust: Callable[[Tensor], Tensor] = lambda k: 1 - (k.clamp(max=20) + 1) / 100
+    mistrust: Callable[[Tensor], Tensor] = lambda k: 0.65 / k.clamp(min=1, max=10)
+
+    def attracted(self, relevance: Tensor) -> Tensor:
+        return self.true_relevance(relevance) if self.attraction is None else super().attracted(relevance)
+
+    def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
+        rho, k = self.attracted(relevance), positions.to(relevance.dtype)
+        clicks = self.trust(k) * rho + self.mistrust(k) * (1 - rho)
+        return _masked(self.theta(positions, relevance.dtype) * clicks, where)
+
+    def draw_clicks(
+        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | None, *, where: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        examined = _draw(self.theta(positions, relevance.dtype), generator) & where
+        relevant = _draw(self.attracted(relevance), generator) & where
+        k = positions.to(relevance.dtype)
+        believed = _draw(torch.where(relevant, self.trust(k), self.mistrust(k)), generator)
+        return examined & believed, examined, relevant
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CascadeUser(User):
+    """Users who read from the lowest position id on, and stop after a click with `stop`, else with 1 - `patience`.
+
+    `stop` is the probability by grade of being satisfied by a clicked item. `eta=0` means they read everything.
+    """
+
+    stop: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)
+    patience: float = 0.9
+    by_own_position: ClassVar[bool] = False
+
+    def _stops(self, relevance: Tensor) -> Tensor:
+        """The probability that reading ends after an item, if it is examined."""
+        satisfied = self.attracted(relevance) * by_grade(self.stop, relevance, self.max_grade)
+        return 1 - (1 - satisfied) * self.patience
+
+    def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
+        where = torch.ones_like(relevance, dtype=torch.bool) if where is None else where
+        goes_on = 1 - self._stops(relevance)
+        return _masked(self._reached(goes_on, positions, where) * self.attracted(relevance), where)
+
+    def draw_clicks(
+        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | None, *, where: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        relevant = _draw(self.attracted(relevance), generator) & where
+        satisfied = _draw(by_grade(self.stop, relevance, self.max_grade), generator) & relevant
+        patient = _draw(torch.full_like(relevance, self.patience), generator)
+        goes_on = (~satisfied & patient).to(relevance.dtype)
+        examined = (self._reached(goes_on, positions, where) > 0.5) & where
+        return examined & relevant, examined, relevant
+
+    def _reached(self, goes_on: Tensor, positions: Tensor, where: Tensor) -> Tensor:
+        """The product of `goes_on` over all items above; all of it is one where everything is examined (eta 0)."""
+        if self.eta == 0:
+            return torch.ones_like(goes_on)
+        last = torch.iinfo(positions.dtype).max
+        order = torch.where(where, positions, last).argsort(dim=-1, stable=True)
+        ordered = torch.where(where, goes_on, 1.0).gather(-1, order)
+        above = torch.cat([torch.ones_like(ordered[..., :1]), ordered[..., :-1].cumprod(dim=-1)], dim=-1)
+        return torch.empty_like(above).scatter_(-1, order, above)
+
+
+def clickbait_user(**options: object) -> User:
+    """Users drawn to what does not satisfy them: lower grades are clicked more and dwelt on less."""
+    return User(**{"attraction": (0.60, 0.50, 0.42, 0.36, 0.32), **options})  # type: ignore[arg-type]
+
+
+USERS: dict[str, Callable[..., User]] = {
+    "pbm": User,
+    "trust": TrustUser,
+    "cascade": CascadeUser,
+    "clickbait": clickbait_user,
+}
+
+
+def make_user(name: str, **options: object) -> User:
+    """A user by its name in the table `USERS`."""
+    if name not in USERS:
+        raise OptionError(f"no simulated user '{name}'", mend=nearest(name, USERS))
+    return USERS[name](**options)
+
+
+def by_grade(values: Sequence[float], relevance: Tensor, max_grade: int) -> Tensor:
+    """Values spread evenly over the grades 0 to `max_grade`, interpolated in between."""
+    table = _table(tuple(values), relevance.dtype, relevance.device)
+    place = (relevance / max_grade * (len(values) - 1)).clamp(0, len(values) - 1)
+    low = place.floor().long().clamp(max=max(0, len(values) - 2))
+    high = (low + 1).clamp(max=len(values) - 1)
+    return table[low] + (place - low) * (table[high] - table[low])
+
+
+def check_grades(relevance: Tensor, max_grade: int) -> None:
+    if relevance.numel() and not bool(((relevance >= 0) & (relevance <= max_grade)).all()):
+        raise DataError(
+            f"grades should be 0 to {max_grade}",
+            got=f"{float(relevance.min())} to {float(relevance.max())}",
+            mend="give the user the data's max_grade",
+        )
+
+
+@lru_cache(maxsize=256)
+def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A table on its device, sent there once."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def _draw(probability: Tensor, generator: torch.Generator | None) -> Tensor:
+    noise = torch.rand(probability.shape, generator=generator, device=probability.device, dtype=probability.dtype)
+    return noise < probability
+
+
+def _masked(values: Tensor, where: Tensor | None) -> Tensor:
+    return values if where is None else torch.where(where, values, 0.0)
+
+
+def read_dwell_times(path: str | Path) -> np.ndarray:
+    """Dwell times in seconds, one per line of a text file; a heading line is passed over."""
+    path = existing_file(path)
+    words = path.read_text(errors="replace").replace(",", " ").split()
+    try:
+        float(words[0])
+    except ValueError:
+        words = words[1:]
+    try:
+        return np.array(words, dtype=np.float64)
+    except ValueError as error:
+        raise DataError(f"dwell times should be one number per line ({error})", where=path) from error
+
+
+def simulate_log(log: Log, user: User, *, seed: int = 0, sessions: int | None = None) -> tuple[Log, Feedback]:
+    """Draw the feedback of users to a log that was shown (it has positions) and whose true relevance is known.
+
+    With `sessions`, requests are drawn that many times with replacement and get new ids; otherwise each is used once.
+    Returns the log with its actions, and the feedback row by row with the latent truth.
+    """
+    if log.positions is None or log.relevance is None:
+        raise DataError("feedback is drawn for items with positions and true relevance", mend="use show(log, scores)")
+    check_grades(torch.from_numpy(log.relevance), user.max_grade)
+    if sessions is not None:
+        chosen = np.random.default_rng(seed).integers(len(log), size=sessions)
+        log = replace(log.select(chosen), request_ids=pa.array(np.arange(sessions)))
+    generator = torch.Generator().manual_seed(seed)
+    bare = replace(log, features=np.empty((log.rows, 0), np.float32), feature_names=(), actions={})
+    drawn = Feedback(
+        {name: torch.zeros(log.rows) for name in user.actions},
+        torch.zeros(log.rows, dtype=torch.bool),
+        torch.zeros(log.rows, dtype=torch.bool),
+    )
+    for requests, lists in ListBatches(bare).by_length():
+        feedback = user.sample(lists.true_relevance, lists.shown_positions, generator, where=lists.where, check=False)
+        first = torch.from_numpy(log.offsets)[requests]
+        rows = (first[:, None] + torch.arange(lists.where.shape[1]))[lists.where]
+        drawn.examined[rows] = feedback.examined[lists.where]
+        drawn.relevant[rows] = feedback.relevant[lists.where]
+        for name, values in feedback.actions.items():
+            drawn.actions[name][rows] = values[lists.where]
+    return replace(log, actions={name: values.numpy() for name, values in drawn.actions.items()}), drawn
