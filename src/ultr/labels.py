@@ -147,7 +147,7 @@ class Label:
     ) -> _Node:
         a, b = self._build(left, depth + 1), self._build(right, depth + 1)
         if as_number:
-            return lambda library, actions: apply(a(library, actions), b(library, actions)) * 1.0
+            return lambda library, actions: _zero_or_one(apply(a(library, actions), b(library, actions)), actions)
         return lambda library, actions: _quiet(apply, a(library, actions), b(library, actions))
 
     def _call(self, name: str, args: list[_Node]) -> _Node:
@@ -191,6 +191,14 @@ def _quiet(apply: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     except (ZeroDivisionError, OverflowError):
         return float("nan")
     return float("nan") if isinstance(value, complex) else value
+
+
+def _zero_or_one(truth: Any, actions: Mapping[str, Any]) -> Any:
+    """0 or 1 in the precision of the actions."""
+    if isinstance(truth, bool):
+        return float(truth)
+    dtype = next(iter(actions.values())).dtype
+    return truth.astype(dtype) if isinstance(truth, np.ndarray) else truth.to(dtype)
 
 
 def _as_numbers(actions: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -107,7 +107,7 @@ def reward_metric(
     shape = (*scores.shape, k)
     values = user.expected(relevance[..., None].expand(shape), places.expand(shape), label)
     above, through = (bound[..., None] for bound in _rank_bounds(scores, where))
-    chance = ((above < places) & (places <= through)) / (through - above).clamp(min=1)
+    chance = ((above < places) & (places <= through)).to(scores.dtype) / (through - above).clamp(min=1)
     return torch.where(where, (values * chance).sum(-1), 0.0).sum(-1)
 
 

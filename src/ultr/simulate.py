@@ -124,7 +124,7 @@ class User:
         """θ_k^η of each position; position 0 counts as 1."""
         table = _table(tuple(self.examination), dtype, positions.device)
         place = positions.clamp(min=1, max=len(table))
-        return (table[place - 1] * (place / positions.clamp(min=1)).to(dtype)).pow(self.eta)
+        return (table[place - 1] * (place.to(dtype) / positions.clamp(min=1))).pow(self.eta)
 
     def attracted(self, relevance: Tensor) -> Tensor:
         """The probability that an item is found relevant if it is examined."""

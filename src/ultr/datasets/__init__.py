@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ultr.datasets.base import SPLITS, Dataset
 from ultr.datasets.initial import ranking_svm, show
-from ultr.datasets.letor import letor
-from ultr.datasets.movielens import movielens
-from ultr.datasets.synthetic import synthetic
+from ultr.datasets.letor import read_letor
+from ultr.datasets.movielens import read_movielens
+from ultr.datasets.synthetic import make_synthetic
 from ultr.errors import DataError, nearest
 
 __all__ = ["DATASETS", "SPLITS", "Dataset", "Source", "load_dataset", "ranking_svm", "show"]
@@ -26,19 +26,19 @@ class Source:
 
 
 DATASETS: dict[str, Source] = {
-    "istella-s": Source(letor, "istella22 and istella-s are offered by ISTI-CNR on request"),
-    "ml-1m": Source(movielens, "MovieLens-1M is offered by GroupLens as ml-1m.zip"),
+    "istella-s": Source(read_letor, "istella22 and istella-s are offered by ISTI-CNR on request"),
+    "ml-1m": Source(read_movielens, "MovieLens-1M is offered by GroupLens as ml-1m.zip"),
     "mq2007": Source(
         # Grades 0-2 are doubled to the 0-4 of the other sets.
-        lambda path: letor(path, name="mq2007", grade_scale=2, drop_irrelevant=True),
+        lambda path: read_letor(path, name="mq2007", grade_scale=2, drop_irrelevant=True),
         "MQ2007 is part of LETOR 4.0, offered by Microsoft Research",
     ),
     "mq2008": Source(
-        lambda path: letor(path, name="mq2008", grade_scale=2, drop_irrelevant=True),
+        lambda path: read_letor(path, name="mq2008", grade_scale=2, drop_irrelevant=True),
         "MQ2008 is part of LETOR 4.0, offered by Microsoft Research",
     ),
-    "mslr-web30k": Source(letor, "MSLR-WEB30K is offered by Microsoft Research"),
-    "yahoo": Source(letor, "the Yahoo! Learning to Rank Challenge set 1 is offered by Yahoo Webscope on request"),
+    "mslr-web30k": Source(read_letor, "MSLR-WEB30K is offered by Microsoft Research"),
+    "yahoo": Source(read_letor, "the Yahoo! Learning to Rank Challenge set 1 is offered by Yahoo Webscope on request"),
 }
 
 
@@ -49,7 +49,7 @@ def load_dataset(name: str | Path, *, data_dir: str | Path | None = None) -> Dat
     that the environment variable `ULTR_DATA` names.
     """
     if name == "synthetic":
-        return synthetic()
+        return make_synthetic()
     if str(name) in DATASETS:
         source = DATASETS[str(name)]
         folder = data_dir or os.environ.get("ULTR_DATA")
@@ -63,4 +63,4 @@ def load_dataset(name: str | Path, *, data_dir: str | Path | None = None) -> Dat
     if not Path(name).exists():
         known = ["synthetic", *DATASETS]
         raise DataError(f"'{name}' is no data set and no file or folder", mend=nearest(str(name), known))
-    return letor(name)
+    return read_letor(name)

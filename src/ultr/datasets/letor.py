@@ -35,7 +35,7 @@ LAYOUTS: tuple[tuple[str, str, str], ...] = (
 SUBFOLDERS = (".", "Fold1", "sample", "set1")
 
 
-def letor(
+def read_letor(
     path: str | Path, *, name: str | None = None, grade_scale: float = 1, drop_irrelevant: bool = False
 ) -> Dataset:
     """Read a LETOR-format file or folder, once: the next time it comes from a cache.

@@ -25,7 +25,7 @@ FACTORS = 60
 WHERE_TO_GET = "get ml-1m.zip from GroupLens (grouplens.org/datasets/movielens/1m) and put it there"
 
 
-def movielens(path: str | Path, *, seed: int = 0) -> Dataset:
+def read_movielens(path: str | Path, *, seed: int = 0) -> Dataset:
     """MovieLens-1M from `ml-1m.zip` or the folder it unpacks to; computed once, then read from a cache."""
     raw = _ratings_file(Path(path))
     digest = hashlib.sha256(raw).hexdigest()

@@ -31,7 +31,7 @@ FEATURES = sum(DOCUMENT_VIEWS.values()) + REQUEST_VIEWS
 VIEW_NOISE = (0.4, 1.5)  # least and most noise of a feature, for a signal of spread 1
 
 
-def synthetic(seed: int = 0, requests: tuple[int, int, int] = (3000, 600, 600)) -> Dataset:
+def make_synthetic(seed: int = 0, requests: tuple[int, int, int] = (3000, 600, 600)) -> Dataset:
     """A generated data set with `requests` in train, validation and test; every seed is another world."""
     # A stream for the world and one for each split: the world does not depend on how many requests are drawn from it.
     world_stream, *streams = np.random.default_rng(seed).spawn(1 + len(requests))
@@ -96,7 +96,7 @@ def _worth(rng: np.random.Generator, drawn: _Drawn) -> np.ndarray:
     z = drawn.hidden.T
     linear = (z[0] + z[1] + z[2]) / 3**0.5
     products = (z[3] * z[4] + z[5] * z[6]) / 2**0.5
-    bump = np.exp(-(z[7] ** 2)) / 0.337
+    bump = np.exp(-(z[7] ** 2)) / 0.337  # the spread of exp(-z²) for a standard normal z
     gated = np.repeat(np.sign(drawn.request[:, 8]), drawn.lengths) * z[9]
     noise = _normal(rng, len(linear))
     worth: np.ndarray = LINEAR * linear + PRODUCTS * products + BUMP * bump + GATED * gated + NOISE * noise

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import settings
+
+from ultr.log import Log
+
+settings.register_profile("ultr", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("ultr")
+torch.set_num_threads(1)  # tests run side by side
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Tests neither read nor fill the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("ULTR_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def real_data():
+    """The folder of a real data set, or a skip that says what is missing."""
+
+    def find(name: str) -> Path:
+        folder = os.environ.get("ULTR_DATA")
+        if not folder:
+            pytest.skip("ULTR_DATA names no folder of data sets")
+        path = Path(folder) / name
+        if not path.exists():
+            pytest.skip(f"no {name} in {folder}")
+        return path
+
+    return find
+
+
+@pytest.fixture
+def shown_log() -> Log:
+    return make_shown_log()
+
+
+def make_shown_log(requests: int = 40, seed: int = 0, features: int = 3) -> Log:
+    """Lists of 1 to 12 items at positions 1, 2, ... with grades 0-4."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 13, requests)
+    rows = int(lengths.sum())
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Log(
+        features=rng.normal(size=(rows, features)).astype(np.float32),
+        offsets=offsets,
+        request_ids=pa.array([f"r{i}" for i in range(requests)]),
+        feature_names=tuple(f"f{i}" for i in range(features)),
+        positions=np.arange(rows) - np.repeat(offsets[:-1], lengths) + 1,
+        relevance=rng.integers(0, 5, rows).astype(np.float32),
+    )

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ultr.datasets import DATASETS, SPLITS, load_dataset
+from ultr.datasets.letor import read_letor
+from ultr.errors import DataError
+from ultr.log import svmlight
+
+
+def letor_text(first_qid: int, requests: int = 6, features: int = 4, grades: int = 3) -> str:
+    rng = np.random.default_rng(first_qid)
+    lines = []
+    for qid in range(first_qid, first_qid + requests):
+        for _ in range(5):
+            words = [f"{i}:{rng.random():.4f}" for i in range(1, features + 1) if rng.random() < 0.8]
+            lines.append(f"{rng.integers(grades)} qid:{qid} {' '.join(words)} #doc")
+    return "\n".join(lines) + "\n"
+
+
+LAYOUTS = {
+    "yahoo": ["set1.train.txt", "set1.valid.txt", "set1.test.txt"],
+    "mslr": ["Fold1/train.txt", "Fold1/vali.txt", "Fold1/test.txt"],
+    "istella": ["sample/train.txt", "sample/vali.txt", "sample/test.txt"],
+    "gzipped": ["train.txt.gz", "vali.txt.gz", "test.txt.gz"],
+    "blocks": ["S1.txt", "S2.txt", "S3.txt", "S4.txt", "S5.txt"],
+}
+
+
+def write_layout(folder: Path, files: list[str]) -> None:
+    for i, name in enumerate(files):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = letor_text(10 * i, features=4 + i % 2).encode()
+        path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_found_and_split(layout, tmp_path):
+    write_layout(tmp_path, LAYOUTS[layout])
+    data = load_dataset(tmp_path)
+    expected = [18, 6, 6] if layout == "blocks" else [6, 6, 6]
+    assert [len(data[split]) for split in SPLITS] == expected
+    assert {data[split].features.shape[1] for split in SPLITS} == {5}  # as wide as the widest file
+    assert data.max_grade == 2
+    assert data.train.request_ids.to_pylist()[0] == 0
+
+
+def test_a_single_file_is_split_by_request(tmp_path):
+    (tmp_path / "all.txt").write_text(letor_text(0, requests=20))
+    data = load_dataset(tmp_path / "all.txt")
+    ids = [set(data[split].request_ids.to_pylist()) for split in SPLITS]
+    assert [len(i) for i in ids] == [12, 4, 4]
+    assert set.union(*ids) == set(range(20))
+    (tmp_path / "few.txt").write_text(letor_text(0, requests=2))
+    with pytest.raises(DataError, match="five requests"):
+        load_dataset(tmp_path / "few.txt")
+
+
+def test_it_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
+    write_layout(tmp_path, LAYOUTS["yahoo"])
+    first = read_letor(tmp_path)
+
+    def refuse(*_):
+        raise AssertionError("read again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ultr.datasets.letor.read_svmlight", refuse)
+        second = read_letor(tmp_path)
+    assert second.fingerprint == first.fingerprint
+    assert second.train.feature_names == first.train.feature_names
+    np.testing.assert_array_equal(second.train.features, first.train.features)
+    np.testing.assert_array_equal(second.test.relevance, first.test.relevance)
+    (tmp_path / "set1.train.txt").write_text(letor_text(500))
+    os.utime(tmp_path / "set1.train.txt", ns=(1, 1))
+    third = read_letor(tmp_path)
+    assert third.fingerprint != first.fingerprint
+    assert third.train.request_ids.to_pylist()[0] == 500
+
+
+@pytest.mark.parametrize("damage", ["cut short", "no meta", "older format", "other rows"])
+def test_a_damaged_or_older_cache_is_made_again(damage, tmp_path, own_cache):
+    write_layout(tmp_path, LAYOUTS["yahoo"])
+    features = read_letor(tmp_path).train.features.copy()  # it is mapped from the file that is damaged below
+    (folder,) = own_cache.iterdir()
+    meta = folder / "meta.json"
+    if damage == "cut short":
+        content = (folder / "train.arrow").read_bytes()
+        (folder / "train.arrow").write_bytes(content[: len(content) // 2])
+    elif damage == "no meta":
+        meta.unlink()
+    else:
+        changed = {"format": 0} if damage == "older format" else {"rows": dict.fromkeys(SPLITS, 1)}
+        meta.write_text(json.dumps({**json.loads(meta.read_text()), **changed}))
+    again = read_letor(tmp_path)
+    np.testing.assert_array_equal(again.train.features, features)
+    assert json.loads(meta.read_text())["format"] == 1
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
+    write_layout(tmp_path / "data", LAYOUTS["yahoo"])
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ULTR_CACHE", str(tmp_path / "file" / "cache"))
+    assert len(read_letor(tmp_path / "data").train) == 6
+
+
+def test_grades_are_doubled_and_requests_without_a_relevant_document_left_out_for_mq2007(tmp_path):
+    write_layout(tmp_path / "mq2007", LAYOUTS["blocks"])
+    (tmp_path / "mq2007" / "S5.txt").write_text("0 qid:90 1:1\n0 qid:90 1:2\n" + letor_text(40))
+    data = load_dataset("mq2007", data_dir=tmp_path)
+    assert data.max_grade == 4
+    assert set(np.unique(data.train.relevance)) == {0, 2, 4}
+    assert 90 not in data.test.request_ids.to_pylist()
+
+
+def test_what_is_not_there_is_said_with_where_to_put_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("ULTR_DATA", raising=False)
+    with pytest.raises(DataError, match="--data-dir or ULTR_DATA"):
+        load_dataset("yahoo")
+    monkeypatch.setenv("ULTR_DATA", str(tmp_path))
+    for name in DATASETS:
+        with pytest.raises(DataError, match=f"put it into {tmp_path}/{name}"):
+            load_dataset(name)
+    with pytest.raises(DataError, match="did you mean 'synthetic'"):
+        load_dataset("syntetic")
+    with pytest.raises(DataError, match="layout that is known, got nothing"):
+        load_dataset(tmp_path)
+
+
+def test_mq2007_has_its_true_size(real_data):
+    data = load_dataset("mq2007", data_dir=real_data("mq2007").parent)
+    raw = [svmlight.read_svmlight(real_data("mq2007") / f"S{i}.txt.gz") for i in range(1, 6)]
+    assert sum(len(log) for log in raw) == 1692
+    assert sum(log.rows for log in raw) == 59135
+    assert data.train.rows == sum(log.rows for log in raw[:3])
+    assert data.train.features.shape[1] == 46
+    assert data.max_grade == 4

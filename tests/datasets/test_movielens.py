@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import builtins
+import io
+import zipfile
+
+import numpy as np
+import pytest
+
+from ultr.datasets import SPLITS, ranking_svm
+from ultr.datasets.movielens import bpr_vectors, parse_ratings, read_movielens, time_split
+from ultr.errors import DataError, MissingExtraError
+from ultr.evaluation import evaluate_scores
+from ultr.simulate import User
+
+
+def test_ratings_are_parsed_and_split_by_each_users_own_time():
+    raw = b"".join(b"%d::%d::%d::%d\n" % (u, m, 1 + m % 5, 100 - m) for u in (1, 2) for m in range(1, 9))
+    ratings = parse_ratings(raw)
+    assert ratings.shape == (16, 4)
+    assert ratings[0].tolist() == [1, 1, 2, 99]
+    # Time runs against the movie number here: movies 8 7 6 5 come first.
+    assert time_split(ratings).tolist() == [2, 2, 1, 1, 0, 0, 0, 0] * 2
+
+
+def test_ratings_given_at_the_same_second_are_split_by_movie():
+    ratings = np.array([[1, movie, 3, 50] for movie in (4, 2, 3, 1)])
+    assert time_split(ratings).tolist() == [2, 0, 1, 0]
+
+
+def test_what_is_not_movielens_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"not here.*ml-1m\.zip"):
+        read_movielens(tmp_path)
+    (tmp_path / "ml-1m.zip").write_bytes(b"not a zip")
+    with pytest.raises(DataError, match="not here"):
+        read_movielens(tmp_path)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("ml-1m/ratings.dat", "1::1::5::1\n")
+    (tmp_path / "ml-1m.zip").write_bytes(buffer.getvalue())
+    with pytest.raises(DataError, match="not that of MovieLens-1M, got SHA-256"):
+        read_movielens(tmp_path)
+    (tmp_path / "ml-1m.zip").unlink()
+    (tmp_path / "ratings.dat").write_text("1::1::5::1\n")
+    with pytest.raises(DataError, match="SHA-256"):
+        read_movielens(tmp_path)
+
+
+def test_a_missing_library_names_its_extra(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("implicit"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtraError, match=r"ultr\[movielens\]"):
+        bpr_vectors(np.array([0]), np.array([0]), (1, 1), seed=0)
+
+
+@pytest.mark.slow
+def test_movielens_becomes_rankable_lists(real_data):
+    pytest.importorskip("implicit")
+    data = read_movielens(real_data("ml-1m"))
+    assert sum(data[split].rows for split in SPLITS) == 1_000_209
+    assert [len(data[split]) for split in SPLITS] == [6040] * 3
+    assert data.train.features.shape[1] == 180
+    assert set(np.unique(data.test.relevance)) == {0, 1, 2, 3, 4}
+    user, movie, product = np.split(data.test.features[:1000], 3, axis=1)
+    np.testing.assert_allclose(product, user * movie, rtol=1e-6)
+    initial = evaluate_scores(data.test, ranking_svm(data.train)(data.test.features), ["reward@10"], user=User())
+    chance = evaluate_scores(data.test, np.zeros(data.test.rows), ["reward@10"], user=User())
+    assert initial["reward@10"].mean() > chance["reward@10"].mean() + 1
+    again = read_movielens(real_data("ml-1m"))
+    assert (again.train.features == data.train.features).all()

@@ -1,0 +1,379 @@
+"""Logs come in every shape; the same rows give the same `Log`, and what cannot be used is refused with a mend."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from decimal import Decimal
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ultr.errors import ColumnError, DataError, OptionError, UltrError
+from ultr.log import Log, read_log, write_log
+
+FEATURES = 3
+
+
+@st.composite
+def tables(draw) -> pa.Table:
+    """Impressions of a few requests: lists of any length, positions with gaps, rows in any order, a weight each."""
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    rows = sum(lengths)
+    requests = np.repeat(rng.permutation(100)[: len(lengths)], lengths)
+    positions = np.concatenate([rng.choice(10**6, n, replace=False) for n in lengths])
+    table = {
+        "request": requests,
+        "position": positions,
+        "item": rng.integers(0, 50, rows),
+        "click": rng.integers(0, 2, rows),
+        "dwell_time": rng.exponential(size=rows),
+        "weight": np.repeat(rng.uniform(0.5, 2, len(lengths)), lengths),
+        "timestamp": rng.integers(0, 10**9, rows),
+        **{f"f{i}": rng.normal(size=rows) for i in range(FEATURES)},
+    }
+    return pa.table(table).take(pa.array(rng.permutation(rows)))
+
+
+def expected_log(table: pa.Table) -> dict[str, object]:
+    """The same by pandas, request by request in order of appearance."""
+    frame = table.to_pandas()
+    groups = [rows.sort_values("position") for _, rows in frame.groupby("request", sort=False)]
+    rows = pd.concat(groups)
+    return {
+        "requests": [int(g["request"].iloc[0]) for g in groups],
+        "lengths": [len(g) for g in groups],
+        "positions": rows["position"].to_numpy(),
+        "items": rows["item"].to_numpy(),
+        "click": rows["click"].to_numpy(np.float32),
+        "dwell_time": rows["dwell_time"].to_numpy(np.float32),
+        "weights": np.array([g["weight"].iloc[0] for g in groups], np.float32),
+        "features": rows[[f"f{i}" for i in range(FEATURES)]].to_numpy(np.float32),
+    }
+
+
+def assert_is(log: Log, expected: dict[str, object]) -> None:
+    assert log.request_ids.to_pylist() == expected["requests"]
+    assert log.lengths.tolist() == expected["lengths"]
+    np.testing.assert_array_equal(log.positions, expected["positions"])
+    np.testing.assert_array_equal(log.item_ids.to_numpy(), expected["items"])
+    assert list(log.actions) == ["click", "dwell_time"]
+    for name in log.actions:
+        np.testing.assert_array_equal(log.actions[name], expected[name])
+    np.testing.assert_array_equal(log.weights, expected["weights"])
+    np.testing.assert_array_equal(log.features, expected["features"])
+
+
+def as_parquet(table, folder):
+    pq.write_table(table, folder / "log.parquet", row_group_size=3)
+    return folder / "log.parquet"
+
+
+def as_shards(table, folder):
+    shards = folder / "shards"
+    shards.mkdir(exist_ok=True)
+    for old in shards.iterdir():
+        old.unlink()
+    for i, start in enumerate(range(0, table.num_rows, 4)):
+        pq.write_table(table.slice(start, 4), shards / f"part-{i:03}.parquet")
+    return shards
+
+
+def as_csv(table, folder):
+    pa.csv.write_csv(table, folder / "log.csv")
+    return folder / "log.csv"
+
+
+def as_gzipped_csv(table, folder):
+    path = as_csv(table, folder)
+    (folder / "log.csv.gz").write_bytes(gzip.compress(path.read_bytes()))
+    return folder / "log.csv.gz"
+
+
+def as_tsv(table, folder):
+    pa.csv.write_csv(table, folder / "log.tsv", pa.csv.WriteOptions(delimiter="\t"))
+    return folder / "log.tsv"
+
+
+def as_arrow(table, folder):
+    with pa.ipc.new_file(str(folder / "log.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    return folder / "log.arrow"
+
+
+def as_list_column(table, folder):
+    matrix = np.stack([table[f"f{i}"].to_numpy() for i in range(FEATURES)], axis=1)
+    return table.drop([f"f{i}" for i in range(FEATURES)]).append_column("features", pa.array(list(matrix)))
+
+
+def as_nested(table, folder):
+    """One row per request, lists of everything else."""
+    table = as_list_column(table, folder)
+    order = table["request"].unique().to_pylist()
+    rows = []
+    for request in order:
+        group = table.filter(pa.compute.equal(table["request"], request)).to_pydict()
+        rows.append({**group, "request": request, "weight": group["weight"][0]})
+    return pa.Table.from_pylist(rows)
+
+
+SHAPES = {
+    "parquet": as_parquet,
+    "shards": as_shards,
+    "csv": as_csv,
+    "csv.gz": as_gzipped_csv,
+    "tsv": as_tsv,
+    "arrow": as_arrow,
+    "list column": as_list_column,
+    "one row per request": as_nested,
+    "table": lambda table, _: table,
+    "pandas": lambda table, _: table.to_pandas(),
+    "polars": lambda table, _: pl.from_arrow(table),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@given(table=tables())
+def test_every_shape_of_the_same_rows_gives_the_same_log(shape, table, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shape")
+    assert_is(read_log(SHAPES[shape](table, folder)), expected_log(table))
+
+
+@given(table=tables())
+def test_a_written_log_reads_back_equal(table, tmp_path_factory):
+    path = tmp_path_factory.mktemp("log") / "log.parquet"
+    log = read_log(table)
+    write_log(log, path, metadata={"note": "kept"})
+    again = read_log(path)
+    assert_is(again, expected_log(table))
+    assert again.feature_names == log.feature_names == ("f0", "f1", "f2")
+    assert pq.read_schema(path).metadata[b"note"] == b"kept"
+
+
+def test_a_log_of_many_row_groups_reads_back_equal(tmp_path, monkeypatch, shown_log):
+    monkeypatch.setattr("ultr.log.table.ROW_GROUP_BYTES", 400)
+    write_log(shown_log, tmp_path / "log.parquet")
+    assert pq.ParquetFile(tmp_path / "log.parquet").num_row_groups > 5
+    again = read_log(tmp_path / "log.parquet")
+    np.testing.assert_array_equal(again.features, shown_log.features)
+    np.testing.assert_array_equal(again.offsets, shown_log.offsets)
+    np.testing.assert_array_equal(again.relevance, shown_log.relevance)
+
+
+BASE = {"request": [1, 1, 2], "position": [1, 2, 1], "click": [0, 1, 0], "f1": [0.1, 0.2, 0.3], "f2": [1.0, 2.0, 3.0]}
+
+
+def table_with(**changes) -> pa.Table:
+    columns = {**BASE, **changes}
+    return pa.table({name: values for name, values in columns.items() if values is not None})
+
+
+def test_requests_without_feedback_and_requests_of_one_item_are_kept():
+    log = read_log(table_with(click=[0, 0, 0]))
+    assert len(log) == 2
+    assert log.lengths.tolist() == [2, 1]
+
+
+def test_columns_are_found_without_regard_to_case_and_others_are_left_alone_and_named():
+    log = read_log(pa.table({"QID": [1], "Rank": [3], "Clicked": [1], "price": [9.0], "F_1": [0.5]}))
+    assert list(log.actions) == ["Clicked"]
+    assert log.feature_names == ("F_1",)
+    assert log.unused_columns == ("price",)
+
+
+def test_features_are_chosen_by_name_and_pattern_in_the_order_asked():
+    table = table_with(price=[1, 2, 3])
+    assert read_log(table, features="price, f*").feature_names == ("price", "f1", "f2")
+    assert read_log(table, features=["f2"]).feature_names == ("f2",)
+
+
+def test_several_list_columns_and_scalars_stand_side_by_side():
+    table = table_with(text=[[1.0, 2.0]] * 3, f2=None)
+    log = read_log(table, features=["f1", "text"])
+    assert log.feature_names == ("f1", "text[0]", "text[1]")
+    np.testing.assert_allclose(log.features[1], [0.2, 1.0, 2.0])
+
+
+def test_a_log_needs_no_features_and_no_actions():
+    assert read_log(table_with(f1=None, f2=None)).features.shape == (3, 0)
+    assert read_log(table_with(click=None)).actions == {}
+
+
+def test_missing_features_are_kept_when_asked_for():
+    log = read_log(table_with(f1=[0.1, None, float("nan")]), missing="keep")
+    assert np.isnan(log.features[:, 0]).tolist() == [False, True, True]
+
+
+def test_booleans_decimals_and_categories_are_numbers_and_ids():
+    table = table_with(click=pa.array([True, False, True]), f1=[Decimal(1), Decimal(2), Decimal(3)])
+    log = read_log(table.set_column(0, "request", pa.array(["a", "a", "b"]).dictionary_encode()))
+    assert log.actions["click"].tolist() == [1, 0, 1]
+    assert log.features[:, 0].tolist() == [1, 2, 3]
+    assert log.request_ids.to_pylist() == ["a", "b"]
+
+
+REFUSED = [
+    (dict(request=None), {}, "no column that says which request"),
+    (dict(position=None), {}, "row order is not taken for position"),
+    ({}, dict(position="positon"), "no column 'positon' for the position; did you mean 'position'"),
+    ({}, dict(actions="clicks"), "no column 'clicks' among the actions; did you mean 'click'"),
+    ({}, dict(features="g*"), "no column 'g[*]' among the features"),
+    ({}, dict(features="click"), "column 'click' is given two parts"),
+    (dict(request=[1, None, 2]), {}, r"'request' has 1 missing values \(first in row 2\)"),
+    (dict(position=[1, None, 1]), {}, r"'position' has 1 missing values \(first in row 2\)"),
+    (dict(position=[1.5, 2.0, 1.0]), {}, "whole numbers, got 1.5 in row 1"),
+    (dict(position=[float("nan"), 2.0, 1.0]), {}, "whole numbers, got nan"),
+    (dict(position=[1, -1, 1]), {}, "should not be negative, got -1 in row 2"),
+    (dict(position=["a", "b", "c"]), {}, "position column 'position' should hold numbers"),
+    (dict(position=[1, 1, 1]), {}, "position 1 twice in request 1"),
+    (dict(click=[0, None, 1]), {}, r"'click' has 1 missing values"),
+    (dict(click=[0, -1, 1]), {}, "finite and not negative in every row, got -1 in row 2"),
+    (dict(click=[0, float("inf"), 1]), {}, "got inf in row 2"),
+    (dict(click=[0, 1e39, 1]), {}, "got 1e[+]39 in row 2"),
+    (dict(click=["x", "y", "z"]), {}, "action column 'click' should hold numbers, got type string"),
+    (dict(f2=[1.0, None, 2.0]), {}, "feature 'f2' has values that are not finite, got nan in row 2"),
+    (dict(f2=[1.0, 2.0, float("nan")]), {}, "missing='keep'"),
+    (dict(f2=[1.0, 2.0, float("-inf")]), {}, "feature 'f2' .* got -inf in row 3"),
+    (dict(f2=[1.0, 2.0, 1e300]), {}, "got inf in row 3 .* beyond 3.4e38"),
+    (dict(f2=["x", "y", "z"]), {}, "feature column 'f2' should hold numbers"),
+    (dict(weight=[1, 2, 1]), {}, "one value per request"),
+    (dict(weight=[1, 1, 0]), {}, "should be positive"),
+    (dict(weight=[1, 1, -1]), {}, "not negative"),
+    (dict(features=[[1.0], [1.0, 2.0], [1.0]]), {}, "equally long lists, got lengths 1 to 2"),
+    (dict(features=[[1.0], None, [1.0]]), {}, "'features' has 1 missing values"),
+]
+
+
+@pytest.mark.parametrize(("changes", "options", "message"), REFUSED)
+def test_what_cannot_be_used_is_refused_with_a_mend(changes, options, message):
+    with pytest.raises(UltrError, match=message):
+        read_log(table_with(**changes), **options)
+
+
+def test_infinite_features_are_refused_even_where_missing_ones_are_kept():
+    with pytest.raises(ColumnError, match="got inf"):
+        read_log(table_with(f1=[0.1, None, float("inf")]), missing="keep")
+
+
+def test_tables_without_rows_and_things_that_are_no_tables_are_refused():
+    with pytest.raises(DataError, match="no rows"):
+        read_log(table_with().slice(0, 0))
+    with pytest.raises(DataError, match="a log is a path, an Arrow table, or a pandas or polars frame, got list"):
+        read_log([1, 2])
+
+
+def test_repeated_column_names_are_refused():
+    with pytest.raises(ColumnError, match="'click' twice"):
+        read_log(pa.Table.from_arrays([pa.array([1])] * 3, names=["request", "click", "click"]))
+
+
+def test_lists_of_one_request_must_be_equally_long():
+    table = pa.table({"request": [1], "position": [[1, 2]], "click": [[1]]})
+    with pytest.raises(ColumnError, match=r"'click' should have as many values as 'position'.*got 1 and 2 in row 1"):
+        read_log(table)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("log.parquet", b"request,position\n1,1\n", "named like Parquet but holds text"),
+        ("log.csv", b"PAR1 and so on", "named like text but holds Parquet"),
+        ("log.csv.gz", b"request,position\n1,1\n", "named like gzip but holds text"),
+        ("log.parquet", b"PAR1" + b"junk" * 20, "cannot be read as Parquet"),
+        ("log.arrow", b"ARROW1" + b"junk" * 20, "cannot be read as Arrow"),
+        ("log.csv", b'request,position\n1,1\n1,2,3\n', "cannot be read as CSV"),
+        ("log.xls", b"anything", "end it in one of .parquet"),
+        ("log.csv", b"", "empty"),
+        ("log.csv", b"request,position,click\n", "no rows"),
+    ],
+)  # fmt: skip
+def test_files_that_are_not_what_they_should_be_are_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_log(tmp_path / name)
+
+
+def test_gzipped_parquet_and_folders_without_shards_are_refused(tmp_path):
+    (tmp_path / "log.parquet.gz").write_bytes(gzip.compress(b"PAR1"))
+    with pytest.raises(DataError, match="not read gzipped"):
+        read_log(tmp_path / "log.parquet.gz")
+    with pytest.raises(DataError, match="no Parquet files"):
+        read_log(tmp_path)
+
+
+def test_shards_that_differ_are_refused(tmp_path):
+    pq.write_table(table_with(), tmp_path / "a.parquet")
+    pq.write_table(table_with(f2=None), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet"):
+        read_log(tmp_path)
+
+
+def test_only_the_columns_that_play_a_part_are_read(tmp_path, monkeypatch):
+    pq.write_table(table_with(big=["x" * 1000] * 3), tmp_path / "log.parquet")
+    asked = []
+    real = pq.ParquetFile.read
+
+    def spy(self, columns=None, **options):
+        asked.extend(columns)
+        return real(self, columns=columns, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read", spy)
+    read_log(tmp_path / "log.parquet")
+    assert "big" not in asked
+
+
+def test_real_clicks_of_a_search_engine_are_read_as_they_come(real_data):
+    log = read_log(real_data("yandex-clicks") / "impressions.csv.gz")
+    assert (len(log), log.rows, int(log.actions["click"].sum())) == (35064, 350640, 42703)
+    assert log.unused_columns == ("query",)
+
+
+def test_log_refuses_columns_that_do_not_fit():
+    good = dict(
+        features=np.zeros((2, 1), np.float32),
+        offsets=np.array([0, 2]),
+        request_ids=pa.array([1]),
+        feature_names=("a",),
+    )
+    assert len(Log(**good)) == 1
+    for change in (
+        {"positions": np.array([1])},
+        {"feature_names": ("a", "b")},
+        {"offsets": np.array([0, 1])},
+        {"offsets": np.array([0, 0, 2]), "request_ids": pa.array([1, 2])},
+        {"weights": np.ones(2, np.float32)},
+    ):
+        with pytest.raises(DataError):
+            Log(**{**good, **change})
+
+
+def test_selecting_requests_takes_all_that_belongs_to_them():
+    log = read_log(table_with(weight=[1, 1, 2], item=["a", "b", "c"]))
+    twice = log.select([1, 0, 1])
+    assert twice.request_ids.to_pylist() == [2, 1, 2]
+    assert twice.lengths.tolist() == [1, 2, 1]
+    assert twice.item_ids.to_pylist() == ["c", "a", "b", "c"]
+    assert twice.weights.tolist() == [2, 1, 2]
+    assert twice.request_of_row.tolist() == [0, 1, 1, 2]
+    np.testing.assert_allclose(twice.features[:, 0], [0.3, 0.1, 0.2, 0.3])
+    with pytest.raises(ColumnError, match="did you mean 'click'"):
+        log.action("clicks")
+
+
+def test_feature_names_ride_in_the_schema():
+    metadata = read_log(table_with()).to_table().schema.metadata
+    assert json.loads(metadata[b"ultr.feature_names"]) == ["f1", "f2"]
+
+
+def test_an_option_error_is_for_the_call_and_a_column_error_for_the_data():
+    with pytest.raises(OptionError):
+        read_log(table_with(), features=["click"])

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from ultr import __version__
+from ultr.log import read_log
+
+
+def ultr(*arguments: object, cwd=None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ultr", *map(str, arguments)], capture_output=True, text=True, cwd=cwd, check=False
+    )
+
+
+def test_help_answers_without_torch():
+    code = (
+        "import sys; sys.argv = ['ultr', '--help']\nfrom ultr.cli import app\ntry:\n app()\nexcept SystemExit:\n pass\n"
+    )
+    code += "assert not {'torch', 'sklearn', 'pyarrow', 'scipy'} & set(sys.modules), 'heavy import'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in ("demo", "simulate", "describe"):
+        assert command in done.stdout
+
+
+def test_importing_the_package_imports_no_torch():
+    code = "import sys, ultr; from ultr import read_log; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_demo_shows_examination_clicks_and_the_naive_conclusion(tmp_path):
+    done = ultr("demo", "--out", tmp_path / "demo")
+    assert done.returncode == 0, done.stderr
+    assert "examined" in done.stdout
+    assert "naive reader" in done.stderr
+    assert f"next: ultr describe {tmp_path}/demo/log.parquet" in done.stderr
+    log = read_log(tmp_path / "demo" / "log.parquet")
+    assert log.relevance is None
+    assert list(log.actions) == ["click", "dwell"]
+    again = ultr("demo", "--out", tmp_path / "demo", "--json")  # it may write over its own log
+    figures = json.loads(again.stdout)
+    np.testing.assert_allclose(figures["clicked"][0], log.actions["click"][log.positions == 1].mean())
+    assert figures["examined"][0] == pytest.approx(0.68, abs=0.02)
+    assert figures["looks"][-1] < 0.15
+    assert figures["truth"][-1] > 0.6
+
+
+def test_a_log_is_simulated_and_described(tmp_path):
+    path = tmp_path / "log.parquet"
+    done = ultr(
+        *("simulate", "synthetic", "--out", path, "--sessions", 500, "--users", "trust", "--items", 5, "--truth"),
+        *("--action", "like=0.1,0.2,0.3,0.4,0.5"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(pq.read_schema(path).metadata[b"ultr.simulation"])["users"] == "trust"
+    described = ultr("describe", path, "--json")
+    facts = json.loads(described.stdout)
+    assert (facts["requests"], facts["rows"], facts["features"]) == (500, 2500, 136)
+    assert facts["actions"] == ["click", "dwell", "like"]
+    assert facts["true_relevance"]
+    assert facts["unused_columns"] == ["examined"]
+    assert facts["positions"]["position"] == [1, 2, 3, 4, 5]
+    assert facts["positions"]["click_rate"][0] > facts["positions"]["click_rate"][4]
+    assert "Feedback by position" in ultr("describe", path).stdout
+
+
+def test_an_output_is_not_overwritten_unless_asked(tmp_path):
+    path = tmp_path / "log.parquet"
+    path.write_text("precious")
+    done = ultr("simulate", "synthetic", "--out", path)
+    assert done.returncode == 1
+    assert "--overwrite" in done.stderr
+    assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["describe", "nowhere.parquet"], 1, "no such file"),
+        (["describe", "log.csv"], 1, "row order is not taken for position"),
+        (["describe", "log.csv", "--position", "psoition"], 1, "no column 'psoition' for the position"),
+        (["describe", "log.csv", "--position", "click", "--actions", "click"], 2, "column 'click' is given two parts"),
+        (["simulate", "synthetic", "--out", "x.parquet", "--users", "pbn"], 2, "did you mean 'pbm'"),
+        (["simulate", "synthetic", "--out", "x.parquet", "--split", "tset"], 2, "did you mean 'test'"),
+        (["simulate", "synthetic", "--out", "x.parquet", "--action", "like"], 2, "name=p0,p1"),
+        (["simulate", "nothing", "--out", "x.parquet"], 1, "no data set and no file"),
+        (["simulat"], 2, "No such command"),
+        (["describe"], 2, "Missing argument"),
+    ],
+)
+def test_a_refusal_is_one_message_without_a_traceback(arguments, code, message, tmp_path):
+    (tmp_path / "log.csv").write_text("request,click\n1,0\n1,1\n")
+    done = ultr(*arguments, cwd=tmp_path)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.csv"]
+
+
+def test_the_version_is_printed():
+    assert ultr("version").stdout.strip() == __version__

@@ -1,0 +1,52 @@
+"""Every example in the documents is run: Python blocks in order, and `ultr` lines of console blocks."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ultr
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+MODULES = sorted(m.name for m in pkgutil.walk_packages(ultr.__path__, "ultr.") if "main" not in m.name)
+BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_examples_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for language, text in BLOCK.findall(path.read_text()):
+        if language == "python":
+            exec(compile(text, path.name, "exec"), names)  # noqa: S102
+            continue
+        for line in re.findall(r"^\$ (ultr .*)$", text, re.MULTILINE):
+            done = subprocess.run(
+                [sys.executable, "-m", *shlex.split(line)], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+def test_some_examples_are_there_to_run():
+    assert len(BLOCK.findall((ROOT / "README.md").read_text())) >= 2
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_doctests_hold(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_links_between_documents_lead_somewhere():
+    for path in DOCUMENTS:
+        for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", path.read_text()):
+            if not link.startswith("http"):
+                assert (path.parent / link).exists(), f"{path.name} links to {link}"

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from ultr.errors import DataError, OptionError
+from ultr.evaluation import evaluate_scores, mean_with_interval, paired_test
+from ultr.simulate import User
+
+
+def test_figures_of_a_log_come_in_the_order_of_its_requests(shown_log):
+    scores = np.random.default_rng(0).normal(size=shown_log.rows)
+    figures = evaluate_scores(shown_log, scores, ["precision@1", "mrr", "reward@3"], user=User())
+    for i in range(len(shown_log)):
+        rows = slice(shown_log.offsets[i], shown_log.offsets[i + 1])
+        ranked = shown_log.relevance[rows][np.argsort(-scores[rows])]
+        assert figures["precision@1"][i] == float(ranked[0] > 0)
+        first = np.flatnonzero(ranked > 0)
+        assert figures["mrr"][i] == pytest.approx(1 / (first[0] + 1) if len(first) else 0)
+    assert (figures["reward@3"] > 0).all()
+
+
+def test_what_cannot_be_evaluated_is_refused(shown_log):
+    scores = np.zeros(shown_log.rows)
+    with pytest.raises(DataError, match="one score for each"):
+        evaluate_scores(shown_log, scores[1:])
+    with pytest.raises(DataError, match="1 NaN"):
+        evaluate_scores(shown_log, np.where(np.arange(shown_log.rows) == 3, np.nan, 0))
+    with pytest.raises(DataError, match="no true labels"):
+        evaluate_scores(replace(shown_log, relevance=None), scores)
+    with pytest.raises(OptionError, match="needs a user"):
+        evaluate_scores(shown_log, scores, ["reward@10"])
+
+
+def test_the_interval_is_students():
+    values = np.random.default_rng(1).normal(3, 2, 50)
+    result = mean_with_interval(values)
+    low, high = stats.t.interval(0.95, 49, values.mean(), stats.sem(values))
+    assert (result.mean, result.low, result.high) == pytest.approx((values.mean(), low, high), rel=1e-12)
+    assert str(result) == f"{values.mean():.4f} [{low:.4f}, {high:.4f}]"
+
+
+def test_the_interval_covers_the_mean_as_often_as_it_says():
+    rng = np.random.default_rng(2)
+    covered = 0
+    for _ in range(2000):
+        weights = rng.choice([1.0, 4.0], 60)
+        result = mean_with_interval(rng.exponential(size=60) * np.ones(60), weights)
+        covered += result.low <= 1.0 <= result.high
+    assert 0.90 < covered / 2000 < 0.97  # skewed values, unequal weights, 60 requests
+
+
+def test_whole_weights_count_like_repeated_requests_for_the_mean():
+    values, weights = np.array([1.0, 5.0, 2.0]), np.array([2.0, 1.0, 3.0])
+    assert mean_with_interval(values, weights).mean == pytest.approx(np.repeat(values, [2, 1, 3]).mean())
+
+
+def test_the_paired_test_is_students():
+    rng = np.random.default_rng(3)
+    a = rng.normal(size=80)
+    b = a + rng.normal(0.2, 0.5, size=80)
+    result, other = paired_test(a, b), stats.ttest_rel(a, b)
+    assert result.p == pytest.approx(other.pvalue, rel=1e-9)
+    assert (result.low, result.high) == pytest.approx(tuple(other.confidence_interval(0.95)), rel=1e-9)
+    assert result.significant
+    assert result.difference == pytest.approx((a - b).mean())
+
+
+def test_rankers_that_never_differ_or_always_differ_alike_need_no_division_by_zero():
+    a = np.array([1.0, 2.0, 3.0])
+    assert paired_test(a, a).p == 1.0
+    assert paired_test(a + 1, a).p == 0.0
+    assert paired_test(a[:1] + 1, a[:1]).p == 1.0
+    with pytest.raises(DataError, match="same requests"):
+        paired_test(a, a[1:])
+    with pytest.raises(DataError):
+        mean_with_interval(np.array([]))
