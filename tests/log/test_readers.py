@@ -320,15 +320,22 @@ def test_shards_that_differ_are_refused(tmp_path):
 def test_only_the_columns_that_play_a_part_are_read(tmp_path, monkeypatch):
     pq.write_table(table_with(big=["x" * 1000] * 3), tmp_path / "log.parquet")
     asked = []
-    real = pq.ParquetFile.read
+    real = pq.read_table
 
-    def spy(self, columns=None, **options):
+    def spy(path, columns, **options):
         asked.extend(columns)
-        return real(self, columns=columns, **options)
+        return real(path, columns=columns, **options)
 
-    monkeypatch.setattr(pq.ParquetFile, "read", spy)
+    monkeypatch.setattr(pq, "read_table", spy)
     read_log(tmp_path / "log.parquet")
-    assert "big" not in asked
+    assert asked == ["request", "position", "click", "f1", "f2"]
+
+
+def test_column_names_with_dots_are_plain_names(tmp_path):
+    pq.write_table(table_with(**{"f.3": [7.0, 8.0, 9.0]}), tmp_path / "log.parquet")
+    log = read_log(tmp_path / "log.parquet")
+    assert log.feature_names == ("f1", "f2", "f.3")
+    assert log.features[:, 2].tolist() == [7, 8, 9]
 
 
 def test_real_clicks_of_a_search_engine_are_read_as_they_come(real_data):

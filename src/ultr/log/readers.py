@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +69,14 @@ def read_log(
     kind = file_kind(path)
     if kind == "SVMlight":
         return read_svmlight(path)
-    try:
-        if kind == "Parquet":
-            return _read_parquet([path], named, where=path, missing=missing)
+    if kind == "Parquet":
+        return _read_parquet([path], named, where=path, missing=missing)
+    with _as_data_error(path, kind):
         if kind == "Arrow":
             table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         else:
             delimiter = "\t" if ".tsv" in path.name else ","
             table = pa.csv.read_csv(path, parse_options=pa.csv.ParseOptions(delimiter=delimiter))
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"cannot be read as {kind} ({_brief(error)})", where=path, mend="check or rewrite the file"
-        ) from error
     return _from_table(table, named, where=path, missing=missing)
 
 
@@ -130,19 +127,23 @@ def _read_folder(folder: Path, named: dict[str, Any], missing: Missing) -> Log:
 
 
 def _read_parquet(paths: list[Path], named: dict[str, Any], *, where: Path, missing: Missing) -> Log:
-    try:
+    with _as_data_error(paths[0], "Parquet"):
         schema = pq.read_schema(paths[0])
-        columns: Columns = resolve_columns(schema, where=paths[0], **named)
-        tables = [pq.ParquetFile(path).read(columns=columns.used, use_threads=True) for path in paths]
-        for path, table in zip(paths[1:], tables[1:], strict=True):
-            if table.schema.names != tables[0].schema.names:
-                raise DataError("the shard lacks columns that the first one has", where=path, mend="write them alike")
+    columns: Columns = resolve_columns(schema, where=paths[0], **named)
+    tables = []
+    for path in paths:
+        with _as_data_error(path, "Parquet"):
+            tables.append(pq.read_table(path, columns=columns.used, memory_map=True, partitioning=None))
+    with _as_data_error(where, "shards of one log"):
         table = tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"cannot be read as Parquet ({_brief(error)})", where=where, mend="write it again") from error
     table, unused = table.replace_schema_metadata(schema.metadata), columns.unused(schema.names)
     return log_from_table(table, columns, where=where, missing=missing, unused=unused)
 
 
-def _brief(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+@contextmanager
+def _as_data_error(path: Path, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        brief = " ".join(str(error).split())[:200]
+        raise DataError(f"cannot be read as {kind} ({brief})", where=path, mend="check or rewrite the file") from error
