@@ -64,7 +64,7 @@ def test_a_log_is_simulated_and_described(tmp_path):
     assert (facts["requests"], facts["rows"], facts["features"]) == (500, 2500, 136)
     assert facts["actions"] == ["click", "dwell", "like"]
     assert facts["true_relevance"]
-    assert facts["unused_columns"] == ["examined"]
+    assert facts["unused_columns"] == []
     assert facts["positions"]["position"] == [1, 2, 3, 4, 5]
     assert facts["positions"]["click_rate"][0] > facts["positions"]["click_rate"][4]
     assert "Feedback by position" in ultr("describe", path).stdout

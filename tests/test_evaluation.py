@@ -25,7 +25,7 @@ def test_figures_of_a_log_come_in_the_order_of_its_requests(shown_log):
 
 def test_what_cannot_be_evaluated_is_refused(shown_log):
     scores = np.zeros(shown_log.rows)
-    with pytest.raises(DataError, match="one score for each"):
+    with pytest.raises(DataError, match="one score, a number, for each"):
         evaluate_scores(shown_log, scores[1:])
     with pytest.raises(DataError, match="1 NaN"):
         evaluate_scores(shown_log, np.where(np.arange(shown_log.rows) == 3, np.nan, 0))

@@ -40,8 +40,7 @@ def test_an_existing_output_is_refused_unless_overwritten(tmp_path):
 def test_a_folder_replaces_a_folder_whole(tmp_path):
     target = tmp_path / "run"
     for content in ("one", "two"):
-        with atomic_path(target, overwrite=True) as temporary:
-            temporary.mkdir()
+        with atomic_path(target, overwrite=True, folder=True) as temporary:
             (temporary / content).write_text(content)
     assert [p.name for p in target.iterdir()] == ["two"]
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
@@ -59,8 +58,35 @@ def test_missing_empty_and_folder_paths_are_refused(tmp_path):
     (tmp_path / "log.csv").write_text("")
     with pytest.raises(DataError, match="empty"):
         existing_file(tmp_path / "log.csv")
-    with pytest.raises(DataError, match=r"no such file; beside it there is log\.csv"):
-        existing_file(tmp_path / "log.parquet")
+    with pytest.raises(DataError, match=r"no such file; did you mean 'log\.csv'"):
+        existing_file(tmp_path / "lgo.csv")
+    with pytest.raises(DataError, match="check the path"):
+        existing_file(tmp_path / ("x" * 5000))
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_is_not_of_the_same_kind_is_never_replaced(tmp_path, folder):
+    target = tmp_path / "precious"
+    if folder:
+        target.write_text("kept")
+    else:
+        target.mkdir()
+        (target / "inside").write_text("kept")
+    with pytest.raises(OutputError, match="not replaced"), atomic_path(target, overwrite=True, folder=folder):
+        pass
+    assert (target if folder else target / "inside").read_text() == "kept"
+
+
+def test_a_link_is_followed_and_a_dangling_one_refused(tmp_path):
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with atomic_path(tmp_path / "link", overwrite=True) as temporary:
+        temporary.write_text("new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "new"
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OutputError, match="exists already"), atomic_path(tmp_path / "dangling"):
+        pass
 
 
 def test_content_is_recognised_by_its_first_bytes(tmp_path):

@@ -193,6 +193,14 @@ def test_in_the_clickbait_world_clicks_fall_with_the_grade_while_the_label_rises
     assert (user.expected(grades, positions, LABEL).diff() > 0).all()
 
 
+def test_whole_grades_are_taken_like_floating_ones():
+    grades, positions = torch.tensor([[4, 0]]), torch.tensor([[1, 2]])
+    torch.testing.assert_close(
+        User().expected(grades, positions, LABEL), User().expected(grades.float(), positions, LABEL)
+    )
+    assert set(User().sample(grades, positions).actions) == {"click", "dwell"}
+
+
 def test_positions_beyond_the_last_known_fall_as_one_over_k():
     positions = torch.tensor([0, 1, 10, 20, 1000])
     expected = [0.68, 0.68, 0.06, 0.03, 0.0006]
@@ -222,10 +230,24 @@ def test_a_fitted_mixture_finds_the_components_of_dwell_times(tmp_path):
     ("call", "error", "message"),
     [
         (lambda: make_user("cascada"), OptionError, "did you mean 'cascade'"),
-        (lambda: User(eta=-1), OptionError, "eta >= 0"),
+        (lambda: User(eta=-1), OptionError, "'eta' should be finite numbers from 0"),
+        (lambda: User(eta=float("nan")), OptionError, "'eta'"),
+        (lambda: User(eta="1x"), OptionError, "'eta' should be numbers"),
+        (lambda: User(attraction=()), OptionError, "'attraction'"),
+        (lambda: User(max_grade=2000), OptionError, "'max_grade'"),
+        (lambda: User(further={"click": [0.5]}), OptionError, "a name of its own"),
+        (lambda: User(further={"": [0.5]}), OptionError, "a name of its own"),
+        (lambda: User(examination=0.5), OptionError, "'examination' should be numbers"),
+        (lambda: CascadeUser(stop=(2.0,)), OptionError, "'stop'"),
+        (lambda: CascadeUser(patience=-1), OptionError, "'patience'"),
+        (lambda: TrustUser(trust=lambda k: 5 + 0 * k), OptionError, "'trust'"),
+        (lambda: TrustUser(trust=0.5), OptionError, "'trust' should be a function"),
+        (lambda: Dwell(decay=float("nan")), OptionError, "'decay'"),
+        (lambda: make_user("pbm", severity=1), OptionError, "does not take these options"),
+        (lambda: simulate_log(make_shown_log(), User(), sessions=0), OptionError, "one session or more"),
         (lambda: User(epsilon=1.5), OptionError, "epsilon"),
-        (lambda: User(examination=[0.5, 1.2]), OptionError, "'examination' should be probabilities"),
-        (lambda: User(further={"like": []}), OptionError, "'like' should be probabilities"),
+        (lambda: User(examination=[0.5, 1.2]), OptionError, "'examination' should be finite numbers from 0 to 1"),
+        (lambda: User(further={"like": []}), OptionError, "'like' should be finite numbers"),
         (lambda: Dwell(mu=[1.0], sigma=[1.0, 2.0]), OptionError, "as many sigma"),
         (lambda: Dwell.fit(np.array([1.0, 0.0])), DataError, r"positive, got 0\.0"),
         (lambda: Dwell.fit(np.ones(10)), DataError, "50 dwell times or more"),
@@ -240,6 +262,9 @@ def test_what_cannot_be_simulated_is_refused(call, error, message):
 
 
 def test_a_bad_dwell_file_is_refused(tmp_path):
+    (tmp_path / "blank.txt").write_text("\n \n")
+    with pytest.raises(DataError, match="dwell times or more, got 0"):
+        Dwell.fit(read_dwell_times(tmp_path / "blank.txt"))
     (tmp_path / "dwell.txt").write_text("1.5\nten\n")
     with pytest.raises(DataError, match="one number per line"):
         read_dwell_times(tmp_path / "dwell.txt")

@@ -37,14 +37,15 @@ def run_demo(out: Path, *, sessions: int = 6000, seed: int = 0) -> Demo:
     initial = ranking_svm(data.train, seed=seed)
     user = User(max_grade=data.max_grade)
     log, feedback = simulate_log(show(data.train, initial(data.train.features)), user, seed=seed, sessions=sessions)
-    write_log(replace(log, relevance=None), out / "log.parquet", overwrite=True)
+    written = replace(log, relevance=None)
+    write_log(written, out / "log.parquet", overwrite=True)
     attracted = user.attracted(torch.from_numpy(log.true_relevance)).numpy()
     table = by_position(log)
     place = np.searchsorted(table.positions, np.asarray(log.positions))
     relevant = np.bincount(place, attracted) / table.impressions
     clicked = table.rates["click"]
     return Demo(
-        log=log,
+        log=written,
         positions=table.positions,
         examined=np.bincount(place, feedback.examined.numpy()) / table.impressions,
         clicked=clicked,

@@ -14,6 +14,9 @@ from ultr.log import Log
 from ultr.metrics import METRICS, parse_metric
 from ultr.simulate import User
 
+FEEDBACK = "feedback-"
+MAX_GRADE = 60
+
 
 @dataclass(frozen=True)
 class Mean:
@@ -46,40 +49,61 @@ class PairedTest:
 def evaluate_scores(
     log: Log,
     scores: np.ndarray,
-    metrics: Sequence[str] = ("ndcg@10",),
+    metrics: Sequence[str] | str = "ndcg@10",
     *,
     user: User | None = None,
     label: Label | str = DEFAULT_LABEL,
 ) -> dict[str, np.ndarray]:
-    """The metrics of every request of a log with true labels, given a score for each of its rows.
+    """The metrics of every request of a log, given a score for each of its rows.
 
-    `reward@k` is the expected label if `user` is shown the new ranking.
+    They are on the true labels, unless a name begins with `feedback-`: `feedback-ndcg@10` is on the label of the logged
+    actions, with linear gain, and so has their bias. `reward@k` is the expected label if `user` is shown the ranking.
     """
-    scores = np.asarray(scores)
-    if scores.shape != (log.rows,):
-        raise DataError(f"there should be one score for each of {log.rows} rows", got=list(scores.shape))
-    if np.isnan(scores).any():
-        raise DataError("scores should be numbers", got=f"{int(np.isnan(scores).sum())} NaN")
-    _ = log.true_relevance  # every metric needs it: refuse before any work
-    wanted = [(text, *parse_metric(text)) for text in metrics]
-    if any(name == "reward" for _, name, _ in wanted) and user is None:
-        raise OptionError("reward needs a user to show the ranking to", mend="pass user=User()")
-    bare = replace(log, features=np.empty((log.rows, 0), np.float32), feature_names=(), actions={"score": scores})
-    figures = {text: np.empty(len(log)) for text, _, _ in wanted}
+    scores = log.check_scores(scores)
+    names = metrics.split(",") if isinstance(metrics, str) else metrics
+    wanted = {text.strip(): parse_metric(text.strip().removeprefix(FEEDBACK)) for text in names}
+    on_feedback = {text for text in wanted if text.startswith(FEEDBACK)}
+    columns = {"score": scores}
+    if on_feedback:
+        columns["label"] = Label.of(label)(log.actions)
+    if len(on_feedback) < len(wanted) and (highest := float(log.true_relevance.max())) > MAX_GRADE:
+        raise DataError(f"grades above {MAX_GRADE} are beyond the gain 2^y - 1", got=highest)
+    bare = replace(log, features=np.empty((log.rows, 0), np.float32), feature_names=(), actions=columns)
+    figures = {text: np.empty(len(log)) for text in wanted}
     for requests, lists in ListBatches(bare).by_length():
-        for text, name, k in wanted:
-            extra = {"user": user, "label": label} if name == "reward" else {}
-            values = METRICS[name](lists.actions["score"], lists.true_relevance, k=k, where=lists.where, **extra)
+        for text, (name, k) in wanted.items():
+            options: dict[str, object] = {"k": k, "where": lists.where}
+            if name == "reward":
+                options |= {"user": _needed(user, text in on_feedback), "label": label}
+            if text in on_feedback and name in ("ndcg", "dcg"):
+                options["gain"] = "linear"
+            labels = lists.actions["label"] if text in on_feedback else lists.true_relevance
+            values = METRICS[name](lists.actions["score"], labels, **options)
             figures[text][requests.numpy()] = values.double().numpy()
     return figures
 
 
+def _needed(user: User | None, on_feedback: bool) -> User:
+    if on_feedback:
+        raise OptionError("there is no feedback-reward: reward is what a user is expected to do", mend="ask for reward")
+    if user is None:
+        raise OptionError("reward needs a user to show the ranking to", mend="pass user=User()")
+    return user
+
+
 def mean_with_interval(values: np.ndarray, weights: np.ndarray | None = None, *, confidence: float = 0.95) -> Mean:
-    """The (weighted) mean over requests, with a Student-t interval for requests drawn independently."""
+    """The (weighted) mean over requests, with a Student-t interval for requests drawn independently.
+
+    One request alone says nothing about its spread: its interval has no ends.
+    """
     values = np.asarray(values, dtype=np.float64)
     weights = np.ones_like(values) if weights is None else np.asarray(weights, dtype=np.float64)
     if values.ndim != 1 or not len(values) or weights.shape != values.shape:
         raise DataError("a mean needs one value and one weight per request", got=f"{values.shape} and {weights.shape}")
+    if not 0 < confidence < 1:
+        raise OptionError("the confidence should be between 0 and 1", got=confidence)
+    if not weights.sum() > 0 or weights.min() < 0:
+        raise DataError("weights should not be negative, nor all zero", got=float(weights.min()))
     mean = float(np.average(values, weights=weights))
     margin = _standard_error(values - mean, weights) * _t_quantile(len(values), confidence)
     return Mean(mean, mean - margin, mean + margin, len(values))
@@ -96,15 +120,15 @@ def paired_test(
     differences = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
     mean = mean_with_interval(differences, weights, confidence=confidence)
     n = mean.requests
-    error = (mean.high - mean.mean) / _t_quantile(n, confidence) if n > 1 else 0.0
-    p = float(2 * t.sf(abs(mean.mean) / error, n - 1)) if error else float(mean.mean == 0 or n < 2)
+    error = (mean.high - mean.mean) / _t_quantile(n, confidence)
+    p = float(2 * t.sf(abs(mean.mean) / error, max(1, n - 1))) if error else float(mean.mean == 0)
     return PairedTest(mean.mean, mean.low, mean.high, p, n)
 
 
 def _standard_error(deviations: np.ndarray, weights: np.ndarray) -> float:
     n = len(deviations)
     if n < 2:
-        return 0.0
+        return np.inf
     return float(np.sqrt(np.sum((weights * deviations) ** 2) * n / (n - 1)) / weights.sum())
 
 

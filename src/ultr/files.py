@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import shutil
@@ -13,40 +14,45 @@ from pathlib import Path
 from ultr.errors import DataError, OutputError
 
 
-def refuse_existing(target: Path, *, overwrite: bool) -> None:
-    """Asked before long work starts, so that none is lost."""
-    if not overwrite and target.exists():
+def refuse_existing(target: Path, *, overwrite: bool, folder: bool = False) -> None:
+    """Refuse an output that must not be written; asked before long work starts, so that none is lost."""
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
         raise OutputError("output exists already", where=target, mend="choose another path or pass --overwrite")
+    if not (target.is_dir() if folder else target.is_file()):
+        kind = "folder" if folder else "plain file"
+        raise OutputError(f"exists and is no {kind}, so it is not replaced", where=target, mend="choose another path")
 
 
 @contextmanager
-def atomic_path(target: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_path(target: str | Path, *, overwrite: bool = False, folder: bool = False) -> Iterator[Path]:
     """A temporary path beside `target`, for a file or folder to be made there, that takes its name if all goes well.
 
     Whatever happens inside the block, `target` is either as it was or complete: the temporary is synced to disk and
-    renamed over it at the end, and removed on any exception.
+    renamed over it at the end, and removed on any exception. A folder is replaced by moving the old one aside first.
     """
     target = Path(target)
-    refuse_existing(target, overwrite=overwrite)
+    refuse_existing(target, overwrite=overwrite, folder=folder)
+    target = target.resolve()  # a link keeps pointing where it does
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        holder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+        holder = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", suffix=".partial", dir=target.parent))
     except OSError as error:
         raise OutputError(f"cannot write here ({error.strerror})", where=target, mend="choose another path") from error
     temporary = holder / target.name
     try:
+        if folder:
+            temporary.mkdir()
         yield temporary
         _sync(temporary)
-        if target.is_dir():  # a folder cannot be renamed over another: step the old one aside first
+        if folder and target.is_dir():
             target.replace(holder / "replaced")
         temporary.replace(target)
         _sync_folder(target.parent)
     except OSError as error:
-        raise OutputError(
-            f"writing failed ({error.strerror or error})",
-            where=target,
-            mend="nothing was changed; free the way and run again",
-        ) from error
+        mend = "nothing was changed; free the way and run again"
+        raise OutputError(f"writing failed ({error.strerror or error})", where=target, mend=mend) from error
     finally:
         shutil.rmtree(holder, ignore_errors=True)
 
@@ -68,16 +74,20 @@ def _sync_folder(folder: Path) -> None:
 
 
 def existing_file(path: str | Path) -> Path:
+    """A path that is a file with something in it, or a refusal."""
     path = Path(path)
-    if path.is_dir():
-        raise DataError("is a folder, not a file", where=path, mend="name a file in it")
-    if not path.is_file():
-        siblings = sorted(p.name for p in path.parent.glob(f"{path.stem[:3]}*"))[:5] if path.parent.is_dir() else []
-        mend = f"beside it there is {', '.join(siblings)}" if siblings else "check the path"
-        raise DataError("no such file", where=path, mend=mend)
-    if path.stat().st_size == 0:
-        raise DataError("the file is empty", where=path, mend="write it again from its source")
-    return path
+    try:
+        if path.is_dir():
+            raise DataError("is a folder, not a file", where=path, mend="name a file in it")
+        if path.is_file():
+            if path.stat().st_size == 0:
+                raise DataError("the file is empty", where=path, mend="write it again from its source")
+            return path
+        siblings = sorted(p.name for p in path.parent.glob("*") if p.is_file()) if path.parent.is_dir() else []
+    except OSError as error:
+        raise DataError(f"cannot be read ({error.strerror})", where=path, mend="check the path") from error
+    near = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.5)
+    raise DataError("no such file", where=path, mend=f"did you mean '{near[0]}'?" if near else "check the path")
 
 
 _MAGIC = {b"PAR1": "Parquet", b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"ARROW1": "Arrow", b"\x89HDF": "HDF5"}

@@ -54,6 +54,8 @@ class Label:
     """
 
     def __init__(self, expression: str = DEFAULT_LABEL) -> None:
+        if not isinstance(expression, str):
+            raise LabelError("a label is an expression", got=repr(expression), mend="for example 'click'")
         self.expression = expression.strip()
         self._names: dict[str, None] = {}
         self._node = self._parse()

@@ -25,7 +25,7 @@ def dcg_metric(
 ) -> Tensor:
     """Discounted cumulative gain: Σ over ranks r <= k of G(y) / log2(r + 1), G(y) = 2^y - 1 or y (Järvelin 2002)."""
     scores, where = _prepared(scores, where)
-    return (_gains(labels, scores, where, gain) * _tie_averaged(_discounts(scores, k), scores, where)).sum(-1)
+    return (gains(labels, scores, where, gain) * _tie_averaged(_discounts(scores, k), scores, where)).sum(-1)
 
 
 def ndcg_metric(
@@ -34,7 +34,7 @@ def ndcg_metric(
     """DCG over that of the best order, in [0, 1]; 0 for requests with nothing relevant, as in scikit-learn."""
     scores, where = _prepared(scores, where)
     dcg = dcg_metric(scores, labels, k=k, where=where, gain=gain)
-    best = _gains(labels, scores, where, gain).sort(dim=-1, descending=True).values
+    best = gains(labels, scores, where, gain).sort(dim=-1, descending=True).values
     ideal = (best * _discounts(scores, k)).sum(-1)
     return torch.where(ideal > 0, dcg / ideal.clamp(min=torch.finfo(ideal.dtype).tiny), 0.0)
 
@@ -103,12 +103,14 @@ def reward_metric(
         ranks = ranks_of(scores, where=where, generator=torch.Generator(scores.device).manual_seed(0))
         value = user.expected(relevance, ranks, label, where=where)
         return torch.where(ranks <= k, value, 0.0).sum(-1)
-    places = torch.arange(1, k + 1, device=scores.device)
-    shape = (*scores.shape, k)
-    values = user.expected(relevance[..., None].expand(shape), places.expand(shape), label)
-    above, through = (bound[..., None] for bound in _rank_bounds(scores, where))
-    chance = ((above < places) & (places <= through)).to(scores.dtype) / (through - above).clamp(min=1)
-    return torch.where(where, (values * chance).sum(-1), 0.0).sum(-1)
+    # What each grade is worth at each of the first k places, summed up from the top: a tie's mean is a difference.
+    grades, grade = torch.unique(relevance, return_inverse=True)
+    places = torch.arange(1, k + 1, device=scores.device).expand(len(grades), k)
+    worth = user.expected(grades[:, None].expand(len(grades), k), places, label).cumsum(-1)
+    worth = torch.cat([torch.zeros_like(worth[:, :1]), worth], dim=-1)
+    above, through = _rank_bounds(scores, where)
+    mean = (worth[grade, through.clamp(max=k)] - worth[grade, above.clamp(max=k)]) / (through - above).clamp(min=1)
+    return torch.where(where, mean, 0.0).sum(-1)
 
 
 def sampled_reward_metric(
@@ -169,14 +171,20 @@ def _prepared(scores: Tensor, where: Tensor | None) -> tuple[Tensor, Tensor]:
     return scores, torch.ones_like(scores, dtype=torch.bool) if where is None else where
 
 
-def _gains(labels: Tensor, scores: Tensor, where: Tensor, gain: Gain) -> Tensor:
+def gains(labels: Tensor, scores: Tensor, where: Tensor, gain: Gain) -> Tensor:
+    """2^y - 1 or y in the dtype of the scores, 0 for padding."""
     labels = labels.to(scores.dtype)
     return torch.where(where, torch.exp2(labels) - 1 if gain == "exponential" else labels, 0.0)
 
 
+def discounts_at(ranks: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 / log2(1 + rank)."""
+    return 1 / torch.log2(ranks.to(dtype) + 1)
+
+
 def _discounts(scores: Tensor, k: int | None) -> Tensor:
     ranks = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
-    discounts = 1 / torch.log2(ranks.to(scores.dtype) + 1)
+    discounts = discounts_at(ranks, scores.dtype)
     return discounts if k is None else torch.where(ranks <= k, discounts, 0.0)
 
 

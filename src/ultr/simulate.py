@@ -15,6 +15,7 @@ with ρ_y = (2^y - 1) / (2^max - 1) and a_y = ε + (1 - ε) ρ_y.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -32,8 +33,10 @@ from ultr.files import existing_file
 from ultr.labels import Label
 from ultr.lists import ListBatches
 from ultr.log import Log
+from ultr.log.table import RESERVED
 
 # Share of users who look at positions 1 to 10, from eye tracking (Joachims 2017).
+MAX_GRADE = 30
 EYE_TRACKING = (0.68, 0.61, 0.48, 0.34, 0.28, 0.20, 0.11, 0.10, 0.08, 0.06)
 
 
@@ -49,8 +52,10 @@ class Dwell:
     decay: float = 0.0
 
     def __post_init__(self) -> None:
-        if len(self.mu) != len(self.sigma) or not self.mu or min(self.sigma) < 0:
-            raise OptionError("dwell needs as many sigma >= 0 as mu", got=f"mu {self.mu}, sigma {self.sigma}")
+        mu, sigma = _numbers("mu", self.mu), _numbers("sigma", self.sigma, low=0)
+        if len(mu) != len(sigma):
+            raise OptionError("dwell needs as many sigma as mu", got=f"{len(sigma)} and {len(mu)}")
+        _numbers("decay", [self.decay], low=-10, high=10)
 
     def parameters(self, relevance: Tensor, max_grade: int) -> tuple[Tensor, Tensor]:
         """Mu and sigma of each item."""
@@ -65,7 +70,7 @@ class Dwell:
         bad = ~(np.isfinite(seconds) & (seconds > 0))
         if bad.any():
             raise DataError("dwell times should be positive", got=f"{seconds[bad][0]} ({int(bad.sum())} such values)")
-        if len(seconds) < 10 * components:
+        if components < 1 or len(seconds) < 10 * components:
             raise DataError(f"{components} components need {10 * components} dwell times or more", got=len(seconds))
         mixture = GaussianMixture(components, random_state=seed, n_init=3).fit(np.log(seconds)[:, None])
         order = np.argsort(mixture.means_.ravel())
@@ -101,16 +106,16 @@ class User:
     by_own_position: ClassVar[bool] = True  # feedback on an item depends on no other item
 
     def __post_init__(self) -> None:
-        for what, values in {
-            "examination": self.examination,
-            "attraction": self.attraction or [0],
-            **self.further,
-        }.items():
-            if not len(values) or min(values) < 0 or max(values) > 1:
-                raise OptionError(f"'{what}' should be probabilities", got=tuple(values))
-        if self.eta < 0 or not 0 <= self.epsilon <= 1 or self.max_grade < 1:
-            got = f"eta={self.eta}, epsilon={self.epsilon}, max_grade={self.max_grade}"
-            raise OptionError("needs eta >= 0, 0 <= epsilon <= 1, max_grade >= 1", got=got)
+        _numbers("examination", self.examination, low=0, high=1)
+        if self.attraction is not None:
+            _numbers("attraction", self.attraction, low=0, high=1)
+        for name, probabilities in self.further.items():
+            if not isinstance(name, str) or not name.isidentifier() or name in ("click", "dwell", *RESERVED):
+                raise OptionError("a further action needs a name of its own", got=repr(name), mend="for example like")
+            _numbers(name, probabilities, low=0, high=1)
+        _numbers("eta", [self.eta], low=0)
+        _numbers("epsilon", [self.epsilon], low=0, high=1)
+        _numbers("max_grade", [self.max_grade], low=1, high=MAX_GRADE)
 
     @property
     def actions(self) -> tuple[str, ...]:
@@ -161,6 +166,7 @@ class User:
 
         `check=False` spares the look at the grades, and a wait for the device, where they are known to be in range.
         """
+        relevance = _floating(relevance)
         where = torch.ones_like(relevance, dtype=torch.bool) if where is None else where
         if check:
             check_grades(relevance, self.max_grade)
@@ -185,6 +191,7 @@ class User:
         self, relevance: Tensor, positions: Tensor, label: Label | str, *, where: Tensor | None = None
     ) -> Tensor:
         """The exact expected label of each item at its position: P(click) · E[Φ | click, y, k] (+ Φ of no action)."""
+        relevance = _floating(relevance)
         click = self.click_probability(relevance, positions, where=where)
         value = self.value_of_click(relevance, positions, label)
         nothing = Label.of(label)({name: np.zeros(1) for name in self.actions})[0]
@@ -233,6 +240,14 @@ class TrustUser(User):
     trust: Callable[[Tensor], Tensor] = lambda k: 1 - (k.clamp(max=20) + 1) / 100
     mistrust: Callable[[Tensor], Tensor] = lambda k: 0.65 / k.clamp(min=1, max=10)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        places = torch.arange(1.0, 101)
+        for name, function in (("trust", self.trust), ("mistrust", self.mistrust)):
+            if not callable(function):
+                raise OptionError(f"'{name}' should be a function of positions", got=repr(function))
+            _numbers(name, torch.as_tensor(function(places)).expand(100).tolist(), low=0, high=1)
+
     def attracted(self, relevance: Tensor) -> Tensor:
         return self.true_relevance(relevance) if self.attraction is None else super().attracted(relevance)
 
@@ -261,6 +276,11 @@ class CascadeUser(User):
     stop: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)
     patience: float = 0.9
     by_own_position: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _numbers("stop", self.stop, low=0, high=1)
+        _numbers("patience", [self.patience], low=0, high=1)
 
     def _stops(self, relevance: Tensor) -> Tensor:
         """The probability that reading ends after an item, if it is examined."""
@@ -310,7 +330,24 @@ def make_user(name: str, **options: object) -> User:
     """A user by its name in the table `USERS`."""
     if name not in USERS:
         raise OptionError(f"no simulated user '{name}'", mend=nearest(name, USERS))
-    return USERS[name](**options)
+    try:
+        return USERS[name](**options)
+    except TypeError as error:
+        raise OptionError(f"user '{name}' does not take these options ({error})", got=", ".join(options)) from error
+
+
+def _numbers(
+    name: str, values: Sequence[float], *, low: float = -math.inf, high: float = math.inf
+) -> tuple[float, ...]:
+    """Finite numbers within bounds, one at least."""
+    try:
+        numbers = tuple(float(value) for value in values)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"'{name}' should be numbers", got=repr(values)) from error
+    if not numbers or not all(math.isfinite(number) and low <= number <= high for number in numbers):
+        bounds = f" from {low:g} to {high:g}" if math.isfinite(high) else f" from {low:g}" if math.isfinite(low) else ""
+        raise OptionError(f"'{name}' should be finite numbers{bounds}", got=repr(values))
+    return numbers
 
 
 def by_grade(values: Sequence[float], relevance: Tensor, max_grade: int) -> Tensor:
@@ -337,6 +374,10 @@ def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
     return torch.tensor(values, dtype=dtype, device=device)
 
 
+def _floating(relevance: Tensor) -> Tensor:
+    return relevance if relevance.is_floating_point() else relevance.float()
+
+
 def _draw(probability: Tensor, generator: torch.Generator | None) -> Tensor:
     noise = torch.rand(probability.shape, generator=generator, device=probability.device, dtype=probability.dtype)
     return noise < probability
@@ -349,15 +390,17 @@ def _masked(values: Tensor, where: Tensor | None) -> Tensor:
 def read_dwell_times(path: str | Path) -> np.ndarray:
     """Dwell times in seconds, one per line of a text file; a heading line is passed over."""
     path = existing_file(path)
-    words = path.read_text(errors="replace").replace(",", " ").split()
-    try:
-        float(words[0])
-    except ValueError:
-        words = words[1:]
-    try:
-        return np.array(words, dtype=np.float64)
-    except ValueError as error:
-        raise DataError(f"dwell times should be one number per line ({error})", where=path) from error
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    numbers = []
+    for i, line in enumerate(lines):
+        try:
+            numbers.append(float(line))
+        except ValueError as error:
+            if i > 0:
+                raise DataError(
+                    "dwell times should be one number per line", where=path, got=f"'{line[:40]}'"
+                ) from error
+    return np.array(numbers)
 
 
 def simulate_log(log: Log, user: User, *, seed: int = 0, sessions: int | None = None) -> tuple[Log, Feedback]:
@@ -370,6 +413,8 @@ def simulate_log(log: Log, user: User, *, seed: int = 0, sessions: int | None = 
         raise DataError("feedback is drawn for items with positions and true relevance", mend="use show(log, scores)")
     check_grades(torch.from_numpy(log.relevance), user.max_grade)
     if sessions is not None:
+        if sessions < 1:
+            raise OptionError("there should be one session or more", got=sessions)
         chosen = np.random.default_rng(seed).integers(len(log), size=sessions)
         log = replace(log.select(chosen), request_ids=pa.array(np.arange(sessions)))
     generator = torch.Generator().manual_seed(seed)

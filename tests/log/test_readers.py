@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from decimal import Decimal
 
 import numpy as np
@@ -227,7 +228,12 @@ REFUSED = [
     ({}, dict(position="positon"), "no column 'positon' for the position; did you mean 'position'"),
     ({}, dict(actions="clicks"), "no column 'clicks' among the actions; did you mean 'click'"),
     ({}, dict(features="g*"), "no column 'g[*]' among the features"),
-    ({}, dict(features="click"), "column 'click' is given two parts"),
+    ({}, dict(features="click", actions="click"), "column 'click' is given two parts"),
+    ({}, dict(features=[1]), "columns are given as names"),
+    ({}, dict(request=5), "no column '5' for the request"),
+    ({}, dict(missing="kep"), "'refuse' or 'keep', got 'kep'"),
+    (dict(request=[1.0, float("nan"), 2.0]), {}, r"'request' has 1 missing values \(first in row 2\)"),
+    (dict(request=[{"a": 1}, {"a": 1}, {"a": 2}]), {}, "cannot be told apart, got type struct"),
     (dict(request=[1, None, 2]), {}, r"'request' has 1 missing values \(first in row 2\)"),
     (dict(position=[1, None, 1]), {}, r"'position' has 1 missing values \(first in row 2\)"),
     (dict(position=[1.5, 2.0, 1.0]), {}, "whole numbers, got 1.5 in row 1"),
@@ -383,4 +389,92 @@ def test_feature_names_ride_in_the_schema():
 
 def test_an_option_error_is_for_the_call_and_a_column_error_for_the_data():
     with pytest.raises(OptionError):
-        read_log(table_with(), features=["click"])
+        read_log(table_with(), features=["click"], actions=["click"])
+    with pytest.raises(ColumnError):
+        read_log(table_with(click=["a", "b", "c"]))
+
+
+def test_a_column_the_caller_gives_a_part_is_not_taken_for_another():
+    table = table_with(weight=[5.0, 6.0, 7.0], comment=["a", "b", "c"])
+    log = read_log(table, features=["weight", "f1"])
+    assert log.weights is None
+    assert log.feature_names == ("weight", "f1")
+    assert set(log.unused_columns) == {"f2", "comment"}
+
+
+def test_polars_text_is_read_whatever_its_type():
+    frame = pl.DataFrame(
+        {"request": ["b", "a", "b"], "position": [2, 1, 1], "click": [1, 0, 0], "item": ["x", "y", "z"]}
+    )
+    for kind in (pl.String, pl.Categorical, pl.Enum(["a", "b"])):
+        log = read_log(frame.with_columns(pl.col("request").cast(kind)))
+        assert log.request_ids.to_pylist() == ["b", "a"]
+        assert log.item_ids.to_pylist() == ["z", "x", "y"]
+
+
+@pytest.mark.parametrize("ids", [("007", "7"), ("9223372036854775808", "9223372036854775809"), ("12e4", "120e3")])
+def test_ids_in_csv_that_differ_in_writing_stay_apart(tmp_path, ids):
+    (tmp_path / "log.csv").write_text(f"request,position,click\n{ids[0]},1,0\n{ids[1]},2,1\n")
+    assert read_log(tmp_path / "log.csv").request_ids.to_pylist() == list(ids)
+
+
+def test_csv_may_have_a_mark_spaces_semicolons_and_windows_line_ends(tmp_path):
+    (tmp_path / "log.csv").write_bytes("\ufeffrequest; position ;click\r\n1;1;0\r\n1;2;1\r\n".encode())
+    log = read_log(tmp_path / "log.csv")
+    assert log.request_ids.to_pylist() == [1]
+    assert log.actions["click"].tolist() == [0, 1]
+
+
+def test_missing_ids_in_csv_are_refused(tmp_path):
+    (tmp_path / "log.csv").write_text("request,position,click\na,1,0\n,2,1\n")
+    with pytest.raises(ColumnError, match=r"'request' has 1 missing values \(first in row 2\)"):
+        read_log(tmp_path / "log.csv")
+
+
+def test_actions_of_any_name_survive_writing_and_reserved_names_are_refused(tmp_path):
+    log = read_log(table_with(tap=[1, 0, 2]), actions=["tap"])
+    write_log(log, tmp_path / "log.parquet")
+    assert list(read_log(tmp_path / "log.parquet").actions) == ["tap"]
+    with pytest.raises(DataError, match="name of another column"):
+        replace(log, actions={"position": log.actions["tap"]})
+
+
+def test_a_log_that_would_not_read_back_is_not_written(tmp_path):
+    log = read_log(table_with())
+    with pytest.raises(DataError, match="read back as one"):
+        write_log(log.select([0, 0]), tmp_path / "log.parquet")
+    with pytest.raises(DataError, match="no requests"):
+        write_log(log.select([]), tmp_path / "log.parquet")
+    with pytest.raises(OptionError, match=r"\.parquet"):
+        write_log(log, tmp_path / "log.csv")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shards_with_other_features_and_folders_with_other_data_are_refused(tmp_path):
+    for i, names in enumerate((("p", "q"), ("q", "p"))):
+        table = table_with(
+            f1=None, f2=None, request=[10 * i, 10 * i, 10 * i + 1], **dict.fromkeys(names, [1.0, 2.0, 3.0])
+        )
+        write_log(read_log(table, features=names), tmp_path / f"{i}.parquet")
+    with pytest.raises(DataError, match=r"1\.parquet: its features are not those of the first shard"):
+        read_log(tmp_path)
+    (tmp_path / "1.parquet").rename(tmp_path / "_1.parquet")
+    assert len(read_log(tmp_path)) == 2
+    (tmp_path / "more.csv").write_text("request,position\n1,1\n")
+    with pytest.raises(DataError, match=r"other data beside its shards, got more\.csv"):
+        read_log(tmp_path)
+
+
+def test_scores_of_any_number_type_are_taken_as_numbers(shown_log):
+    grades = shown_log.relevance.astype(np.uint8)
+    np.testing.assert_array_equal(shown_log.check_scores(grades), grades.astype(np.float64))
+    for scores in (grades.astype(str), grades[:-1], np.full(shown_log.rows, np.nan), grades * 1j):
+        with pytest.raises(DataError):
+            shown_log.check_scores(scores)
+
+
+def test_requests_are_selected_by_mask_and_out_of_range_is_refused():
+    log = read_log(table_with())
+    assert log.select(np.array([False, True])).request_ids.to_pylist() == [2]
+    with pytest.raises(DataError, match="numbered 0 to 1"):
+        log.select([2])

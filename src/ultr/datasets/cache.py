@@ -41,8 +41,7 @@ def cached(name: str, key: str, build: Callable[[], Dataset]) -> Dataset:
 
 
 def _save(dataset: Dataset, folder: Path) -> None:
-    with atomic_path(folder, overwrite=True) as temporary:
-        temporary.mkdir()
+    with atomic_path(folder, overwrite=True, folder=True) as temporary:
         for split in SPLITS:
             table = dataset[split].to_table(fixed_size=True).combine_chunks()
             with pa.ipc.new_file(str(temporary / f"{split}.arrow"), table.schema) as writer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from ultr.errors import DataError, OptionError
 from ultr.log import Log
 
 MAX_PAIRS = 50_000
+MAX_ITEMS = 500  # of one request
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,16 +35,17 @@ def ranking_svm(log: Log, *, share: float = 0.01, seed: int = 0) -> LinearScorer
 
     if not 0 < share <= 1:
         raise OptionError("the share of requests should be above 0 and at most 1", got=share)
+    if not log.feature_names:
+        raise DataError("an initial ranker needs features, and the data has none")
     rng = np.random.default_rng(seed)
     chosen = log.select(np.sort(rng.permutation(len(log))[: max(1, round(share * len(log)))]))
     features = chosen.features.astype(np.float64)
     mean, scale = features.mean(0), features.std(0)
     scale[scale < 1e-9] = 1.0
-    better, worse = _graded_pairs(chosen)
+    better, worse = _graded_pairs(chosen, rng)
     if not len(better):
-        raise DataError(
-            "no two items of a request differ in grade", got=f"{len(chosen)} requests", mend="take a larger share"
-        )
+        mend = "take a larger share" if share < 1 else "use data with more than one grade"
+        raise DataError("no two items of a request differ in grade", got=f"{len(chosen)} requests", mend=mend)
     if len(better) > MAX_PAIRS:
         kept = rng.choice(len(better), MAX_PAIRS, replace=False)
         better, worse = better[kept], worse[kept]
@@ -56,14 +59,17 @@ def ranking_svm(log: Log, *, share: float = 0.01, seed: int = 0) -> LinearScorer
     return LinearScorer(mean, scale, machine.coef_.ravel())
 
 
-def _graded_pairs(log: Log) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (better, worse) of every pair of one request with different grades."""
+def _graded_pairs(log: Log, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (better, worse) of every pair of one request with different grades; of long requests, a sample's."""
     grades = log.true_relevance
     better, worse = [], []
-    for start, stop in zip(log.offsets[:-1], log.offsets[1:], strict=True):
-        i, j = np.nonzero(grades[start:stop, None] > grades[None, start:stop])
-        better.append(i + start)
-        worse.append(j + start)
+    for start, stop in pairwise(log.offsets.tolist()):
+        rows = np.arange(start, stop)
+        if len(rows) > MAX_ITEMS:
+            rows = rng.choice(rows, MAX_ITEMS, replace=False)
+        i, j = np.nonzero(grades[rows, None] > grades[None, rows])
+        better.append(rows[i])
+        worse.append(rows[j])
     return np.concatenate(better), np.concatenate(worse)
 
 
@@ -71,7 +77,7 @@ def show(log: Log, scores: np.ndarray, *, items: int = 10) -> Log:
     """The log as a ranker would have shown it: the best items at positions 1, 2, ..., the rest dropped."""
     if items < 1:
         raise OptionError("at least one item is shown", got=items)
-    order = np.lexsort((-np.asarray(scores), log.request_of_row))
+    order = np.lexsort((-log.check_scores(scores), log.request_of_row))
     positions = np.arange(log.rows) - np.repeat(log.offsets[:-1], log.lengths) + 1
     kept = positions <= items
     offsets = np.concatenate([[0], np.cumsum(np.minimum(log.lengths, items))])

@@ -58,7 +58,7 @@ def read_letor(
             train, validation, test = (join([read_svmlight(file) for file in split]) for split in splits)
         train, validation, test = same_width([train, validation, test])
         scaled = [replace(log, relevance=log.true_relevance * grade_scale) for log in (train, validation, test)]
-        max_grade = int(max(log.true_relevance.max() for log in scaled))
+        max_grade = int(np.ceil(max(log.true_relevance.max() for log in scaled)))
         if drop_irrelevant:
             scaled[1:] = [_with_relevant(log) for log in scaled[1:]]
         digest = hashlib.blake2b(digest_size=16)
@@ -105,12 +105,15 @@ def join(logs: list[Log]) -> Log:
         return logs[0]
     logs = same_width(logs)
     starts = np.cumsum([0] + [log.rows for log in logs[:-1]])
+    ids = pa.concat_arrays([log.request_ids for log in logs])
+    if len(ids.unique()) < len(ids):
+        raise DataError("a request stands in two files of one split", mend="give requests ids of their own")
     offsets = np.concatenate([[0]] + [log.offsets[1:] + start for log, start in zip(logs, starts, strict=True)])
     return replace(
         logs[0],
         features=np.concatenate([log.features for log in logs]),
         offsets=offsets,
-        request_ids=pa.concat_arrays([log.request_ids for log in logs]),
+        request_ids=ids,
         relevance=np.concatenate([log.true_relevance for log in logs]),
     )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ultr.errors import ColumnError, DataError
+from ultr.errors import ColumnError, DataError, OptionError
 from ultr.log.schema import Columns
 from ultr.log.table import FEATURE_NAMES_KEY, Log
 
@@ -21,13 +21,23 @@ def log_from_table(
     table: pa.Table, columns: Columns, *, where: object, missing: Missing = "refuse", unused: Iterable[str] = ()
 ) -> Log:
     """Check every column, gather the rows of each request and order them by position."""
+    if missing not in get_args(Missing):
+        raise OptionError("missing should be 'refuse' or 'keep'", got=repr(missing))
+    table = _one_row_per_item(table, columns, where)
     if table.num_rows == 0:
         raise DataError("there are no rows", where=where, mend="check the filter or query that made it")
-    table = _one_row_per_item(table, columns, where)
     requests = _combined(table[columns.request])
+    if pa.types.is_floating(requests.type):
+        requests = pc.if_else(pc.is_nan(requests.cast(pa.float64())), None, requests.cast(pa.float64()))
     if requests.null_count:
         _refuse_nulls(requests, columns.request, where)
-    order, offsets, first_rows = _group(requests)
+    try:
+        order, offsets, first_rows = _group(requests)
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
+        got = f"type {requests.type}"
+        raise ColumnError(
+            f"requests in column '{columns.request}' cannot be told apart", where=where, got=got
+        ) from error
     if columns.position is not None:
         positions = _positions(table[columns.position], columns.position, where)
         order, positions = _order_by_position(
@@ -60,10 +70,20 @@ def log_from_table(
 
 
 def _combined(column: pa.ChunkedArray) -> Any:
-    """One contiguous Arrow array; dictionary columns (pandas categories) give their values."""
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    """A column as one Arrow array of a plain type."""
+    return _plain(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
+
+
+def _plain(array: Any) -> Any:
+    """Categories give their values, extensions their storage, and polars' views of text the text: few kernels know them."""
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return _plain(array.storage)
+    if pa.types.is_dictionary(kind):
+        return pa.DictionaryArray.from_arrays(array.indices, _plain(array.dictionary)).dictionary_decode()
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return array.cast(pa.large_string() if pa.types.is_string_view(kind) else pa.large_binary())
+    return array
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -247,7 +267,7 @@ def _features(
 
 def _feature_column(column: pa.ChunkedArray, name: str, where: object) -> np.ndarray:
     values = _combined(column)
-    if values.null_count and (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
+    if values.null_count and not pa.types.is_string(values.type) and not pa.types.is_large_string(values.type):
         values = pc.fill_null(values.cast(pa.float64()), float("nan"))  # a missing value: refused or kept later
     with np.errstate(over="ignore"):
         return _numeric(pa.chunked_array([values]), name, "feature", where).astype(np.float32, copy=False)

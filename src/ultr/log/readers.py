@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +13,12 @@ import pyarrow.csv
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from ultr.errors import DataError
+from ultr.errors import ColumnError, DataError, OptionError
 from ultr.files import content_kind, existing_file
 from ultr.log.build import Missing, log_from_table
 from ultr.log.schema import Columns, resolve_columns
 from ultr.log.svmlight import read_svmlight
-from ultr.log.table import Log
+from ultr.log.table import FEATURE_NAMES_KEY, Log
 
 SUFFIXES = {
     ".parquet": "Parquet",
@@ -68,21 +69,58 @@ def read_log(
     path = existing_file(path)
     kind = file_kind(path)
     if kind == "SVMlight":
+        if given := [name for name, value in named.items() if value is not None]:
+            raise OptionError("SVMlight files have no named columns", where=path, got=f"{given[0]}={named[given[0]]!r}")
         return read_svmlight(path)
     if kind == "Parquet":
         return _read_parquet([path], named, where=path, missing=missing)
+    if kind == "CSV":
+        return _read_csv(path, named, missing)
     with _as_data_error(path, kind):
-        if kind == "Arrow":
-            table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        else:
-            delimiter = "\t" if ".tsv" in path.name else ","
-            table = pa.csv.read_csv(path, parse_options=pa.csv.ParseOptions(delimiter=delimiter))
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     return _from_table(table, named, where=path, missing=missing)
+
+
+def _read_csv(path: Path, named: dict[str, Any], missing: Missing) -> Log:
+    """CSV or TSV, gzipped or not. Ids are read as text first, so that 007 and 7, or two long hashes, stay apart."""
+    compression = "gzip" if path.suffix.lower() == ".gz" else None
+    with _as_data_error(path, "CSV"):
+        with pa.input_stream(str(path), compression=compression) as stream:
+            first_line = stream.read(1 << 20).split(b"\n")[0].decode("utf-8-sig").rstrip("\r")
+        delimiter = "\t" if ".tsv" in path.name.lower() else max(",;\t|", key=first_line.count)
+        names = [name.strip() for name in next(csv.reader([first_line], delimiter=delimiter))]
+    columns = resolve_columns(pa.schema([(name, pa.float64()) for name in names]), where=path, **named)
+    ids = [name for name in (columns.request, columns.item) if name is not None]
+    with _as_data_error(path, "CSV"):
+        table = pa.csv.read_csv(
+            pa.input_stream(str(path), compression=compression),
+            read_options=pa.csv.ReadOptions(column_names=names, skip_rows=1),
+            parse_options=pa.csv.ParseOptions(delimiter=delimiter),
+            convert_options=pa.csv.ConvertOptions(
+                column_types={name: pa.string() for name in ids},
+                include_columns=columns.used,
+                strings_can_be_null=True,
+                null_values=["", "NA", "N/A", "NULL", "null", "nan", "NaN"],
+            ),
+        )
+    for name in ids:
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, name, _whole_numbers(table[name]))
+    return log_from_table(table, columns, where=path, missing=missing, unused=columns.unused(names))
+
+
+def _whole_numbers(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Texts as whole numbers, if every one is written as one would write that number."""
+    try:
+        numbers = texts.cast(pa.int64())
+    except pa.ArrowInvalid:
+        return texts
+    return numbers if numbers.cast(pa.string()).equals(texts) else texts
 
 
 def file_kind(path: Path) -> str:
     """The format a file's name promises, after a look whether its first bytes keep the promise."""
-    stem, gzipped = (path.with_suffix(""), True) if path.suffix == ".gz" else (path, False)
+    stem, gzipped = (path.with_suffix(""), True) if path.suffix.lower() == ".gz" else (path, False)
     kind = SUFFIXES.get(stem.suffix.lower())
     if kind is None:
         raise DataError(
@@ -102,10 +140,14 @@ def file_kind(path: Path) -> str:
 def _as_table(source: object) -> pa.Table:
     if isinstance(source, pa.Table):
         return source
-    if type(source).__module__.startswith("pandas"):
-        return pa.Table.from_pandas(source, preserve_index=False)
-    if hasattr(source, "__arrow_c_stream__"):
-        return pa.table(source)
+    try:
+        if type(source).__module__.startswith("pandas") and hasattr(source, "columns"):
+            return pa.Table.from_pandas(source, preserve_index=False)
+        if hasattr(source, "__arrow_c_stream__") and hasattr(source, "columns"):
+            return pa.table(source)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError, AttributeError) as error:
+        brief = " ".join(str(error).split())[:200]
+        raise DataError(f"the frame cannot be read ({brief})", mend="give its columns plain types") from error
     raise DataError(
         "a log is a path, an Arrow table, or a pandas or polars frame",
         got=type(source).__name__,
@@ -120,9 +162,14 @@ def _from_table(table: pa.Table, named: dict[str, Any], *, where: object, missin
 
 
 def _read_folder(folder: Path, named: dict[str, Any], missing: Missing) -> Log:
-    shards = sorted(p for p in folder.iterdir() if p.suffix.lower() in (".parquet", ".pq"))
+    files = sorted(p for p in folder.iterdir() if p.is_file() and p.name[0] not in "._")  # others are work in progress
+    shards = [p for p in files if p.suffix.lower() in (".parquet", ".pq")]
     if not shards:
         raise DataError("the folder holds no Parquet files", where=folder, mend="name a file, or a folder of shards")
+    if strange := [p.name for p in files if p not in shards and p.suffix.lower() in (*SUFFIXES, ".gz")]:
+        raise DataError(
+            "the folder holds other data beside its shards", where=folder, got=strange[0], mend="move it away"
+        )
     return _read_parquet(shards, named, where=folder, missing=missing)
 
 
@@ -133,6 +180,13 @@ def _read_parquet(paths: list[Path], named: dict[str, Any], *, where: Path, miss
     tables = []
     for path in paths:
         with _as_data_error(path, "Parquet"):
+            own = pq.read_schema(path)
+            if (own.metadata or {}).get(FEATURE_NAMES_KEY) != (schema.metadata or {}).get(FEATURE_NAMES_KEY):
+                raise DataError("its features are not those of the first shard", where=path, mend="write shards alike")
+            if lacking := [name for name in columns.used if name not in own.names]:
+                raise ColumnError(
+                    f"lacks the column '{lacking[0]}' of the first shard", where=path, mend="write shards alike"
+                )
             tables.append(pq.read_table(path, columns=columns.used, memory_map=True, partitioning=None))
     with _as_data_error(where, "shards of one log"):
         table = tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")

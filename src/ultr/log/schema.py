@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from fnmatch import fnmatchcase
 import pyarrow as pa
 
 from ultr.errors import ColumnError, OptionError, nearest
+from ultr.log.table import ACTIONS_KEY
 
 # The names looked for, most telling first, without regard to case. `query` is not among them: a query recurs.
 NAMES = {
@@ -25,6 +27,7 @@ ACTIONS = (
     "follow favorite cart add_to_cart purchase purchased order ordered revenue conversion converted"
 )
 ACTION_NAMES = frozenset(ACTIONS.split())
+OFTEN_TEXT = {"comment", "order", "ordered"}  # actions where they hold numbers
 FEATURE_PATTERN = re.compile(r"features?([_.\[-].+|\d+)?|[fx][_.-]?\d+", re.IGNORECASE)
 
 
@@ -71,14 +74,16 @@ def resolve_columns(
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise ColumnError("column names should differ", where=where, got=f"'{twice}' twice", mend="rename one")
-    by_lower = {name.lower(): name for name in reversed(names)}
+    asked = _asked(request, position, relevance, weight, item, actions=actions, features=features, names=names)
+    # A column that the caller gives a part is not looked at for any other.
+    by_lower = {name.lower(): name for name in reversed(names) if name not in asked}
 
     def one(part: str, given: str | None) -> str | None:
-        if given is not None:
-            if given not in names:
-                raise ColumnError(f"no column '{given}' for the {part}", where=where, mend=nearest(given, names))
-            return given
-        return next((by_lower[usual] for usual in NAMES[part].split() if usual in by_lower), None)
+        if given is None:
+            return next((by_lower[usual] for usual in NAMES[part].split() if usual in by_lower), None)
+        if given not in names:
+            raise ColumnError(f"no column '{given}' for the {part}", where=where, mend=nearest(str(given), names))
+        return given
 
     single = {
         "request": one("request", request),
@@ -89,7 +94,12 @@ def resolve_columns(
     }
     taken = {name for name in single.values() if name is not None}
     if actions is None:
-        chosen_actions = tuple(n for n in names if n.lower() in ACTION_NAMES and n not in taken)
+        others = (n for n in names if n not in taken and n not in asked)
+        chosen_actions = _saved_actions(schema) or tuple(
+            n
+            for n in others
+            if n.lower() in ACTION_NAMES and (n.lower() not in OFTEN_TEXT or _holds_numbers(schema.field(n).type))
+        )
     else:
         chosen_actions = tuple(_matching(actions, names, part="actions", where=where))
     if features is None:
@@ -120,8 +130,38 @@ def resolve_columns(
     return columns
 
 
+def _asked(
+    *single: str | None, actions: Sequence[str] | str | None, features: Sequence[str] | str | None, names: Sequence[str]
+) -> set[str]:
+    """The columns that the caller names, patterns apart."""
+    several = [name for wanted in (actions, features) if wanted is not None for name in _listed(wanted)]
+    return {name for name in (*single, *several) if name is not None} & set(names)
+
+
+def _listed(wanted: Sequence[str] | str) -> list[str]:
+    listed = wanted.split(",") if isinstance(wanted, str) else wanted
+    if not isinstance(listed, Sequence) or not all(isinstance(name, str) for name in listed):
+        raise OptionError("columns are given as names", got=repr(wanted))
+    return [name.strip() for name in listed]
+
+
+def _holds_numbers(kind: pa.DataType) -> bool:
+    while hasattr(kind, "value_type"):  # lists hold what their values are
+        kind = kind.value_type
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def _saved_actions(schema: pa.Schema) -> tuple[str, ...]:
+    """The actions of a log that `write_log` wrote, whatever their names."""
+    try:
+        saved = json.loads((schema.metadata or {}).get(ACTIONS_KEY, b"[]"))
+    except ValueError:
+        return ()
+    return tuple(name for name in saved if name in schema.names)
+
+
 def _matching(wanted: Sequence[str] | str, names: Sequence[str], *, part: str, where: object) -> Iterable[str]:
-    patterns = [p.strip() for p in wanted.split(",")] if isinstance(wanted, str) else list(wanted)
+    patterns = [pattern for pattern in _listed(wanted) if pattern]
     found: dict[str, None] = {}
     present = set(names)
     for pattern in patterns:

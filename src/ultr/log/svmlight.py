@@ -25,8 +25,11 @@ from ultr.log.build import check_features
 from ultr.log.table import Log
 
 BLOCK_BYTES = 32 << 20
+MAX_INDEX = 1_000_000
+EXACT = 2**53  # numbers pass through double precision
+MAX_BYTES = 1 << 36  # of the matrix
 _TAB, _NEWLINE, _RETURN, _SPACE, _HASH, _COLON = b"\t\n\r #:"
-_EXPECTED = "a line should read 'grade qid:ID 1:VALUE 2:VALUE ...'"
+_EXPECTED = f"a line should read 'grade qid:ID 1:VALUE 2:VALUE ...', each feature once and up to {MAX_INDEX:,}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ def _dense(blocks: list[_Block]) -> np.ndarray:
     """The blocks as one matrix; each block is dropped once it is copied, so memory peaks at little above the result."""
     rows = sum(len(block.grades) for block in blocks)
     width = max(int(block.indices.max(initial=0)) for block in blocks)
+    if 4 * rows * width > MAX_BYTES:
+        raise DataError(f"{rows:,} rows of {width:,} features are too many to hold", mend="drop or hash features")
     matrix = np.zeros((rows, width), np.float32)
     start = 0
     for block in blocks:
@@ -147,12 +152,25 @@ def _parse(text: bytes, path: Path, lines_before: int) -> _Block:
     is_pair = np.ones(len(numbers), bool)
     is_pair[starts] = is_pair[starts + 1] = is_pair[starts + 2] = False
     pairs = numbers[is_pair].reshape(-1, 2)
-    indices = pairs[:, 0].astype(np.int32)
-    if (indices != pairs[:, 0]).any() or (indices < 1).any() or (qids.astype(np.int64) != qids).any():
+    with np.errstate(invalid="ignore"):
+        indices = pairs[:, 0].astype(np.int32)
+    counts = (tokens - 3) // 2
+    row_of_pair = np.repeat(np.arange(len(counts)), counts)
+    fine = (indices == pairs[:, 0]).all() and ((indices >= 1) & (indices <= MAX_INDEX)).all()
+    if not fine or (np.floor(qids) != qids).any() or (np.abs(qids) >= EXACT).any() or _repeats(row_of_pair, indices):
         raise _bad_line(text, path, lines_before)
     with np.errstate(over="ignore"):
         values = pairs[:, 1].astype(np.float32)
-    return _Block(numbers[starts].astype(np.float32), qids.astype(np.int64), (tokens - 3) // 2, indices, values)
+    return _Block(numbers[starts].astype(np.float32), qids.astype(np.int64), counts, indices, values)
+
+
+def _repeats(rows: np.ndarray, indices: np.ndarray) -> bool:
+    """Whether a feature stands twice in a line."""
+    same_row = rows[1:] == rows[:-1]
+    if (indices[1:] > indices[:-1])[same_row].all():  # they usually rise
+        return False
+    keys = np.sort(rows * (MAX_INDEX + 1) + indices)
+    return bool((keys[1:] == keys[:-1]).any())
 
 
 def _tidy(raw: np.ndarray) -> np.ndarray:
@@ -212,11 +230,14 @@ def _bad_line(text: bytes, path: Path, lines_before: int) -> DataError:
             key, _, qid = words[1].partition(b":")
             if key != b"qid":
                 raise ValueError
-            int(qid)
+            if abs(int(qid)) >= EXACT:
+                raise ValueError
+            seen = set()
             for word in words[2:]:
                 index, _, value = word.partition(b":")
-                if int(index) < 1:
+                if not 1 <= int(index) <= MAX_INDEX or int(index) in seen:
                     raise ValueError
+                seen.add(int(index))
                 float(value)
         except (ValueError, IndexError):
             shown = line[:60].decode("utf-8", "replace") + ("..." if len(line) > 60 else "")

@@ -13,11 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ultr.errors import ColumnError, DataError, nearest
+from ultr.errors import ColumnError, DataError, OptionError, nearest
 from ultr.files import atomic_path
 
 FEATURE_NAMES_KEY = b"ultr.feature_names"
+ACTIONS_KEY = b"ultr.actions"
 ROW_GROUP_BYTES = 64 << 20
+RESERVED = {"request", "item", "position", "relevance", "weight", "features"}  # names of a written log's other columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,8 @@ class Log:
 
     def __post_init__(self) -> None:
         rows, requests = len(self.features), len(self.offsets) - 1
+        if taken := RESERVED & set(self.actions):
+            raise DataError("an action cannot have the name of another column of the log", got=f"'{min(taken)}'")
         per_row = {"positions": self.positions, "relevance": self.relevance, "item_ids": self.item_ids, **self.actions}
         per_request = {"request_ids": self.request_ids, "weights": self.weights}
         for expected, columns in ((rows, per_row), (requests, per_request)):
@@ -95,13 +99,28 @@ class Log:
         return self.actions[name]
 
     def select(self, requests: np.ndarray | Iterable[int]) -> Log:
-        """The given requests, in the given order, which may repeat."""
-        chosen = np.asarray(requests if isinstance(requests, np.ndarray) else list(requests), dtype=np.int64)
+        """The given requests, by index or as a mask, in the given order, which may repeat."""
+        chosen = requests if isinstance(requests, np.ndarray) else np.array(list(requests), dtype=np.int64)
+        if chosen.dtype == bool:
+            chosen = np.flatnonzero(chosen)
+        if len(chosen) and (chosen.min() < 0 or chosen.max() >= len(self)):
+            raise DataError(f"requests are numbered 0 to {len(self) - 1}", got=f"{chosen.min()} to {chosen.max()}")
         lengths = self.lengths[chosen]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         rows = np.arange(offsets[-1]) + np.repeat(self.offsets[chosen] - offsets[:-1], lengths)
         ids = self.request_ids.take(pa.array(chosen))
         return self._rebuilt(rows, offsets, ids, None if self.weights is None else self.weights[chosen])
+
+    def check_scores(self, scores: Any) -> np.ndarray:
+        """Scores as floats, one for each row."""
+        array = np.asarray(scores)
+        if array.shape != (self.rows,) or array.dtype.kind not in "biuf":
+            got = f"shape {list(array.shape)} of {array.dtype}"
+            raise DataError(f"there should be one score, a number, for each of {self.rows} rows", got=got)
+        numbers = array.astype(np.float32 if array.dtype == np.float32 else np.float64)
+        if np.isnan(numbers).any():
+            raise DataError("scores should be numbers", got=f"{int(np.isnan(numbers).sum())} NaN")
+        return numbers
 
     def regroup(self, rows: np.ndarray, offsets: np.ndarray) -> Log:
         """The same requests, each now made of other rows of its own: some dropped, or in another order."""
@@ -147,7 +166,10 @@ class Log:
                 if fixed_size
                 else pa.LargeListArray.from_arrays(ends, flat)
             )
-        metadata = {FEATURE_NAMES_KEY: json.dumps(self.feature_names).encode()}
+        metadata = {
+            FEATURE_NAMES_KEY: json.dumps(self.feature_names).encode(),
+            ACTIONS_KEY: json.dumps(list(self.actions)).encode(),
+        }
         return pa.table(columns).replace_schema_metadata(metadata)
 
 
@@ -155,6 +177,13 @@ def write_log(
     log: Log, path: str | Path, *, overwrite: bool = False, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write a log as Parquet, one row per item, atomically; `metadata` goes into the file's schema."""
+    check_parquet_name(path)
+    if not len(log):
+        raise DataError("there are no requests to write", where=path)
+    if len(log.request_ids.unique()) < len(log):
+        raise DataError(
+            "requests with the same id would be read back as one", where=path, mend="give them ids of their own"
+        )
     row_bytes = 4 * max(1, len(log.feature_names) + len(log.actions) + 4)
     starts = _request_blocks(log.offsets, max_rows=max(1, ROW_GROUP_BYTES // row_bytes))
     with atomic_path(path, overwrite=overwrite) as temporary:
@@ -166,6 +195,11 @@ def write_log(
             writer.write_table(first.cast(schema))
             for block in blocks:
                 writer.write_table(block.cast(schema))
+
+
+def check_parquet_name(path: str | Path) -> None:
+    if Path(path).suffix.lower() not in (".parquet", ".pq"):
+        raise OptionError("the output is a Parquet file", got=f"'{path}'", mend="end its name in .parquet")
 
 
 def _small_list(column: pa.Field) -> pa.Field:

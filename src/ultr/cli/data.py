@@ -1,10 +1,8 @@
-"""The command line: one table of thin commands. Data goes to stdout, words to stderr."""
+"""Commands that look at data and make it: demo, describe, simulate."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,46 +10,23 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ultr.errors import OptionError, UltrError
+from ultr.cli.common import (
+    ActionColumns,
+    FeatureColumns,
+    Json,
+    Overwrite,
+    PositionColumn,
+    RequestColumn,
+    Seed,
+    plain,
+    words,
+)
+from ultr.errors import OptionError
 
 if TYPE_CHECKING:
     from ultr.log.summary import ByPosition
 
-app = typer.Typer(
-    name="ultr",
-    help="Unbiased learning to rank from clicks and continuous feedback.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-words = Console(stderr=True, highlight=False)
 
-Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON on stdout.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
-Seed = Annotated[int, typer.Option(help="Same seed, same result.")]
-
-
-def main() -> None:
-    """Run a command; a refusal is one message on stderr and exit code 1, or 2 where the call was wrong."""
-    try:
-        app()
-    except UltrError as error:
-        words.print(f"[bold red]error:[/] {_plain(str(error))}", soft_wrap=True)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        words.print("interrupted")
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(0)
-    except Exception as error:
-        if os.environ.get("ULTR_DEBUG"):
-            raise
-        text = f"{type(error).__name__}: {error}"
-        words.print(f"[bold red]internal error:[/] {_plain(text)}\nset ULTR_DEBUG=1 to see where", soft_wrap=True)
-        sys.exit(1)
-
-
-@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the demonstration's files.")] = Path("ultr-demo"),
     seed: Seed = 0,
@@ -87,15 +62,12 @@ def demo(
     )
 
 
-@app.command()
 def describe(
     log_path: Annotated[Path, typer.Argument(metavar="LOG", help="A log: Parquet, Arrow, CSV or SVMlight.")],
-    request: Annotated[str | None, typer.Option(help="Column that tells requests apart.")] = None,
-    position: Annotated[str | None, typer.Option(help="Column of the position shown.")] = None,
-    features: Annotated[
-        str | None, typer.Option(help="Feature columns, comma-separated; patterns such as 'f_*'.")
-    ] = None,
-    actions: Annotated[str | None, typer.Option(help="Action columns, comma-separated.")] = None,
+    request: RequestColumn = None,
+    position: PositionColumn = None,
+    features: FeatureColumns = None,
+    actions: ActionColumns = None,
     as_json: Json = False,
 ) -> None:
     """Check a log and see what is in it: what its columns were taken for, and feedback by position."""
@@ -128,7 +100,7 @@ def describe(
     if log.unused_columns:
         some = ", ".join(log.unused_columns[:20]) + (" ..." if len(log.unused_columns) > 20 else "")
         words.print(
-            f"columns that play no part: {_plain(some)} (name them with --features or --actions)", soft_wrap=True
+            f"columns that play no part: {plain(some)} (name them with --features or --actions)", soft_wrap=True
         )
     if table is None or not log.actions:
         words.print("no feedback to show: the log has no positions or no actions")
@@ -151,13 +123,12 @@ def _print_by_position(table: ByPosition, most: int = 20) -> None:
         words.print(f"and {len(table.positions) - most} more positions (--json prints all)")
 
 
-@app.command()
 def simulate(
     data: Annotated[str, typer.Argument(help="synthetic, ml-1m, mq2007, ... or a LETOR-format file or folder.")],
     out: Annotated[Path, typer.Option(help="The log to write (Parquet).")],
     users: Annotated[str, typer.Option(help="How users behave: pbm, trust, cascade or clickbait.")] = "pbm",
     eta: Annotated[float, typer.Option(help="Severity of position bias; 0: everything is examined.")] = 1.0,
-    epsilon: Annotated[float, typer.Option(help="Click noise.")] = 0.1,
+    epsilon: Annotated[float, typer.Option(help="Click noise of pbm and cascade users.")] = 0.1,
     items: Annotated[int, typer.Option(help="Items shown per request.")] = 10,
     sessions: Annotated[int | None, typer.Option(help="Requests to draw; each once if not given.")] = None,
     split: Annotated[str, typer.Option(help="Which requests: train, validation or test.")] = "train",
@@ -168,7 +139,7 @@ def simulate(
         list[str] | None,
         typer.Option(help="An action that may follow a click, by grade: like=0.01,0.02,0.05,0.1,0.3. Repeatable."),
     ] = None,
-    truth: Annotated[bool, typer.Option("--truth", help="Keep true relevance and examination in the log.")] = False,
+    truth: Annotated[bool, typer.Option("--truth", help="Keep the true relevance in the log.")] = False,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of data sets (or ULTR_DATA).")] = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
@@ -176,18 +147,20 @@ def simulate(
     """Write a biased impression log: data with true labels, shown by a weak ranker to simulated users."""
     from dataclasses import replace
 
-    import numpy as np
-
     from ultr.datasets import load_dataset, ranking_svm, show
     from ultr.files import refuse_existing
     from ultr.log import write_log
+    from ultr.log.table import check_parquet_name
     from ultr.simulate import Dwell, make_user, read_dwell_times, simulate_log
 
+    check_parquet_name(out)
     refuse_existing(out, overwrite=overwrite)
     dwell = Dwell(decay=dwell_decay)
     if dwell_file is not None:
         dwell = Dwell.fit(read_dwell_times(dwell_file), decay=dwell_decay, seed=seed)
     further = dict(_action(text) for text in action or [])
+    if len(further) < len(action or []):
+        raise OptionError("an --action is given twice", got=", ".join(action or []))
     user = make_user(users, eta=eta, epsilon=epsilon, dwell=dwell, further=further)
     with words.status(f"reading {data} ..."):
         dataset = load_dataset(data, data_dir=data_dir)
@@ -195,23 +168,13 @@ def simulate(
     with words.status("ranking, and drawing feedback ..."):
         initial = ranking_svm(dataset.train, share=share, seed=seed)
         shown = show(dataset[split], initial(dataset[split].features), items=items)
-        log, feedback = simulate_log(shown, user, seed=seed, sessions=sessions)
-        if truth:
-            log = replace(log, actions={**log.actions, "examined": feedback.examined.numpy().astype(np.float32)})
-        else:
+        log, _ = simulate_log(shown, user, seed=seed, sessions=sessions)
+        if not truth:
             log = replace(log, relevance=None)
         notes = {"data": dataset.name, "fingerprint": dataset.fingerprint, "users": users, "seed": seed}
         notes |= {"eta": eta, "epsilon": epsilon, "items": items, "split": split, "share": share}
         write_log(log, out, overwrite=overwrite, metadata={"ultr.simulation": json.dumps(notes)})
     words.print(f"wrote {out}: {log!r}\nnext: ultr describe {out}", soft_wrap=True)
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    from ultr import __version__
-
-    print(__version__)
 
 
 def _action(text: str) -> tuple[str, tuple[float, ...]]:
@@ -224,8 +187,3 @@ def _action(text: str) -> tuple[str, tuple[float, ...]]:
 
 def _bar(share: float, width: int = 30) -> str:
     return "█" * max(0, round(float(share) * width))
-
-
-def _plain(text: str) -> str:
-    """Text whose square brackets are not markup."""
-    return text.replace("[", r"\[")

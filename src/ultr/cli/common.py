@@ -1,0 +1,25 @@
+"""What all commands share: where words go, and common options."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+words = Console(stderr=True, highlight=False)  # data goes to stdout, words to stderr
+
+Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON on stdout.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same result.", min=0, max=2**32 - 1)]
+RequestColumn = Annotated[str | None, typer.Option("--request", help="Column that tells requests apart.")]
+PositionColumn = Annotated[str | None, typer.Option("--position", help="Column of the position shown.")]
+FeatureColumns = Annotated[
+    str | None, typer.Option("--features", help="Feature columns, comma-separated; patterns such as 'f_*'.")
+]
+ActionColumns = Annotated[str | None, typer.Option("--actions", help="Action columns, comma-separated.")]
+
+
+def plain(text: str) -> str:
+    """Text whose square brackets are not markup."""
+    return text.replace("[", r"\[")

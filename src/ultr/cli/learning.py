@@ -1,0 +1,309 @@
+"""Commands that learn and judge: train, evaluate, score, compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ultr.cli.common import ActionColumns, FeatureColumns, Json, Overwrite, PositionColumn, RequestColumn, Seed, words
+from ultr.errors import OptionError
+
+if TYPE_CHECKING:
+    from ultr.compare import Comparison
+    from ultr.runs import RunConfig
+
+Data = Annotated[
+    str, typer.Argument(help="A log; or, with --users, a data set with true labels (synthetic, ml-1m, ...).")
+]
+UsersOption = Annotated[
+    str | None,
+    typer.Option("--users", help="Draw fresh feedback each step from users: pbm, trust, cascade, clickbait."),
+]
+LabelOption = Annotated[str, typer.Option("--label", help="The label, an expression over actions.")]
+RankerOption = Annotated[str, typer.Option("--ranker", help="mlp or linear.")]
+Hidden = Annotated[str, typer.Option("--hidden", help="Hidden layers of the mlp, comma-separated.")]
+Dropout = Annotated[float, typer.Option("--dropout", help="Dropout of the mlp.")]
+Norm = Annotated[str, typer.Option("--norm", help="Normalisation of the mlp's layers: none or layer.")]
+Steps = Annotated[int, typer.Option("--steps", help="Training steps.")]
+Batch = Annotated[int, typer.Option("--batch", help="Lists a step.")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="adagrad, adam or adamw.")]
+Schedule = Annotated[str, typer.Option("--schedule", help="Of the learning rate: constant, cosine or linear.")]
+Clip = Annotated[float, typer.Option("--clip", help="Gradient norm to clip at; 0: none.")]
+WeightDecay = Annotated[float, typer.Option("--weight-decay", help="Weight decay.")]
+EvaluateEvery = Annotated[int, typer.Option("--evaluate-every", help="Steps between evaluations.")]
+Patience = Annotated[
+    int, typer.Option("--patience", help="Stop after so many evaluations without improvement; 0: never.")
+]
+Select = Annotated[
+    str, typer.Option("--select", help="Metric the best step is chosen by; ndcg@10 and reward@10 read true labels.")
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")]
+Precision = Annotated[str, typer.Option("--precision", help="float32 or bf16.")]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder of data sets (or ULTR_DATA).")]
+Eta = Annotated[float, typer.Option("--eta", help="Severity of simulated position bias.")]
+Epsilon = Annotated[float, typer.Option("--epsilon", help="Click noise of simulated users.")]
+
+SELECT = "feedback-ndcg@10"
+LABEL = "click + dwell / exp(3)"
+
+
+def train(
+    data: Data,
+    out: Annotated[Path, typer.Option(help="The run directory to write.")],
+    method: Annotated[str, typer.Option(help="lambdarank, pointwise or position-feature.")] = "lambdarank",
+    learn_from: Annotated[str, typer.Option(help="feedback; or, as bounds, truth or no-bias.")] = "feedback",
+    label: LabelOption = LABEL,
+    ranker: RankerOption = "mlp",
+    hidden: Hidden = "512,256,128",
+    dropout: Dropout = 0.0,
+    norm: Norm = "none",
+    steps: Steps = 1000,
+    batch: Batch = 256,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.02,
+    optimizer: Optimizer = "adagrad",
+    schedule: Schedule = "constant",
+    warmup: Annotated[int, typer.Option(help="Steps over which the learning rate rises.")] = 0,
+    clip: Clip = 5.0,
+    weight_decay: WeightDecay = 0.0,
+    evaluate_every: EvaluateEvery = 50,
+    patience: Patience = 0,
+    select: Select = SELECT,
+    users: UsersOption = None,
+    eta: Eta = 1.0,
+    epsilon: Epsilon = 0.1,
+    data_dir: DataDir = None,
+    request: RequestColumn = None,
+    position: PositionColumn = None,
+    features: FeatureColumns = None,
+    actions: ActionColumns = None,
+    device: Device = "auto",
+    precision: Precision = "float32",
+    seed: Seed = 0,
+    warm_start: Annotated[Path | None, typer.Option(help="A finished run to take the first weights from.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    overwrite: Overwrite = False,
+    checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints, at least.")] = 10.0,
+) -> None:
+    """Train a ranker from a log, or from data with simulated users, into a run directory."""
+    from ultr.runs import run_training
+
+    config = _config({**locals()})
+    with _bar() as bar:
+        task = bar.add_task(method, total=steps, figure="")
+
+        def show(progress: Any) -> None:
+            figure = f"{select} {progress.figures[select]:.4f}"
+            bar.update(task, completed=progress.step, figure=figure)
+
+        run_training(
+            config,
+            out,
+            resume=resume,
+            overwrite=overwrite,
+            warm_start=warm_start,
+            checkpoint_seconds=checkpoint_seconds,
+            on_progress=show,
+        )
+    from ultr.checkpoint import read_metrics
+
+    best = max(read_metrics(out), key=lambda line: float(line[config.select]))
+    words.print(f"wrote {out}: best {config.select} {best[config.select]:.4f} at step {best['step']}", soft_wrap=True)
+    words.print(f"next: ultr score {out} CANDIDATES --out scores.parquet", soft_wrap=True)
+
+
+def _config(options: dict[str, Any]) -> RunConfig:
+    """The configuration that options of a command stand for."""
+    from ultr.runs import RunConfig
+    from ultr.training import TrainingOptions
+
+    ranker_options: dict[str, Any] = {}
+    if options["ranker"] == "mlp":
+        try:
+            sizes = [int(size) for size in options["hidden"].split(",")]
+        except ValueError as error:
+            raise OptionError(
+                "--hidden should be whole numbers, comma-separated", got=f"'{options['hidden']}'"
+            ) from error
+        ranker_options = {"hidden": sizes, "dropout": options["dropout"], "norm": options["norm"]}
+    columns = {name: options.get(name) for name in ("request", "position", "features", "actions")}
+    training = {name: options[name] for name in TrainingOptions.__dataclass_fields__ if name in options}
+    data_dir = options["data_dir"]
+    return RunConfig(
+        data=options["data"],
+        method=options.get("method", "lambdarank"),
+        learn_from=options.get("learn_from", "feedback"),
+        label=options["label"],
+        ranker=options["ranker"],
+        ranker_options=ranker_options,
+        columns={name: value for name, value in columns.items() if value is not None},
+        users=options["users"],
+        user_options={"eta": options["eta"], "epsilon": options["epsilon"]} if options["users"] else {},
+        data_dir=None if data_dir is None else str(data_dir),
+        select=options["select"],
+        training=TrainingOptions(**training),
+    )
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A finished run.")],
+    data: Annotated[str, typer.Argument(help="A log with true labels or feedback, or a data set.")],
+    metrics: Annotated[str, typer.Option(help="Comma-separated; feedback-ndcg@10 is on the logged label.")] = "ndcg@10",
+    split: Annotated[str, typer.Option(help="Of a data set: train, validation or test.")] = "test",
+    users: Annotated[str, typer.Option(help="Who is shown the ranking, for reward.")] = "pbm",
+    eta: Eta = 1.0,
+    epsilon: Epsilon = 0.1,
+    data_dir: DataDir = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Judge a run on data: means over requests with 95% intervals."""
+    from ultr.evaluation import evaluate_scores, mean_with_interval
+    from ultr.runs import load_model, read_data
+    from ultr.simulate import make_user
+
+    model = load_model(run)
+    log, max_grade = read_data(data, split=split, data_dir=data_dir)
+    user = make_user(users, eta=eta, epsilon=epsilon, max_grade=max_grade)
+    names = [name.strip() for name in metrics.split(",")]
+    figures = evaluate_scores(log, model.score(log, device=device), names, user=user, label=model.label)
+    means = {name: mean_with_interval(values, log.weights) for name, values in figures.items()}
+    if as_json:
+        print(json.dumps({name: mean.mean for name, mean in means.items()}))
+        return
+    table = Table(title=f"{run} on {data} ({len(log):,} requests)", title_justify="left")
+    for heading in ("metric", "mean", "95% interval"):
+        table.add_column(heading, justify="right")
+    for name, mean in means.items():
+        table.add_row(name, f"{mean.mean:.4f}", f"{mean.low:.4f} to {mean.high:.4f}")
+    Console(highlight=False).print(table)
+
+
+def score(
+    run: Annotated[Path, typer.Argument(help="A finished run.")],
+    candidates: Annotated[
+        Path, typer.Argument(help="Rows to score: a log's columns; no position or action is needed.")
+    ],
+    out: Annotated[Path, typer.Option(help="The scores to write (Parquet).")],
+    request: RequestColumn = None,
+    features: FeatureColumns = None,
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+) -> None:
+    """Score items with a run: the request, item and position of each row, and its score."""
+    from ultr.files import refuse_existing
+    from ultr.log import read_log
+    from ultr.runs import load_model, write_scores
+
+    refuse_existing(out, overwrite=overwrite)
+    model = load_model(run)
+    log = read_log(candidates, request=request, features=features, actions=[])
+    write_scores(log, model.score(log, device=device), out, overwrite=overwrite)
+    words.print(f"wrote {out}: {log.rows:,} scores", soft_wrap=True)
+
+
+def compare(
+    data: Data,
+    methods: Annotated[str, typer.Option(help="Comma-separated; a bound is lambdarank:from=no-bias or :from=truth.")],
+    out: Annotated[Path, typer.Option(help="Folder of the comparison; what is finished there is not run again.")],
+    seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 5,
+    lrs: Annotated[str, typer.Option(help="Learning rates to choose from, on validation.")] = "0.005,0.01,0.02,0.05",
+    tuning_seeds: Annotated[int, typer.Option(help="Seeds the rate is chosen with.")] = 1,
+    metrics: Annotated[str | None, typer.Option(help="Judged on test, comma-separated.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="The method others are compared with; the first if not given.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Runs side by side; 0: as many as there are cores, ten at most.")] = 0,
+    label: LabelOption = LABEL,
+    ranker: RankerOption = "mlp",
+    hidden: Hidden = "512,256,128",
+    dropout: Dropout = 0.0,
+    norm: Norm = "none",
+    steps: Steps = 1000,
+    batch: Batch = 256,
+    optimizer: Optimizer = "adagrad",
+    schedule: Schedule = "constant",
+    clip: Clip = 5.0,
+    weight_decay: WeightDecay = 0.0,
+    evaluate_every: EvaluateEvery = 50,
+    patience: Patience = 0,
+    select: Select = SELECT,
+    users: UsersOption = None,
+    eta: Eta = 1.0,
+    epsilon: Epsilon = 0.1,
+    data_dir: DataDir = None,
+    request: RequestColumn = None,
+    position: PositionColumn = None,
+    features: FeatureColumns = None,
+    actions: ActionColumns = None,
+    device: Device = "auto",
+    precision: Precision = "float32",
+    as_json: Json = False,
+) -> None:
+    """Compare methods fairly: each tuned alike on validation, the same seeds, paired tests on test."""
+    from ultr.compare import compare as run_comparison
+    from ultr.plots import write_dot_plot
+
+    base = _config({**locals()})
+    try:
+        rates = [float(rate) for rate in lrs.split(",")]
+    except ValueError as error:
+        raise OptionError("--lrs should be numbers, comma-separated", got=f"'{lrs}'") from error
+    with _bar() as bar:
+        task = bar.add_task("runs", total=None, figure="")
+
+        def show(done: int, total: int, folder: str) -> None:
+            bar.update(task, completed=done, total=total, figure=folder)
+
+        result = run_comparison(
+            base,
+            [name for name in methods.split(",") if name.strip()],
+            out,
+            seeds=seeds,
+            rates=rates,
+            tuning_seeds=tuning_seeds,
+            metrics=metrics.split(",") if metrics else None,
+            reference=reference,
+            jobs=jobs,
+            on_done=show,
+        )
+    write_dot_plot(out / "comparison.svg", result)
+    if as_json:
+        print(json.dumps(result.to_json()))
+        return
+    _print_comparison(result)
+    words.print(f"wrote {out / 'comparison.json'} and {out / 'comparison.svg'}", soft_wrap=True)
+
+
+def _print_comparison(result: Comparison) -> None:
+    table = Table(
+        title=f"mean ± deviation over seeds; * differs from {result.reference}, p < 0.05", title_justify="left"
+    )
+    table.add_column("method")
+    for heading in ("rate", *result.metrics):
+        table.add_column(heading, justify="right")
+    for row in result.rows:
+        cells = []
+        for metric, summary in row.to_json()["figures"].items():
+            star = "*" if metric in row.against and row.against[metric].significant else " "
+            cells.append(f"{summary['mean']:.4f} ± {summary['deviation']:.4f}{star}")
+        table.add_row(row.entry, f"{row.lr:g}", *cells)
+    Console(highlight=False).print(table)
+
+
+def _bar() -> Progress:
+    """Progress on stderr, and none where that is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figure]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=words, disable=not words.is_terminal)

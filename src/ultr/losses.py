@@ -1,0 +1,62 @@
+"""Losses: pure functions of scores and labels, with gradients for the scores only.
+
+The last dimension is the list; `where` marks items. `weights` are per request. Every loss is a sum over the items or
+pairs of a request, averaged over requests by weight, so that a request counts the same whatever else is in its batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from ultr.metrics import Gain, discounts_at, gains, ranks_of
+
+
+def pointwise_loss(scores: Tensor, labels: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Squared error of the score as a prediction of the label: Σ_i (s_i - c_i)²."""
+    return _reduced(torch.where(where, (scores - labels).square(), 0.0).sum(-1), weights)
+
+
+def pairwise_loss(scores: Tensor, pair_weights: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    """Σ_ij w_ij log(1 + exp(-(s_i - s_j))), w_ij >= 0 saying how much i should stand above j (Burges 2005).
+
+    `pair_weights` [..., i, j] carry no gradient and are zero for pairs that do not count, padding among them.
+    """
+    margins = scores[..., :, None] - scores[..., None, :]
+    # Where the weight is zero the margin may be anything (padding); its loss must not reach the gradient as 0 · inf.
+    losses = softplus(-torch.where(pair_weights > 0, margins, 0.0))
+    return _reduced((pair_weights.detach() * losses).sum((-2, -1)), weights)
+
+
+def preferred_pairs(labels: Tensor, *, where: Tensor) -> Tensor:
+    """[..., i, j]: whether both are items and the label of i is above that of j."""
+    return (labels[..., :, None] > labels[..., None, :]) & where[..., :, None] & where[..., None, :]
+
+
+def lambdarank_weights(
+    scores: Tensor, labels: Tensor, *, where: Tensor, gain: Gain = "linear", normalise: bool = True
+) -> Tensor:
+    """|ΔNDCG_ij| of swapping i and j in the current ranking, for pairs with c_i > c_j (Burges 2006).
+
+        |G(c_i) - G(c_j)| · |1/log2(1 + rank_i) - 1/log2(1 + rank_j)| / ideal DCG
+
+    `normalise=False` leaves out the ideal, which gives |ΔDCG|.
+    """
+    scores = scores.detach()
+    gain_of = gains(labels, scores, where, gain)
+    discount_of = discounts_at(ranks_of(scores, where=where), scores.dtype)
+    delta = (gain_of[..., :, None] - gain_of[..., None, :]).abs()
+    delta = delta * (discount_of[..., :, None] - discount_of[..., None, :]).abs()
+    if normalise:
+        best = gain_of.sort(dim=-1, descending=True).values
+        ranks = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
+        ideal = (best * discounts_at(ranks, scores.dtype)).sum(-1)[..., None, None]
+        delta = delta / torch.where(ideal > 0, ideal, 1.0)
+    return torch.where(preferred_pairs(labels, where=where), delta, 0.0)
+
+
+def _reduced(per_request: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return per_request.mean()
+    return (weights * per_request).sum() / weights.sum()

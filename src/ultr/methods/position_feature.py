@@ -1,0 +1,42 @@
+"""Position as an input of the network, fixed when it serves: the oldest trick against position bias."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ultr.lists import Lists
+from ultr.losses import pointwise_loss
+from ultr.methods.base import Method, MethodInputs, PositionIndex
+from ultr.rankers import WithConstants
+
+DIMENSIONS = 8
+
+
+class PositionFeature(Method):
+    """Least squares on the label with an embedding of the position beside the features; scores are those at the first.
+
+    The network may use the position in any way, also together with the features, so that fixing it at serving does
+    not in general rank by relevance.
+    """
+
+    def __init__(self, inputs: MethodInputs) -> None:
+        super().__init__(inputs)
+        self.ranker = inputs.make_ranker(extra_features=DIMENSIONS)
+        self.index = PositionIndex(inputs.positions)
+        self.positions = nn.Embedding(len(self.index), DIMENSIONS)
+
+    def score_at(self, features: Tensor, place: Tensor) -> Tensor:
+        beside = self.positions(place).expand(*features.shape[:-1], DIMENSIONS)
+        scores: Tensor = self.ranker(torch.cat([features, beside], dim=-1))
+        return scores
+
+    def score(self, features: Tensor) -> Tensor:
+        return self.score_at(features, torch.zeros((), dtype=torch.int64, device=features.device))
+
+    def serving(self) -> nn.Module:
+        return WithConstants(self.ranker, self.positions.weight[0].detach().clone())
+
+    def loss(self, lists: Lists) -> Tensor:
+        scores = self.score_at(lists.features, self.index(lists.shown_positions))
+        return pointwise_loss(scores, self.labels(lists), where=lists.where, weights=lists.weights)

@@ -1,0 +1,41 @@
+"""Rankers: modules from features [..., features] to scores [...]. They know nothing of positions and bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ultr.errors import OptionError, nearest
+from ultr.rankers.encoder import FeatureEncoder
+from ultr.rankers.linear import LinearRanker
+from ultr.rankers.mlp import MLPRanker
+
+__all__ = ["RANKERS", "FeatureEncoder", "LinearRanker", "MLPRanker", "WithConstants", "make_ranker"]
+
+RANKERS: dict[str, Callable[..., nn.Module]] = {"linear": LinearRanker, "mlp": MLPRanker}
+
+
+def make_ranker(name: str, encoder: FeatureEncoder, **options: Any) -> nn.Module:
+    """A ranker by its name in the table `RANKERS`."""
+    if name not in RANKERS:
+        raise OptionError(f"no ranker '{name}'", mend=nearest(name, RANKERS))
+    return RANKERS[name](encoder, **options)
+
+
+class WithConstants(nn.Module):
+    """A ranker some of whose inputs are fixed when it serves."""
+
+    constants: Tensor
+
+    def __init__(self, ranker: nn.Module, constants: Tensor) -> None:
+        super().__init__()
+        self.ranker = ranker
+        self.register_buffer("constants", constants)
+
+    def forward(self, features: Tensor) -> Tensor:
+        beside = self.constants.expand(*features.shape[:-1], len(self.constants))
+        scores: Tensor = self.ranker(torch.cat([features, beside], dim=-1))
+        return scores

@@ -1,0 +1,50 @@
+"""A multi-layer perceptron, the network of the paper: 512-256-128 with ELU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor, nn
+
+from ultr.errors import OptionError
+from ultr.rankers.encoder import FeatureEncoder
+
+Norm = Literal["none", "layer"]
+
+
+class MLPRanker(nn.Module):
+    """Hidden layers with ELU, each with layer normalisation and dropout if asked for, and one linear output.
+
+    There is no batch normalisation: the score of an item should not depend on what else is in its batch.
+    """
+
+    def __init__(
+        self,
+        encoder: FeatureEncoder,
+        *,
+        hidden: Sequence[int] = (512, 256, 128),
+        dropout: float = 0.0,
+        norm: Norm = "none",
+    ) -> None:
+        super().__init__()
+        if not hidden or min(hidden) < 1:
+            raise OptionError("hidden layers should have one unit or more", got=tuple(hidden))
+        if not 0 <= dropout < 1:
+            raise OptionError("dropout should be at least 0 and below 1", got=dropout)
+        if norm not in ("none", "layer"):
+            raise OptionError("norm should be 'none' or 'layer'", got=f"'{norm}'")
+        self.encoder = encoder
+        layers: list[nn.Module] = []
+        for size_in, size_out in zip((encoder.width, *hidden[:-1]), hidden, strict=True):
+            layers.append(nn.Linear(size_in, size_out))
+            if norm == "layer":
+                layers.append(nn.LayerNorm(size_out))
+            layers.append(nn.ELU())
+            if dropout:
+                layers.append(nn.Dropout(dropout))
+        self.layers = nn.Sequential(*layers, nn.Linear(hidden[-1], 1))
+
+    def forward(self, features: Tensor) -> Tensor:
+        scores: Tensor = self.layers(self.encoder(features)).squeeze(-1)
+        return scores

@@ -1,0 +1,237 @@
+"""The only training loop.
+
+All that is random in a step follows from the seed and the number of the step: which requests, what simulated users do,
+what dropout drops. So a run that was stopped goes on to the same bits from its weights, its optimizer and its step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ultr.errors import DataError, OptionError, nearest
+from ultr.lists import ListBatches, Lists
+from ultr.log import Log
+from ultr.methods import Method
+from ultr.rankers import FeatureEncoder
+from ultr.simulate import User
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How a method is trained."""
+
+    steps: int = 1000
+    batch: int = 256  # lists a step
+    optimizer: str = "adagrad"
+    lr: float = 0.02
+    schedule: str = "constant"
+    warmup: int = 0  # steps over which the rate rises
+    clip: float = 5.0  # of the gradient's norm, for each network apart; 0: none
+    weight_decay: float = 0.0
+    evaluate_every: int = 50
+    patience: int = 0  # evaluations without improvement before stopping; 0: never
+    seed: int = 0
+    device: str = "auto"
+    precision: Literal["float32", "bf16"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise OptionError(f"no optimizer '{self.optimizer}'", mend=nearest(self.optimizer, OPTIMIZERS))
+        if self.schedule not in SCHEDULES:
+            raise OptionError(f"no schedule '{self.schedule}'", mend=nearest(self.schedule, SCHEDULES))
+        if self.precision not in ("float32", "bf16"):
+            raise OptionError("precision should be float32 or bf16", got=f"'{self.precision}'")
+        for name in ("steps", "batch", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"'{name}' should be 1 or more", got=getattr(self, name))
+        for name in ("warmup", "clip", "weight_decay", "patience", "seed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise OptionError(f"'{name}' should be 0 or more", got=getattr(self, name))
+        if not 0 < self.lr < math.inf:
+            raise OptionError("the learning rate should be above 0", got=self.lr)
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        warm = min(1.0, (step + 1) / (self.warmup + 1))
+        done = min(1.0, max(0, step - self.warmup) / max(1, self.steps - self.warmup))
+        shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[self.schedule]
+        return self.lr * warm * shape
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise OptionError(f"no device '{name}'", mend="use cpu, cuda or cuda:1") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError("this machine has no usable GPU", got=f"--device {name}", mend="use --device cpu")
+    return device
+
+
+def step_seed(seed: int, step: int, purpose: int) -> int:
+    """A seed of its own for each step and purpose."""
+    return int(np.random.SeedSequence((seed, step, purpose)).generate_state(1, np.uint64)[0] >> 1)
+
+
+class Feed:
+    """Batches of lists by the number of the step: each request once before any comes again, in an order by the seed.
+
+    With a `user`, feedback is drawn anew for every step; otherwise it is that of the log.
+    """
+
+    def __init__(self, log: Log, *, batch: int, seed: int, device: torch.device, user: User | None = None) -> None:
+        self._lists = ListBatches(log, device=device)
+        self._batch, self._seed, self._user = min(batch, len(log)), seed, user
+        self._generator = torch.Generator(device)
+        self._order: dict[int, Tensor] = {}
+        if user is None and not log.actions:
+            raise DataError("the log has no actions to learn from", mend="name them with --actions, or pass --users")
+
+    def __call__(self, step: int) -> Lists:
+        first = step * self._batch
+        wanted = np.arange(first, first + self._batch)
+        passes = wanted // len(self._lists)
+        requests = torch.cat(
+            [self._pass(p)[wanted[passes == p] % len(self._lists)] for p in np.unique(passes).tolist()]
+        )
+        lists = self._lists[requests]
+        if self._user is None:
+            return lists
+        self._generator.manual_seed(step_seed(self._seed, step, 1))
+        relevance, positions = lists.true_relevance, lists.shown_positions
+        feedback = self._user.sample(relevance, positions, self._generator, where=lists.where, check=False)
+        return lists.with_actions(feedback.actions)
+
+    def _pass(self, number: int) -> Tensor:
+        if number not in self._order:
+            generator = torch.Generator().manual_seed(step_seed(self._seed, number, 0))
+            self._order = {n: order for n, order in self._order.items() if n == number - 1}
+            self._order[number] = torch.randperm(len(self._lists), generator=generator)
+        return self._order[number]
+
+
+@dataclass
+class TrainingState:
+    """All that a run needs to go on from where it is."""
+
+    method: Method
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    best: float = -math.inf
+    best_step: int = 0
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    waited: int = 0  # evaluations since the best
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is reported at each evaluation."""
+
+    step: int
+    loss: float
+    figures: dict[str, float]
+    improved: bool
+
+
+def start(method: Method, train: Log, options: TrainingOptions) -> TrainingState:
+    """A method ready for training: features normalised by the training log, on its device, with an optimizer."""
+    if not train.feature_names:
+        raise DataError("the log has no features to learn from", mend="name them with --features")
+    for module in method.modules():
+        if isinstance(module, FeatureEncoder):
+            module.fit(train.features)
+    method.to(choose_device(options.device))
+    optimizer = OPTIMIZERS[options.optimizer](method.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    return TrainingState(method, optimizer)
+
+
+def train(
+    state: TrainingState,
+    feed: Callable[[int], Lists],
+    evaluate: Callable[[Method], dict[str, float]],
+    options: TrainingOptions,
+    *,
+    select: str,
+    larger_is_better: bool = True,
+) -> Iterator[Progress]:
+    """Train to the last step, or until the selection metric no longer improves; yields after every evaluation.
+
+    Between two yields the state is that of whole steps, so that a caller may save it.
+    """
+    device = next(state.method.parameters()).device
+    total = torch.zeros((), device=device)
+    since = 0
+    while state.step < options.steps and not (options.patience and state.waited >= options.patience):
+        total += take_step(state, feed(state.step), options)
+        since += 1
+        if state.step % options.evaluate_every and state.step < options.steps:
+            continue
+        loss = float(total) / since
+        total.zero_()
+        since = 0
+        if not math.isfinite(loss):
+            raise DataError(
+                f"training diverged: the loss is {loss} by step {state.step}", mend="lower --lr or set --clip"
+            )
+        figures = evaluate(state.method)
+        value = figures[select] if larger_is_better else -figures[select]
+        improved = value > state.best
+        if improved:
+            state.best, state.best_step, state.waited = value, state.step, 0
+            state.best_weights = {name: tensor.detach().clone() for name, tensor in state.method.state_dict().items()}
+        else:
+            state.waited += 1
+        yield Progress(state.step, loss, figures, improved)
+
+
+def take_step(state: TrainingState, lists: Lists, options: TrainingOptions) -> Tensor:
+    """One step of the method and its optimizer; the loss stays on the device."""
+    method, optimizer = state.method, state.optimizer
+    method.train()
+    if any(isinstance(module, torch.nn.Dropout) for module in method.modules()):
+        torch.manual_seed(step_seed(options.seed, state.step, 2))
+    for group in optimizer.param_groups:
+        group["lr"] = options.rate_at(state.step)
+    with torch.no_grad():
+        method.update(lists)
+    bf16 = options.precision == "bf16"
+    with torch.autocast(lists.where.device.type, dtype=torch.bfloat16, enabled=bf16):
+        loss = method.loss(lists)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if options.clip:
+        # Each network is clipped apart: one with large gradients must not slow the others.
+        for network in method.children():
+            if parameters := [p for p in network.parameters() if p.grad is not None]:
+                torch.nn.utils.clip_grad_norm_(parameters, options.clip)
+    optimizer.step()
+    state.step += 1
+    return loss.detach()
+
+
+@torch.no_grad()
+def score_rows(
+    score: Callable[[Tensor], Tensor], features: np.ndarray, *, device: Any, block: int = 1 << 15
+) -> np.ndarray:
+    """Scores of rows, block by block."""
+    scores = np.empty(len(features), np.float32)
+    for first in range(0, len(features), block):
+        rows = torch.from_numpy(np.array(features[first : first + block])).to(device)
+        scores[first : first + block] = score(rows).float().cpu().numpy()
+    return scores

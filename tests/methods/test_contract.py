@@ -1,0 +1,229 @@
+"""What every method in the table must do; a new row is tested by being there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import make_shown_log
+from ultr.errors import OptionError
+from ultr.evaluation import evaluate_scores
+from ultr.labels import Label
+from ultr.lists import Lists
+from ultr.log import Log
+from ultr.methods import METHODS, Method, MethodInputs, make_method
+from ultr.simulate import User, simulate_log
+from ultr.training import Feed, TrainingOptions, score_rows, start, take_step, train
+
+FEATURES = 5
+
+
+def inputs(**changes: object) -> MethodInputs:
+    given = {
+        "label": Label(),
+        "features": FEATURES,
+        "positions": tuple(range(1, 13)),
+        "ranker_options": {"hidden": (16,)},
+        **changes,
+    }
+    return MethodInputs(**given)
+
+
+@pytest.fixture(params=METHODS)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def method(name) -> Method:
+    torch.manual_seed(0)
+    return make_method(name, inputs())
+
+
+def feedback_log(seed: int = 0, requests: int = 60) -> Log:
+    log, _ = simulate_log(make_shown_log(requests=requests, seed=seed, features=FEATURES), User(), seed=seed)
+    return log
+
+
+@pytest.fixture
+def lists() -> Lists:
+    return Lists.from_log(feedback_log())
+
+
+def state_of(method: Method) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in method.state_dict().items()}
+
+
+def assert_equal_states(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_the_loss_changes_no_state(method, lists):
+    before = state_of(method)
+    first = method.loss(lists)
+    assert torch.equal(first, method.loss(lists))
+    assert first.ndim == 0
+    assert_equal_states(before, state_of(method))
+
+
+def test_gradients_reach_the_ranker_and_not_the_data(method, lists):
+    features = lists.features.clone().requires_grad_()
+    method.update(lists)
+    method.loss(replace(lists, features=features)).backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in method.ranker.parameters())
+    assert not features.grad[~lists.where].any()  # nothing is learned from padding
+
+
+def test_padding_changes_nothing(method, lists):
+    def padded(values: torch.Tensor, fill: float) -> torch.Tensor:
+        return torch.cat([values, torch.full_like(values[:, :3], fill)], dim=1)
+
+    wider = replace(
+        lists,
+        features=padded(lists.features, 99.0),
+        where=padded(lists.where, 0).bool(),
+        positions=padded(lists.positions, 7),
+        actions={name: padded(values, 3.0) for name, values in lists.actions.items()},
+        relevance=padded(lists.relevance, 2.0),
+    )
+    torch.testing.assert_close(method.loss(wider), method.loss(lists))
+    other = make_method_like(method)
+    method.update(lists)
+    other.update(wider)
+    for a, b in zip(method.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def make_method_like(method: Method) -> Method:
+    other = type(method)(method.inputs)
+    other.load_state_dict(method.state_dict())
+    return other
+
+
+def test_permuting_a_list_permutes_its_scores(method, lists):
+    order = torch.randperm(lists.where.shape[1], generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(method.score(lists.features[:, order]), method.score(lists.features)[:, order])
+    permuted = replace(
+        lists,
+        features=lists.features[:, order],
+        where=lists.where[:, order],
+        positions=lists.positions[:, order],
+        actions={name: values[:, order] for name, values in lists.actions.items()},
+        relevance=lists.relevance[:, order],
+    )
+    torch.testing.assert_close(method.loss(permuted), method.loss(lists))
+
+
+def test_scores_depend_on_features_alone_and_are_those_of_the_module_that_ships(method, lists):
+    torch.testing.assert_close(method.serving()(lists.features), method.score(lists.features))
+
+
+def test_request_weights_count_like_repeated_requests(method, lists):
+    chosen = torch.tensor([0, 1, 1, 2, 2, 2])
+    repeated = pick(lists, chosen)
+    weighted = replace(pick(lists, torch.tensor([0, 1, 2])), weights=torch.tensor([1.0, 2.0, 3.0]))
+    torch.testing.assert_close(method.loss(weighted), method.loss(repeated))
+
+
+def pick(lists: Lists, requests: torch.Tensor) -> Lists:
+    return replace(
+        lists,
+        features=lists.features[requests],
+        where=lists.where[requests],
+        weights=lists.weights[requests],
+        positions=lists.positions[requests],
+        actions={name: values[requests] for name, values in lists.actions.items()},
+        relevance=lists.relevance[requests],
+    )
+
+
+def trained(name: str, log: Log, **options) -> Method:
+    torch.manual_seed(1)
+    method = make_method(name, inputs())
+    settings = TrainingOptions(**{"steps": 30, "batch": 16, "device": "cpu", **options})
+    state = start(method, log, settings)
+    feed = Feed(log, batch=settings.batch, seed=settings.seed, device=torch.device("cpu"))
+    for step in range(settings.steps):
+        take_step(state, feed(step), settings)
+    return method
+
+
+def test_a_seed_repeats_a_run_and_another_gives_another(name):
+    log = feedback_log()
+    assert_equal_states(state_of(trained(name, log)), state_of(trained(name, log)))
+    different = state_of(trained(name, log, seed=5))
+    assert any(
+        not torch.equal(a, b) for a, b in zip(state_of(trained(name, log)).values(), different.values(), strict=True)
+    )
+
+
+def test_save_and_load_give_equal_scores(name, lists, tmp_path):
+    from ultr.checkpoint import load_tensors, save_tensors
+
+    method = trained(name, feedback_log())
+    save_tensors(tmp_path / "weights.safetensors", method.state_dict())
+    other = make_method(name, inputs())
+    other.load_state_dict(load_tensors(tmp_path / "weights.safetensors"))
+    assert torch.equal(other.score(lists.features), method.score(lists.features))
+
+
+@pytest.mark.parametrize("world", ["no feedback at all", "lists of one", "everything clicked", "constant features"])
+def test_degenerate_logs_give_no_nan(name, world):
+    log = feedback_log()
+    if world == "no feedback at all":
+        log = replace(log, actions={n: np.zeros_like(v) for n, v in log.actions.items()})
+    elif world == "lists of one":
+        log = log.regroup(log.offsets[:-1], np.arange(len(log) + 1))
+    elif world == "everything clicked":
+        log = replace(log, actions={n: np.ones_like(v) for n, v in log.actions.items()})
+    else:
+        log = replace(log, features=np.ones_like(log.features))
+    method = trained(name, log, lr=0.05)
+    assert all(torch.isfinite(p).all() for p in method.parameters())
+    assert torch.isfinite(method.score(Lists.from_log(log).features)).all()
+
+
+def test_a_tiny_unbiased_set_is_learned(name):
+    """Grades follow the first feature, users examine everything and click by grade: NDCG above 0.95."""
+    log = make_shown_log(requests=200, seed=3, features=FEATURES)
+    grades = np.clip(np.round(2 + 1.5 * log.features[:, 0]), 0, 4).astype(np.float32)
+    log = replace(log, relevance=grades)
+    torch.manual_seed(2)
+    method = make_method(name, inputs())
+    options = TrainingOptions(steps=400, batch=64, lr=0.05, evaluate_every=100, device="cpu")
+    state = start(method, log, options)
+    feed = Feed(log, batch=64, seed=0, device=torch.device("cpu"), user=User(epsilon=0.0).unbiased())
+
+    def evaluate(trained: Method) -> dict[str, float]:
+        scores = score_rows(trained.score, log.features, device="cpu")
+        figures = evaluate_scores(log, scores, ["ndcg@10"])["ndcg@10"]
+        return {"ndcg@10": float(figures[np.maximum.reduceat(grades, log.offsets[:-1]) > 0].mean())}
+
+    *_, last = train(state, feed, evaluate, options, select="ndcg@10")
+    assert state.best > 0.95
+    assert math.isfinite(last.loss)
+
+
+def test_unknown_methods_and_options_are_refused():
+    with pytest.raises(OptionError, match="did you mean 'lambdarank'"):
+        make_method("lamdarank", inputs())
+    with pytest.raises(OptionError, match="no option 'sharpness'"):
+        make_method("lambdarank", inputs(), sharpness=3)
+
+
+def test_true_labels_are_read_only_when_asked_for(name, lists):
+    log = feedback_log()
+    without = Lists.from_log(replace(log, relevance=None))
+    torch.manual_seed(0)
+    blind = make_method(name, inputs())
+    torch.testing.assert_close(blind.loss(without), blind.loss(Lists.from_log(log)))
+    torch.manual_seed(0)
+    seeing = make_method(name, inputs(truth=True))
+    blank = replace(lists, actions={n: torch.zeros_like(v) for n, v in lists.actions.items()})
+    torch.testing.assert_close(seeing.loss(blank), seeing.loss(lists))
