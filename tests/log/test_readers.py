@@ -452,9 +452,7 @@ def test_a_log_that_would_not_read_back_is_not_written(tmp_path):
 
 def test_shards_with_other_features_and_folders_with_other_data_are_refused(tmp_path):
     for i, names in enumerate((("p", "q"), ("q", "p"))):
-        table = table_with(
-            f1=None, f2=None, request=[10 * i, 10 * i, 10 * i + 1], **dict.fromkeys(names, [1.0, 2.0, 3.0])
-        )
+        table = table_with(f1=None, f2=None, request=[10 * i, 10 * i, 10 * i + 1], p=[1.0, 2.0, 3.0], q=[4.0, 5.0, 6.0])
         write_log(read_log(table, features=names), tmp_path / f"{i}.parquet")
     with pytest.raises(DataError, match=r"1\.parquet: its features are not those of the first shard"):
         read_log(tmp_path)

@@ -7,16 +7,19 @@ of a rating are the user's vector, the movie's vector and their product, 180 in 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from ultr.datasets.base import Dataset
-from ultr.datasets.cache import cached
-from ultr.errors import DataError, MissingExtraError
+from ultr.datasets.cache import cache_folder, cached
+from ultr.errors import DataError, MissingExtraError, OutputError
+from ultr.files import atomic_path
 from ultr.log import Log
 
 # ratings.dat as GroupLens ships it.
@@ -80,13 +83,29 @@ def bpr_vectors(
     return model.user_factors[:, :FACTORS], model.item_factors[:, :FACTORS]  # the last column is a bias
 
 
+def kept_vectors(name: str, compute: Callable[[], tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """The vectors take half a minute and a library; they are small, and kept by themselves to be carried along."""
+    path = cache_folder() / f"{name}.npz"
+    try:
+        with np.load(path, allow_pickle=False) as kept:
+            return kept["users"], kept["movies"]
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+        users, movies = compute()
+    with contextlib.suppress(OutputError), atomic_path(path, overwrite=True) as temporary:
+        np.savez(temporary, users=users, movies=movies)
+    return users, movies
+
+
 def _build(raw: bytes, digest: str, seed: int) -> Dataset:
     ratings = parse_ratings(raw)
     split = time_split(ratings)
     users, movies = ratings[:, 0], ratings[:, 1]
     train = split == 0
     shape = (int(users.max()) + 1, int(movies.max()) + 1)
-    user_vectors, movie_vectors = bpr_vectors(users[train], movies[train], shape, seed=seed)
+    user_vectors, movie_vectors = kept_vectors(
+        f"ml-1m-bpr{FACTORS}-seed{seed}-{digest[:16]}",
+        lambda: bpr_vectors(users[train], movies[train], shape, seed=seed),
+    )
 
     def log(number: int) -> Log:
         rows = np.flatnonzero(split == number)

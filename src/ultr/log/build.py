@@ -75,7 +75,7 @@ def _combined(column: pa.ChunkedArray) -> Any:
 
 
 def _plain(array: Any) -> Any:
-    """Categories give their values, extensions their storage, and polars' views of text the text: few kernels know them."""
+    """Categories give their values, extensions their storage, polars' views of text the text; few kernels know them."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return _plain(array.storage)
