@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from ultr.errors import DataError, OptionError
 from ultr.evaluation import evaluate_scores, mean_with_interval, paired_test
+from ultr.metrics import METRICS, parse_metric
 from ultr.simulate import User
 
 
@@ -20,7 +22,47 @@ def test_figures_of_a_log_come_in_the_order_of_its_requests(shown_log):
         assert figures["precision@1"][i] == float(ranked[0] > 0)
         first = np.flatnonzero(ranked > 0)
         assert figures["mrr"][i] == pytest.approx(1 / (first[0] + 1) if len(first) else 0)
-    assert (figures["reward@3"] > 0).all()
+
+
+def test_every_metric_of_a_log_equals_a_loop_over_its_requests(shown_log):
+    scores = np.round(np.random.default_rng(1).normal(size=shown_log.rows), 1)
+    user, label = User(eta=0.5, epsilon=0.3), "click + 2 * (dwell > 20)"
+    names = ["ndcg@3", "dcg", "arp", "mrr@2", "precision@2", "reward@3"]
+    figures = evaluate_scores(shown_log, scores, names, user=user, label=label)
+    for i in range(len(shown_log)):
+        rows = slice(shown_log.offsets[i], shown_log.offsets[i + 1])
+        s, y = torch.from_numpy(scores[rows]), torch.from_numpy(shown_log.relevance[rows]).double()
+        for name in names:
+            metric, k = parse_metric(name)
+            extra = {"user": user, "label": label} if metric == "reward" else {}
+            assert figures[name][i] == pytest.approx(METRICS[metric](s, y, k=k, **extra).item(), rel=1e-5), name
+
+
+def test_feedback_metrics_are_on_the_label_of_the_logged_actions(shown_log):
+    clicks = (np.random.default_rng(2).random(shown_log.rows) < 0.3).astype(np.float32)
+    log = replace(shown_log, actions={"click": clicks}, relevance=None)
+    scores = np.random.default_rng(3).normal(size=log.rows)
+    figures = evaluate_scores(log, scores, "feedback-ndcg@5,feedback-mrr", label="3 * click")
+    as_truth = evaluate_scores(replace(log, relevance=clicks), scores, ["ndcg@5", "mrr"])
+    np.testing.assert_allclose(figures["feedback-ndcg@5"], as_truth["ndcg@5"], atol=1e-6)
+    np.testing.assert_allclose(figures["feedback-mrr"], as_truth["mrr"], atol=1e-6)
+    with pytest.raises(OptionError, match="no feedback-reward"):
+        evaluate_scores(log, scores, "feedback-reward@3", label="click")
+
+
+def test_weights_and_confidence_enter_tests_and_intervals():
+    rng = np.random.default_rng(5)
+    a, b, weights = rng.normal(size=40), rng.normal(0.3, 1, size=40), rng.uniform(1, 5, 40)
+    assert paired_test(a, b, weights).difference == pytest.approx(np.average(a - b, weights=weights))
+    assert paired_test(a, b, weights).p != pytest.approx(paired_test(a, b).p)
+    wide, narrow = (mean_with_interval(a, confidence=c) for c in (0.99, 0.8))
+    assert wide.high > narrow.high
+    for wrong in (0.0, 95):
+        with pytest.raises(OptionError, match="between 0 and 1"):
+            mean_with_interval(a, confidence=wrong)
+    with pytest.raises(DataError, match="nor all zero"):
+        mean_with_interval(a, np.zeros(40))
+    assert mean_with_interval(a[:1]).high == np.inf
 
 
 def test_what_cannot_be_evaluated_is_refused(shown_log):

@@ -199,6 +199,39 @@ def test_single_precision_is_close_to_double(name):
     torch.testing.assert_close(single.double(), double, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float16])
+def test_scores_of_other_types_count_as_numbers(name, dtype):
+    scores, grades = torch.tensor([[3, 2, 0, 2]]), torch.tensor([[0.0, 3.5, 0.0, 1.0]])
+    extra = {"user": User(), "label": LABEL} if name == "reward" else {}
+    expected = METRICS[name](scores.double(), grades, **extra).item()
+    assert METRICS[name](scores.to(dtype), grades, **extra).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_single_precision_does_not_cancel_on_long_lists():
+    grades = torch.zeros(1, 5000)
+    grades[0, 4999] = 4.0
+    scores = -torch.arange(5000.0)[None]
+    expected = 15 / np.log2(5001)
+    assert dcg_metric(scores, grades).item() == pytest.approx(expected, rel=1e-6)
+    assert ndcg_metric(grades, grades, k=10).item() <= 1
+
+
+def test_cascade_rewards_of_tied_items_average_over_orders_and_do_not_depend_on_the_batch():
+    grades = torch.tensor([[4.0, 0.0, 0.0]])
+    tied = torch.zeros(1, 3)
+    user = CascadeUser()
+    reward = [
+        reward_metric(torch.tensor([list(map(float, p))]), grades, user=user, label=LABEL).item()
+        for p in permutations(range(3))
+    ]
+    alone = reward_metric(tied, grades, user=user, label=LABEL).item()
+    assert min(reward) < alone < max(reward)
+    assert alone == pytest.approx(np.mean(reward), rel=0.15)
+    both = reward_metric(torch.zeros(2, 3), torch.cat([grades.flip(-1), grades]), user=user, label=LABEL)
+    assert both[1].item() == pytest.approx(alone)
+
+
 @given(case=ranked_lists(), seed=st.integers(0, 3))
 def test_ranks_sort_the_scores_and_leave_padding_last(case, seed):
     scores, _, _ = case

@@ -208,6 +208,25 @@ def test_positions_beyond_the_last_known_fall_as_one_over_k():
     assert User().unbiased().theta(positions).tolist() == [1.0] * 5
 
 
+def test_probabilities_by_grade_follow_the_highest_grade_there_is():
+    grades, positions = torch.tensor([0.0, 1.0, 2.0]), torch.ones(3, dtype=torch.int64)
+    user = User(max_grade=2, epsilon=0.2, further={"like": (0.0, 1.0)}, eta=0)
+    torch.testing.assert_close(user.attracted(grades), 0.2 + 0.8 * torch.tensor([0, 1 / 3, 1.0]))
+    likes = user.expected(grades, positions, "like") / user.attracted(grades)
+    torch.testing.assert_close(likes, torch.tensor([0.0, 0.5, 1.0]))
+
+
+def test_trust_stops_falling_at_twenty_and_mistrust_at_ten():
+    user = TrustUser(eta=0)
+    positions = torch.tensor([5, 10, 15, 20, 30])
+    torch.testing.assert_close(
+        user.click_probability(torch.full((5,), 4.0), positions), torch.tensor([0.94, 0.89, 0.84, 0.79, 0.79])
+    )
+    torch.testing.assert_close(
+        user.click_probability(torch.zeros(5), positions), torch.tensor([0.13, 0.065, 0.065, 0.065, 0.065])
+    )
+
+
 def test_a_generator_repeats_its_draws():
     grades, places = grid(repeats=50)
     one, two, other = (User().sample(grades, places, torch.Generator().manual_seed(s)).actions for s in (1, 1, 2))
@@ -280,6 +299,8 @@ def test_a_simulated_log_keeps_rows_and_draws_by_their_own_grade_and_position(na
     assert set(np.unique(clicks)) == {0.0, 1.0}
     assert ((log.actions["dwell"] > 0) == (clicks > 0)).all()
     assert (truth.examined.numpy() >= clicks).all()
+    assert abs(truth.relevant.numpy().mean() - user.attracted(torch.from_numpy(log.relevance)).mean().item()) < 0.01
+    assert len(np.unique(np.diff(log.offsets)[:200])) > 3  # requests are drawn at random
     for position, grade in product((1, 3), (0, 4)):
         cell = (log.positions == position) & (log.relevance == grade)
         if user.by_own_position and cell.sum() > 100:

@@ -112,9 +112,8 @@ class ListBatches:
         order = np.argsort(lengths, kind="stable")
         start = 0
         while start < len(order):
-            slots = lengths[order[start:]] * np.arange(
-                1, len(order) - start + 1
-            )  # lengths rise: the last is the longest
+            ahead = lengths[order[start : start + max_items]]  # they rise: the last of a batch is its longest
+            slots = ahead * np.arange(1, len(ahead) + 1)
             stop = start + max(1, int(np.searchsorted(slots, max_items, side="right")))
             requests = torch.from_numpy(order[start:stop])
             yield requests, self[requests]

@@ -18,6 +18,7 @@ from ultr.labels import Label
 from ultr.simulate import User
 
 Gain = Literal["exponential", "linear"]
+ORDERS = 16  # of tied items, where no closed form averages over them
 
 
 def dcg_metric(
@@ -36,7 +37,7 @@ def ndcg_metric(
     dcg = dcg_metric(scores, labels, k=k, where=where, gain=gain)
     best = gains(labels, scores, where, gain).sort(dim=-1, descending=True).values
     ideal = (best * _discounts(scores, k)).sum(-1)
-    return torch.where(ideal > 0, dcg / ideal.clamp(min=torch.finfo(ideal.dtype).tiny), 0.0)
+    return torch.where(ideal > 0, dcg / ideal.clamp(min=torch.finfo(ideal.dtype).tiny), 0.0).clamp(max=1)
 
 
 def precision_metric(scores: Tensor, labels: Tensor, *, k: int | None = None, where: Tensor | None = None) -> Tensor:
@@ -93,24 +94,34 @@ def reward_metric(
 ) -> Tensor:
     """Reward@k: the exact expectation of Σ over the first k of c, where `user` is shown the new ranking.
 
-    For users whose feedback depends on an item's own position, ties are averaged over; for others (cascade) they are
-    broken at random, with a fixed seed.
+    For users whose feedback depends on an item's own position, ties are averaged over exactly; for others (cascade) over
+    a few random orders, the same for every request.
     """
     scores, where = _prepared(scores, where)
     relevance = torch.where(where, relevance.to(scores.dtype), 0.0)
     k = min(scores.shape[-1], scores.shape[-1] if k is None else k)
     if not user.by_own_position:
-        ranks = ranks_of(scores, where=where, generator=torch.Generator(scores.device).manual_seed(0))
-        value = user.expected(relevance, ranks, label, where=where)
-        return torch.where(ranks <= k, value, 0.0).sum(-1)
+        return torch.stack([_reward_of_order(scores, relevance, where, user, label, k, s) for s in range(ORDERS)]).mean(
+            0
+        )
     # What each grade is worth at each of the first k places, summed up from the top: a tie's mean is a difference.
     grades, grade = torch.unique(relevance, return_inverse=True)
     places = torch.arange(1, k + 1, device=scores.device).expand(len(grades), k)
-    worth = user.expected(grades[:, None].expand(len(grades), k), places, label).cumsum(-1)
+    worth = user.expected(grades[:, None].expand(len(grades), k).double(), places, label).cumsum(-1)
     worth = torch.cat([torch.zeros_like(worth[:, :1]), worth], dim=-1)
     above, through = _rank_bounds(scores, where)
     mean = (worth[grade, through.clamp(max=k)] - worth[grade, above.clamp(max=k)]) / (through - above).clamp(min=1)
-    return torch.where(where, mean, 0.0).sum(-1)
+    return torch.where(where, mean, 0.0).sum(-1).to(scores.dtype)
+
+
+def _reward_of_order(
+    scores: Tensor, relevance: Tensor, where: Tensor, user: User, label: Label | str, k: int, seed: int
+) -> Tensor:
+    """Reward@k with ties broken by one random order of the slots, the same for every request."""
+    order = torch.randperm(scores.shape[-1], generator=torch.Generator().manual_seed(seed)).to(scores.device)
+    scores, relevance, where = scores[..., order], relevance[..., order], where[..., order]
+    ranks = ranks_of(scores, where=where)
+    return torch.where(ranks <= k, user.expected(relevance, ranks, label, where=where), 0.0).sum(-1)
 
 
 def sampled_reward_metric(
@@ -168,6 +179,9 @@ def ranks_of(scores: Tensor, *, where: Tensor | None = None, generator: torch.Ge
 
 
 def _prepared(scores: Tensor, where: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Scores in single or double precision, and a mask."""
+    if scores.dtype not in (torch.float32, torch.float64):
+        scores = scores.float() if scores.is_floating_point() else scores.double()
     return scores, torch.ones_like(scores, dtype=torch.bool) if where is None else where
 
 
@@ -200,8 +214,9 @@ def _rank_bounds(scores: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
 def _tie_averaged(by_rank: Tensor, scores: Tensor, where: Tensor) -> Tensor:
     """For each item, the mean of `by_rank` over the ranks it may take among the items it ties with."""
     above, through = _rank_bounds(scores, where)
-    total = torch.cat([torch.zeros_like(by_rank[:1]), by_rank.cumsum(0)])
-    return (total[through] - total[above]) / (through - above).clamp(min=1)
+    sums = by_rank.double().cumsum(0)  # differences of long sums cancel
+    total = torch.cat([torch.zeros_like(sums[:1]), sums])
+    return ((total[through] - total[above]) / (through - above).clamp(min=1)).to(by_rank.dtype)
 
 
 def _log_choose(n: Tensor, k: Tensor) -> Tensor:

@@ -143,6 +143,7 @@ class User:
 
     def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
         """The exact P(click) of each item; zero for padding."""
+        relevance = _floating(relevance)
         return _masked(self.theta(positions, relevance.dtype) * self.attracted(relevance), where)
 
     def draw_clicks(
@@ -229,16 +230,25 @@ class User:
         return total
 
 
+def default_trust(k: Tensor) -> Tensor:
+    return 1 - (k.clamp(max=20) + 1) / 100
+
+
+def default_mistrust(k: Tensor) -> Tensor:
+    return 0.65 / k.clamp(min=1, max=10)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrustUser(User):
     """Users who believe the ranking: an examined item is clicked with ε⁺_k if relevant, ε⁻_k if not.
 
     `trust` and `mistrust` give ε⁺ and ε⁻ by position; the defaults are those of Vardasbi et al. (2020),
-    1 - (min(k, 20) + 1)/100 and 0.65/min(k, 10). `epsilon` plays no part.
+    1 - (min(k, 20) + 1)/100 and 0.65/min(k, 10). `epsilon` plays no part. With `eta=0` all is examined, while trust
+    still depends on position.
     """
 
-    trust: Callable[[Tensor], Tensor] = lambda k: 1 - (k.clamp(max=20) + 1) / 100
-    mistrust: Callable[[Tensor], Tensor] = lambda k: 0.65 / k.clamp(min=1, max=10)
+    trust: Callable[[Tensor], Tensor] = default_trust
+    mistrust: Callable[[Tensor], Tensor] = default_mistrust
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -252,6 +262,7 @@ class TrustUser(User):
         return self.true_relevance(relevance) if self.attraction is None else super().attracted(relevance)
 
     def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
+        relevance = _floating(relevance)
         rho, k = self.attracted(relevance), positions.to(relevance.dtype)
         clicks = self.trust(k) * rho + self.mistrust(k) * (1 - rho)
         return _masked(self.theta(positions, relevance.dtype) * clicks, where)
@@ -270,7 +281,8 @@ class TrustUser(User):
 class CascadeUser(User):
     """Users who read from the lowest position id on, and stop after a click with `stop`, else with 1 - `patience`.
 
-    `stop` is the probability by grade of being satisfied by a clicked item. `eta=0` means they read everything.
+    `stop` is the probability by grade of being satisfied by a clicked item. `eta=0` means they read everything; other
+    values of `eta`, and `examination`, play no part.
     """
 
     stop: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -288,6 +300,7 @@ class CascadeUser(User):
         return 1 - (1 - satisfied) * self.patience
 
     def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
+        relevance = _floating(relevance)
         where = torch.ones_like(relevance, dtype=torch.bool) if where is None else where
         goes_on = 1 - self._stops(relevance)
         return _masked(self._reached(goes_on, positions, where) * self.attracted(relevance), where)

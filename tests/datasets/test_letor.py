@@ -49,7 +49,8 @@ def test_every_layout_is_found_and_split(layout, tmp_path):
     assert [len(data[split]) for split in SPLITS] == expected
     assert {data[split].features.shape[1] for split in SPLITS} == {5}  # as wide as the widest file
     assert data.max_grade == 2
-    assert data.train.request_ids.to_pylist()[0] == 0
+    firsts = [data[split].request_ids.to_pylist()[0] for split in SPLITS]
+    assert firsts == ([0, 30, 40] if layout == "blocks" else [0, 10, 20])
 
 
 def test_a_single_file_is_split_by_request(tmp_path):
@@ -112,11 +113,19 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
 
 def test_grades_are_doubled_and_requests_without_a_relevant_document_left_out_for_mq2007(tmp_path):
     write_layout(tmp_path / "mq2007", LAYOUTS["blocks"])
-    (tmp_path / "mq2007" / "S5.txt").write_text("0 qid:90 1:1\n0 qid:90 1:2\n" + letor_text(40))
+    for block, first in (("S4", 30), ("S5", 40)):
+        (tmp_path / "mq2007" / f"{block}.txt").write_text("0 qid:90 1:1\n0 qid:90 1:2\n" + letor_text(first))
     data = load_dataset("mq2007", data_dir=tmp_path)
     assert data.max_grade == 4
     assert set(np.unique(data.train.relevance)) == {0, 2, 4}
-    assert 90 not in data.test.request_ids.to_pylist()
+    assert 90 not in data.test.request_ids.to_pylist() + data.validation.request_ids.to_pylist()
+
+
+def test_a_request_in_two_files_of_a_split_is_refused(tmp_path):
+    write_layout(tmp_path, LAYOUTS["blocks"])
+    (tmp_path / "S2.txt").write_text(letor_text(0))
+    with pytest.raises(DataError, match="stands in two files"):
+        load_dataset(tmp_path)
 
 
 def test_what_is_not_there_is_said_with_where_to_put_it(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ultr.datasets import SPLITS, ranking_svm
-from ultr.datasets.movielens import bpr_vectors, parse_ratings, read_movielens, time_split
+from ultr.datasets.movielens import bpr_vectors, kept_vectors, parse_ratings, read_movielens, time_split
 from ultr.errors import DataError, MissingExtraError
 from ultr.evaluation import evaluate_scores
 from ultr.simulate import User
@@ -44,6 +44,35 @@ def test_what_is_not_movielens_is_refused(tmp_path):
     (tmp_path / "ratings.dat").write_text("1::1::5::1\n")
     with pytest.raises(DataError, match="SHA-256"):
         read_movielens(tmp_path)
+
+
+def test_vectors_repeat_with_their_seed_and_hold_no_bias_column():
+    pytest.importorskip("implicit")
+    rng = np.random.default_rng(0)
+    users, movies = rng.integers(0, 30, 400), rng.integers(0, 20, 400)
+    first, again, other = (bpr_vectors(users, movies, (30, 20), seed=s) for s in (1, 1, 2))
+    for vectors, rows in zip(first, (30, 20), strict=True):
+        assert vectors.shape == (rows, 60)
+        assert not (vectors == vectors[0]).all(axis=0).any()  # the bias of users is one for all of them
+    np.testing.assert_array_equal(first[0], again[0])
+    np.testing.assert_array_equal(first[1], again[1])
+    assert not np.array_equal(first[0], other[0])
+
+
+def test_vectors_are_kept_and_made_again_when_damaged(own_cache):
+    made = []
+
+    def compute():
+        made.append(1)
+        return np.ones((2, 3)), np.zeros((4, 3))
+
+    for _ in range(2):
+        users, movies = kept_vectors("toy", compute)
+        assert (users.shape, movies.shape) == ((2, 3), (4, 3))
+    assert len(made) == 1
+    (own_cache / "toy.npz").write_bytes(b"damaged")
+    kept_vectors("toy", compute)
+    assert len(made) == 2
 
 
 def test_a_missing_library_names_its_extra(monkeypatch):

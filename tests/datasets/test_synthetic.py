@@ -82,6 +82,16 @@ def test_the_initial_ranker_is_mediocre_but_no_fool(data):
     assert figures["random"] + 0.05 < figures["initial"] < figures["all labels"] - 0.03 < figures["truth"]
 
 
+def test_the_initial_ranker_does_not_depend_on_the_scale_of_features_or_on_constant_ones(data):
+    log = data.train.select(np.arange(60))
+    stretched = log.features * np.geomspace(1e-4, 1e5, 136).astype(np.float32)
+    stretched[:, 7] = 3.0
+    plain = log.features.copy()
+    plain[:, 7] = 3.0
+    one, two = (ranking_svm(replace(log, features=f), share=1.0)(f) for f in (plain, stretched))
+    assert np.corrcoef(one, two)[0, 1] > 0.999
+
+
 def test_shown_items_are_the_best_by_score_in_order(data):
     log = data.validation
     scores = np.random.default_rng(0).normal(size=log.rows)
