@@ -21,6 +21,7 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/reading.py
+	$(BIN)/python benchmarks/training.py
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -66,7 +66,7 @@ class ListBatches:
     def __init__(self, log: Log, *, device: torch.device | str = "cpu", max_length: int | None = None) -> None:
         self.device = torch.device(device)
         self._offsets = torch.from_numpy(np.ascontiguousarray(log.offsets)).to(self.device)
-        lengths = self._offsets.diff()
+        lengths = torch.from_numpy(log.lengths)
         self._lengths = lengths if max_length is None else lengths.clamp(max=max_length)
         self._features = self._tensor(log.features)
         self._weights = torch.ones(len(log), device=self.device) if log.weights is None else self._tensor(log.weights)
@@ -85,22 +85,27 @@ class ListBatches:
 
     def __getitem__(self, requests: Tensor) -> Lists:
         """The lists of the given requests, in the given order."""
+        lengths = self._lengths[requests.cpu()]  # known here, so that the device is not waited for
+        longest, padded = int(lengths.max()), int(lengths.min()) < int(lengths.max())
         requests = requests.to(self.device)
-        lengths = self._lengths[requests]
-        slots = torch.arange(int(lengths.max()), device=self.device)
-        where = slots < lengths[:, None]
-        rows = torch.where(where, self._offsets[requests][:, None] + slots, 0)
+        slots = torch.arange(longest, device=self.device)
+        rows = self._offsets[requests][:, None] + slots
+        where = torch.ones_like(rows, dtype=torch.bool)
+        if padded:
+            where = slots < lengths.to(self.device)[:, None]
+            rows = torch.where(where, rows, 0)
 
-        def padded(values: Tensor) -> Tensor:
-            return values[rows].masked_fill_(~where, 0)
+        def taken(values: Tensor) -> Tensor:
+            chosen = values.index_select(0, rows.view(-1)).view(*rows.shape, *values.shape[1:])
+            return chosen.masked_fill_(~where.view(*where.shape, *[1] * (values.ndim - 1)), 0) if padded else chosen
 
         return Lists(
-            features=self._features[rows].masked_fill_(~where[..., None], 0),
+            features=taken(self._features),
             where=where,
             weights=self._weights[requests],
-            positions=None if self._positions is None else padded(self._positions),
-            actions={name: padded(values) for name, values in self._actions.items()},
-            relevance=None if self._relevance is None else padded(self._relevance),
+            positions=None if self._positions is None else taken(self._positions),
+            actions={name: taken(values) for name, values in self._actions.items()},
+            relevance=None if self._relevance is None else taken(self._relevance),
         )
 
     def by_length(self, max_items: int = 1 << 16) -> Iterator[tuple[Tensor, Lists]]:
@@ -108,7 +113,7 @@ class ListBatches:
 
         Each batch comes with the indices of its requests.
         """
-        lengths = self._lengths.cpu().numpy()
+        lengths = self._lengths.numpy()
         order = np.argsort(lengths, kind="stable")
         start = 0
         while start < len(order):

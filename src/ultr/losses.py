@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from ultr.metrics import Gain, discounts_at, gains, ranks_of
+from ultr.metrics import Gain, batch_innermost, discounts_at, gains, ranks_of
 
 
 def pointwise_loss(scores: Tensor, labels: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -23,15 +23,15 @@ def pairwise_loss(scores: Tensor, pair_weights: Tensor, *, weights: Tensor | Non
 
     `pair_weights` [..., i, j] carry no gradient and are zero for pairs that do not count, padding among them.
     """
-    margins = scores[..., :, None] - scores[..., None, :]
-    # Where the weight is zero the margin may be anything (padding); its loss must not reach the gradient as 0 · inf.
-    losses = softplus(-torch.where(pair_weights > 0, margins, 0.0))
-    return _reduced((pair_weights.detach() * losses).sum((-2, -1)), weights)
+    scores = batch_innermost(scores)
+    behind = scores[..., None, :] - scores[..., :, None]  # s_j - s_i
+    return _reduced((pair_weights.detach() * softplus(behind)).sum((-2, -1)), weights)
 
 
 def preferred_pairs(labels: Tensor, *, where: Tensor) -> Tensor:
     """[..., i, j]: whether both are items and the label of i is above that of j."""
-    return (labels[..., :, None] > labels[..., None, :]) & where[..., :, None] & where[..., None, :]
+    labels = batch_innermost(labels.masked_fill(~where, torch.nan))  # which is above nothing and below nothing
+    return labels[..., :, None] > labels[..., None, :]
 
 
 def lambdarank_weights(
@@ -46,13 +46,12 @@ def lambdarank_weights(
     scores = scores.detach()
     gain_of = gains(labels, scores, where, gain)
     discount_of = discounts_at(ranks_of(scores, where=where), scores.dtype)
-    delta = (gain_of[..., :, None] - gain_of[..., None, :]).abs()
-    delta = delta * (discount_of[..., :, None] - discount_of[..., None, :]).abs()
     if normalise:
-        best = gain_of.sort(dim=-1, descending=True).values
-        ranks = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
-        ideal = (best * discounts_at(ranks, scores.dtype)).sum(-1)[..., None, None]
-        delta = delta / torch.where(ideal > 0, ideal, 1.0)
+        ideal = (gain_of * discounts_at(ranks_of(gain_of, where=where), scores.dtype)).sum(-1, keepdim=True)
+        gain_of = gain_of / torch.where(ideal > 0, ideal, 1.0)
+    gain_of, discount_of = batch_innermost(gain_of), batch_innermost(discount_of)
+    delta = gain_of[..., :, None] - gain_of[..., None, :]  # not negative where i is preferred
+    delta = delta * (discount_of[..., :, None] - discount_of[..., None, :]).abs()
     return torch.where(preferred_pairs(labels, where=where), delta, 0.0)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -37,6 +37,7 @@ from ultr.log.table import RESERVED
 
 # Share of users who look at positions 1 to 10, from eye tracking (Joachims 2017).
 MAX_GRADE = 30
+LAST_POSITION = 4096
 EYE_TRACKING = (0.68, 0.61, 0.48, 0.34, 0.28, 0.20, 0.11, 0.10, 0.08, 0.06)
 
 
@@ -59,7 +60,8 @@ class Dwell:
 
     def parameters(self, relevance: Tensor, max_grade: int) -> tuple[Tensor, Tensor]:
         """Mu and sigma of each item."""
-        return by_grade(self.mu, relevance, max_grade), by_grade(self.sigma, relevance, max_grade)
+        both = by_grade(tuple(zip(self.mu, self.sigma, strict=True)), relevance, max_grade)
+        return both[..., 0], both[..., 1]
 
     @staticmethod
     def fit(seconds: np.ndarray, components: int = 5, *, decay: float = 0.0, seed: int = 0) -> Dwell:
@@ -126,10 +128,9 @@ class User:
         return replace(self, eta=0.0)
 
     def theta(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """θ_k^η of each position; position 0 counts as 1."""
-        table = _table(tuple(self.examination), dtype, positions.device)
-        place = positions.clamp(min=1, max=len(table))
-        return (table[place - 1] * (place.to(dtype) / positions.clamp(min=1))).pow(self.eta)
+        """θ_k^η of each position; position 0 counts as 1, and those beyond `LAST_POSITION` as that."""
+        table = _examination(tuple(self.examination), self.eta, dtype, positions.device)
+        return table[positions.clamp(0, LAST_POSITION)]
 
     def attracted(self, relevance: Tensor) -> Tensor:
         """The probability that an item is found relevant if it is examined."""
@@ -185,8 +186,9 @@ class User:
 
     def dwell_scale(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """How position scales dwell time."""
-        decay = 0.0 if self.dwell is None else self.dwell.decay
-        return positions.clamp(min=1).to(dtype).pow(-decay)
+        if self.dwell is None or self.dwell.decay == 0:
+            return torch.ones((), dtype=dtype, device=positions.device).expand(positions.shape)
+        return positions.clamp(min=1).to(dtype).pow(-self.dwell.decay)
 
     def expected(
         self, relevance: Tensor, positions: Tensor, label: Label | str, *, where: Tensor | None = None
@@ -363,13 +365,15 @@ def _numbers(
     return numbers
 
 
-def by_grade(values: Sequence[float], relevance: Tensor, max_grade: int) -> Tensor:
-    """Values spread evenly over the grades 0 to `max_grade`, interpolated in between."""
+def by_grade(values: Sequence[Any], relevance: Tensor, max_grade: int) -> Tensor:
+    """Values (or rows of values) spread evenly over the grades 0 to `max_grade`, interpolated in between."""
     table = _table(tuple(values), relevance.dtype, relevance.device)
-    place = (relevance / max_grade * (len(values) - 1)).clamp(0, len(values) - 1)
-    low = place.floor().long().clamp(max=max(0, len(values) - 2))
-    high = (low + 1).clamp(max=len(values) - 1)
-    return table[low] + (place - low) * (table[high] - table[low])
+    last = len(table) - 1
+    place = (relevance * (last / max_grade)).clamp(0, last)
+    low = place.long()
+    part = place - low
+    part = part.view(*part.shape, *[1] * (table.ndim - 1))
+    return table[low].lerp(table[(low + 1).clamp(max=last)], part.expand(*relevance.shape, *table.shape[1:]))
 
 
 def check_grades(relevance: Tensor, max_grade: int) -> None:
@@ -381,8 +385,16 @@ def check_grades(relevance: Tensor, max_grade: int) -> None:
         )
 
 
+@lru_cache(maxsize=64)
+def _examination(theta: tuple[float, ...], eta: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """θ_k^η for k = 0 to `LAST_POSITION`, falling as 1/k past the last that is given."""
+    places = torch.arange(LAST_POSITION + 1, dtype=torch.float64).clamp(min=1)
+    given = torch.tensor(theta, dtype=torch.float64)[places.clamp(max=len(theta)).long() - 1]
+    return (given * places.clamp(max=len(theta)) / places).pow(eta).to(dtype).to(device)
+
+
 @lru_cache(maxsize=256)
-def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _table(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A table on its device, sent there once."""
     return torch.tensor(values, dtype=dtype, device=device)
 
