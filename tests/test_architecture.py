@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "ultr"
 LAYERS = [
     {"errors"},
     {"files"},
-    {"log"},
+    {"log", "dwell"},
     {"labels", "lists"},
     {"simulate"},
     {"metrics"},

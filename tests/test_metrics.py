@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import dcg_score, ndcg_score
 
+from ultr.dwell import Dwell
 from ultr.errors import OptionError
 from ultr.labels import Label
 from ultr.metrics import (
@@ -25,7 +26,7 @@ from ultr.metrics import (
     reward_metric,
     sampled_reward_metric,
 )
-from ultr.simulate import CascadeUser, Dwell, TrustUser, User
+from ultr.simulate import CascadeUser, TrustUser, User
 
 LABEL = Label()
 

@@ -12,18 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import make_shown_log
+from ultr.dwell import Dwell, read_dwell_times
 from ultr.errors import DataError, OptionError
 from ultr.labels import Label
 from ultr.simulate import (
     EYE_TRACKING,
     USERS,
     CascadeUser,
-    Dwell,
     TrustUser,
     User,
     clickbait_user,
     make_user,
-    read_dwell_times,
     simulate_log,
 )
 

@@ -10,31 +10,41 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ultr.datasets import Dataset, load_dataset, ranking_svm, show
+    from ultr.dwell import Dwell
     from ultr.errors import UltrError
     from ultr.evaluation import evaluate_scores, mean_with_interval, paired_test
     from ultr.labels import Label
     from ultr.lists import ListBatches, Lists
     from ultr.log import Log, read_log, write_log
-    from ultr.simulate import Dwell, User, make_user, simulate_log
+    from ultr.runs import Model, RunConfig, load_model, run_training
+    from ultr.simulate import User, make_user, simulate_log
+    from ultr.sklearn import UnbiasedRanker
+    from ultr.training import TrainingOptions
 
 __version__ = "0.1.0"
 
 _MODULE_OF = {
     "Dataset": "datasets",
-    "Dwell": "simulate",
+    "Dwell": "dwell",
     "Label": "labels",
     "ListBatches": "lists",
     "Lists": "lists",
     "Log": "log",
+    "Model": "runs",
+    "RunConfig": "runs",
+    "TrainingOptions": "training",
     "UltrError": "errors",
+    "UnbiasedRanker": "sklearn",
     "User": "simulate",
     "evaluate_scores": "evaluation",
     "load_dataset": "datasets",
+    "load_model": "runs",
     "make_user": "simulate",
     "mean_with_interval": "evaluation",
     "paired_test": "evaluation",
     "ranking_svm": "datasets",
     "read_log": "log",
+    "run_training": "runs",
     "show": "datasets",
     "simulate_log": "simulate",
     "write_log": "log",
@@ -47,16 +57,22 @@ __all__ = [
     "ListBatches",
     "Lists",
     "Log",
+    "Model",
+    "RunConfig",
+    "TrainingOptions",
     "UltrError",
+    "UnbiasedRanker",
     "User",
     "__version__",
     "evaluate_scores",
     "load_dataset",
+    "load_model",
     "make_user",
     "mean_with_interval",
     "paired_test",
     "ranking_svm",
     "read_log",
+    "run_training",
     "show",
     "simulate_log",
     "write_log",

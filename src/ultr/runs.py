@@ -141,9 +141,13 @@ def read_data(data: str, *, split: str, data_dir: str | Path | None) -> tuple[Lo
 def _prepare_log(config: RunConfig) -> Prepared:
     if config.data == "synthetic" or config.data in DATASETS:
         raise OptionError(f"'{config.data}' has true labels and no feedback", mend="pass --users pbm to simulate it")
-    log = read_log(config.data, **config.columns)
+    return split_log(read_log(config.data, **config.columns), config)
+
+
+def split_log(log: Log, config: RunConfig) -> Prepared:
+    """A log's requests for training, and those held out, by the seed."""
     if len(log) < 2:
-        raise DataError("a log needs two requests or more: some are held out", where=config.data, got=len(log))
+        raise DataError("a log needs two requests or more: some are held out", got=len(log))
     order = np.random.default_rng(config.training.seed).permutation(len(log))
     held = max(1, round(config.held_out * len(log)))
     validation = _at_most(log.select(np.sort(order[:held])), MAX_VALIDATION_ROWS)
@@ -180,10 +184,14 @@ def run_training(
     resume: bool = False,
     overwrite: bool = False,
     warm_start: Path | None = None,
+    log: Log | None = None,
     checkpoint_seconds: float = 10.0,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
-    """Train as configured into `out`, going on from its last checkpoint if `resume`; returns `out`."""
+    """Train as configured into `out`, going on from its last checkpoint if `resume`; returns `out`.
+
+    A `log` that is at hand is learned from in place of the one that the configuration names.
+    """
     if out.exists() and not (resume or overwrite):
         raise OutputError("output exists already", where=out, mend="pass --resume or --overwrite, or another path")
     with locked(out):
@@ -194,7 +202,8 @@ def run_training(
         if resume and (out / "config.json").is_file():
             config = RunConfig.from_json(read_json(out / "config.json"), where=out)
         write_json(out / "config.json", config.to_json())
-        _train(config, out, warm_start=warm_start, checkpoint_seconds=checkpoint_seconds, on_progress=on_progress)
+        prepared = prepare(config) if log is None else split_log(log, config)
+        _train(config, prepared, out, warm_start, checkpoint_seconds, on_progress)
     return out
 
 
@@ -206,13 +215,12 @@ def _empty(run: Path) -> None:
 
 def _train(
     config: RunConfig,
+    prepared: Prepared,
     out: Path,
-    *,
     warm_start: Path | None,
     checkpoint_seconds: float,
     on_progress: Callable[[Progress], None],
 ) -> None:
-    prepared = prepare(config)
     torch.manual_seed(config.training.seed)
     method = make_method(config.method, method_inputs(config, prepared.train), **config.method_options)
     if warm_start is not None:
@@ -277,8 +285,12 @@ class Model:
 
     def score(self, log: Log, *, device: str = "cpu") -> np.ndarray:
         """A score for each row of a log with the same features, in any order."""
+        return self.score_features(self.columns_of(log), device=device)
+
+    def score_features(self, features: np.ndarray, *, device: str = "cpu") -> np.ndarray:
+        """A score for each row of features, which are those of the model in its order."""
         chosen = choose_device(device)
-        return score_rows(self.ranker.to(chosen), self.columns_of(log), device=chosen)
+        return score_rows(self.ranker.to(chosen), features, device=chosen)
 
     def columns_of(self, log: Log) -> np.ndarray:
         if log.feature_names == self.feature_names:

@@ -15,21 +15,19 @@ with ρ_y = (2^y - 1) / (2^max - 1) and a_y = ε + (1 - ε) ρ_y.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
+from ultr.dwell import Dwell, by_grade, checked_numbers
 from ultr.errors import DataError, OptionError, nearest
-from ultr.files import existing_file
 from ultr.labels import Label
 from ultr.lists import ListBatches
 from ultr.log import Log
@@ -39,45 +37,6 @@ from ultr.log.table import RESERVED
 MAX_GRADE = 30
 LAST_POSITION = 4096
 EYE_TRACKING = (0.68, 0.61, 0.48, 0.34, 0.28, 0.20, 0.11, 0.10, 0.08, 0.06)
-
-
-@dataclass(frozen=True)
-class Dwell:
-    """Log-normal dwell time by grade: exp(N(mu_y, sigma_y)) · k^(-decay); `decay=0` is free of position.
-
-    The components are spread evenly over the grades; between two of them mu and sigma are interpolated.
-    """
-
-    mu: Sequence[float] = (1.2, 2.2, 3.0, 3.7, 4.3)
-    sigma: Sequence[float] = (0.9, 0.8, 0.7, 0.6, 0.5)
-    decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        mu, sigma = _numbers("mu", self.mu), _numbers("sigma", self.sigma, low=0)
-        if len(mu) != len(sigma):
-            raise OptionError("dwell needs as many sigma as mu", got=f"{len(sigma)} and {len(mu)}")
-        _numbers("decay", [self.decay], low=-10, high=10)
-
-    def parameters(self, relevance: Tensor, max_grade: int) -> tuple[Tensor, Tensor]:
-        """Mu and sigma of each item."""
-        both = by_grade(tuple(zip(self.mu, self.sigma, strict=True)), relevance, max_grade)
-        return both[..., 0], both[..., 1]
-
-    @staticmethod
-    def fit(seconds: np.ndarray, components: int = 5, *, decay: float = 0.0, seed: int = 0) -> Dwell:
-        """Fit a Gaussian mixture to log dwell times; the component of the shortest becomes the lowest grade."""
-        from sklearn.mixture import GaussianMixture
-
-        seconds = np.asarray(seconds, dtype=np.float64).ravel()
-        bad = ~(np.isfinite(seconds) & (seconds > 0))
-        if bad.any():
-            raise DataError("dwell times should be positive", got=f"{seconds[bad][0]} ({int(bad.sum())} such values)")
-        if components < 1 or len(seconds) < 10 * components:
-            raise DataError(f"{components} components need {10 * components} dwell times or more", got=len(seconds))
-        mixture = GaussianMixture(components, random_state=seed, n_init=3).fit(np.log(seconds)[:, None])
-        order = np.argsort(mixture.means_.ravel())
-        sigma = np.sqrt(mixture.covariances_.ravel()[order])
-        return Dwell(tuple(mixture.means_.ravel()[order].tolist()), tuple(sigma.tolist()), decay)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,16 +67,16 @@ class User:
     by_own_position: ClassVar[bool] = True  # feedback on an item depends on no other item
 
     def __post_init__(self) -> None:
-        _numbers("examination", self.examination, low=0, high=1)
+        checked_numbers("examination", self.examination, low=0, high=1)
         if self.attraction is not None:
-            _numbers("attraction", self.attraction, low=0, high=1)
+            checked_numbers("attraction", self.attraction, low=0, high=1)
         for name, probabilities in self.further.items():
             if not isinstance(name, str) or not name.isidentifier() or name in ("click", "dwell", *RESERVED):
                 raise OptionError("a further action needs a name of its own", got=repr(name), mend="for example like")
-            _numbers(name, probabilities, low=0, high=1)
-        _numbers("eta", [self.eta], low=0)
-        _numbers("epsilon", [self.epsilon], low=0, high=1)
-        _numbers("max_grade", [self.max_grade], low=1, high=MAX_GRADE)
+            checked_numbers(name, probabilities, low=0, high=1)
+        checked_numbers("eta", [self.eta], low=0)
+        checked_numbers("epsilon", [self.epsilon], low=0, high=1)
+        checked_numbers("max_grade", [self.max_grade], low=1, high=MAX_GRADE)
 
     @property
     def actions(self) -> tuple[str, ...]:
@@ -258,7 +217,7 @@ class TrustUser(User):
         for name, function in (("trust", self.trust), ("mistrust", self.mistrust)):
             if not callable(function):
                 raise OptionError(f"'{name}' should be a function of positions", got=repr(function))
-            _numbers(name, torch.as_tensor(function(places)).expand(100).tolist(), low=0, high=1)
+            checked_numbers(name, torch.as_tensor(function(places)).expand(100).tolist(), low=0, high=1)
 
     def attracted(self, relevance: Tensor) -> Tensor:
         return self.true_relevance(relevance) if self.attraction is None else super().attracted(relevance)
@@ -293,8 +252,8 @@ class CascadeUser(User):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _numbers("stop", self.stop, low=0, high=1)
-        _numbers("patience", [self.patience], low=0, high=1)
+        checked_numbers("stop", self.stop, low=0, high=1)
+        checked_numbers("patience", [self.patience], low=0, high=1)
 
     def _stops(self, relevance: Tensor) -> Tensor:
         """The probability that reading ends after an item, if it is examined."""
@@ -351,31 +310,6 @@ def make_user(name: str, **options: object) -> User:
         raise OptionError(f"user '{name}' does not take these options ({error})", got=", ".join(options)) from error
 
 
-def _numbers(
-    name: str, values: Sequence[float], *, low: float = -math.inf, high: float = math.inf
-) -> tuple[float, ...]:
-    """Finite numbers within bounds, one at least."""
-    try:
-        numbers = tuple(float(value) for value in values)
-    except (TypeError, ValueError) as error:
-        raise OptionError(f"'{name}' should be numbers", got=repr(values)) from error
-    if not numbers or not all(math.isfinite(number) and low <= number <= high for number in numbers):
-        bounds = f" from {low:g} to {high:g}" if math.isfinite(high) else f" from {low:g}" if math.isfinite(low) else ""
-        raise OptionError(f"'{name}' should be finite numbers{bounds}", got=repr(values))
-    return numbers
-
-
-def by_grade(values: Sequence[Any], relevance: Tensor, max_grade: int) -> Tensor:
-    """Values (or rows of values) spread evenly over the grades 0 to `max_grade`, interpolated in between."""
-    table = _table(tuple(values), relevance.dtype, relevance.device)
-    last = len(table) - 1
-    place = (relevance * (last / max_grade)).clamp(0, last)
-    low = place.long()
-    part = place - low
-    part = part.view(*part.shape, *[1] * (table.ndim - 1))
-    return table[low].lerp(table[(low + 1).clamp(max=last)], part.expand(*relevance.shape, *table.shape[1:]))
-
-
 def check_grades(relevance: Tensor, max_grade: int) -> None:
     if relevance.numel() and not bool(((relevance >= 0) & (relevance <= max_grade)).all()):
         raise DataError(
@@ -393,12 +327,6 @@ def _examination(theta: tuple[float, ...], eta: float, dtype: torch.dtype, devic
     return (given * places.clamp(max=len(theta)) / places).pow(eta).to(dtype).to(device)
 
 
-@lru_cache(maxsize=256)
-def _table(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A table on its device, sent there once."""
-    return torch.tensor(values, dtype=dtype, device=device)
-
-
 def _floating(relevance: Tensor) -> Tensor:
     return relevance if relevance.is_floating_point() else relevance.float()
 
@@ -410,22 +338,6 @@ def _draw(probability: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def _masked(values: Tensor, where: Tensor | None) -> Tensor:
     return values if where is None else torch.where(where, values, 0.0)
-
-
-def read_dwell_times(path: str | Path) -> np.ndarray:
-    """Dwell times in seconds, one per line of a text file; a heading line is passed over."""
-    path = existing_file(path)
-    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    numbers = []
-    for i, line in enumerate(lines):
-        try:
-            numbers.append(float(line))
-        except ValueError as error:
-            if i > 0:
-                raise DataError(
-                    "dwell times should be one number per line", where=path, got=f"'{line[:40]}'"
-                ) from error
-    return np.array(numbers)
 
 
 def simulate_log(log: Log, user: User, *, seed: int = 0, sessions: int | None = None) -> tuple[Log, Feedback]:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 words = Console(stderr=True, highlight=False)  # data goes to stdout, words to stderr
+
+
+def print_table(table: Table) -> None:
+    """A table on stdout, as wide as it needs to be where that is no terminal."""
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON on stdout.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]

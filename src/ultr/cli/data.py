@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ultr.cli.common import (
@@ -19,6 +18,7 @@ from ultr.cli.common import (
     RequestColumn,
     Seed,
     plain,
+    print_table,
     words,
 )
 from ultr.errors import OptionError
@@ -51,7 +51,7 @@ def demo(
             for colour, share in (("red", result.looks[i]), ("green", result.truth[i]))
         )
         table.add_row(str(position), f"{result.examined[i]:.0%}", f"{result.clicked[i]:.1%}", bars)
-    Console(highlight=False).print(table)
+    print_table(table)
     first, last, log = result.positions[0], result.positions[-1], out / "log.parquet"
     words.print(
         f"By clicks alone, items at position {last} look {1 / result.looks[-1]:.1f} times less relevant than at "
@@ -118,7 +118,7 @@ def _print_by_position(table: ByPosition, most: int = 20) -> None:
     for i in range(min(most, len(table.positions))):
         figures = [f"{rate[i]:.2%}" for rate in table.rates.values()] + [f"{mean[i]:.4g}" for mean in means.values()]
         shown.add_row(str(table.positions[i]), f"{table.impressions[i]:,}", *figures)
-    Console(highlight=False).print(shown)
+    print_table(shown)
     if len(table.positions) > most:
         words.print(f"and {len(table.positions) - most} more positions (--json prints all)")
 
@@ -148,10 +148,11 @@ def simulate(
     from dataclasses import replace
 
     from ultr.datasets import load_dataset, ranking_svm, show
+    from ultr.dwell import Dwell, read_dwell_times
     from ultr.files import refuse_existing
     from ultr.log import write_log
     from ultr.log.table import check_parquet_name
-    from ultr.simulate import Dwell, make_user, read_dwell_times, simulate_log
+    from ultr.simulate import make_user, simulate_log
 
     check_parquet_name(out)
     refuse_existing(out, overwrite=overwrite)

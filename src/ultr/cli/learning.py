@@ -7,11 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ultr.cli.common import ActionColumns, FeatureColumns, Json, Overwrite, PositionColumn, RequestColumn, Seed, words
+from ultr.cli.common import (
+    ActionColumns,
+    FeatureColumns,
+    Json,
+    Overwrite,
+    PositionColumn,
+    RequestColumn,
+    Seed,
+    print_table,
+    words,
+)
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
@@ -181,7 +190,7 @@ def evaluate(
         table.add_column(heading, justify="right")
     for name, mean in means.items():
         table.add_row(name, f"{mean.mean:.4f}", f"{mean.low:.4f} to {mean.high:.4f}")
-    Console(highlight=False).print(table)
+    print_table(table)
 
 
 def score(
@@ -284,7 +293,7 @@ def _print_comparison(result: Comparison) -> None:
     table = Table(
         title=f"mean ± deviation over seeds; * differs from {result.reference}, p < 0.05", title_justify="left"
     )
-    table.add_column("method")
+    table.add_column("method", no_wrap=True)
     for heading in ("rate", *result.metrics):
         table.add_column(heading, justify="right")
     for row in result.rows:
@@ -293,7 +302,7 @@ def _print_comparison(result: Comparison) -> None:
             star = "*" if metric in row.against and row.against[metric].significant else " "
             cells.append(f"{summary['mean']:.4f} ± {summary['deviation']:.4f}{star}")
         table.add_row(row.entry, f"{row.lr:g}", *cells)
-    Console(highlight=False).print(table)
+    print_table(table)
 
 
 def _bar() -> Progress:
