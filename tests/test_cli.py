@@ -39,7 +39,8 @@ def test_the_demo_shows_examination_clicks_and_the_naive_conclusion(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "examined" in done.stdout
     assert "naive reader" in done.stderr
-    assert f"next: ultr describe {tmp_path}/demo/log.parquet" in done.stderr
+    assert "What the bias costs" in done.stdout
+    assert f"next: ultr train {tmp_path}/demo/log.parquet" in done.stderr
     log = read_log(tmp_path / "demo" / "log.parquet")
     assert log.relevance is None
     assert list(log.actions) == ["click", "dwell"]
@@ -49,6 +50,9 @@ def test_the_demo_shows_examination_clicks_and_the_naive_conclusion(tmp_path):
     assert figures["examined"][0] == pytest.approx(0.68, abs=0.02)
     assert figures["looks"][-1] < 0.15
     assert figures["truth"][-1] > 0.6
+    initial, biased, fair = (outcome["ndcg"] for outcome in figures["outcomes"])
+    assert fair > biased + 0.05
+    assert fair > initial + 0.1
 
 
 def test_a_log_is_simulated_and_described(tmp_path):

@@ -1,4 +1,4 @@
-"""The demonstration: a generated data set, users with position bias, and what a naive reader of their log concludes."""
+"""The demonstration: generated data, users with position bias, and what that bias costs those who learn from it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import numpy as np
 import torch
 
 from ultr.datasets import load_dataset, ranking_svm, show
+from ultr.labels import DEFAULT_LABEL
 from ultr.log import Log, write_log
 from ultr.log.summary import by_position
+from ultr.runs import RunConfig, load_model, mean_figures, run_training
 from ultr.simulate import User, simulate_log
+from ultr.training import TrainingOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,3 +55,39 @@ def run_demo(out: Path, *, sessions: int = 6000, seed: int = 0) -> Demo:
         looks=clicked / clicked[0],
         truth=relevant / relevant[0],
     )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a ranker comes to on test requests, by true labels."""
+
+    name: str
+    ndcg: float
+    reward: float
+
+
+def run_learning(out: Path, *, seed: int = 0, steps: int = 300) -> list[Outcome]:
+    """The ranker in production, LambdaRank on biased feedback, and LambdaRank on feedback without position bias."""
+    data = load_dataset("synthetic")
+    user = User(max_grade=data.max_grade)
+
+    def outcome(name: str, scores: np.ndarray) -> Outcome:
+        figures = mean_figures(data.test, scores, ["ndcg@10", "reward@10"], user=user, label=DEFAULT_LABEL)
+        return Outcome(name, figures["ndcg@10"], figures["reward@10"])
+
+    outcomes = [outcome("the ranker that wrote the log", ranking_svm(data.train, seed=seed)(data.test.features))]
+    for name, learn_from in (
+        ("LambdaRank on the feedback", "feedback"),
+        ("LambdaRank, had users seen it all", "no-bias"),
+    ):
+        config = RunConfig(
+            data="synthetic",
+            users="pbm",
+            learn_from=learn_from,  # type: ignore[arg-type]
+            ranker_options={"hidden": [64, 32]},
+            select="ndcg@10",
+            training=TrainingOptions(steps=steps, batch=128, lr=0.05, evaluate_every=50, seed=seed, device="cpu"),
+        )
+        run = run_training(config, out / f"run-{learn_from}", overwrite=True)
+        outcomes.append(outcome(name, load_model(run).score(data.test)))
+    return outcomes

@@ -112,14 +112,14 @@ def prepare(config: RunConfig) -> Prepared:
         return _prepare_log(config)
     dataset = cached_dataset(config.data, config.data_dir)
     user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
+    feeding = user.unbiased() if config.learn_from == "no-bias" else user
     seed = config.training.seed
     initial = ranking_svm(dataset.train, share=config.share, seed=seed)
     train_log = show(dataset.train, initial(dataset.train.features), items=config.items)
     validation = _at_most(dataset.validation, MAX_VALIDATION_ROWS)
     if config.select.startswith(FEEDBACK):  # judged by what users do with what they are shown
         shown = show(validation, initial(validation.features), items=config.items)
-        validation, _ = simulate_log(shown, user, seed=seed + 1)
-    feeding = user.unbiased() if config.learn_from == "no-bias" else user
+        validation, _ = simulate_log(shown, feeding, seed=seed + 1)
     return Prepared(train_log, validation, dataset.fingerprint, user, feeding)
 
 

@@ -24,6 +24,7 @@ from ultr.cli.common import (
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
+    from ultr.demo import Demo
     from ultr.log.summary import ByPosition
 
 
@@ -32,15 +33,38 @@ def demo(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """See position bias: generated data, simulated users, and what a naive reader of their log concludes."""
-    from ultr.demo import run_demo
+    """See position bias and what it costs: generated data, simulated users, a ranker that believes their log."""
+    from ultr.demo import run_demo, run_learning
 
     with words.status("generating data and drawing clicks ..."):
         result = run_demo(out, seed=seed)
+    if not as_json:
+        _print_bias(result)
+    with words.status("learning from the feedback, and from feedback without position bias ..."):
+        outcomes = run_learning(out, seed=seed)
     if as_json:
         columns = ("positions", "examined", "clicked", "looks", "truth")
-        print(json.dumps({name: getattr(result, name).tolist() for name in columns}))
+        figures: dict[str, Any] = {name: getattr(result, name).tolist() for name in columns}
+        print(json.dumps({**figures, "outcomes": [vars(outcome) for outcome in outcomes]}))
         return
+    table = Table(title="\nWhat the bias costs: test requests, judged by true labels", title_justify="left")
+    table.add_column("ranker", no_wrap=True)
+    table.add_column("NDCG@10", justify="right")
+    table.add_column("Reward@10", justify="right")
+    for outcome in outcomes:
+        table.add_row(outcome.name, f"{outcome.ndcg:.3f}", f"{outcome.reward:.3f}")
+    print_table(table)
+    start, biased, fair = outcomes
+    kept = (biased.ndcg - start.ndcg) / (fair.ndcg - start.ndcg)
+    log = out / "log.parquet"
+    words.print(
+        f"Learning from biased feedback keeps {kept:.0%} of what there was to gain in NDCG.\n"
+        f"\nwrote {log}: {result.log!r}\nnext: ultr train {log} --out my-run",
+        soft_wrap=True,
+    )
+
+
+def _print_bias(result: Demo) -> None:
     table = Table(title="Position bias in a simulated search log", title_justify="left")
     for heading in ("position", "examined\n(hidden)", "click rate\n(in the log)"):
         table.add_column(heading, justify="right")
@@ -52,12 +76,11 @@ def demo(
         )
         table.add_row(str(position), f"{result.examined[i]:.0%}", f"{result.clicked[i]:.1%}", bars)
     print_table(table)
-    first, last, log = result.positions[0], result.positions[-1], out / "log.parquet"
+    first, last = result.positions[0], result.positions[-1]
     words.print(
         f"By clicks alone, items at position {last} look {1 / result.looks[-1]:.1f} times less relevant than at "
         f"position {first}; they are {1 / result.truth[-1]:.1f} times less.\n"
-        f"The naive reader overstates the gap {result.overstated:.0f} times: users rarely look that far down.\n"
-        f"\nwrote {log}: {result.log!r}\nnext: ultr describe {log}",
+        f"The naive reader overstates the gap {result.overstated:.0f} times: users rarely look that far down.",
         soft_wrap=True,
     )
 

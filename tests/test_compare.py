@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from ultr import compare as comparing
+from ultr.compare import Entry, compare, run_folder
+from ultr.errors import OptionError, UltrError
+from ultr.evaluation import paired_test
+from ultr.plots import write_dot_plot
+from ultr.runs import RunConfig
+from ultr.training import TrainingOptions
+
+BASE = RunConfig(
+    data="synthetic",
+    users="pbm",
+    ranker="linear",
+    select="ndcg@10",
+    training=TrainingOptions(steps=10, batch=32, evaluate_every=5, device="cpu"),
+)
+METHODS = ["pointwise", "lambdarank", "lambdarank:from=no-bias"]
+
+
+def test_methods_are_tuned_alike_run_with_all_seeds_and_never_twice(tmp_path, monkeypatch):
+    result = compare(BASE, METHODS, tmp_path, seeds=3, rates=[0.001, 0.1], jobs=1)
+    assert [row.entry for row in result.rows] == METHODS
+    assert result.metrics == ["ndcg@10", "reward@10"]
+    runs = sorted(p.relative_to(tmp_path / "runs").as_posix() for p in (tmp_path / "runs").glob("*/*/*"))
+    for row in result.rows:
+        folder = run_folder(tmp_path, Entry.parse(row.entry), row.lr, 0).parent
+        assert sorted(p.name for p in folder.iterdir()) == ["seed-0", "seed-1", "seed-2"]
+    assert len(runs) == 3 * (2 + 2)  # two rates with one seed, then two more seeds
+    reference = result.rows[0]
+    assert reference.against == {}
+    for row in result.rows[1:]:
+        expected = paired_test(np.array(row.figures["ndcg@10"]), np.array(reference.figures["ndcg@10"]))
+        assert row.against["ndcg@10"] == expected
+    saved = json.loads((tmp_path / "comparison.json").read_text())
+    assert saved["rows"][1]["figures"]["ndcg@10"]["seeds"] == result.rows[1].figures["ndcg@10"]
+    write_dot_plot(tmp_path / "plot.svg", result)
+    assert (tmp_path / "plot.svg").read_text().count('class="dot"') == 2 * 3 * 3
+    monkeypatch.setattr("ultr.runs._train", lambda *_: pytest.fail("a finished run was repeated"))
+    assert compare(BASE, METHODS, tmp_path, seeds=3, rates=[0.001, 0.1], jobs=1).to_json() == result.to_json()
+    assert comparing.default_jobs("cpu") >= 1
+
+
+@pytest.mark.slow
+def test_processes_side_by_side_give_the_same_figures(tmp_path):
+    alone = compare(BASE, ["pointwise"], tmp_path / "one", seeds=2, rates=[0.01], jobs=1)
+    beside = compare(BASE, ["pointwise"], tmp_path / "two", seeds=2, rates=[0.01], jobs=2)
+    np.testing.assert_allclose(alone.rows[0].figures["ndcg@10"], beside.rows[0].figures["ndcg@10"], rtol=1e-4)
+
+
+def test_wrong_entries_and_references_are_refused(tmp_path):
+    for text, message in [
+        ("lamdarank", "did you mean 'lambdarank'"),
+        ("lambdarank:form=truth", "no option 'form'; did you mean 'from'"),
+        ("lambdarank:truth", "reads key=value"),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            Entry.parse(text)
+    with pytest.raises(OptionError, match="not among the methods"):
+        compare(BASE, METHODS, tmp_path, reference="pal")
+    with pytest.raises(OptionError, match="one seed and one rate"):
+        compare(BASE, METHODS, tmp_path, seeds=0)
+    with pytest.raises(UltrError, match="cannot learn from"):
+        compare(BASE, ["lambdarank:from=love"], tmp_path, seeds=1, rates=[0.1])

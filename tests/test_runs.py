@@ -1,0 +1,231 @@
+"""Runs: what is written, killed, resumed, scored."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import make_shown_log
+from ultr.checkpoint import load_checkpoint, locked, read_metrics, save_checkpoint
+from ultr.errors import DataError, OptionError, OutputError
+from ultr.log import read_log, write_log
+from ultr.methods import METHODS, make_method
+from ultr.runs import RunConfig, load_model, method_inputs, run_training, write_scores
+from ultr.simulate import User, simulate_log
+from ultr.training import TrainingOptions, start
+
+FAST = {"steps": 30, "batch": 16, "evaluate_every": 5, "device": "cpu"}
+
+
+@pytest.fixture
+def log_path(tmp_path):
+    log, _ = simulate_log(make_shown_log(requests=80), User())
+    write_log(replace(log, relevance=None), tmp_path / "log.parquet")
+    return tmp_path / "log.parquet"
+
+
+def config(path, **changes) -> RunConfig:
+    training = TrainingOptions(**{**FAST, **changes.pop("training", {})})
+    return RunConfig(data=str(path), ranker_options={"hidden": [8]}, training=training, **changes)
+
+
+def files_of(run) -> set[str]:
+    return {p.relative_to(run).as_posix() for p in run.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_holds_what_it_should_and_scores(method, log_path, tmp_path):
+    run = run_training(config(log_path, method=method), tmp_path / "run")
+    assert files_of(run) == {".lock", "config.json", "metrics.jsonl", "model/model.json", "model/weights.safetensors"}
+    assert [line["step"] for line in read_metrics(run)] == [5, 10, 15, 20, 25, 30]
+    assert all(set(line) == {"step", "loss", "feedback-ndcg@10"} for line in read_metrics(run))
+    log = read_log(log_path)
+    scores = load_model(run).score(log)
+    assert scores.shape == (log.rows,)
+    assert np.isfinite(scores).all()
+    shuffled = replace(log, features=log.features[:, ::-1], feature_names=log.feature_names[::-1])
+    np.testing.assert_array_equal(load_model(run).score(shuffled), scores)  # features are matched by name
+    lacking = replace(log, features=log.features[:, :2], feature_names=log.feature_names[:2])
+    with pytest.raises(DataError, match="lacks features the model was trained on: f2"):
+        load_model(run).score(lacking)
+
+
+def test_the_configuration_is_read_back_equal_and_repeats_the_run(log_path, tmp_path):
+    first = run_training(config(log_path), tmp_path / "one")
+    again = RunConfig.from_json(json.loads((first / "config.json").read_text()))
+    second = run_training(again, tmp_path / "two")
+    assert (first / "model" / "weights.safetensors").read_bytes() == (
+        second / "model" / "weights.safetensors"
+    ).read_bytes()
+
+
+def test_an_existing_run_is_refused_resumed_or_replaced(log_path, tmp_path):
+    run = run_training(config(log_path), tmp_path / "run")
+    before = (run / "model" / "weights.safetensors").read_bytes()
+    with pytest.raises(OutputError, match="--resume or --overwrite"):
+        run_training(config(log_path), run)
+    run_training(config(log_path, training={"seed": 9}), run, resume=True)  # it is finished: nothing to do
+    assert (run / "model" / "weights.safetensors").read_bytes() == before
+    run_training(config(log_path, training={"seed": 9}), run, overwrite=True)
+    assert (run / "model" / "weights.safetensors").read_bytes() != before
+
+
+def test_two_processes_do_not_train_in_one_folder(log_path, tmp_path):
+    with locked(tmp_path / "run"), pytest.raises(OutputError, match="another process"):
+        run_training(config(log_path), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "adamw"])
+def test_a_checkpoint_brings_back_every_bit(optimizer, tmp_path):
+    log, _ = simulate_log(make_shown_log(), User())
+    options = TrainingOptions(optimizer=optimizer, device="cpu", batch=8)
+    inputs = method_inputs(config("x"), log)
+
+    def state_after(steps, state):
+        from ultr.training import Feed, take_step
+
+        feed = Feed(log, batch=8, seed=0, device=torch.device("cpu"))
+        while state.step < steps:
+            take_step(state, feed(state.step), options)
+        return state
+
+    def fresh(seed):
+        torch.manual_seed(seed)
+        return start(make_method("lambdarank", inputs), log, options)
+
+    whole = state_after(12, fresh(0))
+    half = state_after(7, fresh(0))
+    half.best_weights = dict(half.method.state_dict())
+    save_checkpoint(tmp_path, half)
+    resumed = fresh(99)
+    assert load_checkpoint(tmp_path, resumed)
+    assert resumed.step == 7
+    for a, b in zip(
+        state_after(12, resumed).method.state_dict().values(), whole.method.state_dict().values(), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_a_metrics_line_that_was_cut_short_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
+KILLER = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+torch.set_num_threads(1)  # forked children share no threads
+from ultr.runs import RunConfig, run_training
+from ultr.training import TrainingOptions
+
+data, whole, killed = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+training = TrainingOptions(steps=300, batch=32, evaluate_every=10, device="cpu")
+config = RunConfig(data=data, ranker_options={"hidden": [16], "dropout": 0.2}, training=training)
+
+def child():
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run_training(config, killed, resume=True, checkpoint_seconds=0)
+            os._exit(0)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+    return pid
+
+begun = time.monotonic()
+run_training(config, whole, checkpoint_seconds=0)
+length = time.monotonic() - begun
+moments, kills = random.Random(0), 0
+while kills < 20:
+    pid = child()
+    time.sleep(moments.uniform(0, length / 4))
+    if os.waitpid(pid, os.WNOHANG) == (0, 0):
+        os.kill(pid, signal.SIGKILL)
+        kills += 1
+        _, status = os.waitpid(pid, 0)
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, status
+    elif (killed / "model").is_dir():
+        import shutil
+        shutil.rmtree(killed)  # finished before the last kill: begin again
+    else:
+        sys.exit("a resumed run failed")
+_, status = os.waitpid(child(), 0)
+assert os.WEXITSTATUS(status) == 0, status
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork to start runs quickly")
+def test_killed_at_twenty_random_moments_a_run_resumes_to_the_same_bits(log_path, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    command = [sys.executable, "-W", "ignore", "-c", KILLER, str(log_path), str(whole), str(killed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    one, other = (load_file(run / "model" / "weights.safetensors") for run in (whole, killed))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert read_metrics(whole) == read_metrics(killed)
+
+
+def test_a_warm_start_takes_the_weights_of_another_run(log_path, tmp_path):
+    first = run_training(config(log_path), tmp_path / "one")
+    second = run_training(
+        config(log_path, training={"steps": 1, "evaluate_every": 1, "lr": 1e-9}), tmp_path / "two", warm_start=first
+    )
+    log = read_log(log_path)
+    np.testing.assert_allclose(load_model(second).score(log), load_model(first).score(log), atol=1e-5)
+    with pytest.raises(DataError, match="another shape"):
+        run_training(replace(config(log_path), ranker_options={"hidden": [9]}), tmp_path / "three", warm_start=first)
+
+
+def test_a_simulated_run_learns_from_fresh_feedback(tmp_path):
+    simulated = RunConfig(
+        data="synthetic",
+        users="pbm",
+        ranker="linear",
+        select="ndcg@10",
+        training=TrainingOptions(steps=20, batch=64, evaluate_every=10, device="cpu"),
+    )
+    run = run_training(simulated, tmp_path / "run")
+    assert [set(line) for line in read_metrics(run)] == [{"step", "loss", "ndcg@10"}] * 2
+    for changes, message in [
+        ({"users": None}, "pass --users pbm"),
+        ({"learn_from": "no-bias", "users": None}, "needs simulated users"),
+        ({"learn_from": "love"}, "cannot learn from 'love'"),
+        ({"held_out": 0.0}, "between 0 and 1"),
+        ({"select": "ndgc@10"}, "did you mean 'ndcg'"),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            run_training(replace(simulated, **changes), tmp_path / "other")
+
+
+def test_what_is_no_run_or_a_damaged_one_is_refused(log_path, tmp_path):
+    with pytest.raises(DataError, match="no run directory, or an unfinished one"):
+        load_model(tmp_path)
+    run = run_training(config(log_path), tmp_path / "run")
+    weights = run / "model" / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"weights\.safetensors: cannot be read"):
+        load_model(run)
+    (run / "model" / "model.json").write_text('{"format": 99}')
+    with pytest.raises(DataError, match="of another version"):
+        load_model(run)
+
+
+def test_scores_are_written_with_the_keys_of_their_rows(log_path, tmp_path):
+    log = read_log(log_path)
+    write_scores(log, np.arange(log.rows, dtype=np.float32), tmp_path / "scores.parquet")
+    table = pq.read_table(tmp_path / "scores.parquet")
+    assert table.column_names == ["request", "position", "score"]
+    assert table["score"].to_pylist() == list(range(log.rows))
