@@ -210,6 +210,25 @@ def test_a_simulated_run_learns_from_fresh_feedback(tmp_path):
             run_training(replace(simulated, **changes), tmp_path / "other")
 
 
+def test_categories_are_matched_by_value_when_scoring(tmp_path):
+    log, _ = simulate_log(make_shown_log(requests=60), User())
+    table = log.to_table().drop(["relevance"])
+    shops = np.random.default_rng(0).choice(["x", "y", "z"], log.rows)
+    pq.write_table(table.append_column("shop", [shops.tolist()]), tmp_path / "log.parquet")
+    run = run_training(config(tmp_path / "log.parquet", columns={"categorical": ["shop"]}), tmp_path / "run")
+    model = load_model(run)
+    assert sorted(model.vocabularies["shop"].to_pylist()) == ["x", "y", "z"]
+    whole = pq.read_table(tmp_path / "log.parquet")
+    scores = []
+    for rows in (np.arange(log.rows), np.arange(log.rows)[::-1]):  # read backwards, the codes are others
+        read = read_log(whole.take(rows), categorical="shop")
+        ids = np.array(read.request_ids.to_pylist())[read.request_of_row]
+        scores.append(dict(zip(zip(ids, read.positions, strict=True), model.score(read).tolist(), strict=True)))
+    assert scores[0] == pytest.approx(scores[1], rel=1e-5)
+    with pytest.raises(DataError, match="lacks features"):
+        model.score(read_log(tmp_path / "log.parquet"))
+
+
 def test_what_is_no_run_or_a_damaged_one_is_refused(log_path, tmp_path):
     with pytest.raises(DataError, match="no run directory, or an unfinished one"):
         load_model(tmp_path)

@@ -59,6 +59,18 @@ def test_it_has_the_manners_of_scikit_learn():
         ranker().predict(frame())
 
 
+def test_categories_are_learned_and_unknown_ones_scored():
+    rng = np.random.default_rng(0)
+    data = frame()
+    data["shop"] = rng.choice(["good", "bad", "odd"], len(data))
+    data["click"] = ((data["shop"] == "good") | (rng.random(len(data)) < 0.1)).astype(int)
+    model = ranker(lr=0.1).fit(data, features=["feature_noise"], categorical=["shop"])
+    assert model.feature_names_in_.tolist() == ["feature_noise", "shop"]
+    scores = pd.Series(model.predict(data), index=data.index).groupby(data["shop"]).mean()
+    assert scores["good"] > scores["bad"]
+    assert np.isfinite(model.predict(data.assign(shop="never seen"))).all()
+
+
 def test_a_random_state_repeats():
     data = frame()
     np.testing.assert_array_equal(ranker().fit(data).predict(data), ranker().fit(data).predict(data))

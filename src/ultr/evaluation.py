@@ -68,7 +68,7 @@ def evaluate_scores(
         columns["label"] = Label.of(label)(log.actions)
     if len(on_feedback) < len(wanted) and (highest := float(log.true_relevance.max())) > MAX_GRADE:
         raise DataError(f"grades above {MAX_GRADE} are beyond the gain 2^y - 1", got=highest)
-    bare = replace(log, features=np.empty((log.rows, 0), np.float32), feature_names=(), actions=columns)
+    bare = replace(log.without_features(), actions=columns)
     figures = {text: np.empty(len(log)) for text in wanted}
     for requests, lists in ListBatches(bare).by_length():
         for text, (name, k) in wanted.items():

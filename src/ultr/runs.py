@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from torch import nn
@@ -129,12 +130,14 @@ def cached_dataset(name: str, data_dir: str | None) -> Dataset:
     return load_dataset(name, data_dir=data_dir)
 
 
-def read_data(data: str, *, split: str, data_dir: str | Path | None) -> tuple[Log, int]:
+def read_data(
+    data: str, *, split: str, data_dir: str | Path | None, categorical: list[str] | None = None
+) -> tuple[Log, int]:
     """A log, or a split of a data set, with its highest grade."""
     if data == "synthetic" or data in DATASETS or Path(data).is_dir():
         dataset = load_dataset(data, data_dir=data_dir)
         return dataset[split], dataset.max_grade
-    log = read_log(data)
+    log = read_log(data, categorical=categorical or None)
     return log, 4 if log.relevance is None else max(1, int(np.ceil(log.relevance.max())))
 
 
@@ -171,6 +174,7 @@ def method_inputs(config: RunConfig, log: Log) -> MethodInputs:
         label=Label(config.label),
         features=len(log.feature_names),
         positions=() if log.positions is None else tuple(np.unique(log.positions).tolist()),
+        categories={log.feature_names.index(n): len(values) + 1 for n, values in log.vocabularies.items()},
         ranker=config.ranker,
         ranker_options=config.ranker_options,
         truth=config.learn_from == "truth",
@@ -282,6 +286,7 @@ class Model:
     ranker: nn.Module
     feature_names: tuple[str, ...]
     label: str
+    vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> its values, as for Log
 
     def score(self, log: Log, *, device: str = "cpu") -> np.ndarray:
         """A score for each row of a log with the same features, in any order."""
@@ -293,7 +298,7 @@ class Model:
         return score_rows(self.ranker.to(chosen), features, device=chosen)
 
     def columns_of(self, log: Log) -> np.ndarray:
-        if log.feature_names == self.feature_names:
+        if log.feature_names == self.feature_names and not self.vocabularies:
             return log.features
         place = {name: i for i, name in enumerate(log.feature_names)}
         lacking = [name for name in self.feature_names if name not in place]
@@ -302,7 +307,19 @@ class Model:
             raise DataError(
                 f"the data lacks features the model was trained on: {shown}", mend="name them with --features"
             )
-        return log.features[:, [place[name] for name in self.feature_names]]
+        columns = log.features[:, [place[name] for name in self.feature_names]]
+        for i, name in enumerate(self.feature_names):
+            if (name in self.vocabularies) != (name in log.vocabularies):
+                raise DataError(f"'{name}' should be a category here as in training", mend="name it with --categorical")
+            if name in self.vocabularies:
+                translation = np.append(0, self.codes_of(name, log.vocabularies[name]))
+                columns[:, i] = translation[columns[:, i].astype(np.int64)]
+        return columns
+
+    def codes_of(self, name: str, values: Any) -> np.ndarray:
+        """The codes of values of a categorical feature, 0 for those that training never saw."""
+        found = pc.index_in(pa.array(values).cast(pa.string()), value_set=self.vocabularies[name])
+        return np.asarray(pc.fill_null(found, -1).to_numpy(zero_copy_only=False) + 1)
 
 
 def save_model(folder: Path, method: Method, config: RunConfig, prepared: Prepared) -> None:
@@ -313,6 +330,7 @@ def save_model(folder: Path, method: Method, config: RunConfig, prepared: Prepar
         "ranker": config.ranker,
         "ranker_options": dict(config.ranker_options),
         "feature_names": list(prepared.train.feature_names),
+        "vocabularies": {name: values.to_pylist() for name, values in prepared.train.vocabularies.items()},
         "constants": constants,
         "label": config.label,
         "data": prepared.fingerprint,
@@ -330,22 +348,23 @@ def load_model(run: str | Path) -> Model:
         raise DataError("the model is of another version", where=folder, got=about.get("format"), mend="train again")
     try:
         names, constants = tuple(about["feature_names"]), int(about["constants"])
-        ranker = make_ranker(about["ranker"], FeatureEncoder(len(names) + constants), **about["ranker_options"])
+        vocabularies = {name: pa.array(values, pa.string()) for name, values in about["vocabularies"].items()}
+        categories = {names.index(name): len(values) + 1 for name, values in vocabularies.items()}
+        encoder = FeatureEncoder(len(names) + constants, categories)
+        ranker = make_ranker(about["ranker"], encoder, **about["ranker_options"])
         if constants:
             ranker = WithConstants(ranker, torch.zeros(constants))
         ranker.load_state_dict(load_tensors(folder / "weights.safetensors"))
-    except (KeyError, TypeError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise DataError(f"the model cannot be loaded ({error})", where=folder, mend="train again") from error
-    return Model(ranker.eval(), names, str(about["label"]))
+    return Model(ranker.eval(), names, str(about["label"]), vocabularies)
 
 
 def write_scores(log: Log, scores: np.ndarray, path: Path, *, overwrite: bool = False) -> None:
     """The keys of each row and its score, as Parquet."""
-    table = replace(
-        log, features=np.empty((log.rows, 0), np.float32), feature_names=(), actions={}, weights=None
-    ).to_table()
+    keys = replace(log.without_features(), actions={}, weights=None).to_table()
     with atomic_path(path, overwrite=overwrite) as temporary:
-        pq.write_table(table.append_column("score", pa.array(scores)), temporary)
+        pq.write_table(keys.append_column("score", pa.array(scores)), temporary)
 
 
 def with_training(config: RunConfig, **changes: Any) -> RunConfig:

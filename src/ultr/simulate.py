@@ -355,7 +355,7 @@ def simulate_log(log: Log, user: User, *, seed: int = 0, sessions: int | None = 
         chosen = np.random.default_rng(seed).integers(len(log), size=sessions)
         log = replace(log.select(chosen), request_ids=pa.array(np.arange(sessions)))
     generator = torch.Generator().manual_seed(seed)
-    bare = replace(log, features=np.empty((log.rows, 0), np.float32), feature_names=(), actions={})
+    bare = replace(log.without_features(), actions={})
     drawn = Feedback(
         {name: torch.zeros(log.rows) for name in user.actions},
         torch.zeros(log.rows, dtype=torch.bool),

@@ -75,12 +75,17 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         position: Any = None,
         actions: Any = None,
         features: Sequence[str] | str | None = None,
+        categorical: Sequence[str] | str | None = None,
     ) -> UnbiasedRanker:
         """Learn from a frame, whose columns may be named; or from an array of features with arrays beside it.
 
         With an array, `y` is the click of each row, or `actions` a mapping from names to values.
         """
-        log = _as_log(X, y, request=request, position=position, actions=actions, features=features)
+        named = {"request": request, "position": position, "actions": actions}
+        if isinstance(X, np.ndarray):
+            log = _log_of_arrays(X, y, **named)
+        else:
+            log = read_log(X, **named, features=features, categorical=categorical)
         options = {} if self.ranker == "linear" else {"hidden": tuple(self.hidden), "dropout": self.dropout}
         config = RunConfig(
             data="",
@@ -122,7 +127,14 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         """A score for each row, in the order of the rows."""
         check_is_fitted(self)
         table = _features_table(X, self.model_.feature_names)
-        rows = np.column_stack([np.asarray(table[name], dtype=np.float32) for name in self.model_.feature_names])
+        model = self.model_
+        columns = [
+            model.codes_of(name, np.asarray(table[name]))
+            if name in model.vocabularies
+            else np.asarray(table[name], dtype=np.float32)
+            for name in model.feature_names
+        ]
+        rows = np.column_stack(columns).astype(np.float32)
         if not np.isfinite(rows).all():
             raise DataError("features should be finite", got=f"{int((~np.isfinite(rows)).sum())} values that are not")
         return self.model_.score_features(rows, device=self.device)
@@ -136,9 +148,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         return float(evaluate_scores(log, scores[log.item_ids.to_numpy()], "ndcg@10")["ndcg@10"].mean())
 
 
-def _as_log(X: Any, y: Any, *, request: Any, position: Any, actions: Any, features: Any) -> Log:
-    if not isinstance(X, np.ndarray):
-        return read_log(X, request=request, position=position, actions=actions, features=features)
+def _log_of_arrays(X: np.ndarray, y: Any, *, request: Any, position: Any, actions: Any) -> Log:
     if X.ndim != 2:
         raise DataError("an array of features is [rows, features]", got=list(X.shape))
     given: Mapping[str, Any] = actions if isinstance(actions, Mapping) else {} if y is None else {"click": y}

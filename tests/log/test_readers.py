@@ -402,6 +402,21 @@ def test_a_column_the_caller_gives_a_part_is_not_taken_for_another():
     assert set(log.unused_columns) == {"f2", "comment"}
 
 
+def test_categories_become_codes_and_are_written_as_they_were(tmp_path):
+    table = table_with(shop=["b", None, "a"], brand=[7, 8, 7])
+    log = read_log(table, categorical=["shop", "brand"])
+    assert log.feature_names == ("f1", "f2", "shop", "brand")
+    assert log.features[:, 2:].tolist() == [[1, 1], [0, 2], [2, 1]]
+    assert log.vocabularies["shop"].to_pylist() == ["b", "a"]
+    assert log.vocabularies["brand"].to_pylist() == ["7", "8"]
+    write_log(log, tmp_path / "log.parquet")
+    again = read_log(tmp_path / "log.parquet")
+    assert again.feature_names == log.feature_names
+    np.testing.assert_array_equal(again.features, log.features)
+    with pytest.raises(ColumnError, match="cannot be a category"):
+        read_log(table_with(shop=[{"a": 1}] * 3), categorical="shop")
+
+
 def test_polars_text_is_read_whatever_its_type():
     frame = pl.DataFrame(
         {"request": ["b", "a", "b"], "position": [2, 1, 1], "click": [1, 0, 0], "item": ["x", "y", "z"]}

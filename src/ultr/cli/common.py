@@ -25,6 +25,9 @@ PositionColumn = Annotated[str | None, typer.Option("--position", help="Column o
 FeatureColumns = Annotated[
     str | None, typer.Option("--features", help="Feature columns, comma-separated; patterns such as 'f_*'.")
 ]
+CategoricalColumns = Annotated[
+    str | None, typer.Option("--categorical", help="Feature columns that hold categories or ids, comma-separated.")
+]
 ActionColumns = Annotated[str | None, typer.Option("--actions", help="Action columns, comma-separated.")]
 
 

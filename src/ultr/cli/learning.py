@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ultr.cli.common import (
     ActionColumns,
+    CategoricalColumns,
     FeatureColumns,
     Json,
     Overwrite,
@@ -90,6 +91,7 @@ def train(
     request: RequestColumn = None,
     position: PositionColumn = None,
     features: FeatureColumns = None,
+    categorical: CategoricalColumns = None,
     actions: ActionColumns = None,
     device: Device = "auto",
     precision: Precision = "float32",
@@ -140,7 +142,7 @@ def _config(options: dict[str, Any]) -> RunConfig:
                 "--hidden should be whole numbers, comma-separated", got=f"'{options['hidden']}'"
             ) from error
         ranker_options = {"hidden": sizes, "dropout": options["dropout"], "norm": options["norm"]}
-    columns = {name: options.get(name) for name in ("request", "position", "features", "actions")}
+    columns = {name: options.get(name) for name in ("request", "position", "features", "categorical", "actions")}
     training = {name: options[name] for name in TrainingOptions.__dataclass_fields__ if name in options}
     data_dir = options["data_dir"]
     return RunConfig(
@@ -177,7 +179,7 @@ def evaluate(
     from ultr.simulate import make_user
 
     model = load_model(run)
-    log, max_grade = read_data(data, split=split, data_dir=data_dir)
+    log, max_grade = read_data(data, split=split, data_dir=data_dir, categorical=list(model.vocabularies))
     user = make_user(users, eta=eta, epsilon=epsilon, max_grade=max_grade)
     names = [name.strip() for name in metrics.split(",")]
     figures = evaluate_scores(log, model.score(log, device=device), names, user=user, label=model.label)
@@ -211,7 +213,7 @@ def score(
 
     refuse_existing(out, overwrite=overwrite)
     model = load_model(run)
-    log = read_log(candidates, request=request, features=features, actions=[])
+    log = read_log(candidates, request=request, features=features, categorical=list(model.vocabularies), actions=[])
     write_scores(log, model.score(log, device=device), out, overwrite=overwrite)
     words.print(f"wrote {out}: {log.rows:,} scores", soft_wrap=True)
 
@@ -249,6 +251,7 @@ def compare(
     request: RequestColumn = None,
     position: PositionColumn = None,
     features: FeatureColumns = None,
+    categorical: CategoricalColumns = None,
     actions: ActionColumns = None,
     device: Device = "auto",
     precision: Precision = "float32",

@@ -15,6 +15,7 @@ from ultr.log.schema import Columns
 from ultr.log.table import FEATURE_NAMES_KEY, Log
 
 Missing = Literal["refuse", "keep"]
+MAX_CATEGORIES = 1 << 24  # codes are kept as float32
 
 
 def log_from_table(
@@ -46,6 +47,10 @@ def log_from_table(
     else:
         positions = None
     features, feature_names = _features(table, columns.features, where=where, missing=missing)
+    vocabularies = {}
+    for name in columns.categorical:
+        codes, vocabularies[name] = _codes(table[name], name, where)
+        features, feature_names = np.column_stack([features, codes]), (*feature_names, name)
 
     def row_values(name: str, what: str) -> np.ndarray:
         values = _non_negative(table[name], name, what, where)
@@ -65,6 +70,7 @@ def log_from_table(
         relevance=None if columns.relevance is None else row_values(columns.relevance, "relevance"),
         weights=weights,
         item_ids=items if items is None or order is None else items.take(pa.array(order)),
+        vocabularies=vocabularies,
         unused_columns=tuple(unused),
     )
 
@@ -263,6 +269,18 @@ def _features(
         matrix = np.empty((table.num_rows, 0), np.float32)
     check_features(matrix, labels, where=where, missing=missing)
     return matrix, tuple(labels)
+
+
+def _codes(column: pa.ChunkedArray, name: str, where: object) -> tuple[np.ndarray, Any]:
+    """Categories as codes from 1, 0 where missing, and the values they stand for, as text."""
+    try:
+        encoded = _combined(column).cast(pa.string()).dictionary_encode()
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
+        raise ColumnError(f"'{name}' cannot be a category", where=where, got=f"type {column.type}") from error
+    if len(encoded.dictionary) >= MAX_CATEGORIES:
+        raise ColumnError(f"'{name}' has too many categories", where=where, got=f"{len(encoded.dictionary):,}")
+    codes = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False) + 1
+    return codes.astype(np.float32), encoded.dictionary
 
 
 def _feature_column(column: pa.ChunkedArray, name: str, where: object) -> np.ndarray:

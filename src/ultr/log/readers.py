@@ -41,6 +41,7 @@ def read_log(
     position: str | None = None,
     actions: Sequence[str] | str | None = None,
     features: Sequence[str] | str | None = None,
+    categorical: Sequence[str] | str | None = None,
     relevance: str | None = None,
     weight: str | None = None,
     item: str | None = None,
@@ -50,13 +51,15 @@ def read_log(
     shards, an Arrow table, or a pandas or polars frame.
 
     There is one row per item shown, in any order; or one row per request, with lists. Columns not named are found by
-    the names people use (`request`, `position`, `click`, `features`, ...). `missing="keep"` lets NaN features pass.
+    the names people use (`request`, `position`, `click`, `features`, ...). Columns named in `categorical` become
+    features that rankers embed. `missing="keep"` lets NaN features pass.
     """
     named: dict[str, Any] = {
         "request": request,
         "position": position,
         "actions": actions,
         "features": features,
+        "categorical": categorical,
         "relevance": relevance,
         "weight": weight,
         "item": item,
@@ -90,7 +93,7 @@ def _read_csv(path: Path, named: dict[str, Any], missing: Missing) -> Log:
         delimiter = "\t" if ".tsv" in path.name.lower() else max(",;\t|", key=first_line.count)
         names = [name.strip() for name in next(csv.reader([first_line], delimiter=delimiter))]
     columns = resolve_columns(pa.schema([(name, pa.float64()) for name in names]), where=path, **named)
-    ids = [name for name in (columns.request, columns.item) if name is not None]
+    ids = [name for name in (columns.request, columns.item, *columns.categorical) if name is not None]
     with _as_data_error(path, "CSV"):
         table = pa.csv.read_csv(
             pa.input_stream(str(path), compression=compression),

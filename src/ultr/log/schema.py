@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import pyarrow as pa
 
 from ultr.errors import ColumnError, OptionError, nearest
-from ultr.log.table import ACTIONS_KEY
+from ultr.log.table import ACTIONS_KEY, CATEGORICAL_KEY
 
 # The names looked for, most telling first, without regard to case. `query` is not among them: a query recurs.
 NAMES = {
@@ -39,6 +39,7 @@ class Columns:
     position: str | None
     actions: tuple[str, ...]
     features: tuple[str, ...]
+    categorical: tuple[str, ...]
     relevance: str | None
     weight: str | None
     item: str | None
@@ -46,7 +47,7 @@ class Columns:
     @property
     def used(self) -> list[str]:
         single = [self.request, self.position, self.relevance, self.weight, self.item]
-        return [name for name in single if name is not None] + [*self.actions, *self.features]
+        return [name for name in single if name is not None] + [*self.actions, *self.features, *self.categorical]
 
     def unused(self, names: Iterable[str]) -> list[str]:
         used = set(self.used)
@@ -61,6 +62,7 @@ def resolve_columns(
     position: str | None = None,
     actions: Sequence[str] | str | None = None,
     features: Sequence[str] | str | None = None,
+    categorical: Sequence[str] | str | None = None,
     relevance: str | None = None,
     weight: str | None = None,
     item: str | None = None,
@@ -74,7 +76,8 @@ def resolve_columns(
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise ColumnError("column names should differ", where=where, got=f"'{twice}' twice", mend="rename one")
-    asked = _asked(request, position, relevance, weight, item, actions=actions, features=features, names=names)
+    given = [wanted for wanted in (actions, features, categorical) if wanted is not None]
+    asked = _asked(request, position, relevance, weight, item, several=given) & set(names)
     # A column that the caller gives a part is not looked at for any other.
     by_lower = {name.lower(): name for name in reversed(names) if name not in asked}
 
@@ -95,15 +98,20 @@ def resolve_columns(
     taken = {name for name in single.values() if name is not None}
     if actions is None:
         others = (n for n in names if n not in taken and n not in asked)
-        chosen_actions = _saved_actions(schema) or tuple(
+        chosen_actions = _saved(schema, ACTIONS_KEY) or tuple(
             n
             for n in others
             if n.lower() in ACTION_NAMES and (n.lower() not in OFTEN_TEXT or _holds_numbers(schema.field(n).type))
         )
     else:
         chosen_actions = tuple(_matching(actions, names, part="actions", where=where))
+    if categorical is None:
+        chosen_categorical = _saved(schema, CATEGORICAL_KEY)
+    else:
+        chosen_categorical = tuple(_matching(categorical, names, part="categorical features", where=where))
     if features is None:
-        others = (n for n in names if n not in taken and n not in chosen_actions)
+        elsewhere = {*taken, *chosen_actions, *chosen_categorical}
+        others = (n for n in names if n not in elsewhere)
         chosen_features = tuple(n for n in others if FEATURE_PATTERN.fullmatch(n))
     else:
         chosen_features = tuple(_matching(features, names, part="features", where=where))
@@ -118,6 +126,7 @@ def resolve_columns(
         position=single["position"],
         actions=chosen_actions,
         features=chosen_features,
+        categorical=chosen_categorical,
         relevance=single["relevance"],
         weight=single["weight"],
         item=single["item"],
@@ -130,12 +139,10 @@ def resolve_columns(
     return columns
 
 
-def _asked(
-    *single: str | None, actions: Sequence[str] | str | None, features: Sequence[str] | str | None, names: Sequence[str]
-) -> set[str]:
-    """The columns that the caller names, patterns apart."""
-    several = [name for wanted in (actions, features) if wanted is not None for name in _listed(wanted)]
-    return {name for name in (*single, *several) if name is not None} & set(names)
+def _asked(*single: str | None, several: Sequence[Sequence[str] | str]) -> set[str]:
+    """The columns that the caller names, patterns among them."""
+    listed = [name for wanted in several for name in _listed(wanted)]
+    return {name for name in (*single, *listed) if name is not None}
 
 
 def _listed(wanted: Sequence[str] | str) -> list[str]:
@@ -151,10 +158,10 @@ def _holds_numbers(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
-def _saved_actions(schema: pa.Schema) -> tuple[str, ...]:
-    """The actions of a log that `write_log` wrote, whatever their names."""
+def _saved(schema: pa.Schema, key: bytes) -> tuple[str, ...]:
+    """The columns that a log which `write_log` wrote says play a part, whatever their names."""
     try:
-        saved = json.loads((schema.metadata or {}).get(ACTIONS_KEY, b"[]"))
+        saved = json.loads((schema.metadata or {}).get(key, b"[]"))
     except ValueError:
         return ()
     return tuple(name for name in saved if name in schema.names)

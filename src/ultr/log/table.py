@@ -18,6 +18,7 @@ from ultr.files import atomic_path
 
 FEATURE_NAMES_KEY = b"ultr.feature_names"
 ACTIONS_KEY = b"ultr.actions"
+CATEGORICAL_KEY = b"ultr.categorical"
 ROW_GROUP_BYTES = 64 << 20
 RESERVED = {"request", "item", "position", "relevance", "weight", "features"}  # names of a written log's other columns
 
@@ -28,7 +29,8 @@ class Log:
 
     Row `r` belongs to request `i` where `offsets[i] <= r < offsets[i + 1]`. Lists are kept at their own length here;
     `ultr.Lists` pads a few of them at a time. `positions` are ids, not ranks, and are `None` for items that were never
-    shown. `relevance` is the true label where it is known; nothing that learns from feedback reads it.
+    shown. `relevance` is the true label where it is known; nothing that learns from feedback reads it. A categorical
+    feature is a column of codes, 0 for a missing value.
     """
 
     features: np.ndarray  # [rows, features] float32
@@ -40,6 +42,7 @@ class Log:
     relevance: np.ndarray | None = None  # [rows] float32
     weights: np.ndarray | None = None  # [requests] float32, None where every request counts once
     item_ids: Any = None  # [rows] Arrow array of any type
+    vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> its values, code i + 1 each
     unused_columns: tuple[str, ...] = ()  # of the source; they play no part
 
     def __post_init__(self) -> None:
@@ -111,6 +114,10 @@ class Log:
         ids = self.request_ids.take(pa.array(chosen))
         return self._rebuilt(rows, offsets, ids, None if self.weights is None else self.weights[chosen])
 
+    def without_features(self) -> Log:
+        """The same rows with no features, where only the rest is looked at."""
+        return replace(self, features=np.empty((self.rows, 0), np.float32), feature_names=(), vocabularies={})
+
     def check_scores(self, scores: Any) -> np.ndarray:
         """Scores as floats, one for each row."""
         array = np.asarray(scores)
@@ -157,9 +164,16 @@ class Log:
             columns["relevance"] = self.relevance[start:stop]
         if self.weights is not None:
             columns["weight"] = self.weights[requests]
-        width = len(self.feature_names)
+        numeric = [i for i, name in enumerate(self.feature_names) if name not in self.vocabularies]
+        for name, vocabulary in self.vocabularies.items():
+            codes = self.features[start:stop, self.feature_names.index(name)].astype(np.int64)
+            columns[name] = vocabulary.take(pa.array(codes - 1, mask=codes == 0))
+        width = len(numeric)
         if width:
-            flat = pa.array(np.ascontiguousarray(self.features[start:stop]).reshape(-1))
+            matrix = (
+                self.features[start:stop] if width == len(self.feature_names) else self.features[start:stop, numeric]
+            )
+            flat = pa.array(np.ascontiguousarray(matrix).reshape(-1))
             ends = np.arange(stop - start + 1, dtype=np.int64) * width
             columns["features"] = (
                 pa.FixedSizeListArray.from_arrays(flat, width)
@@ -167,7 +181,8 @@ class Log:
                 else pa.LargeListArray.from_arrays(ends, flat)
             )
         metadata = {
-            FEATURE_NAMES_KEY: json.dumps(self.feature_names).encode(),
+            FEATURE_NAMES_KEY: json.dumps([self.feature_names[i] for i in numeric]).encode(),
+            CATEGORICAL_KEY: json.dumps(list(self.vocabularies)).encode(),
             ACTIONS_KEY: json.dumps(list(self.actions)).encode(),
         }
         return pa.table(columns).replace_schema_metadata(metadata)
