@@ -43,7 +43,7 @@ def test_methods_are_tuned_alike_run_with_all_seeds_and_never_twice(tmp_path, mo
     assert (tmp_path / "plot.svg").read_text().count('class="dot"') == 2 * 3 * 3
     monkeypatch.setattr("ultr.runs._train", lambda *_: pytest.fail("a finished run was repeated"))
     assert compare(BASE, METHODS, tmp_path, seeds=3, rates=[0.001, 0.1], jobs=1).to_json() == result.to_json()
-    assert comparing.default_jobs("cpu") >= 1
+    assert comparing.default_jobs() >= 1
 
 
 @pytest.mark.slow

@@ -35,13 +35,6 @@ def test_weights_and_actions_travel_with_their_requests(shown_log):
     assert torch.equal(lists.actions["click"].bool(), lists.where)
 
 
-def test_longer_lists_are_cut_to_their_first_items(shown_log):
-    lists = ListBatches(shown_log, max_length=4)[torch.arange(len(shown_log))]
-    assert lists.where.shape[1] == 4
-    assert lists.where.sum(1).tolist() == np.minimum(shown_log.lengths, 4).tolist()
-    assert lists.shown_positions.max() == 4
-
-
 @given(st.integers(1, 60), st.integers(0, 5))
 def test_batches_by_length_hold_every_request_once_within_their_bound(max_items, seed):
     log = make_shown_log(seed=seed)

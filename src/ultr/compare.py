@@ -123,7 +123,7 @@ def compare(
     metrics = list(metrics or ([base.select] if base.users is None else ["ndcg@10", "reward@10"]))
     out.mkdir(parents=True, exist_ok=True)
     tuning = range(min(tuning_seeds, seeds)) if len(rates) > 1 else range(0)
-    with Workers(jobs or default_jobs(base.training.device)) as workers:
+    with Workers(jobs or default_jobs()) as workers:
         tried = [(e, lr, seed) for e in entries for lr in rates for seed in tuning]
         workers.run([_task(base, out, e, lr, seed, metrics) for e, lr, seed in tried], on_done)
         chosen = {e.text: _best_rate(base, out, e, rates, tuning) for e in entries}
@@ -202,7 +202,7 @@ def evaluate_run(config: RunConfig, folder: Path, metrics: list[str]) -> dict[st
     return mean_figures(log, scores, metrics, user=user, label=config.label)
 
 
-def default_jobs(device: str) -> int:
+def default_jobs() -> int:
     """As many runs side by side as there are cores: small networks leave a GPU idle between their steps."""
     return max(1, min(10, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 

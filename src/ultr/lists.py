@@ -59,15 +59,13 @@ class Lists:
 class ListBatches:
     """A log on a device, from which lists are taken by the indices of their requests.
 
-    Rows are stored once, unpadded; a batch is padded to its own longest list. `max_length` keeps the first items of
-    longer lists.
+    Rows are stored once, unpadded; a batch is padded to its own longest list.
     """
 
-    def __init__(self, log: Log, *, device: torch.device | str = "cpu", max_length: int | None = None) -> None:
+    def __init__(self, log: Log, *, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self._offsets = torch.from_numpy(np.ascontiguousarray(log.offsets)).to(self.device)
-        lengths = torch.from_numpy(log.lengths)
-        self._lengths = lengths if max_length is None else lengths.clamp(max=max_length)
+        self._lengths = torch.from_numpy(log.lengths)
         self._features = self._tensor(log.features)
         self._weights = torch.ones(len(log), device=self.device) if log.weights is None else self._tensor(log.weights)
         self._positions = None if log.positions is None else self._tensor(log.positions)

@@ -47,7 +47,9 @@ def lambdarank_weights(
     gain_of = gains(labels, scores, where, gain)
     discount_of = discounts_at(ranks_of(scores, where=where), scores.dtype)
     if normalise:
-        ideal = (gain_of * discounts_at(ranks_of(gain_of, where=where), scores.dtype)).sum(-1, keepdim=True)
+        ranks = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
+        best = gain_of.sort(dim=-1, descending=True).values
+        ideal = (best * discounts_at(ranks, scores.dtype)).sum(-1, keepdim=True)
         gain_of = gain_of / torch.where(ideal > 0, ideal, 1.0)
     gain_of, discount_of = batch_innermost(gain_of), batch_innermost(discount_of)
     delta = gain_of[..., :, None] - gain_of[..., None, :]  # not negative where i is preferred

@@ -18,7 +18,6 @@ from ultr.labels import Label
 from ultr.simulate import User
 
 Gain = Literal["exponential", "linear"]
-SHORT = 32  # lists up to this length are ranked by comparing all pairs, which is faster than sorting
 ORDERS = 16  # of tied items, where no closed form averages over them
 
 
@@ -172,17 +171,10 @@ def ranks_of(scores: Tensor, *, where: Tensor | None = None, generator: torch.Ge
         scores, where = scores.gather(-1, shuffle), where.gather(-1, shuffle)
     # Items scored -inf still stand before padding.
     keys = torch.where(where, scores.clamp(min=torch.finfo(scores.dtype).min), -torch.inf)
-    ranks = _ranks_by_counting(keys) if keys.shape[-1] <= SHORT else _ranks_by_sorting(keys)
+    order = keys.argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(1, keys.shape[-1] + 1, device=keys.device).expand(keys.shape)
+    ranks = torch.empty_like(order).scatter_(-1, order, places)
     return ranks if shuffle is None else torch.empty_like(ranks).scatter_(-1, shuffle, ranks)
-
-
-def _ranks_by_counting(keys: Tensor) -> Tensor:
-    """How many keys are larger, or as large and in an earlier slot, plus one."""
-    slots = torch.arange(keys.shape[-1], device=keys.device)
-    keys = batch_innermost(keys)
-    mine, other = keys[..., :, None], keys[..., None, :]
-    ahead = torch.where(slots[:, None] > slots, other >= mine, other > mine)
-    return 1 + ahead.to(keys.dtype).sum(-1).long()
 
 
 def batch_innermost(values: Tensor) -> Tensor:
@@ -190,12 +182,6 @@ def batch_innermost(values: Tensor) -> Tensor:
     long strides over the batch, which is several times faster.
     """
     return values if values.ndim < 2 else values.transpose(0, -1).contiguous().transpose(0, -1)
-
-
-def _ranks_by_sorting(keys: Tensor) -> Tensor:
-    order = keys.argsort(dim=-1, descending=True, stable=True)
-    places = torch.arange(1, keys.shape[-1] + 1, device=keys.device).expand(keys.shape)
-    return torch.empty_like(order).scatter_(-1, order, places)
 
 
 def _prepared(scores: Tensor, where: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -89,40 +89,31 @@ def resolve_columns(
         return given
 
     single = {
-        "request": one("request", request),
-        "position": one("position", position),
-        "relevance": one("relevance", relevance),
-        "weight": one("weight", weight),
-        "item": one("item", item),
+        part: one(part, given)
+        for part, given in {
+            "request": request,
+            "position": position,
+            "relevance": relevance,
+            "weight": weight,
+            "item": item,
+        }.items()
     }
-    taken = {name for name in single.values() if name is not None}
+    free = [n for n in names if n not in asked and n not in single.values()]
     if actions is None:
-        others = (n for n in names if n not in taken and n not in asked)
-        chosen_actions = _saved(schema, ACTIONS_KEY) or tuple(
-            n
-            for n in others
-            if n.lower() in ACTION_NAMES and (n.lower() not in OFTEN_TEXT or _holds_numbers(schema.field(n).type))
-        )
+        chosen_actions = _saved(schema, ACTIONS_KEY) or _usual_actions(schema, free)
     else:
-        chosen_actions = tuple(_matching(actions, names, part="actions", where=where))
+        chosen_actions = _matching(actions, names, part="actions", where=where)
     if categorical is None:
         chosen_categorical = _saved(schema, CATEGORICAL_KEY)
     else:
-        chosen_categorical = tuple(_matching(categorical, names, part="categorical features", where=where))
+        chosen_categorical = _matching(categorical, names, part="categorical features", where=where)
     if features is None:
-        elsewhere = {*taken, *chosen_actions, *chosen_categorical}
-        others = (n for n in names if n not in elsewhere)
-        chosen_features = tuple(n for n in others if FEATURE_PATTERN.fullmatch(n))
+        taken = {*chosen_actions, *chosen_categorical}
+        chosen_features = tuple(n for n in free if n not in taken and FEATURE_PATTERN.fullmatch(n))
     else:
-        chosen_features = tuple(_matching(features, names, part="features", where=where))
-    if single["request"] is None:
-        mend = f"name it with --request (request=...); columns: {_some(names)}"
-        raise ColumnError("found no column that says which request a row belongs to", where=where, mend=mend)
-    if chosen_actions and single["position"] is None:
-        mend = f"name it with --position (position=...); row order is not taken for position; columns: {_some(names)}"
-        raise ColumnError("found actions but no column that says where an item was shown", where=where, mend=mend)
+        chosen_features = _matching(features, names, part="features", where=where)
     columns = Columns(
-        request=single["request"],
+        request=single["request"] or "",
         position=single["position"],
         actions=chosen_actions,
         features=chosen_features,
@@ -131,12 +122,27 @@ def resolve_columns(
         weight=single["weight"],
         item=single["item"],
     )
-    seen: set[str] = set()
-    for name in columns.used:
-        if name in seen:
-            raise OptionError(f"column '{name}' is given two parts", where=where, mend="give each column one part")
-        seen.add(name)
+    _check(columns, names, where)
     return columns
+
+
+def _check(columns: Columns, names: Sequence[str], where: object) -> None:
+    """Refuse a log without requests, one with actions but no positions, and columns with two parts."""
+    if not columns.request:
+        mend = f"name it with --request (request=...); columns: {_some(names)}"
+        raise ColumnError("found no column that says which request a row belongs to", where=where, mend=mend)
+    if columns.actions and columns.position is None:
+        mend = f"name it with --position (position=...); row order is not taken for position; columns: {_some(names)}"
+        raise ColumnError("found actions but no column that says where an item was shown", where=where, mend=mend)
+    twice = next((name for name, count in Counter(columns.used).items() if count > 1), None)
+    if twice is not None:
+        raise OptionError(f"column '{twice}' is given two parts", where=where, mend="give each column one part")
+
+
+def _usual_actions(schema: pa.Schema, names: Iterable[str]) -> tuple[str, ...]:
+    """Columns named like actions; where such a name is often that of a text, only if they hold numbers."""
+    likely = (n for n in names if n.lower() in ACTION_NAMES)
+    return tuple(n for n in likely if n.lower() not in OFTEN_TEXT or _holds_numbers(schema.field(n).type))
 
 
 def _asked(*single: str | None, several: Sequence[Sequence[str] | str]) -> set[str]:
@@ -167,7 +173,7 @@ def _saved(schema: pa.Schema, key: bytes) -> tuple[str, ...]:
     return tuple(name for name in saved if name in schema.names)
 
 
-def _matching(wanted: Sequence[str] | str, names: Sequence[str], *, part: str, where: object) -> Iterable[str]:
+def _matching(wanted: Sequence[str] | str, names: Sequence[str], *, part: str, where: object) -> tuple[str, ...]:
     patterns = [pattern for pattern in _listed(wanted) if pattern]
     found: dict[str, None] = {}
     present = set(names)
@@ -176,7 +182,7 @@ def _matching(wanted: Sequence[str] | str, names: Sequence[str], *, part: str, w
         if not hits:
             raise ColumnError(f"no column '{pattern}' among the {part}", where=where, mend=nearest(pattern, names))
         found.update(dict.fromkeys(hits))
-    return found
+    return tuple(found)
 
 
 def _some(names: Sequence[str]) -> str:

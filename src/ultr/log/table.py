@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ultr.errors import ColumnError, DataError, OptionError, nearest
+from ultr.errors import DataError, OptionError
 from ultr.files import atomic_path
 
 FEATURE_NAMES_KEY = b"ultr.feature_names"
@@ -95,11 +95,6 @@ class Log:
         if self.relevance is None:
             raise DataError("the log has no true labels", mend="name their column with --relevance (relevance=...)")
         return self.relevance
-
-    def action(self, name: str) -> np.ndarray:
-        if name not in self.actions:
-            raise ColumnError(f"the log has no action '{name}'", mend=nearest(name, self.actions))
-        return self.actions[name]
 
     def select(self, requests: np.ndarray | Iterable[int]) -> Log:
         """The given requests, by index or as a mask, in the given order, which may repeat."""
