@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from conftest import make_shown_log
 from ultr.checkpoint import load_checkpoint, locked, read_metrics, save_checkpoint
-from ultr.errors import DataError, OptionError, OutputError
+from ultr.errors import DataError, OptionError, OutputError, UltrError
 from ultr.log import read_log, write_log
 from ultr.methods import METHODS, make_method
 from ultr.runs import RunConfig, load_model, method_inputs, run_training, write_scores
@@ -77,6 +77,15 @@ def test_an_existing_run_is_refused_resumed_or_replaced(log_path, tmp_path):
     assert (run / "model" / "weights.safetensors").read_bytes() == before
     run_training(config(log_path, training={"seed": 9}), run, overwrite=True)
     assert (run / "model" / "weights.safetensors").read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    "changes", [{"label": "clik"}, {"method": "nothing"}, {"columns": {"position": "psn"}}, {"ranker": "tree"}]
+)
+def test_a_run_that_cannot_begin_leaves_nothing_behind(changes, log_path, tmp_path):
+    with pytest.raises(UltrError):
+        run_training(replace(config(log_path), **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_processes_do_not_train_in_one_folder(log_path, tmp_path):

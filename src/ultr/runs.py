@@ -39,7 +39,7 @@ from ultr.methods import Method, MethodInputs, make_method
 from ultr.metrics import parse_metric
 from ultr.rankers import FeatureEncoder, WithConstants, make_ranker
 from ultr.simulate import User, make_user, simulate_log
-from ultr.training import Feed, Progress, TrainingOptions, choose_device, score_rows, start, train
+from ultr.training import Feed, Progress, TrainingOptions, TrainingState, choose_device, score_rows, start, train
 
 FORMAT = 1
 LearnFrom = Literal["feedback", "truth", "no-bias"]
@@ -198,16 +198,22 @@ def run_training(
     """
     if out.exists() and not (resume or overwrite):
         raise OutputError("output exists already", where=out, mend="pass --resume or --overwrite, or another path")
+    if resume and (out / "model").is_dir():
+        return out
+    if resume and (out / "config.json").is_file():
+        config = RunConfig.from_json(read_json(out / "config.json"), where=out)
+    # What cannot be used is refused before anything is written.
+    prepared = prepare(config) if log is None else split_log(log, config)
+    torch.manual_seed(config.training.seed)
+    method = make_method(config.method, method_inputs(config, prepared.train), **config.method_options)
+    if warm_start is not None:
+        _start_from(method, warm_start)
+    state = start(method, prepared.train, config.training)
     with locked(out):
         if overwrite and not resume:
             _empty(out)
-        if (out / "model").is_dir():
-            return out
-        if resume and (out / "config.json").is_file():
-            config = RunConfig.from_json(read_json(out / "config.json"), where=out)
         write_json(out / "config.json", config.to_json())
-        prepared = prepare(config) if log is None else split_log(log, config)
-        _train(config, prepared, out, warm_start, checkpoint_seconds, on_progress)
+        _train(config, prepared, state, out, checkpoint_seconds, on_progress)
     return out
 
 
@@ -220,16 +226,12 @@ def _empty(run: Path) -> None:
 def _train(
     config: RunConfig,
     prepared: Prepared,
+    state: TrainingState,
     out: Path,
-    warm_start: Path | None,
     checkpoint_seconds: float,
     on_progress: Callable[[Progress], None],
 ) -> None:
-    torch.manual_seed(config.training.seed)
-    method = make_method(config.method, method_inputs(config, prepared.train), **config.method_options)
-    if warm_start is not None:
-        _start_from(method, warm_start)
-    state = start(method, prepared.train, config.training)
+    method = state.method
     load_checkpoint(out, state)
     rewind_metrics(out, state.step)
     device = choose_device(config.training.device)
