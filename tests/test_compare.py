@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from conftest import make_shown_log
 from ultr import compare as comparing
 from ultr.compare import Entry, compare, run_folder
 from ultr.errors import OptionError, UltrError
 from ultr.evaluation import paired_test
+from ultr.log import write_log
 from ultr.plots import write_dot_plot
-from ultr.runs import RunConfig
+from ultr.runs import RunConfig, load_model, mean_figures, prepare
+from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions
 
 BASE = RunConfig(
@@ -44,6 +48,20 @@ def test_methods_are_tuned_alike_run_with_all_seeds_and_never_twice(tmp_path, mo
     monkeypatch.setattr("ultr.runs._train", lambda *_: pytest.fail("a finished run was repeated"))
     assert compare(BASE, METHODS, tmp_path, seeds=3, rates=[0.001, 0.1], jobs=1).to_json() == result.to_json()
     assert comparing.default_jobs() >= 1
+
+
+def test_methods_on_a_log_are_judged_on_requests_that_selection_never_saw(tmp_path):
+    log, _ = simulate_log(make_shown_log(requests=60), User())
+    write_log(log, tmp_path / "log.parquet")
+    base = replace(BASE, data=str(tmp_path / "log.parquet"), users=None, select="feedback-ndcg@10")
+    result = compare(base, ["pointwise"], tmp_path / "out", seeds=1, rates=[0.1], jobs=1)
+    (run,) = (tmp_path / "out" / "runs").glob("*/*/*")
+    config = RunConfig.from_json(json.loads((run / "config.json").read_text()))
+    test = prepare(config).test
+    assert len(test) == 12
+    scores = load_model(run).score(test)
+    expected = mean_figures(test, scores, ["feedback-ndcg@10"], user=None, label=config.label)
+    assert result.rows[0].figures["feedback-ndcg@10"] == [pytest.approx(expected["feedback-ndcg@10"])]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from ultr.checkpoint import load_checkpoint, locked, read_metrics, save_checkpoi
 from ultr.errors import DataError, OptionError, OutputError, UltrError
 from ultr.log import read_log, write_log
 from ultr.methods import METHODS, make_method
-from ultr.runs import RunConfig, load_model, method_inputs, run_training, write_scores
+from ultr.runs import RunConfig, best_evaluation, load_model, method_inputs, prepare, run_training, write_scores
 from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions, start
 
@@ -187,6 +187,21 @@ def test_killed_at_twenty_random_moments_a_run_resumes_to_the_same_bits(log_path
     assert read_metrics(whole) == read_metrics(killed)
 
 
+def test_training_validation_and_test_requests_of_a_log_are_apart(log_path):
+    parts = prepare(config(log_path, judged=0.3))
+    ids = [set(part.request_ids.to_pylist()) for part in (parts.train, parts.validation, parts.test)]
+    assert [len(i) for i in ids] == [40, 16, 24]
+    assert len(set.union(*ids)) == 80
+    assert prepare(config(log_path)).test is None
+
+
+def test_the_best_evaluation_is_by_the_runs_own_metric(log_path, tmp_path):
+    run = run_training(config(log_path, select="feedback-arp"), tmp_path / "run")
+    select, best = best_evaluation(run)
+    assert select == "feedback-arp"
+    assert best[select] == min(line[select] for line in read_metrics(run))
+
+
 def test_a_warm_start_takes_the_weights_of_another_run(log_path, tmp_path):
     first = run_training(config(log_path), tmp_path / "one")
     second = run_training(
@@ -213,6 +228,7 @@ def test_a_simulated_run_learns_from_fresh_feedback(tmp_path):
         ({"learn_from": "no-bias", "users": None}, "needs simulated users"),
         ({"learn_from": "love"}, "cannot learn from 'love'"),
         ({"held_out": 0.0}, "between 0 and 1"),
+        ({"held_out": 0.6, "judged": 0.4}, "leave some"),
         ({"select": "ndgc@10"}, "did you mean 'ndcg'"),
     ]:
         with pytest.raises(OptionError, match=message):

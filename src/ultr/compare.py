@@ -17,13 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from ultr.checkpoint import read_json, read_metrics, write_json
+from ultr.checkpoint import read_json, write_json
 from ultr.errors import OptionError, UltrError, nearest
 from ultr.evaluation import FEEDBACK, PairedTest, mean_with_interval, paired_test
 from ultr.methods import METHODS
-from ultr.runs import RunConfig, cached_dataset, load_model, mean_figures, prepare, run_training, with_training
+from ultr.runs import (
+    RunConfig,
+    best_evaluation,
+    cached_dataset,
+    load_model,
+    mean_figures,
+    prepare,
+    run_training,
+    with_training,
+)
 from ultr.simulate import make_user
 
+JUDGED = 0.2  # share of a log's requests that only the final figures see
 DEFAULT_RATES = (0.005, 0.01, 0.02, 0.05)
 
 
@@ -121,6 +131,8 @@ def compare(
     if seeds < 1 or not rates or tuning_seeds < 1:
         raise OptionError("a comparison needs one seed and one rate or more", got=f"{seeds} seeds, {len(rates)} rates")
     metrics = list(metrics or ([base.select] if base.users is None else ["ndcg@10", "reward@10"]))
+    if base.users is None:
+        base = replace(base, judged=JUDGED)
     out.mkdir(parents=True, exist_ok=True)
     tuning = range(min(tuning_seeds, seeds)) if len(rates) > 1 else range(0)
     with Workers(jobs or default_jobs()) as workers:
@@ -156,13 +168,13 @@ def run_folder(out: Path, entry: Entry, lr: float, seed: int) -> Path:
 
 
 def _best_rate(base: RunConfig, out: Path, entry: Entry, rates: Sequence[float], tuning: Sequence[int]) -> float:
-    sign = -1 if base.select.removeprefix(FEEDBACK) == "arp" else 1
-
     def validated(lr: float) -> float:
-        best = [max(sign * line[base.select] for line in read_metrics(run_folder(out, entry, lr, s))) for s in tuning]
-        return float(np.mean(best))
+        best = [best_evaluation(run_folder(out, entry, lr, seed)) for seed in tuning]
+        return float(np.mean([line[select] for select, line in best]))
 
-    return rates[0] if len(rates) == 1 else max(rates, key=validated)
+    if len(rates) == 1:
+        return rates[0]
+    return min(rates, key=validated) if base.select.removeprefix(FEEDBACK) == "arp" else max(rates, key=validated)
 
 
 @dataclass(frozen=True)
@@ -190,10 +202,14 @@ def perform(task: Task) -> str:
 
 
 def evaluate_run(config: RunConfig, folder: Path, metrics: list[str]) -> dict[str, float]:
-    """Figures of a run on the test requests of its data set, or on those of its log that were held out."""
+    """Figures of a run on the test requests of its data set, or on those of its log kept for test."""
     model = load_model(folder)
     if config.users is None:
-        log, user = prepare(config).validation, None
+        log, user = prepare(config).test, None
+        if log is None:
+            raise OptionError(
+                "the run kept no requests of its log for test", where=folder, mend="compare into another folder"
+            )
     else:
         dataset = cached_dataset(config.data, config.data_dir)
         log = dataset.test

@@ -24,6 +24,7 @@ from ultr.checkpoint import (
     load_tensors,
     locked,
     read_json,
+    read_metrics,
     rewind_metrics,
     save_checkpoint,
     save_tensors,
@@ -32,7 +33,7 @@ from ultr.checkpoint import (
 from ultr.datasets import DATASETS, Dataset, load_dataset, ranking_svm, show
 from ultr.errors import DataError, OptionError, OutputError, nearest
 from ultr.evaluation import FEEDBACK, evaluate_scores
-from ultr.files import atomic_path
+from ultr.files import atomic_path, fingerprint
 from ultr.labels import DEFAULT_LABEL, Label
 from ultr.log import Log, read_log
 from ultr.methods import Method, MethodInputs, make_method
@@ -66,6 +67,7 @@ class RunConfig:
     items: int = 10  # shown per request, of a data set
     share: float = 0.01  # of training requests that the initial ranker learns from
     held_out: float = 0.2  # share of a log's requests kept for validation
+    judged: float = 0.0  # share of a log's requests kept for test, which neither training nor selection sees
     select: str = DEFAULT_SELECT
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
@@ -74,8 +76,9 @@ class RunConfig:
             raise OptionError(
                 f"cannot learn from '{self.learn_from}'", mend=nearest(self.learn_from, get_args(LearnFrom))
             )
-        if not 0 < self.held_out < 1:
-            raise OptionError("the share held out should be between 0 and 1", got=self.held_out)
+        if not (self.held_out > 0 and self.judged >= 0 and self.held_out + self.judged < 1):
+            got = f"{self.held_out} and {self.judged}"
+            raise OptionError("the shares for validation and test should be between 0 and 1 and leave some", got=got)
         if self.learn_from == "no-bias" and self.users is None:
             raise OptionError("a no-bias bound needs simulated users", mend="pass --users pbm")
         Label(self.label)
@@ -105,6 +108,7 @@ class Prepared:
     fingerprint: str
     user: User | None = None  # shown the rankings that are evaluated
     feeding_user: User | None = None  # whose fresh feedback is learned from
+    test: Log | None = None  # of a log, if a share of it is to be judged on
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -144,20 +148,23 @@ def read_data(
 def _prepare_log(config: RunConfig) -> Prepared:
     if config.data == "synthetic" or config.data in DATASETS:
         raise OptionError(f"'{config.data}' has true labels and no feedback", mend="pass --users pbm to simulate it")
-    return split_log(read_log(config.data, **config.columns), config)
+    prepared = split_log(read_log(config.data, **config.columns), config)
+    return replace(prepared, fingerprint=fingerprint(Path(config.data)))
 
 
 def split_log(log: Log, config: RunConfig) -> Prepared:
-    """A log's requests for training, and those held out, by the seed."""
-    if len(log) < 2:
-        raise DataError("a log needs two requests or more: some are held out", got=len(log))
+    """A log's requests for training, and those held out for validation and test, by the seed."""
     order = np.random.default_rng(config.training.seed).permutation(len(log))
     held = max(1, round(config.held_out * len(log)))
+    judged = held + (max(1, round(config.judged * len(log))) if config.judged else 0)
+    if judged >= len(log):
+        raise DataError(f"a log needs more than {judged} requests: some are held out", got=len(log))
     validation = _at_most(log.select(np.sort(order[:held])), MAX_VALIDATION_ROWS)
-    learned = log.select(np.sort(order[held:]))
+    test = log.select(np.sort(order[held:judged])) if config.judged else None
+    learned = log.select(np.sort(order[judged:]))
     if config.learn_from == "feedback":
         Label(config.label)(learned.actions)  # refuse labels that cannot be computed before any step is taken
-    return Prepared(learned, validation, f"{len(log)}-{log.rows}")
+    return Prepared(learned, validation, f"{len(log)}-{log.rows}", test=test)
 
 
 def _at_most(log: Log, rows: int) -> Log:
@@ -242,7 +249,7 @@ def _train(
         device=device,
         user=prepared.feeding_user,
     )
-    select, best_is_low = config.select, config.select.removeprefix(FEEDBACK) == "arp"
+    select = config.select
 
     def evaluate(method: Method) -> dict[str, float]:
         method.eval()
@@ -250,7 +257,9 @@ def _train(
         return mean_figures(prepared.validation, scores, [select], user=prepared.user, label=config.label)
 
     saved = time.monotonic()
-    for progress in train(state, feed, evaluate, config.training, select=select, larger_is_better=not best_is_low):
+    for progress in train(
+        state, feed, evaluate, config.training, select=select, larger_is_better=not _less_is_better(select)
+    ):
         append_metrics(out, {"step": progress.step, "loss": progress.loss, **progress.figures})
         if time.monotonic() - saved >= checkpoint_seconds:
             save_checkpoint(out, state)
@@ -268,6 +277,17 @@ def mean_figures(
 ) -> dict[str, float]:
     figures = evaluate_scores(log, scores, metrics, user=user, label=label)
     return {name: float(np.average(values, weights=log.weights)) for name, values in figures.items()}
+
+
+def best_evaluation(run: Path) -> tuple[str, dict[str, Any]]:
+    """The selection metric of a run, and its best evaluation by it."""
+    select = RunConfig.from_json(read_json(run / "config.json"), where=run).select
+    choose = min if _less_is_better(select) else max
+    return select, choose(read_metrics(run), key=lambda line: float(line[select]))
+
+
+def _less_is_better(metric: str) -> bool:
+    return metric.removeprefix(FEEDBACK) == "arp"
 
 
 def _start_from(method: Method, run: Path) -> None:

@@ -102,15 +102,15 @@ def train(
     checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints, at least.")] = 10.0,
 ) -> None:
     """Train a ranker from a log, or from data with simulated users, into a run directory."""
-    from ultr.runs import run_training
+    from ultr.runs import best_evaluation, run_training
 
     config = _config({**locals()})
     with _bar() as bar:
         task = bar.add_task(method, total=steps, figure="")
 
         def show(progress: Any) -> None:
-            figure = f"{select} {progress.figures[select]:.4f}"
-            bar.update(task, completed=progress.step, figure=figure)
+            figures = " ".join(f"{name} {value:.4f}" for name, value in progress.figures.items())
+            bar.update(task, completed=progress.step, figure=figures)
 
         run_training(
             config,
@@ -121,10 +121,8 @@ def train(
             checkpoint_seconds=checkpoint_seconds,
             on_progress=show,
         )
-    from ultr.checkpoint import read_metrics
-
-    best = max(read_metrics(out), key=lambda line: float(line[config.select]))
-    words.print(f"wrote {out}: best {config.select} {best[config.select]:.4f} at step {best['step']}", soft_wrap=True)
+    chosen_by, best = best_evaluation(out)
+    words.print(f"wrote {out}: best {chosen_by} {best[chosen_by]:.4f} at step {best['step']}", soft_wrap=True)
     words.print(f"next: ultr score {out} CANDIDATES --out scores.parquet", soft_wrap=True)
 
 

@@ -33,6 +33,8 @@ class FeatureEncoder(nn.Module):
         self.register_buffer("numeric", torch.tensor(numeric, dtype=torch.int64), persistent=False)
         dimensions = {i: min(32, 2 + round(1.6 * size**0.4)) for i, size in categories.items()}
         self.embeddings = nn.ModuleDict({str(i): nn.Embedding(size, dimensions[i]) for i, size in categories.items()})
+        for embedding in self.embeddings.values():
+            nn.init.zeros_(embedding.weight[0])  # type: ignore[index]  # what was never seen says nothing
         self.width = len(numeric) + sum(dimensions.values())
 
     def fit(self, matrix: np.ndarray, block: int = 1 << 16) -> None:
