@@ -12,8 +12,9 @@ from ultr.compare import Entry, compare, run_folder
 from ultr.errors import OptionError, UltrError
 from ultr.evaluation import paired_test
 from ultr.log import write_log
+from ultr.models import load_model
 from ultr.plots import write_dot_plot
-from ultr.runs import RunConfig, load_model, mean_figures, prepare
+from ultr.runs import RunConfig, mean_figures, prepare
 from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions
 

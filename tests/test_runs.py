@@ -19,7 +19,8 @@ from ultr.checkpoint import load_checkpoint, locked, read_metrics, save_checkpoi
 from ultr.errors import DataError, OptionError, OutputError, UltrError
 from ultr.log import read_log, write_log
 from ultr.methods import METHODS, make_method
-from ultr.runs import RunConfig, best_evaluation, load_model, method_inputs, prepare, run_training, write_scores
+from ultr.models import load_model, write_scores
+from ultr.runs import RunConfig, best_evaluation, method_inputs, prepare, run_training
 from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions, start
 

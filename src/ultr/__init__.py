@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ultr.labels import Label
     from ultr.lists import ListBatches, Lists
     from ultr.log import Log, read_log, write_log
-    from ultr.runs import Model, RunConfig, load_model, run_training
+    from ultr.models import Model, load_model
+    from ultr.runs import RunConfig, run_training
     from ultr.simulate import User, make_user, simulate_log
     from ultr.sklearn import UnbiasedRanker
     from ultr.training import TrainingOptions
@@ -30,7 +31,7 @@ _MODULE_OF = {
     "ListBatches": "lists",
     "Lists": "lists",
     "Log": "log",
-    "Model": "runs",
+    "Model": "models",
     "RunConfig": "runs",
     "TrainingOptions": "training",
     "UltrError": "errors",
@@ -38,7 +39,7 @@ _MODULE_OF = {
     "User": "simulate",
     "evaluate_scores": "evaluation",
     "load_dataset": "datasets",
-    "load_model": "runs",
+    "load_model": "models",
     "make_user": "simulate",
     "mean_with_interval": "evaluation",
     "paired_test": "evaluation",

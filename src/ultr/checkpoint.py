@@ -75,6 +75,20 @@ def locked(run: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def waiting_for(path: Path) -> Iterator[None]:
+    """Hold a name for this process alone, after waiting for any other that holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # not on this system: two processes may then do the same work twice
+        yield
+        return
+    with path.with_suffix(".lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
 def save_checkpoint(run: Path, state: TrainingState) -> None:
     folder = run / "checkpoints" / f"step-{state.step:06}"
     with atomic_path(folder, overwrite=True, folder=True) as temporary:

@@ -20,12 +20,12 @@ import numpy as np
 from ultr.checkpoint import read_json, write_json
 from ultr.errors import OptionError, UltrError, nearest
 from ultr.evaluation import FEEDBACK, PairedTest, mean_with_interval, paired_test
-from ultr.methods import METHODS
+from ultr.methods import parse_options
+from ultr.models import load_model
 from ultr.runs import (
     RunConfig,
     best_evaluation,
     cached_dataset,
-    load_model,
     mean_figures,
     prepare,
     run_training,
@@ -49,23 +49,11 @@ class Entry:
     @staticmethod
     def parse(text: str) -> Entry:
         name, _, rest = text.strip().partition(":")
-        if name not in METHODS:
-            raise OptionError(f"no method '{name}'", mend=nearest(name, METHODS))
-        options: dict[str, Any] = {}
-        learn_from = "feedback"
-        for part in filter(None, rest.split(":")):
-            key, equals, value = part.partition("=")
-            if not equals:
-                raise OptionError("an option of a method reads key=value", got=f"'{part}' in '{text}'")
-            if key == "from":
-                learn_from = value
-            elif key in METHODS[name].OPTIONS:
-                options[key] = METHODS[name].OPTIONS[key](value)
-            else:
-                raise OptionError(
-                    f"method '{name}' has no option '{key}'", mend=nearest(key, ["from", *METHODS[name].OPTIONS])
-                )
-        return Entry(text.strip(), name, learn_from, options)
+        parts = [part for part in rest.split(":") if part]
+        own = [part for part in parts if not part.startswith("from=")]
+        learn_from = [part.removeprefix("from=") for part in parts if part not in own]
+        options = parse_options(name, own)
+        return Entry(text.strip(), name, learn_from[-1] if learn_from else "feedback", options)
 
     def config(self, base: RunConfig, lr: float, seed: int) -> RunConfig:
         config = replace(base, method=self.method, method_options=self.options, learn_from=self.learn_from)  # type: ignore[arg-type]
@@ -136,7 +124,7 @@ def compare(
     out.mkdir(parents=True, exist_ok=True)
     tuning = range(min(tuning_seeds, seeds)) if len(rates) > 1 else range(0)
     with Workers(jobs or default_jobs()) as workers:
-        tried = [(e, lr, seed) for e in entries for lr in rates for seed in tuning]
+        tried = [(e, lr, seed) for lr in rates for e in entries for seed in tuning]
         workers.run([_task(base, out, e, lr, seed, metrics) for e, lr, seed in tried], on_done)
         chosen = {e.text: _best_rate(base, out, e, rates, tuning) for e in entries}
         final = [(e, chosen[e.text], seed) for e in entries for seed in range(seeds)]
@@ -183,18 +171,20 @@ class Task:
 
     config: dict[str, Any]
     folder: str
+    shared: str  # bias models of the comparison
     metrics: tuple[str, ...]
 
 
 def _task(base: RunConfig, out: Path, entry: Entry, lr: float, seed: int, metrics: Sequence[str]) -> Task:
-    return Task(entry.config(base, lr, seed).to_json(), str(run_folder(out, entry, lr, seed)), tuple(metrics))
+    folder = run_folder(out, entry, lr, seed)
+    return Task(entry.config(base, lr, seed).to_json(), str(folder), str(out / "bias"), tuple(metrics))
 
 
 def perform(task: Task) -> str:
     """Train a run, unless it is finished, and write its figures on test, unless they are there."""
     folder = Path(task.folder)
     config = RunConfig.from_json(task.config)
-    run_training(config, folder, resume=True)
+    run_training(config, folder, resume=True, shared=Path(task.shared))
     known = read_json(folder / "test.json") if (folder / "test.json").is_file() else {}
     if missing := [metric for metric in task.metrics if metric not in known]:
         write_json(folder / "test.json", {**known, **evaluate_run(config, folder, missing)})

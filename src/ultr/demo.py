@@ -12,7 +12,8 @@ from ultr.datasets import load_dataset, ranking_svm, show
 from ultr.labels import DEFAULT_LABEL
 from ultr.log import Log, write_log
 from ultr.log.summary import by_position
-from ultr.runs import RunConfig, load_model, mean_figures, run_training
+from ultr.models import load_model
+from ultr.runs import RunConfig, mean_figures, run_training
 from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions
 

@@ -15,7 +15,7 @@ from ultr.metrics import Gain, batch_innermost, discounts_at, gains, ranks_of
 
 def pointwise_loss(scores: Tensor, labels: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
     """Squared error of the score as a prediction of the label: Σ_i (s_i - c_i)²."""
-    return _reduced(torch.where(where, (scores - labels).square(), 0.0).sum(-1), weights)
+    return reduced(torch.where(where, (scores - labels).square(), 0.0).sum(-1), weights)
 
 
 def pairwise_loss(scores: Tensor, pair_weights: Tensor, *, weights: Tensor | None = None) -> Tensor:
@@ -23,9 +23,13 @@ def pairwise_loss(scores: Tensor, pair_weights: Tensor, *, weights: Tensor | Non
 
     `pair_weights` [..., i, j] carry no gradient and are zero for pairs that do not count, padding among them.
     """
+    return reduced((pair_weights.detach() * softplus(-gaps(scores))).sum((-2, -1)), weights)
+
+
+def gaps(scores: Tensor) -> Tensor:
+    """[..., i, j]: s_i - s_j."""
     scores = batch_innermost(scores)
-    behind = scores[..., None, :] - scores[..., :, None]  # s_j - s_i
-    return _reduced((pair_weights.detach() * softplus(behind)).sum((-2, -1)), weights)
+    return scores[..., :, None] - scores[..., None, :]
 
 
 def preferred_pairs(labels: Tensor, *, where: Tensor) -> Tensor:
@@ -57,7 +61,8 @@ def lambdarank_weights(
     return torch.where(preferred_pairs(labels, where=where), delta, 0.0)
 
 
-def _reduced(per_request: Tensor, weights: Tensor | None) -> Tensor:
+def reduced(per_request: Tensor, weights: Tensor | None) -> Tensor:
+    """The mean over requests, by weight."""
     if weights is None:
         return per_request.mean()
     return (weights * per_request).sum() / weights.sum()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -11,11 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
-from torch import nn
 
 from ultr import __version__
 from ultr.checkpoint import (
@@ -28,6 +26,7 @@ from ultr.checkpoint import (
     rewind_metrics,
     save_checkpoint,
     save_tensors,
+    waiting_for,
     write_json,
 )
 from ultr.datasets import DATASETS, Dataset, load_dataset, ranking_svm, show
@@ -38,13 +37,24 @@ from ultr.labels import DEFAULT_LABEL, Label
 from ultr.log import Log, read_log
 from ultr.methods import Method, MethodInputs, make_method
 from ultr.metrics import parse_metric
-from ultr.rankers import FeatureEncoder, WithConstants, make_ranker
+from ultr.models import save_model
 from ultr.simulate import User, make_user, simulate_log
-from ultr.training import Feed, Progress, TrainingOptions, TrainingState, choose_device, score_rows, start, train
+from ultr.training import (
+    Feed,
+    Progress,
+    TrainingOptions,
+    TrainingState,
+    choose_device,
+    fit_first,
+    score_rows,
+    start,
+    train,
+)
 
 FORMAT = 1
+BIAS_BATCHES = 20  # of lists in which a bias model is looked at
 LearnFrom = Literal["feedback", "truth", "no-bias"]
-DEFAULT_METHOD = "lambdarank"
+DEFAULT_METHOD = "pairwise-em"
 DEFAULT_SELECT = "feedback-ndcg@10"
 MAX_VALIDATION_ROWS = 100_000  # evaluated often while training; enough to tell rankers apart
 
@@ -63,6 +73,7 @@ class RunConfig:
     columns: Mapping[str, Any] = field(default_factory=dict)  # of a log, as for read_log
     users: str | None = None
     user_options: Mapping[str, Any] = field(default_factory=dict)
+    propensities: Mapping[str, float] | None = None  # known examination by position
     data_dir: str | None = None
     items: int = 10  # shown per request, of a data set
     share: float = 0.01  # of training requests that the initial ranker learns from
@@ -185,6 +196,7 @@ def method_inputs(config: RunConfig, log: Log) -> MethodInputs:
         ranker=config.ranker,
         ranker_options=config.ranker_options,
         truth=config.learn_from == "truth",
+        propensities=None if config.propensities is None else {int(k): v for k, v in config.propensities.items()},
     )
 
 
@@ -195,13 +207,16 @@ def run_training(
     resume: bool = False,
     overwrite: bool = False,
     warm_start: Path | None = None,
+    shared: Path | None = None,
     log: Log | None = None,
     checkpoint_seconds: float = 10.0,
+    on_first: Callable[[Progress], None] = lambda _: None,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
     """Train as configured into `out`, going on from its last checkpoint if `resume`; returns `out`.
 
-    A `log` that is at hand is learned from in place of the one that the configuration names.
+    A `log` that is at hand is learned from in place of the one that the configuration names. Bias models are looked for
+    and left in the folder `shared`, if given, for runs that differ in what comes after; `on_first` hears of their fit.
     """
     if out.exists() and not (resume or overwrite):
         raise OutputError("output exists already", where=out, mend="pass --resume or --overwrite, or another path")
@@ -220,7 +235,7 @@ def run_training(
         if overwrite and not resume:
             _empty(out)
         write_json(out / "config.json", config.to_json())
-        _train(config, prepared, state, out, checkpoint_seconds, on_progress)
+        _train(config, prepared, method, state, out, shared, checkpoint_seconds, on_first, on_progress)
     return out
 
 
@@ -233,13 +248,17 @@ def _empty(run: Path) -> None:
 def _train(
     config: RunConfig,
     prepared: Prepared,
+    method: Method,
     state: TrainingState,
     out: Path,
+    shared: Path | None,
     checkpoint_seconds: float,
+    on_first: Callable[[Progress], None],
     on_progress: Callable[[Progress], None],
 ) -> None:
-    method = state.method
-    load_checkpoint(out, state)
+    if not load_checkpoint(out, state) and method.first() is not None:
+        _fit_first(config, prepared, method, shared, on_first)
+        save_checkpoint(out, state)
     rewind_metrics(out, state.step)
     device = choose_device(config.training.device)
     feed = Feed(
@@ -266,10 +285,42 @@ def _train(
             saved = time.monotonic()
         on_progress(progress)
     method.load_state_dict(state.best_weights)
-    if (bias := method.bias()) is not None:
+    if (bias := method.bias(feed(step) for step in range(BIAS_BATCHES))) is not None:
         write_json(out / "bias.json", bias)
-    save_model(out / "model", method, config, prepared)
+    save_model(out / "model", method, prepared.train, data=prepared.fingerprint)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
+
+
+def _fit_first(
+    config: RunConfig,
+    prepared: Prepared,
+    method: Method,
+    shared: Path | None,
+    on_progress: Callable[[Progress], None],
+) -> None:
+    """Fit what comes before the ranker, or take it from a run with the same data, seed and options of it."""
+    model = method.first()
+    if model is None:
+        return
+
+    def fit() -> None:
+        fit_first(method, prepared.train, config.training, user=prepared.feeding_user, on_progress=on_progress)
+
+    if shared is None:
+        fit()
+        return
+    own = config.training
+    training = TrainingOptions(seed=own.seed, batch=own.batch, bias_steps=own.bias_steps)
+    about = asdict(replace(config, method_options={}, ranker_options={}, select=DEFAULT_SELECT, training=training))
+    key = hashlib.sha256(json.dumps([about, model.settings()], sort_keys=True).encode()).hexdigest()[:16]
+    with waiting_for(shared / key):
+        kept = shared / f"{key}.safetensors"
+        if kept.is_file():
+            model.load_state_dict(load_tensors(kept))
+            return
+        fit()
+        with atomic_path(kept, overwrite=True) as temporary:
+            save_tensors(temporary, model.state_dict())
 
 
 def mean_figures(
@@ -299,94 +350,6 @@ def _start_from(method: Method, run: Path) -> None:
             "its ranker has another shape", where=run, mend="start from a run with the same features and ranker"
         )
     method.ranker.load_state_dict(weights)
-
-
-@dataclass(frozen=True, eq=False)
-class Model:
-    """A ranker that scores, the features it takes, and the label it was trained for."""
-
-    ranker: nn.Module
-    feature_names: tuple[str, ...]
-    label: str
-    vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> its values, as for Log
-
-    def score(self, log: Log, *, device: str = "cpu") -> np.ndarray:
-        """A score for each row of a log with the same features, in any order."""
-        return self.score_features(self.columns_of(log), device=device)
-
-    def score_features(self, features: np.ndarray, *, device: str = "cpu") -> np.ndarray:
-        """A score for each row of features, which are those of the model in its order."""
-        chosen = choose_device(device)
-        return score_rows(self.ranker.to(chosen), features, device=chosen)
-
-    def columns_of(self, log: Log) -> np.ndarray:
-        if log.feature_names == self.feature_names and not self.vocabularies:
-            return log.features
-        place = {name: i for i, name in enumerate(log.feature_names)}
-        lacking = [name for name in self.feature_names if name not in place]
-        if lacking:
-            shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
-            raise DataError(
-                f"the data lacks features the model was trained on: {shown}", mend="name them with --features"
-            )
-        columns = log.features[:, [place[name] for name in self.feature_names]]
-        for i, name in enumerate(self.feature_names):
-            if (name in self.vocabularies) != (name in log.vocabularies):
-                raise DataError(f"'{name}' should be a category here as in training", mend="name it with --categorical")
-            if name in self.vocabularies:
-                translation = np.append(0, self.codes_of(name, log.vocabularies[name]))
-                columns[:, i] = translation[columns[:, i].astype(np.int64)]
-        return columns
-
-    def codes_of(self, name: str, values: Any) -> np.ndarray:
-        """The codes of values of a categorical feature, 0 for those that training never saw."""
-        found = pc.index_in(pa.array(values).cast(pa.string()), value_set=self.vocabularies[name])
-        return np.asarray(pc.fill_null(found, -1).to_numpy(zero_copy_only=False) + 1)
-
-
-def save_model(folder: Path, method: Method, config: RunConfig, prepared: Prepared) -> None:
-    serving = method.serving()
-    constants = len(serving.constants) if isinstance(serving, WithConstants) else 0
-    description = {
-        "format": FORMAT,
-        "ranker": config.ranker,
-        "ranker_options": dict(config.ranker_options),
-        "feature_names": list(prepared.train.feature_names),
-        "vocabularies": {name: values.to_pylist() for name, values in prepared.train.vocabularies.items()},
-        "constants": constants,
-        "label": config.label,
-        "data": prepared.fingerprint,
-    }
-    with atomic_path(folder, overwrite=True, folder=True) as temporary:
-        save_tensors(temporary / "weights.safetensors", serving.state_dict())
-        write_json(temporary / "model.json", description)
-
-
-def load_model(run: str | Path) -> Model:
-    """The model of a finished run."""
-    folder = Path(run) / "model"
-    about = read_json(folder / "model.json")
-    if about.get("format") != FORMAT:
-        raise DataError("the model is of another version", where=folder, got=about.get("format"), mend="train again")
-    try:
-        names, constants = tuple(about["feature_names"]), int(about["constants"])
-        vocabularies = {name: pa.array(values, pa.string()) for name, values in about["vocabularies"].items()}
-        categories = {names.index(name): len(values) + 1 for name, values in vocabularies.items()}
-        encoder = FeatureEncoder(len(names) + constants, categories)
-        ranker = make_ranker(about["ranker"], encoder, **about["ranker_options"])
-        if constants:
-            ranker = WithConstants(ranker, torch.zeros(constants))
-        ranker.load_state_dict(load_tensors(folder / "weights.safetensors"))
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise DataError(f"the model cannot be loaded ({error})", where=folder, mend="train again") from error
-    return Model(ranker.eval(), names, str(about["label"]), vocabularies)
-
-
-def write_scores(log: Log, scores: np.ndarray, path: Path, *, overwrite: bool = False) -> None:
-    """The keys of each row and its score, as Parquet."""
-    keys = replace(log.without_features(), actions={}, weights=None).to_table()
-    with atomic_path(path, overwrite=overwrite) as temporary:
-        pq.write_table(keys.append_column("score", pa.array(scores)), temporary)
 
 
 def with_training(config: RunConfig, **changes: Any) -> RunConfig:

@@ -12,11 +12,13 @@ import pyarrow as pa
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
+from ultr.checkpoint import read_json
 from ultr.errors import DataError
 from ultr.evaluation import evaluate_scores
 from ultr.labels import DEFAULT_LABEL
 from ultr.log import Log, read_log
-from ultr.runs import DEFAULT_METHOD, DEFAULT_SELECT, RunConfig, load_model, run_training
+from ultr.models import load_model
+from ultr.runs import DEFAULT_METHOD, DEFAULT_SELECT, RunConfig, run_training
 from ultr.training import TrainingOptions
 
 
@@ -26,13 +28,16 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
     >>> ranker = UnbiasedRanker(method="lambdarank", label="click", steps=200)
 
     `fit` takes a frame (pandas, polars, Arrow) whose columns are found by name or given, or an array of features with
-    `actions`, `request` and `position` beside it. `predict` gives a score for each row of a frame or array.
+    `actions`, `request` and `position` beside it. `predict` gives a score for each row of a frame or array. `bias_`
+    holds what was learned about bias.
     """
 
     def __init__(
         self,
         *,
         method: str = DEFAULT_METHOD,
+        method_options: Mapping[str, Any] | None = None,
+        propensities: Mapping[int, float] | None = None,
         label: str = DEFAULT_LABEL,
         ranker: str = "mlp",
         hidden: Sequence[int] = (512, 256, 128),
@@ -44,12 +49,15 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         weight_decay: float = 0.0,
         evaluate_every: int = 50,
         patience: int = 0,
+        bias_steps: int = 3000,
         select: str = DEFAULT_SELECT,
         held_out: float = 0.2,
         device: str = "auto",
         random_state: int = 0,
     ) -> None:
         self.method = method
+        self.method_options = method_options
+        self.propensities = propensities
         self.label = label
         self.ranker = ranker
         self.hidden = hidden
@@ -61,6 +69,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         self.weight_decay = weight_decay
         self.evaluate_every = evaluate_every
         self.patience = patience
+        self.bias_steps = bias_steps
         self.select = select
         self.held_out = held_out
         self.device = device
@@ -87,9 +96,12 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         else:
             log = read_log(X, **named, features=features, categorical=categorical)
         options = {} if self.ranker == "linear" else {"hidden": tuple(self.hidden), "dropout": self.dropout}
+        known = None if self.propensities is None else {str(k): float(v) for k, v in self.propensities.items()}
         config = RunConfig(
             data="",
             method=self.method,
+            method_options=dict(self.method_options or {}),
+            propensities=known,
             label=self.label,
             ranker=self.ranker,
             ranker_options=options,
@@ -103,6 +115,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
                 weight_decay=self.weight_decay,
                 evaluate_every=self.evaluate_every,
                 patience=self.patience,
+                bias_steps=self.bias_steps,
                 seed=self.random_state,
                 device=self.device,
             ),
@@ -118,6 +131,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
                 on_progress=lambda p: history.append({"step": p.step, "loss": p.loss, **p.figures}),
             )
             self.model_ = load_model(run)
+            self.bias_ = read_json(run / "bias.json") if (run / "bias.json").is_file() else None
         self.history_ = history
         self.n_features_in_ = len(log.feature_names)
         self.feature_names_in_ = np.array(log.feature_names, dtype=object)

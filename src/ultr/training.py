@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 from ultr.errors import DataError, OptionError, nearest
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
-from ultr.methods import Method
+from ultr.methods.base import Learner, Method
 from ultr.rankers import FeatureEncoder
 from ultr.simulate import User
 
@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
+BIAS_HELD_OUT = 0.1  # share of training requests by which the fit of a bias model is judged
 SCHEDULES = ("constant", "cosine", "linear")
 
 
@@ -44,6 +45,7 @@ class TrainingOptions:
     weight_decay: float = 0.0
     evaluate_every: int = 50
     patience: int = 0  # evaluations without improvement before stopping; 0: never
+    bias_steps: int = 3000  # at most, of a bias model that comes before the ranker
     seed: int = 0
     device: str = "auto"
     precision: Literal["float32", "bf16"] = "float32"
@@ -55,7 +57,7 @@ class TrainingOptions:
             raise OptionError(f"no schedule '{self.schedule}'", mend=nearest(self.schedule, SCHEDULES))
         if self.precision not in ("float32", "bf16"):
             raise OptionError("precision should be float32 or bf16", got=f"'{self.precision}'")
-        for name in ("steps", "batch", "evaluate_every"):
+        for name in ("steps", "batch", "evaluate_every", "bias_steps"):
             if getattr(self, name) < 1:
                 raise OptionError(f"'{name}' should be 1 or more", got=getattr(self, name))
         for name in ("warmup", "clip", "weight_decay", "patience", "seed"):
@@ -70,6 +72,9 @@ class TrainingOptions:
         done = min(1.0, max(0, step - self.warmup) / max(1, self.steps - self.warmup))
         shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[self.schedule]
         return self.lr * warm * shape
+
+
+BIAS_TRAINING = TrainingOptions(lr=0.03, evaluate_every=200, patience=5)
 
 
 def choose_device(name: str) -> torch.device:
@@ -130,7 +135,7 @@ class Feed:
 class TrainingState:
     """All that a run needs to go on from where it is."""
 
-    method: Method
+    method: Learner
     optimizer: torch.optim.Optimizer
     step: int = 0
     best: float = -math.inf
@@ -149,7 +154,7 @@ class Progress:
     improved: bool
 
 
-def start(method: Method, train: Log, options: TrainingOptions) -> TrainingState:
+def start(method: Learner, train: Log, options: TrainingOptions) -> TrainingState:
     """A method ready for training: features normalised by the training log, on its device, with an optimizer."""
     if not train.feature_names:
         raise DataError("the log has no features to learn from", mend="name them with --features")
@@ -160,13 +165,15 @@ def start(method: Method, train: Log, options: TrainingOptions) -> TrainingState
     method.to(device)
     kind, settings = OPTIMIZERS[options.optimizer], {"lr": options.lr, "weight_decay": options.weight_decay}
     fused = {"fused": True} if device.type == "cpu" else {}  # one pass over the parameters
-    return TrainingState(method, kind(method.parameters(), **settings, **fused))
+    already = method.first() if isinstance(method, Method) else None
+    kept = set() if already is None else set(already.parameters())
+    return TrainingState(method, kind([p for p in method.parameters() if p not in kept], **settings, **fused))
 
 
 def train(
     state: TrainingState,
     feed: Callable[[int], Lists],
-    evaluate: Callable[[Method], dict[str, float]],
+    evaluate: Callable[[Any], dict[str, float]],
     options: TrainingOptions,
     *,
     select: str,
@@ -200,6 +207,47 @@ def train(
         else:
             state.waited += 1
         yield Progress(state.step, loss, figures, improved)
+
+
+def fit_first(
+    method: Method,
+    log: Log,
+    options: TrainingOptions,
+    *,
+    user: User | None = None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> None:
+    """Let a method learn what comes before its ranker: from the whole log, then step by step, as far as held-out
+    requests gain by it. Its rate and steps are its own, so that those of the ranker can be tuned apart.
+    """
+    seed, device = options.seed, choose_device(options.device)
+    method.prepare(log, user=user, sessions=options.bias_steps * options.batch, seed=seed)
+    model = method.first()
+    if model is None:
+        return
+    own = replace(
+        BIAS_TRAINING,
+        steps=options.bias_steps,
+        batch=options.batch,
+        seed=step_seed(seed, 0, 3),
+        device=options.device,
+        precision=options.precision,
+    )
+    order = np.random.default_rng(seed).permutation(len(log))
+    held = max(1, round(BIAS_HELD_OUT * len(log)))
+    learned = log.select(np.sort(order[held:])) if held < len(log) else log
+    judged = Feed(log.select(np.sort(order[:held])), batch=256, seed=own.seed, device=device, user=user)
+    judged_lists = [judged(step) for step in range(max(1, min(8, held // 128)))]
+    state = start(model, learned, own)
+
+    def evaluate(model: Any) -> dict[str, float]:
+        model.eval()
+        return dict(model.held_out_figures(judged_lists))
+
+    feed = Feed(learned, batch=own.batch, seed=own.seed, device=device, user=user)
+    for progress in train(state, feed, evaluate, own, select="likelihood"):
+        on_progress(progress)
+    model.load_state_dict(state.best_weights)
 
 
 def take_step(state: TrainingState, lists: Lists, options: TrainingOptions) -> Tensor:

@@ -17,7 +17,7 @@ from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods import METHODS, Method, MethodInputs, make_method
 from ultr.simulate import User, simulate_log
-from ultr.training import Feed, TrainingOptions, score_rows, start, take_step, train
+from ultr.training import Feed, TrainingOptions, fit_first, score_rows, start, take_step, train
 
 FEATURES = 5
 
@@ -146,8 +146,9 @@ def pick(lists: Lists, requests: torch.Tensor) -> Lists:
 def trained(name: str, log: Log, **options) -> Method:
     torch.manual_seed(1)
     method = make_method(name, inputs())
-    settings = TrainingOptions(**{"steps": 30, "batch": 16, "device": "cpu", **options})
+    settings = TrainingOptions(**{"steps": 30, "bias_steps": 30, "batch": 16, "device": "cpu", **options})
     state = start(method, log, settings)
+    fit_first(method, log, settings)
     feed = Feed(log, batch=settings.batch, seed=settings.seed, device=torch.device("cpu"))
     for step in range(settings.steps):
         take_step(state, feed(step), settings)
@@ -196,9 +197,11 @@ def test_a_tiny_unbiased_set_is_learned(name):
     log = replace(log, relevance=grades)
     torch.manual_seed(2)
     method = make_method(name, inputs())
-    options = TrainingOptions(steps=400, batch=64, lr=0.05, evaluate_every=100, device="cpu")
+    options = TrainingOptions(steps=400, bias_steps=400, batch=64, lr=0.05, evaluate_every=100, device="cpu")
     state = start(method, log, options)
-    feed = Feed(log, batch=64, seed=0, device=torch.device("cpu"), user=User(epsilon=0.0).unbiased())
+    user = User(epsilon=0.0).unbiased()
+    fit_first(method, log, options, user=user)
+    feed = Feed(log, batch=64, seed=0, device=torch.device("cpu"), user=user)
 
     def evaluate(trained: Method) -> dict[str, float]:
         scores = score_rows(trained.score, log.features, device="cpu")

@@ -56,6 +56,10 @@ Select = Annotated[
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")]
 Precision = Annotated[str, typer.Option("--precision", help="float32 or bf16.")]
 DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder of data sets (or ULTR_DATA).")]
+BiasSteps = Annotated[int, typer.Option("--bias-steps", help="Steps, at most, of the bias model before the ranker.")]
+Propensities = Annotated[
+    Path | None, typer.Option("--propensities", help="Known examination: a table with position,propensity.")
+]
 Eta = Annotated[float, typer.Option("--eta", help="Severity of simulated position bias.")]
 Epsilon = Annotated[float, typer.Option("--epsilon", help="Click noise of simulated users.")]
 
@@ -66,7 +70,16 @@ LABEL = "click + dwell / exp(3)"
 def train(
     data: Data,
     out: Annotated[Path, typer.Option(help="The run directory to write.")],
-    method: Annotated[str, typer.Option(help="lambdarank, pointwise or position-feature.")] = "lambdarank",
+    method: Annotated[
+        str, typer.Option(help="pairwise-em, lambdarank, pointwise or position-feature.")
+    ] = "pairwise-em",
+    loss: Annotated[
+        str | None, typer.Option(help="Of pairwise-em: posterior (the default), opt, bayes-ipw or ipw.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Another option of the method, as key=value; may be repeated.")
+    ] = None,
+    propensities: Propensities = None,
     learn_from: Annotated[str, typer.Option(help="feedback; or, as bounds, truth or no-bias.")] = "feedback",
     label: LabelOption = LABEL,
     ranker: RankerOption = "mlp",
@@ -83,6 +96,7 @@ def train(
     weight_decay: WeightDecay = 0.0,
     evaluate_every: EvaluateEvery = 50,
     patience: Patience = 0,
+    bias_steps: BiasSteps = 3000,
     select: Select = SELECT,
     users: UsersOption = None,
     eta: Eta = 1.0,
@@ -110,7 +124,11 @@ def train(
 
         def show(progress: Any) -> None:
             figures = " ".join(f"{name} {value:.4f}" for name, value in progress.figures.items())
-            bar.update(task, completed=progress.step, figure=figures)
+            bar.update(task, description=method, completed=progress.step, total=steps, figure=figures)
+
+        def show_first(progress: Any) -> None:
+            figures = f"held-out log-likelihood {progress.figures['likelihood']:.4f}"
+            bar.update(task, description="bias model", completed=progress.step, total=bias_steps, figure=figures)
 
         run_training(
             config,
@@ -119,16 +137,27 @@ def train(
             overwrite=overwrite,
             warm_start=warm_start,
             checkpoint_seconds=checkpoint_seconds,
+            on_first=show_first,
             on_progress=show,
         )
+    _say_warnings(out)
     chosen_by, best = best_evaluation(out)
     words.print(f"wrote {out}: best {chosen_by} {best[chosen_by]:.4f} at step {best['step']}", soft_wrap=True)
     words.print(f"next: ultr score {out} CANDIDATES --out scores.parquet", soft_wrap=True)
 
 
+def _say_warnings(run: Path) -> None:
+    """What the method found wrong with its bias model, if it has one."""
+    path = run / "bias.json"
+    for warning in json.loads(path.read_text())["warnings"] if path.is_file() else ():
+        words.print(f"warning: {warning['name']}: {warning['what']}", soft_wrap=True)
+
+
 def _config(options: dict[str, Any]) -> RunConfig:
     """The configuration that options of a command stand for."""
-    from ultr.runs import RunConfig
+    from ultr.examination import read_propensities
+    from ultr.methods import parse_options
+    from ultr.runs import DEFAULT_METHOD, RunConfig
     from ultr.training import TrainingOptions
 
     ranker_options: dict[str, Any] = {}
@@ -142,10 +171,16 @@ def _config(options: dict[str, Any]) -> RunConfig:
         ranker_options = {"hidden": sizes, "dropout": options["dropout"], "norm": options["norm"]}
     columns = {name: options.get(name) for name in ("request", "position", "features", "categorical", "actions")}
     training = {name: options[name] for name in TrainingOptions.__dataclass_fields__ if name in options}
-    data_dir = options["data_dir"]
+    data_dir, propensities = options["data_dir"], options["propensities"]
+    method = options.get("method", DEFAULT_METHOD)
+    given = list(options.get("option") or [])
+    if options.get("loss"):
+        given.append(f"loss={options['loss']}")
     return RunConfig(
         data=options["data"],
-        method=options.get("method", "lambdarank"),
+        method=method,
+        method_options=parse_options(method, given),
+        propensities=None if propensities is None else {str(k): v for k, v in read_propensities(propensities).items()},
         learn_from=options.get("learn_from", "feedback"),
         label=options["label"],
         ranker=options["ranker"],
@@ -173,7 +208,8 @@ def evaluate(
 ) -> None:
     """Judge a run on data: means over requests with 95% intervals."""
     from ultr.evaluation import evaluate_scores, mean_with_interval
-    from ultr.runs import load_model, read_data
+    from ultr.models import load_model
+    from ultr.runs import read_data
     from ultr.simulate import make_user
 
     model = load_model(run)
@@ -207,7 +243,7 @@ def score(
     """Score items with a run: the request, item and position of each row, and its score."""
     from ultr.files import refuse_existing
     from ultr.log import read_log
-    from ultr.runs import load_model, write_scores
+    from ultr.models import load_model, write_scores
 
     refuse_existing(out, overwrite=overwrite)
     model = load_model(run)
@@ -241,6 +277,8 @@ def compare(
     weight_decay: WeightDecay = 0.0,
     evaluate_every: EvaluateEvery = 50,
     patience: Patience = 0,
+    bias_steps: BiasSteps = 3000,
+    propensities: Propensities = None,
     select: Select = SELECT,
     users: UsersOption = None,
     eta: Eta = 1.0,

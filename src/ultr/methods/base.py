@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ultr.errors import OptionError
 from ultr.labels import Label
 from ultr.lists import Lists
+from ultr.log import Log
 from ultr.rankers import FeatureEncoder, make_ranker
+from ultr.simulate import User
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,41 @@ class MethodInputs:
     ranker: str = "mlp"
     ranker_options: Mapping[str, Any] = field(default_factory=dict)
     truth: bool = False  # learn from true labels: an upper bound
+    propensities: Mapping[int, float] | None = None  # known examination by position id
 
     def make_ranker(self, extra_features: int = 0) -> nn.Module:
         encoder = FeatureEncoder(self.features + extra_features, self.categories)
         return make_ranker(self.ranker, encoder, **self.ranker_options)
 
+    def labels_of(self, lists: Lists) -> Tensor:
+        """What is learned from: the label of the logged actions, or the true labels where those were asked for."""
+        if self.truth:
+            return lists.true_relevance
+        labels: Tensor = self.label(lists.actions, check=False)
+        return labels
 
-class Method(nn.Module):
-    """A ranker and a way to learn it. The training loop calls `update`, then takes a gradient step on `loss`."""
+
+class Learner(nn.Module):
+    """What the training loop trains: it calls `update`, then takes a gradient step on `loss`."""
+
+    def loss(self, lists: Lists) -> Tensor:
+        """The loss of a batch. Calling it changes nothing."""
+        raise NotImplementedError
+
+    def update(self, lists: Lists) -> None:
+        """Learn what is not learned by gradients (the E- and M-step of methods that have one)."""
+
+    def held_out_figures(self, batches: list[Lists]) -> dict[str, float]:
+        """How well requests that were not learned from are explained; "likelihood" is what a fit is judged by."""
+        raise NotImplementedError
+
+    def settings(self) -> dict[str, Any]:
+        """What it learns depends on, beside data and seed."""
+        return {}
+
+
+class Method(Learner):
+    """A ranker and a way to learn it."""
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {}  # the keyword options, and how each is read from text
 
@@ -42,18 +72,17 @@ class Method(nn.Module):
         self.ranker = inputs.make_ranker()
 
     def labels(self, lists: Lists) -> Tensor:
-        """What is learned from: the label of the logged actions, or the true labels where those were asked for."""
-        if self.inputs.truth:
-            return lists.true_relevance
-        labels: Tensor = self.inputs.label(lists.actions, check=False)
-        return labels
+        return self.inputs.labels_of(lists)
 
-    def loss(self, lists: Lists) -> Tensor:
-        """The loss of a batch. Calling it changes nothing."""
-        raise NotImplementedError
+    def prepare(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
+        """Learn what is to be learned from the whole training log, before anything else.
 
-    def update(self, lists: Lists) -> None:
-        """Learn what is not learned by gradients (the E- and M-step of methods that have one)."""
+        Where a `user` gives the feedback, so many `sessions` are drawn from it.
+        """
+
+    def first(self) -> Learner | None:
+        """What must be learned before the ranker is, and held while it is, if anything: a bias model."""
+        return None
 
     def score(self, features: Tensor) -> Tensor:
         """The scores of items by their features alone."""
@@ -64,9 +93,20 @@ class Method(nn.Module):
         """The module that ships: from features to scores, with nothing of the bias."""
         return self.ranker
 
-    def bias(self) -> dict[str, Any] | None:
-        """What the method has learned about bias, if it learns it."""
+    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
+        """What the method has learned about bias, if it learns it, and how that shows in some lists."""
         return None
+
+
+def one_of(name: str, *allowed: str) -> Callable[[str], str]:
+    """A reader of an option that is one of a few words."""
+
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise OptionError(f"'{name}' should be one of {', '.join(allowed)}", got=f"'{text}'")
+        return text
+
+    return parse
 
 
 class PositionIndex(nn.Module):

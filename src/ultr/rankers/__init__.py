@@ -1,4 +1,7 @@
-"""Rankers: modules from features [..., features] to scores [...]. They know nothing of positions and bias."""
+"""Rankers: modules from features [..., features] to scores [...]. They know nothing of positions and bias.
+
+Asked for several `outputs`, they give [..., outputs].
+"""
 
 from __future__ import annotations
 

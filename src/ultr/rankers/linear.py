@@ -10,11 +10,11 @@ from ultr.rankers.encoder import FeatureEncoder
 class LinearRanker(nn.Module):
     """score = w · x + b of the encoded features."""
 
-    def __init__(self, encoder: FeatureEncoder) -> None:
+    def __init__(self, encoder: FeatureEncoder, *, outputs: int = 1) -> None:
         super().__init__()
         self.encoder = encoder
-        self.output = nn.Linear(encoder.width, 1)
+        self.output = nn.Linear(encoder.width, outputs)
 
     def forward(self, features: Tensor) -> Tensor:
-        scores: Tensor = self.output(self.encoder(features)).squeeze(-1)
-        return scores
+        outputs: Tensor = self.output(self.encoder(features))
+        return outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs

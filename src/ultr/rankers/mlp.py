@@ -14,7 +14,7 @@ Norm = Literal["none", "layer"]
 
 
 class MLPRanker(nn.Module):
-    """Hidden layers with ELU, each with layer normalisation and dropout if asked for, and one linear output.
+    """Hidden layers with ELU, each with layer normalisation and dropout if asked for, and linear outputs.
 
     There is no batch normalisation: the score of an item should not depend on what else is in its batch.
     """
@@ -26,6 +26,7 @@ class MLPRanker(nn.Module):
         hidden: Sequence[int] = (512, 256, 128),
         dropout: float = 0.0,
         norm: Norm = "none",
+        outputs: int = 1,
     ) -> None:
         super().__init__()
         if not hidden or min(hidden) < 1:
@@ -43,8 +44,8 @@ class MLPRanker(nn.Module):
             layers.append(nn.ELU())
             if dropout:
                 layers.append(nn.Dropout(dropout))
-        self.layers = nn.Sequential(*layers, nn.Linear(hidden[-1], 1))
+        self.layers = nn.Sequential(*layers, nn.Linear(hidden[-1], outputs))
 
     def forward(self, features: Tensor) -> Tensor:
-        scores: Tensor = self.layers(self.encoder(features)).squeeze(-1)
-        return scores
+        outputs: Tensor = self.layers(self.encoder(features))
+        return outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs

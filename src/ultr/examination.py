@@ -1,0 +1,261 @@
+"""Examination by position from a log alone.
+
+Clicks fall with position because lower items are seen less, and because the ranker that logged them put worse items
+there. Items that this ranker thought alike tell the two apart: where it put them apart, only examination differs. So
+
+1. its score is recovered from the order it showed, by a linear Plackett-Luce model of the features;
+2. items are put into strata by that score and by its mean over their list (which decides how high an item stands);
+3. in P(c>0) = θ_k β_s, β is free in each stratum s, and EM gives θ.
+
+What is kept is a table of strata by positions, whatever the size of the log. Items that recur can be their own strata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pyarrow import csv
+from torch import Tensor
+
+from ultr.bias import quotient, relevance_posterior
+from ultr.errors import DataError
+from ultr.files import content_kind, existing_file
+from ultr.labels import Label
+from ultr.lists import Lists
+from ultr.log import Log
+from ultr.rankers import FeatureEncoder, LinearRanker
+from ultr.simulate import User
+
+SCORED_ROWS = 20_000  # at least, and thirty a feature, that the logging score is learned from
+STRATA = 20  # along each of the two axes, where there are clicks enough
+CLICKS_IN_STRATUM = 25
+LEAST = 1e-3  # rarer examination cannot be told from none
+START = 0.7  # of θ where it is largest: leaves room on either side, as clicks do not tell the scale
+
+
+@dataclass(frozen=True, eq=False)
+class Examination:
+    """θ_k = P(c>0 | relevant, k) and ζ_k = P(c>0 | irrelevant, k) by position id, and what they were estimated from."""
+
+    positions: tuple[int, ...]
+    theta: Tensor
+    zeta: Tensor
+    impressions: Tensor
+    clicks: Tensor  # positive labels
+    moved: float  # the largest relative change of θ in EM's last iteration
+    strata: int
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """θ and ζ by position, β by stratum, the iterations made and the largest relative change of θ in the last."""
+
+    theta: Tensor
+    zeta: Tensor
+    beta: Tensor
+    iterations: int
+    moved: float
+
+
+def estimate_examination(
+    log: Log,
+    label: Label,
+    *,
+    user: User | None = None,
+    sessions: int = 0,
+    seed: int = 0,
+    trust: bool = False,
+    by_item: bool = False,
+    categories: Mapping[int, int] | None = None,
+) -> Examination:
+    """Examination by position from what was shown and clicked in a log.
+
+    With a `user`, so many `sessions` are drawn in place of the log's feedback. `by_item` takes item ids as strata.
+    """
+    if log.positions is None:
+        raise DataError("examination is by position, and the log has none", mend="name it with --position")
+    ids, place = np.unique(log.positions, return_inverse=True)
+    positions = torch.from_numpy(place)
+    shown_rows = torch.from_numpy(
+        np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths).astype(np.float64)
+    )
+    if user is None:
+        clicked_rows = shown_rows * torch.from_numpy(np.asarray(label(log.actions)) > 0)
+    else:
+        passes = max(1, -(-sessions // len(log)))
+        clicked_rows = shown_rows * _drawn_clicks(log, label, user, passes, seed)
+        shown_rows = shown_rows * passes
+    if by_item:
+        strata = _items(log)
+    else:
+        strata = strata_by_logging_score(log, clicks=float(clicked_rows.sum()), seed=seed, categories=categories)
+    size = int(strata.max()) + 1, len(ids)
+    cells = strata * size[1] + positions
+    shown = torch.zeros(size[0] * size[1], dtype=torch.float64).index_add_(0, cells, shown_rows).view(size)
+    clicked = torch.zeros(size[0] * size[1], dtype=torch.float64).index_add_(0, cells, clicked_rows).view(size)
+    fit = fit_table(shown, clicked, trust=trust)
+    counts = shown.sum(0).float(), clicked.sum(0).float()
+    return Examination(tuple(ids.tolist()), fit.theta.float(), fit.zeta.float(), *counts, fit.moved, size[0])
+
+
+def read_propensities(path: str | Path) -> dict[int, float]:
+    """Known examination by position, from a CSV or Parquet table with the columns `position` and `propensity`."""
+    path = existing_file(path)
+    try:
+        table = pq.read_table(path) if content_kind(path) == "parquet" else csv.read_csv(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"cannot be read as a table ({error})", where=path, mend="write position,propensity") from error
+    if table.column_names != ["position", "propensity"]:
+        got = ", ".join(table.column_names[:5])
+        raise DataError("propensities have the columns position and propensity", where=path, got=got)
+    try:
+        positions = table["position"].cast(pa.int64()).to_pylist()
+        values = table["propensity"].cast(pa.float64()).to_pylist()
+    except pa.ArrowInvalid as error:
+        raise DataError(f"propensities should be numbers by whole positions ({error})", where=path) from error
+    for position, value in zip(positions, values, strict=True):
+        if position is None or value is None or not 0 < value <= 1:
+            got = f"{value} at position {position}"
+            raise DataError("a propensity should be above 0 and at most 1", where=path, got=got)
+    if len(set(positions)) < len(positions):
+        raise DataError("each position should be there once", where=path)
+    return dict(zip(positions, values, strict=True))
+
+
+def _drawn_clicks(log: Log, label: Label, user: User, passes: int, seed: int) -> Tensor:
+    """How often each row has a positive label in so many passes of the users over the log."""
+    generator = torch.Generator().manual_seed(seed)
+    lists = Lists.from_log(log.without_features())
+    total = torch.zeros(lists.where.shape, dtype=torch.float64)
+    for _ in range(passes):
+        feedback = user.sample(lists.true_relevance, lists.shown_positions, generator, where=lists.where, check=False)
+        total += label(feedback.actions, check=False) > 0
+    return total[lists.where]
+
+
+def _items(log: Log) -> Tensor:
+    if log.item_ids is None:
+        raise DataError("strata by item need item ids", mend="name their column with --item")
+    return torch.from_numpy(np.unique(np.asarray(log.item_ids), return_inverse=True)[1])
+
+
+def strata_by_logging_score(
+    log: Log, *, clicks: float, seed: int = 0, categories: Mapping[int, int] | None = None
+) -> Tensor:
+    """The stratum of each row: the quantile of its logging score, by that of the mean score of its list."""
+    score = logging_score(log, seed=seed, categories=categories)
+    request = np.repeat(np.arange(len(log)), log.lengths)
+    mean = (np.bincount(request, score) / np.maximum(1, log.lengths))[request]
+    along = int(np.clip(np.sqrt(clicks / CLICKS_IN_STRATUM), 1, STRATA))
+    codes = np.zeros(log.rows, np.int64)
+    for values in (score, mean):
+        edges = np.quantile(values, np.linspace(0, 1, along + 1)[1:-1])
+        codes = codes * along + np.searchsorted(edges, values)
+    return torch.from_numpy(codes)
+
+
+def logging_score(log: Log, *, seed: int = 0, categories: Mapping[int, int] | None = None) -> np.ndarray:
+    """A linear score of each row under which the order of positions is most likely (Plackett-Luce), by L-BFGS.
+
+    It is learned from random requests if the log is large.
+    """
+    torch.manual_seed(seed)
+    ranker = LinearRanker(FeatureEncoder(len(log.feature_names), categories))
+    ranker.encoder.fit(log.features)
+    torch.nn.init.zeros_(ranker.output.weight)  # what no list varies in should stay without weight
+    order = np.random.default_rng(seed).permutation(len(log))
+    enough = np.searchsorted(np.cumsum(log.lengths[order]), max(SCORED_ROWS, 30 * len(log.feature_names)))
+    chosen = log.select(np.sort(order[: int(enough) + 1]))
+    lists = Lists.from_log(chosen)
+    by_position = torch.where(lists.where, lists.shown_positions, torch.iinfo(torch.int64).max).argsort(dim=-1)
+    where = lists.where.gather(-1, by_position)
+    optimizer = torch.optim.LBFGS(ranker.parameters(), max_iter=100, history_size=20, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        scores = ranker(lists.features).gather(-1, by_position).masked_fill(~where, -1e9)
+        below = scores.flip(-1).logcumsumexp(-1).flip(-1)
+        loss = torch.where(where, below - scores, 0.0).sum() / where.sum()
+        loss = loss + 1e-4 * ranker.output.weight.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    found = np.empty(log.rows, np.float32)
+    with torch.no_grad():
+        for start in range(0, log.rows, 1 << 16):
+            found[start : start + (1 << 16)] = ranker(
+                torch.from_numpy(np.array(log.features[start : start + (1 << 16)]))
+            )
+    return found
+
+
+def fit_table(
+    shown: Tensor, clicked: Tensor, *, trust: bool = False, tolerance: float = 1e-6, iterations: int = 6000
+) -> Fit:
+    """Free-parameter EM for P(c>0) = θ_k β_s + ζ_k (1 - β_s) from counts [strata, positions]; without trust ζ = 0.
+
+    Clicks tell θ up to its scale, and with trust β up to an affine map. By convention the largest θ is 1, and with
+    trust the smallest ζ is 0. Positions never shown have θ = 1. Two steps of EM are followed by an extrapolation of
+    them (SQUAREM, Varadhan and Roland 2008), which is taken where it does not lower the likelihood.
+    """
+    shown, clicked = shown.double(), clicked.double()
+    seen = shown.sum(0) > 0
+    rate = quotient(clicked.sum(0), shown.sum(0))
+    theta = torch.where(seen, START * quotient(rate, rate.max()), START).clamp(LEAST, START)
+    zeta = 0.3 * theta if trust else torch.zeros_like(theta)
+    beta = quotient(clicked.sum(1), (shown * theta).sum(1)).clamp(0.01, 0.99)
+    filled = shown.sum(1) > 0
+    sure, never = torch.tensor(True), torch.tensor(False)
+
+    def step(theta: Tensor, zeta: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        yes = clicked * relevance_posterior(sure, theta, beta[:, None], zeta)
+        relevant = yes + (shown - clicked) * relevance_posterior(never, theta, beta[:, None], zeta)
+        after = torch.where(seen, quotient(yes.sum(0), relevant.sum(0)), theta).clamp(LEAST, 1)
+        if trust:
+            zeta = torch.where(seen, quotient((clicked - yes).sum(0), (shown - relevant).sum(0)), zeta)
+        return after, zeta, torch.where(filled, quotient(relevant.sum(1), shown.sum(1)), beta)
+
+    moved, made = float("inf"), 0
+    while made < iterations and moved > tolerance:
+        once = step(theta, zeta, beta)
+        twice = step(*once)
+        point, first, second = (torch.cat(parameters) for parameters in ((theta, zeta, beta), once, twice))
+        change, bend = first - point, second - 2 * first + point
+        length = (change.norm() / bend.norm().clamp(min=1e-300)).clamp(1, 64)
+        jump = (point + 2 * length * change + length.square() * bend).clamp(LEAST if not trust else 1e-6, 1 - 1e-6)
+        jumped = jump.split([len(theta), len(theta), len(beta)])
+        leap = step(jumped[0], jumped[1] if trust else zeta, jumped[2])
+        best = leap if _likelihood(shown, clicked, *leap) >= _likelihood(shown, clicked, *twice) else twice
+        moved = float(((best[0] / best[0].max()) / (theta / theta.max()) - 1).abs().max())
+        (theta, zeta, beta), made = best, made + 3
+    theta, zeta, beta = _canonical(theta, zeta, beta, seen)
+    return Fit(theta, zeta, beta, made, moved)
+
+
+def _canonical(theta: Tensor, zeta: Tensor, beta: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The equivalent parameters with the smallest ζ/(θ-ζ) at 0 and the largest θ at 1."""
+    if zeta.any():
+        # P = a β + ζ = a (β + s) + (ζ - a s): β rises by s, and both ends of the line with it.
+        slope = (theta - zeta).clamp(min=1e-9)
+        shift = torch.where(seen, zeta / slope, torch.inf).min()
+        theta, zeta, beta = theta - slope * shift, (zeta - slope * shift).clamp(min=0), beta + shift
+        slope = theta - zeta
+        # P = a β' / b + ζ with β' = b β: the end at β' = 1 is ζ + a / b.
+        stretch = torch.where(seen, slope / (1 - zeta).clamp(min=1e-9), 0.0).max()
+        theta, beta = zeta + slope / stretch, beta * stretch
+    else:
+        largest = torch.where(seen, theta, 0.0).max()
+        theta, beta = theta / largest, beta * largest
+    return torch.where(seen, theta, 1.0).clamp(LEAST, 1), torch.where(seen, zeta, 0.0), beta.clamp(0, 1)
+
+
+def _likelihood(shown: Tensor, clicked: Tensor, theta: Tensor, zeta: Tensor, beta: Tensor) -> Tensor:
+    above = theta * beta[:, None] + zeta * (1 - beta[:, None])
+    return (torch.xlogy(clicked, above) + torch.xlogy(shown - clicked, 1 - above)).sum()

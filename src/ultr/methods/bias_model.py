@@ -1,0 +1,288 @@
+"""What is learned about bias before a ranker is: relevance by features, examination and trust by position.
+
+EM with networks for what depends on features and sufficient statistics for what depends on position. Each step averages
+the statistics of a batch into those before (online EM, Cappé and Moulines 2009), so that a position which a batch does
+not show keeps what is known of it, and regresses the networks on the posteriors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from ultr.bias import (
+    PairModel,
+    examined_zero_terms,
+    item_log_likelihood,
+    pair_log_likelihood,
+    pair_posterior,
+    preference_target,
+    quotient,
+    released_target,
+    relevance_posterior,
+    scored_theta,
+    scoring_terms,
+    sums_by_cell,
+    trust_terms,
+    updated,
+)
+from ultr.errors import DataError
+from ultr.examination import LEAST, Examination
+from ultr.lists import Lists
+from ultr.losses import gaps, lambdarank_weights, preferred_pairs, reduced
+from ultr.methods.base import Learner, MethodInputs, PositionIndex
+from ultr.metrics import batch_innermost
+from ultr.rankers import FeatureEncoder, make_ranker
+
+NETWORK = {"hidden": (128, 64), "dropout": 0.3}
+LEAST_WEIGHED = 0.1  # of θ relative to the largest, where rows are weighed by its inverse
+WARM_UP = 20  # updates in which θ is the ratio of click rates, its starting value
+FORGET = 0.6  # the n-th batch weighs n^-0.6 among the statistics
+TRUST_PRIOR = (0.95, 0.05)  # ε⁺ and ε⁻ of positions never seen together
+PAIR_SHARE = 0.1  # weight of a pair beside an item in the networks' loss
+LOG_VALUE_LIMIT = 10.0
+
+
+class BiasModel(Learner):
+    """Item by item  P(c>0) = θ_k β(x) + ζ_k (1 - β(x)),  E[c | c>0] = ρ_k μ(x);  for pairs P(c_i>c_j) of Eq. 13.
+
+    θ and ζ are known, or taken from an `Examination`, or (`theta_from="regression"`) θ is estimated along, by Fisher's
+    scoring with its scale held. `trust` lets the value of what is clicked depend on position by ρ. `pairs` learns ε⁺,
+    ε⁻ and g, with γ_ij = sigmoid(g_i - g_j). The networks β, μ and g share all but their last layer.
+    """
+
+    theta: Tensor
+    zeta: Tensor
+    rho: Tensor
+    theta_minus: Tensor
+    plus: Tensor
+    minus: Tensor
+    item_sums: Tensor
+    pair_sums: Tensor
+    updates: Tensor
+    anchor: Tensor
+    moved: Tensor
+    impressions: Tensor
+    clicks: Tensor
+    held_out: Tensor
+
+    def __init__(
+        self,
+        inputs: MethodInputs,
+        *,
+        scale: float | None = 1.0,
+        theta_from: str = "strata",
+        trust: bool = False,
+        pairs: bool = False,
+        sampled: bool = False,
+        released: bool = False,
+    ) -> None:
+        super().__init__()
+        self.inputs, self.scale = inputs, scale
+        self.theta_from = theta_from if inputs.propensities is None else "known"
+        self.trust, self.pairs, self.sampled, self.released = trust, pairs, sampled, released
+        self.index = PositionIndex(inputs.positions)
+        options = NETWORK if inputs.ranker == "mlp" else {}
+        encoder = FeatureEncoder(inputs.features, inputs.categories)
+        self.network = make_ranker(inputs.ranker, encoder, outputs=3, **options)  # logit of β, log of μ, g
+        size = len(self.index)
+        start = torch.full((size,), scale or 1.0)
+        if inputs.propensities is not None:
+            lacking = [k for k in self.index.ids.tolist() if k not in inputs.propensities]
+            if lacking:
+                raise DataError(
+                    "a position has no propensity", got=lacking[0], mend="give one for every position shown"
+                )
+            start = torch.tensor([inputs.propensities[k] for k in self.index.ids.tolist()])
+        buffers = {
+            "theta": start,
+            "zeta": torch.zeros(size),
+            "rho": torch.ones(size),
+            "theta_minus": start.clone(),
+            "plus": torch.full((size, size), TRUST_PRIOR[0]),
+            "minus": torch.full((size, size), TRUST_PRIOR[1]),
+            "item_sums": torch.zeros(11, size),
+            "pair_sums": torch.zeros(4, size * size if pairs else 0),
+            "updates": torch.zeros(()),
+            "anchor": torch.zeros((), dtype=torch.int64),
+            "moved": torch.zeros(()),  # of θ, relatively, in its last iteration
+            "impressions": torch.zeros(size),  # that θ was estimated from, by position
+            "clicks": torch.zeros(size),
+            "held_out": torch.zeros(2),  # log-likelihood of clicks with β(x), and with one β for all
+        }
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def take(self, examination: Examination) -> None:
+        """Hold θ and ζ at what was estimated, θ at its scale."""
+        places = self.index(torch.tensor(examination.positions, device=self.index.ids.device))
+        scale = self.scale or 1.0
+        for name, values in {
+            "theta": scale * examination.theta,
+            "zeta": scale * examination.zeta,
+            "impressions": examination.impressions,
+            "clicks": examination.clicks,
+        }.items():
+            getattr(self, name)[places] = values.to(self.theta)
+        self.theta_minus.copy_(self.theta)
+        self.moved.fill_(examination.moved)
+
+    def settings(self) -> dict[str, Any]:
+        """What its fit depends on, beside data and seed."""
+        names = ("theta_from", "scale", "trust", "pairs", "sampled", "released")
+        return {name: getattr(self, name) for name in names}
+
+    def labels(self, lists: Lists) -> Tensor:
+        return self.inputs.labels_of(lists)
+
+    def predictions(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The logit of β, the log of μ and g of each item."""
+        outputs = self.network(features).float()
+        return outputs[..., 0], outputs[..., 1].clamp(-LOG_VALUE_LIMIT, LOG_VALUE_LIMIT), outputs[..., 2]
+
+    def loss(self, lists: Lists) -> Tensor:
+        """Regression on the posteriors, the M-step of the networks; its gradient is that of the likelihood.
+
+        β by cross-entropy, μ by the gamma deviance of positive labels c/μ + log μ, g by cross-entropy over pairs.
+        """
+        logit, log_value, preference = self.predictions(lists.features)
+        labels, place = self.labels(lists), self.index(lists.shown_positions)
+        positive = labels > 0
+        with torch.no_grad():
+            beta = logit.sigmoid()
+            target = self._target(relevance_posterior(positive, self.theta[place], beta, self.zeta[place]))
+        item = binary_cross_entropy_with_logits(logit, target, reduction="none")
+        item = item + torch.where(positive, labels / self.rho[place] * torch.exp(-log_value) + log_value, 0.0)
+        loss = (self._row_weights(place, lists) * item).sum(-1)
+        if self.pairs:
+            gap = gaps(preference)
+            with torch.no_grad():
+                pair, preferred, counts = self._pairs(lists, labels, place, beta, gap)
+                if self.released:
+                    theta_minus, positive = map(batch_innermost, (self.theta_minus[place], positive))
+                    target = released_target(positive[..., None, :], pair, theta_minus[..., None, :])
+                    counts = lambdarank_weights(preference, labels, where=lists.where, normalise=False)
+                else:
+                    target = preference_target(preferred, pair.gamma, pair_posterior(pair))
+                target = self._target(target)
+            cross = binary_cross_entropy_with_logits(gap, target, reduction="none")
+            loss = loss + PAIR_SHARE * (counts * cross).sum((-2, -1))
+        return reduced(loss, lists.weights)
+
+    def _target(self, probability: Tensor) -> Tensor:
+        return torch.bernoulli(probability) if self.sampled else probability
+
+    def _row_weights(self, place: Tensor, lists: Lists) -> Tensor:
+        """1/θ_k with a mean of one: a row has as much to say of β where it is rarely examined as where it always is."""
+        theta = self.theta[place]
+        weights = torch.where(lists.where, 1 / theta.clamp(min=LEAST_WEIGHED * self.theta.max()), 0.0)
+        by_request = lists.weights[:, None]
+        return weights * ((by_request * lists.where).sum() / (by_request * weights).sum().clamp(min=1e-9))
+
+    def _pairs(
+        self, lists: Lists, labels: Tensor, place: Tensor, beta: Tensor, gap: Tensor
+    ) -> tuple[PairModel, Tensor, Tensor]:
+        """The model of all pairs [..., i, j], whether c_i > c_j, and 1 for the pairs there are."""
+        theta, where, place = map(batch_innermost, (self.theta[place], lists.where, place))
+        i, j = place[..., :, None], place[..., None, :]
+        pair = PairModel(
+            theta_i=theta[..., :, None],
+            theta_j=theta[..., None, :],
+            plus=self.plus[i, j],
+            minus=self.minus[i, j],
+            gamma=gap.sigmoid(),
+            beta_i=batch_innermost(beta)[..., :, None],
+        )
+        apart = ~torch.eye(place.shape[-1], dtype=torch.bool, device=place.device)
+        counts = (where[..., :, None] & where[..., None, :] & apart).to(beta.dtype)
+        return pair, preferred_pairs(labels, where=lists.where), counts
+
+    def update(self, lists: Lists) -> None:
+        """Average the statistics of a batch into those before, and take what follows from them."""
+        labels, place = self.labels(lists), self.index(lists.shown_positions)
+        logit, log_value, preference = self.predictions(lists.features)
+        beta, positive = logit.sigmoid(), labels > 0
+        theta, zeta = self.theta[place], self.zeta[place]
+        weights = lists.weights[:, None] * lists.where
+        clicked = positive.to(beta.dtype)
+        terms = torch.stack(
+            [
+                torch.ones_like(beta),
+                clicked,
+                *scoring_terms(positive, theta, beta, zeta),
+                *examined_zero_terms(positive, theta, beta),
+                clicked * labels,
+                clicked * log_value.exp(),
+            ]
+        )
+        terms = (terms * (weights / weights.sum().clamp(min=1e-9))).flatten(1)
+        self.updates += 1
+        rate = self.updates.pow(-FORGET)
+        self.item_sums.lerp_(torch.zeros_like(self.item_sums).index_add_(1, place.flatten(), terms), rate)
+        self._update_positions()
+        if self.pairs:
+            pair, preferred, counts = self._pairs(lists, labels, place, beta, gaps(preference))
+            self._update_trust(pair, preferred, counts * lists.weights[:, None, None], batch_innermost(place), rate)
+
+    def _update_positions(self) -> None:
+        shown, clicks, *scoring, examined, zeros, value, predicted = self.item_sums
+        self.theta_minus.copy_(updated(examined, zeros, self.theta_minus))
+        if self.trust:
+            rho = updated(value, predicted, self.rho).clamp(0.01, 100)
+            self.rho.copy_(rho / rho[self.theta.argmax()])
+        if self.theta_from != "regression":
+            return
+        warm = self.updates <= WARM_UP
+        rates = quotient(clicks, shown)
+        self.anchor.copy_(torch.where(warm, rates.argmax(), self.anchor))
+        start = (self.scale or 1.0) * quotient(rates, rates[self.anchor])
+        theta = torch.where(warm, start, scored_theta(tuple(scoring), self.theta)).clamp(LEAST, 1)
+        if self.scale is not None:
+            theta[self.anchor] = self.scale
+        theta = torch.where(shown > 0, theta, self.theta)
+        self.moved.copy_((theta / self.theta - 1).abs().max())
+        self.theta.copy_(theta)
+
+    def _update_trust(self, pair: PairModel, preferred: Tensor, counts: Tensor, place: Tensor, rate: Tensor) -> None:
+        cells = place[..., :, None] * len(self.index) + place[..., None, :]
+        terms = torch.stack(trust_terms(preferred, pair_posterior(pair))) * (counts / counts.sum().clamp(min=1e-9))
+        sums = torch.stack([sums_by_cell(term, cells, len(self.index) ** 2) for term in terms])
+        self.pair_sums.lerp_(sums, rate)
+        right, all_right, wrong, all_wrong = self.pair_sums.view(4, *self.plus.shape)
+        self.plus.copy_(updated(right, all_right, self.plus).clamp(0.01, 0.99))
+        self.minus.copy_(torch.minimum(updated(wrong, all_wrong, self.minus).clamp(0.01, 0.99), self.plus))
+
+    @torch.no_grad()
+    def held_out_figures(self, batches: list[Lists]) -> dict[str, float]:
+        """The mean log-likelihood of a list; that of clicks is kept beside what one β for all comes to."""
+        parts = [self.log_likelihood(lists) for lists in batches]
+        lists_of = sum(len(lists) for lists in batches)
+        figures = {name: float(sum(part[name].sum() for part in parts) / lists_of) for name in parts[0]}
+        clicked = float(sum((self.labels(lists) > 0)[lists.where].sum() for lists in batches))
+        exposure = float(sum(self.theta[self.index(lists.shown_positions)][lists.where].sum() for lists in batches))
+        beta = torch.tensor(min(0.999, max(1e-6, clicked / max(exposure, 1e-9))), device=self.theta.device)
+        constant = float(sum(self._click_likelihood(lists, beta).sum() for lists in batches) / lists_of)
+        self.held_out.copy_(torch.tensor([figures["clicks"], constant]))
+        return {"likelihood": sum(figures.values()), **figures}
+
+    def _click_likelihood(self, lists: Lists, beta: Tensor) -> Tensor:
+        place = self.index(lists.shown_positions)
+        found = item_log_likelihood(self.labels(lists) > 0, self.theta[place], beta, self.zeta[place])
+        return (self._row_weights(place, lists) * found).sum(-1)
+
+    @torch.no_grad()
+    def log_likelihood(self, lists: Lists) -> dict[str, Tensor]:
+        """Per list: of clicks, of the values of what was clicked (gamma deviance), and of the order of pairs."""
+        labels, place = self.labels(lists), self.index(lists.shown_positions)
+        logit, log_value, preference = self.predictions(lists.features)
+        beta, positive = logit.sigmoid(), labels > 0
+        values = -torch.where(positive, labels / self.rho[place] * torch.exp(-log_value) + log_value, 0.0)
+        weights = self._row_weights(place, lists)
+        found = {"clicks": self._click_likelihood(lists, beta), "values": (weights * values).sum(-1)}
+        if self.pairs:
+            pair, preferred, counts = self._pairs(lists, labels, place, beta, gaps(preference))
+            found["pairs"] = PAIR_SHARE * (counts * pair_log_likelihood(preferred, pair)).sum((-2, -1))
+        return found

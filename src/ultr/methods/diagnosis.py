@@ -1,0 +1,155 @@
+"""What a bias model has come to, as a report, and what is wrong with it, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ultr.bias import examined_though_zero, pair_trust, quotient, sums_by_cell
+from ultr.lists import Lists
+from ultr.losses import gaps, preferred_pairs
+from ultr.methods.bias_model import BiasModel
+from ultr.metrics import batch_innermost
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+KINDS = ("both above zero", "one above zero")
+FEW_CLICKS = 100
+THETA_FROM = {
+    "known": "known propensities",
+    "strata": "EM over strata of the logging score",
+    "items": "EM over items that recur",
+    "regression": "regression EM, along with the networks",
+}
+MOVING = 1e-3
+
+
+@torch.no_grad()
+def diagnosis(
+    model: BiasModel,
+    batches: Iterable[Lists],
+    *,
+    weights: Callable[[Lists, Tensor], Tensor],
+    clip: float,
+) -> dict[str, Any]:
+    """θ and all that is estimated, how it shows in some lists, and warnings."""
+    model.eval()
+    size = len(model.index)
+    betas, ts = [], []
+    counts = torch.zeros(2, 5, dtype=torch.float64)  # kind -> pairs, Σ w, Σ w², clipped, largest
+    trust = torch.zeros(2, size * size, device=model.theta.device)  # Σ m and pairs by cell
+    for lists in batches:
+        labels, place = model.labels(lists), model.index(lists.shown_positions)
+        logit, _, preference = model.predictions(lists.features)
+        beta, zero = logit.sigmoid(), lists.where & (labels <= 0)
+        betas.append(beta[lists.where])
+        ts.append(examined_though_zero(model.theta[place], beta)[zero])
+        preferred = preferred_pairs(labels, where=lists.where)
+        lower_positive = batch_innermost(labels > 0)[..., None, :]
+        raw = weights(lists, labels)
+        for kind, chosen in enumerate((preferred & lower_positive, preferred & ~lower_positive)):
+            found = raw[chosen].double()
+            kept = found.clamp(max=clip)
+            if len(found):
+                counts[kind, :4] += torch.stack(
+                    [
+                        torch.tensor(float(len(found))),
+                        kept.sum().cpu(),
+                        kept.square().sum().cpu(),
+                        (found > clip).sum().cpu(),
+                    ]
+                )
+                counts[kind, 4] = max(float(counts[kind, 4]), float(found.max()))
+        if model.pairs:
+            cells = batch_innermost(place)
+            i, j = cells[..., :, None], cells[..., None, :]
+            m = pair_trust(model.plus[i, j], model.minus[i, j], gaps(preference).sigmoid())
+            both = preferred & lower_positive
+            for row, values in enumerate((torch.where(both, m, 0.0), both.float())):
+                trust[row] += sums_by_cell(values, (i * size + j).expand_as(values), size * size)
+    report: dict[str, Any] = {
+        "positions": model.index.ids.tolist(),
+        "theta": _numbers(model.theta),
+        "theta_from": THETA_FROM[model.theta_from],
+        "theta_scale": _scale_text(model),
+        "theta_minus": _numbers(model.theta_minus),
+        "impressions": _numbers(model.impressions),
+        "clicks": _numbers(model.clicks),
+        "beta": _quantiles(betas),
+        "t": _quantiles(ts),
+        "pairs": {name: _kind(row) for name, row in zip(KINDS, counts.tolist(), strict=True)},
+        "held_out_log_likelihood": dict(zip(("beta of x", "one beta"), _numbers(model.held_out), strict=True)),
+    }
+    if model.trust:
+        report |= {"zeta": _numbers(model.zeta), "rho": _numbers(model.rho)}
+    if model.pairs:
+        report |= {
+            "eps_plus": _matrix(model.plus),
+            "eps_minus": _matrix(model.minus),
+            "m": _matrix(quotient(trust[0], trust[1]).view(size, size)),  # 0 where no such pair was seen
+        }
+    report["warnings"] = [{"name": name, "what": what} for name, what in _warnings(model, report)]
+    return report
+
+
+def _warnings(model: BiasModel, report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    if report["beta"]["0.05"] > 0.9 or report["t"]["0.95"] < 0.02:
+        yield "collapse", "relevance is near 1 everywhere, or zeros count as never examined: theta may be too low"
+    shown = model.impressions > 0
+    few = [k for k, n in zip(report["positions"], model.clicks.tolist(), strict=True) if n < FEW_CLICKS]
+    if few and bool(shown.any()):
+        yield (
+            "few clicks",
+            f"theta rests on fewer than {FEW_CLICKS} clicks at positions {', '.join(map(str, few[:10]))}",
+        )
+    if float(model.moved) > MOVING:
+        yield "theta not settled", f"it still moved by {float(model.moved):.1%} in its last iteration"
+    with_x, without = model.held_out.tolist()
+    if with_x < without:
+        yield "divergence", "features explain held-out clicks worse than no features do"
+    for name, kind in report["pairs"].items():
+        if kind["clipped"] > 0.01:
+            yield "weights clipped", f"{kind['clipped']:.1%} of the pairs with {name} weigh more than is allowed"
+        if kind["pairs"] > 100 and kind["effective_share"] < 0.05:
+            yield "weights uneven", f"pairs with {name} count as {kind['effective_share']:.1%} of their number"
+    if model.pairs:
+        right, all_right, wrong, all_wrong = model.pair_sums
+        reversed_ = (quotient(wrong, all_wrong) > quotient(right, all_right)) & (all_right > 0) & (all_wrong > 0)
+        if bool(reversed_.any()):
+            yield "trust reversed", f"eps- would pass eps+ for {int(reversed_.sum())} pairs of positions and is held"
+
+
+def _scale_text(model: BiasModel) -> str:
+    if model.inputs.propensities is not None:
+        return "as known"
+    if model.scale is None:
+        return "estimated by the form of beta, weakly"
+    return f"{model.scale:g} where it is largest, by convention: clicks tell ratios alone"
+
+
+def _kind(row: list[float]) -> dict[str, float]:
+    pairs, total, squares, clipped, largest = row
+    return {
+        "pairs": int(pairs),
+        "effective_share": round(total**2 / (pairs * squares), 4) if squares else 0.0,
+        "clipped": round(clipped / pairs, 4) if pairs else 0.0,
+        "largest": round(largest, 2),
+    }
+
+
+def _quantiles(parts: list[Tensor]) -> dict[str, float]:
+    values = torch.cat(parts)[: 1 << 20] if parts else torch.zeros(0)
+    if not len(values):
+        return {str(q): 0.0 for q in QUANTILES}
+    found = values.float().cpu().quantile(torch.tensor(QUANTILES))
+    return {str(q): round(v, 4) for q, v in zip(QUANTILES, found.tolist(), strict=True)}
+
+
+def _numbers(values: Tensor) -> list[float]:
+    return [round(value, 5) for value in values.flatten().tolist()]
+
+
+def _matrix(values: Tensor) -> list[list[float]]:
+    return [_numbers(row) for row in values]

@@ -1,0 +1,190 @@
+"""Examination and trust bias of pairs, learned by EM.
+
+After *Unbiased Learning to Rank with Biased Continuous Feedback* (CIKM 2022).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ultr.bias import exact_weights, pair_examined, pair_trust, paper_weights, quotient, relevance_posterior
+from ultr.errors import OptionError
+from ultr.examination import estimate_examination
+from ultr.lists import Lists
+from ultr.log import Log
+from ultr.losses import gaps, lambdarank_weights, pairwise_loss, preferred_pairs
+from ultr.methods.base import Method, MethodInputs, one_of
+from ultr.methods.bias_model import BiasModel
+from ultr.methods.diagnosis import diagnosis
+from ultr.metrics import batch_innermost
+from ultr.simulate import User
+
+LEAST_THETA = 0.01  # in a weight
+SCALE = 0.7
+
+
+def _scale(text: str) -> float | str:
+    if text == "estimated":
+        return text
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise OptionError("'scale' should be above 0 and at most 1, or 'estimated'", got=f"'{text}'")
+    return value
+
+
+def _at_least_one(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value >= 1:
+        raise OptionError("'max_weight' should be 1 or more", got=f"'{text}'")
+    return value
+
+
+class PairwiseEM(Method):
+    """Pairs of the feedback, weighed so that their loss is what it would be without bias. In three stages:
+
+    1. θ from the log (`theta`: strata of the logging score, or items that recur; or `regression`, in stage 2).
+    2. The bias model: β and μ by features, θ⁻, ε⁺, ε⁻ by position, until held-out requests are explained no better.
+    3. The ranker f, with the bias model held:
+
+        posterior    Σ (r̂_i - r̂_j)⁺ L_ij                       r̂ = E[r | c, x, k]
+        ipw          Σ over c_i>c_j of  w_ij L_ij               w = [1 or P(e_j=1)] / (θ_i θ_j)
+        bayes-ipw    ... times m_ij                             the share of pairs seen so that are so
+        opt          ... times m_ij |ΔDCG_ij|
+
+    `weights=paper` takes Eqs. 14-17 as printed, `exact` what makes the mean of the loss right; `variant=released`
+    follows the authors' code. `trust` is by `pairs` of positions (ε⁺, ε⁻: the default of bayes-ipw and opt), by
+    `position` (clicks on irrelevant items ζ_k, values scaled by ρ_k) or `none`. `scale` is θ where it is largest, which
+    clicks cannot tell; `estimated` leaves it to the form of β in stage 2.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
+        "loss": one_of("loss", "posterior", "opt", "bayes-ipw", "ipw"),
+        "weights": one_of("weights", "exact", "paper"),
+        "theta": one_of("theta", "strata", "items", "regression"),
+        "scale": _scale,
+        "trust": one_of("trust", "none", "position", "pairs"),
+        "targets": one_of("targets", "soft", "sampled"),
+        "variant": one_of("variant", "standard", "released"),
+        "max_weight": _at_least_one,
+    }
+
+    def __init__(
+        self,
+        inputs: MethodInputs,
+        *,
+        loss: str = "posterior",
+        weights: str = "exact",
+        theta: str = "strata",
+        scale: float | str = SCALE,
+        trust: str | None = None,
+        targets: str = "soft",
+        variant: str = "standard",
+        max_weight: float = 100.0,
+    ) -> None:
+        super().__init__(inputs)
+        if scale == "estimated" and theta != "regression":
+            raise OptionError("a scale is estimated along with theta", mend="add theta=regression")
+        if variant == "released":
+            loss, weights, trust = "opt", "paper", "pairs"
+        self.kind, self.weights, self.max_weight, self.released = loss, weights, max_weight, variant == "released"
+        self.trust = trust or ("pairs" if loss in ("opt", "bayes-ipw") else "none")
+        self.bias_model = BiasModel(
+            inputs,
+            scale=None if scale == "estimated" else float(scale),
+            theta_from=theta,
+            trust=self.trust == "position",
+            pairs=self.trust == "pairs" or (weights == "paper" and loss != "posterior"),
+            sampled=targets == "sampled",
+            released=self.released,
+        ).eval()
+
+    def prepare(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
+        theta_from = self.bias_model.theta_from
+        if theta_from in ("regression", "known"):
+            return
+        found = estimate_examination(
+            log,
+            self.inputs.label,
+            user=user,
+            sessions=sessions,
+            seed=seed,
+            trust=self.trust == "position",
+            by_item=theta_from == "items",
+            categories=self.inputs.categories,
+        )
+        self.bias_model.take(found)
+
+    def first(self) -> BiasModel:
+        return self.bias_model
+
+    def train(self, mode: bool = True) -> PairwiseEM:
+        super().train(mode)
+        self.bias_model.eval()  # it is held while the ranker learns
+        return self
+
+    def loss(self, lists: Lists) -> Tensor:
+        scores, labels = self.score(lists.features), self.labels(lists)
+        with torch.no_grad():
+            if self.kind == "posterior":
+                weights = gaps(self.expected_value(lists, labels)).clamp(min=0)
+                where = batch_innermost(lists.where)
+                weights = torch.where(where[..., :, None] & where[..., None, :], weights, 0.0)
+            else:
+                weights = self.pair_weights(lists, labels).clamp(max=self.max_weight)
+                if self.kind == "opt":
+                    weights = weights * self._metric_change(lists, labels, scores)
+        return pairwise_loss(scores, weights, weights=lists.weights)
+
+    def expected_value(self, lists: Lists, labels: Tensor) -> Tensor:
+        """r̂ = E[r | c, x, k]: P(r>0 | c) times c/ρ_k where there is feedback, else times μ(x)."""
+        model = self.bias_model
+        place = model.index(lists.shown_positions)
+        logit, log_value, _ = model.predictions(lists.features)
+        relevant = relevance_posterior(labels > 0, model.theta[place], logit.sigmoid(), model.zeta[place])
+        return relevant * torch.where(labels > 0, labels / model.rho[place], log_value.exp())
+
+    def pair_weights(self, lists: Lists, labels: Tensor) -> Tensor:
+        """The weight of each pair with c_i > c_j, before it is clipped; 0 for other pairs."""
+        model = self.bias_model
+        logit, _, preference = model.predictions(lists.features)
+        place = model.index(lists.shown_positions)
+        theta, beta, positive, place = map(
+            batch_innermost, (model.theta[place].clamp(min=LEAST_THETA), logit.sigmoid(), labels > 0, place)
+        )
+        theta_i, theta_j, positive_j = theta[..., :, None], theta[..., None, :], positive[..., None, :]
+        i, j = place[..., :, None], place[..., None, :]
+        plus, minus = model.plus[i, j], model.minus[i, j]
+        if self.released:
+            weights = paper_weights(positive_j, theta_i, theta_j, model.theta_minus[j]) * quotient(plus, plus + minus)
+        elif self.weights == "paper":
+            gamma = gaps(preference).sigmoid()
+            if self.trust != "pairs":
+                plus, minus = torch.ones_like(plus), torch.zeros_like(minus)
+            examined = pair_examined(model.theta_minus[j], plus, minus, gamma, beta[..., :, None])
+            weights = paper_weights(positive_j, theta_i, theta_j, examined) * pair_trust(plus, minus, gamma)
+        else:
+            weights = exact_weights(positive_j, theta_i, theta_j, beta[..., None, :])
+            if self.trust == "pairs":  # where c_j = 0 < c_i and both are examined, i is surely above j
+                trusted = pair_trust(plus, minus, gaps(preference).sigmoid()) / plus
+                weights = weights * torch.where(positive_j, trusted, 1.0)
+        return torch.where(preferred_pairs(labels, where=lists.where), weights, 0.0)
+
+    def _metric_change(self, lists: Lists, labels: Tensor, scores: Tensor) -> Tensor:
+        """|ΔDCG| of swapping i and j in the ranker's order (released: in g's); not normalised by its random ideal."""
+        if self.released:
+            scores = self.bias_model.predictions(lists.features)[2]
+        return lambdarank_weights(scores, labels, where=lists.where, normalise=False)
+
+    def bias(self, batches: Iterable[Lists]) -> dict[str, Any]:
+        return diagnosis(self.bias_model, batches, weights=self.pair_weights, clip=self.max_weight)

@@ -1,0 +1,114 @@
+"""Models: what is left of a run when it has learned, from features to scores and nothing of the bias."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from torch import nn
+
+from ultr.checkpoint import load_tensors, read_json, save_tensors, write_json
+from ultr.errors import DataError
+from ultr.files import atomic_path
+from ultr.log import Log
+from ultr.methods import Method
+from ultr.rankers import FeatureEncoder, WithConstants, make_ranker
+from ultr.training import choose_device, score_rows
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A ranker that scores, the features it takes, and the label it was trained for."""
+
+    ranker: nn.Module
+    feature_names: tuple[str, ...]
+    label: str
+    vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> its values, as for Log
+
+    def score(self, log: Log, *, device: str = "cpu") -> np.ndarray:
+        """A score for each row of a log with the same features, in any order."""
+        return self.score_features(self.columns_of(log), device=device)
+
+    def score_features(self, features: np.ndarray, *, device: str = "cpu") -> np.ndarray:
+        """A score for each row of features, which are those of the model in its order."""
+        chosen = choose_device(device)
+        return score_rows(self.ranker.to(chosen), features, device=chosen)
+
+    def columns_of(self, log: Log) -> np.ndarray:
+        if log.feature_names == self.feature_names and not self.vocabularies:
+            return log.features
+        place = {name: i for i, name in enumerate(log.feature_names)}
+        lacking = [name for name in self.feature_names if name not in place]
+        if lacking:
+            shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+            raise DataError(
+                f"the data lacks features the model was trained on: {shown}", mend="name them with --features"
+            )
+        columns = log.features[:, [place[name] for name in self.feature_names]]
+        for i, name in enumerate(self.feature_names):
+            if (name in self.vocabularies) != (name in log.vocabularies):
+                raise DataError(f"'{name}' should be a category here as in training", mend="name it with --categorical")
+            if name in self.vocabularies:
+                translation = np.append(0, self.codes_of(name, log.vocabularies[name]))
+                columns[:, i] = translation[columns[:, i].astype(np.int64)]
+        return columns
+
+    def codes_of(self, name: str, values: Any) -> np.ndarray:
+        """The codes of values of a categorical feature, 0 for those that training never saw."""
+        found = pc.index_in(pa.array(values).cast(pa.string()), value_set=self.vocabularies[name])
+        return np.asarray(pc.fill_null(found, -1).to_numpy(zero_copy_only=False) + 1)
+
+
+def save_model(folder: Path, method: Method, log: Log, *, data: str) -> None:
+    """Write what scoring needs of a method that has learned from a log."""
+    serving, inputs = method.serving(), method.inputs
+    constants = len(serving.constants) if isinstance(serving, WithConstants) else 0
+    description = {
+        "format": FORMAT,
+        "ranker": inputs.ranker,
+        "ranker_options": dict(inputs.ranker_options),
+        "feature_names": list(log.feature_names),
+        "vocabularies": {name: values.to_pylist() for name, values in log.vocabularies.items()},
+        "constants": constants,
+        "label": inputs.label.expression,
+        "data": data,
+    }
+    with atomic_path(folder, overwrite=True, folder=True) as temporary:
+        save_tensors(temporary / "weights.safetensors", serving.state_dict())
+        write_json(temporary / "model.json", description)
+
+
+def load_model(run: str | Path) -> Model:
+    """The model of a finished run."""
+    folder = Path(run) / "model"
+    about = read_json(folder / "model.json")
+    if about.get("format") != FORMAT:
+        raise DataError("the model is of another version", where=folder, got=about.get("format"), mend="train again")
+    try:
+        names, constants = tuple(about["feature_names"]), int(about["constants"])
+        vocabularies = {name: pa.array(values, pa.string()) for name, values in about["vocabularies"].items()}
+        categories = {names.index(name): len(values) + 1 for name, values in vocabularies.items()}
+        encoder = FeatureEncoder(len(names) + constants, categories)
+        ranker = make_ranker(about["ranker"], encoder, **about["ranker_options"])
+        if constants:
+            ranker = WithConstants(ranker, torch.zeros(constants))
+        ranker.load_state_dict(load_tensors(folder / "weights.safetensors"))
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise DataError(f"the model cannot be loaded ({error})", where=folder, mend="train again") from error
+    return Model(ranker.eval(), names, str(about["label"]), vocabularies)
+
+
+def write_scores(log: Log, scores: np.ndarray, path: Path, *, overwrite: bool = False) -> None:
+    """The keys of each row and its score, as Parquet."""
+    keys = replace(log.without_features(), actions={}, weights=None).to_table()
+    with atomic_path(path, overwrite=overwrite) as temporary:
+        pq.write_table(keys.append_column("score", pa.array(scores)), temporary)
