@@ -241,17 +241,17 @@ def fit_table(
 
 def _canonical(theta: Tensor, zeta: Tensor, beta: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The equivalent parameters with the smallest ζ/(θ-ζ) at 0 and the largest θ at 1."""
-    if zeta.any():
+    if zeta.any() and seen.any():
         # P = a β + ζ = a (β + s) + (ζ - a s): β rises by s, and both ends of the line with it.
         slope = (theta - zeta).clamp(min=1e-9)
         shift = torch.where(seen, zeta / slope, torch.inf).min()
         theta, zeta, beta = theta - slope * shift, (zeta - slope * shift).clamp(min=0), beta + shift
-        slope = theta - zeta
+        slope = (theta - zeta).clamp(min=1e-9)
         # P = a β' / b + ζ with β' = b β: the end at β' = 1 is ζ + a / b.
         stretch = torch.where(seen, slope / (1 - zeta).clamp(min=1e-9), 0.0).max()
         theta, beta = zeta + slope / stretch, beta * stretch
     else:
-        largest = torch.where(seen, theta, 0.0).max()
+        largest = torch.where(seen, theta, LEAST).max()
         theta, beta = theta / largest, beta * largest
     return torch.where(seen, theta, 1.0).clamp(LEAST, 1), torch.where(seen, zeta, 0.0), beta.clamp(0, 1)
 

@@ -50,7 +50,7 @@ class BiasModel(Learner):
     """Item by item  P(c>0) = θ_k β(x) + ζ_k (1 - β(x)),  E[c | c>0] = ρ_k μ(x);  for pairs P(c_i>c_j) of Eq. 13.
 
     θ and ζ are known, or taken from an `Examination`, or (`theta_from="regression"`) θ is estimated along, by Fisher's
-    scoring with its scale held. `trust` lets the value of what is clicked depend on position by ρ. `pairs` learns ε⁺,
+    scoring with its scale held. `scaled_values` lets the value of a click depend on position by ρ. `pairs` learns ε⁺,
     ε⁻ and g, with γ_ij = sigmoid(g_i - g_j). The networks β, μ and g share all but their last layer.
     """
 
@@ -75,15 +75,17 @@ class BiasModel(Learner):
         *,
         scale: float | None = 1.0,
         theta_from: str = "strata",
-        trust: bool = False,
+        trust_in_clicks: bool = False,
+        scaled_values: bool = False,
         pairs: bool = False,
         sampled: bool = False,
         released: bool = False,
     ) -> None:
         super().__init__()
         self.inputs, self.scale = inputs, scale
+        self.trust_in_clicks = trust_in_clicks
         self.theta_from = theta_from if inputs.propensities is None else "known"
-        self.trust, self.pairs, self.sampled, self.released = trust, pairs, sampled, released
+        self.scaled_values, self.pairs, self.sampled, self.released = scaled_values, pairs, sampled, released
         self.index = PositionIndex(inputs.positions)
         options = NETWORK if inputs.ranker == "mlp" else {}
         encoder = FeatureEncoder(inputs.features, inputs.categories)
@@ -132,7 +134,7 @@ class BiasModel(Learner):
 
     def settings(self) -> dict[str, Any]:
         """What its fit depends on, beside data and seed."""
-        names = ("theta_from", "scale", "trust", "pairs", "sampled", "released")
+        names = ("theta_from", "scale", "trust_in_clicks", "scaled_values", "pairs", "sampled", "released")
         return {name: getattr(self, name) for name in names}
 
     def labels(self, lists: Lists) -> Tensor:
@@ -230,7 +232,7 @@ class BiasModel(Learner):
     def _update_positions(self) -> None:
         shown, clicks, *scoring, examined, zeros, value, predicted = self.item_sums
         self.theta_minus.copy_(updated(examined, zeros, self.theta_minus))
-        if self.trust:
+        if self.scaled_values:
             rho = updated(value, predicted, self.rho).clamp(0.01, 100)
             self.rho.copy_(rho / rho[self.theta.argmax()])
         if self.theta_from != "regression":

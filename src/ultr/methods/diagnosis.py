@@ -82,8 +82,10 @@ def diagnosis(
         "pairs": {name: _kind(row) for name, row in zip(KINDS, counts.tolist(), strict=True)},
         "held_out_log_likelihood": dict(zip(("beta of x", "one beta"), _numbers(model.held_out), strict=True)),
     }
-    if model.trust:
-        report |= {"zeta": _numbers(model.zeta), "rho": _numbers(model.rho)}
+    if model.trust_in_clicks:
+        report["zeta"] = _numbers(model.zeta)
+    if model.scaled_values:
+        report["rho"] = _numbers(model.rho)
     if model.pairs:
         report |= {
             "eps_plus": _matrix(model.plus),

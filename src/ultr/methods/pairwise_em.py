@@ -63,8 +63,8 @@ class PairwiseEM(Method):
         opt          ... times m_ij |ΔDCG_ij|
 
     `weights=paper` takes Eqs. 14-17 as printed, `exact` what makes the mean of the loss right; `variant=released`
-    follows the authors' code. `trust` is by `pairs` of positions (ε⁺, ε⁻: the default of bayes-ipw and opt), by
-    `position` (clicks on irrelevant items ζ_k, values scaled by ρ_k) or `none`. `scale` is θ where it is largest, which
+    follows the authors' code. `trust` is of `pairs` of positions (ε⁺, ε⁻: default of bayes-ipw and opt), of `clicks`
+    (ζ_k of the irrelevant are clicked), of `values` (scaled by ρ_k) or `none`. `scale` is θ where it is largest, which
     clicks cannot tell; `estimated` leaves it to the form of β in stage 2.
     """
 
@@ -73,7 +73,7 @@ class PairwiseEM(Method):
         "weights": one_of("weights", "exact", "paper"),
         "theta": one_of("theta", "strata", "items", "regression"),
         "scale": _scale,
-        "trust": one_of("trust", "none", "position", "pairs"),
+        "trust": one_of("trust", "none", "pairs", "clicks", "values"),
         "targets": one_of("targets", "soft", "sampled"),
         "variant": one_of("variant", "standard", "released"),
         "max_weight": _at_least_one,
@@ -90,7 +90,7 @@ class PairwiseEM(Method):
         trust: str | None = None,
         targets: str = "soft",
         variant: str = "standard",
-        max_weight: float = 100.0,
+        max_weight: float = 10.0,
     ) -> None:
         super().__init__(inputs)
         if scale == "estimated" and theta != "regression":
@@ -103,7 +103,8 @@ class PairwiseEM(Method):
             inputs,
             scale=None if scale == "estimated" else float(scale),
             theta_from=theta,
-            trust=self.trust == "position",
+            trust_in_clicks=self.trust == "clicks",
+            scaled_values=self.trust == "values",
             pairs=self.trust == "pairs" or (weights == "paper" and loss != "posterior"),
             sampled=targets == "sampled",
             released=self.released,
@@ -119,7 +120,7 @@ class PairwiseEM(Method):
             user=user,
             sessions=sessions,
             seed=seed,
-            trust=self.trust == "position",
+            trust=self.trust == "clicks",
             by_item=theta_from == "items",
             categories=self.inputs.categories,
         )
