@@ -40,6 +40,7 @@ def test_the_demo_shows_examination_clicks_and_the_naive_conclusion(tmp_path):
     assert "examined" in done.stdout
     assert "naive reader" in done.stderr
     assert "What the bias costs" in done.stdout
+    assert "Examination learned" in done.stdout
     assert f"next: ultr train {tmp_path}/demo/log.parquet" in done.stderr
     log = read_log(tmp_path / "demo" / "log.parquet")
     assert log.relevance is None
@@ -50,9 +51,11 @@ def test_the_demo_shows_examination_clicks_and_the_naive_conclusion(tmp_path):
     assert figures["examined"][0] == pytest.approx(0.68, abs=0.02)
     assert figures["looks"][-1] < 0.15
     assert figures["truth"][-1] > 0.6
-    initial, biased, fair = (outcome["ndcg"] for outcome in figures["outcomes"])
+    initial, biased, corrected, fair = (outcome["ndcg"] for outcome in figures["outcomes"])
     assert fair > biased + 0.05
     assert fair > initial + 0.1
+    assert corrected > biased + 0.05
+    np.testing.assert_allclose(figures["theta"], figures["true_theta"], rtol=0.2)
 
 
 def test_a_log_is_simulated_and_described(tmp_path):

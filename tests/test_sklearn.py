@@ -28,7 +28,9 @@ def frame(requests: int = 120, seed: int = 0) -> pd.DataFrame:
 
 
 def ranker(**options) -> UnbiasedRanker:
-    return UnbiasedRanker(label="click", hidden=(8,), steps=60, batch=32, evaluate_every=20, device="cpu", **options)
+    return UnbiasedRanker(
+        label="click", hidden=(8,), steps=60, bias_steps=20, batch=32, evaluate_every=20, device="cpu", **options
+    )
 
 
 def test_it_fits_frames_and_arrays_alike_and_keeps_the_order_of_rows():

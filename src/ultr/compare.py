@@ -52,7 +52,7 @@ class Entry:
         parts = [part for part in rest.split(":") if part]
         own = [part for part in parts if not part.startswith("from=")]
         learn_from = [part.removeprefix("from=") for part in parts if part not in own]
-        options = parse_options(name, own)
+        options = parse_options(name, own, beside=["from"])
         return Entry(text.strip(), name, learn_from[-1] if learn_from else "feedback", options)
 
     def config(self, base: RunConfig, lr: float, seed: int) -> RunConfig:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ultr.checkpoint import read_json
 from ultr.datasets import load_dataset, ranking_svm, show
 from ultr.labels import DEFAULT_LABEL
 from ultr.log import Log, write_log
@@ -67,8 +68,17 @@ class Outcome:
     reward: float
 
 
-def run_learning(out: Path, *, seed: int = 0, steps: int = 300) -> list[Outcome]:
-    """The ranker in production, LambdaRank on biased feedback, and LambdaRank on feedback without position bias."""
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """What rankers come to, and what the correction of bias found out about examination."""
+
+    outcomes: list[Outcome]  # the ranker in production, without correction, with it, and without position bias
+    theta: np.ndarray  # by position, relative to the first, as learned
+    true_theta: np.ndarray
+
+
+def run_learning(out: Path, *, seed: int = 0, steps: int = 300) -> Learned:
+    """Learn with and without correction of bias, and from feedback without position bias."""
     data = load_dataset("synthetic")
     user = User(max_grade=data.max_grade)
 
@@ -77,18 +87,24 @@ def run_learning(out: Path, *, seed: int = 0, steps: int = 300) -> list[Outcome]
         return Outcome(name, figures["ndcg@10"], figures["reward@10"])
 
     outcomes = [outcome("the ranker that wrote the log", ranking_svm(data.train, seed=seed)(data.test.features))]
-    for name, learn_from in (
-        ("LambdaRank on the feedback", "feedback"),
-        ("LambdaRank, had users seen it all", "no-bias"),
+    for name, method, learn_from in (
+        ("LambdaRank on the feedback", "lambdarank", "feedback"),
+        ("pairwise-em on the feedback", "pairwise-em", "feedback"),
+        ("LambdaRank, had users seen it all", "lambdarank", "no-bias"),
     ):
         config = RunConfig(
             data="synthetic",
             users="pbm",
+            method=method,
             learn_from=learn_from,  # type: ignore[arg-type]
             ranker_options={"hidden": [64, 32]},
             select="ndcg@10",
-            training=TrainingOptions(steps=steps, batch=128, lr=0.05, evaluate_every=50, seed=seed, device="cpu"),
+            training=TrainingOptions(
+                steps=steps, bias_steps=1500, batch=128, lr=0.05, evaluate_every=50, seed=seed, device="cpu"
+            ),
         )
-        run = run_training(config, out / f"run-{learn_from}", overwrite=True)
+        run = run_training(config, out / f"run-{method}-{learn_from}", overwrite=True)
         outcomes.append(outcome(name, load_model(run).score(data.test)))
-    return outcomes
+    bias = read_json(out / "run-pairwise-em-feedback" / "bias.json")
+    theta, truth = np.array(bias["theta"]), user.theta(torch.tensor(bias["positions"])).numpy()
+    return Learned(outcomes, theta / theta[0], truth / truth[0])

@@ -24,7 +24,7 @@ from ultr.cli.common import (
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
-    from ultr.demo import Demo
+    from ultr.demo import Demo, Learned
     from ultr.log.summary import ByPosition
 
 
@@ -40,26 +40,40 @@ def demo(
         result = run_demo(out, seed=seed)
     if not as_json:
         _print_bias(result)
-    with words.status("learning from the feedback, and from feedback without position bias ..."):
-        outcomes = run_learning(out, seed=seed)
+    with words.status("learning from the feedback, without and with correction, and without position bias ..."):
+        learned = run_learning(out, seed=seed)
     if as_json:
         columns = ("positions", "examined", "clicked", "looks", "truth")
         figures: dict[str, Any] = {name: getattr(result, name).tolist() for name in columns}
-        print(json.dumps({**figures, "outcomes": [vars(outcome) for outcome in outcomes]}))
+        figures |= {"theta": learned.theta.tolist(), "true_theta": learned.true_theta.tolist()}
+        print(json.dumps({**figures, "outcomes": [vars(outcome) for outcome in learned.outcomes]}))
         return
+    _print_learned(learned)
+    log = out / "log.parquet"
+    words.print(f"\nwrote {log}: {result.log!r}\nnext: ultr train {log} --out my-run", soft_wrap=True)
+
+
+def _print_learned(learned: Learned) -> None:
+    table = Table(title="\nExamination learned from the feedback alone, first position = 100%", title_justify="left")
+    table.add_column("position", justify="right")
+    table.add_column("learned, and true", no_wrap=True)
+    for i, shares in enumerate(zip(learned.theta, learned.true_theta, strict=True), start=1):
+        colours = ("blue", "green")
+        bars = (f"[{colour}]{_bar(share)}[/] {share:.0%}" for colour, share in zip(colours, shares, strict=True))
+        table.add_row(str(i), "\n".join(bars))
+    print_table(table)
     table = Table(title="\nWhat the bias costs: test requests, judged by true labels", title_justify="left")
     table.add_column("ranker", no_wrap=True)
     table.add_column("NDCG@10", justify="right")
     table.add_column("Reward@10", justify="right")
-    for outcome in outcomes:
+    for outcome in learned.outcomes:
         table.add_row(outcome.name, f"{outcome.ndcg:.3f}", f"{outcome.reward:.3f}")
     print_table(table)
-    start, biased, fair = outcomes
-    kept = (biased.ndcg - start.ndcg) / (fair.ndcg - start.ndcg)
-    log = out / "log.parquet"
+    start, biased, corrected, fair = (outcome.ndcg for outcome in learned.outcomes)
+    kept, mended = ((reached - start) / (fair - start) for reached in (biased, corrected))
     words.print(
-        f"Learning from biased feedback keeps {kept:.0%} of what there was to gain in NDCG.\n"
-        f"\nwrote {log}: {result.log!r}\nnext: ultr train {log} --out my-run",
+        "Of what users without position bias would have taught (NDCG), learning from biased feedback keeps "
+        f"{kept:.0%}; with the bias corrected, {mended:.0%}.",
         soft_wrap=True,
     )
 

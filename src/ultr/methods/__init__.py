@@ -22,8 +22,8 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
-def parse_options(name: str, texts: Iterable[str]) -> dict[str, Any]:
-    """Options of a method from texts that read key=value."""
+def parse_options(name: str, texts: Iterable[str], *, beside: Iterable[str] = ()) -> dict[str, Any]:
+    """Options of a method from texts that read key=value; `beside` are options of others that may have been meant."""
     if name not in METHODS:
         raise OptionError(f"no method '{name}'", mend=nearest(name, METHODS))
     known, found = METHODS[name].OPTIONS, {}
@@ -32,7 +32,7 @@ def parse_options(name: str, texts: Iterable[str]) -> dict[str, Any]:
         if not equals:
             raise OptionError("an option of a method reads key=value", got=f"'{text}'")
         if key not in known:
-            mend = nearest(key, known) if known else "it takes none"
+            mend = nearest(key, [*beside, *known]) if known or beside else "it takes none"
             raise OptionError(f"method '{name}' has no option '{key}'", mend=mend)
         found[key] = known[key](value)
     return found

@@ -188,4 +188,5 @@ class PairwiseEM(Method):
         return lambdarank_weights(scores, labels, where=lists.where, normalise=False)
 
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any]:
-        return diagnosis(self.bias_model, batches, weights=self.pair_weights, clip=self.max_weight)
+        clip = math.inf if self.kind == "posterior" else self.max_weight
+        return diagnosis(self.bias_model, batches, weights=self.pair_weights, clip=clip)
