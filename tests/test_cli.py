@@ -113,3 +113,38 @@ def test_a_refusal_is_one_message_without_a_traceback(arguments, code, message, 
 
 def test_the_version_is_printed():
     assert ultr("version").stdout.strip() == __version__
+
+
+def test_a_method_takes_its_options_and_known_propensities(tmp_path):
+    log = tmp_path / "log.parquet"
+    assert ultr("simulate", "synthetic", "--out", log, "--sessions", "300").returncode == 0
+    known = tmp_path / "known.csv"
+    known.write_text("position,propensity\n" + "".join(f"{k},{1 / k}\n" for k in range(1, 11)))
+    small = ("--hidden", "8", "--steps", "5", "--bias-steps", "5", "--device", "cpu")
+    done = ultr(
+        "train",
+        log,
+        "--out",
+        tmp_path / "run",
+        "--loss",
+        "opt",
+        "--option",
+        "max_weight=1.5",
+        "--propensities",
+        known,
+        *small,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "warning: weights clipped" in done.stderr
+    bias = json.loads((tmp_path / "run" / "bias.json").read_text())
+    np.testing.assert_allclose(bias["theta"], [1 / k for k in range(1, 11)], atol=1e-5)
+    assert bias["theta_from"] == "known propensities"
+    for arguments, message in (
+        (("--loss", "best"), "'loss' should be one of"),
+        (("--option", "speed=3"), "no option 'speed'"),
+        (("--option", "speed"), "key=value"),
+        (("--method", "pointwise", "--loss", "opt"), "no option 'loss'"),
+    ):
+        refused = ultr("train", log, "--out", tmp_path / "other", *arguments, *small)
+        assert refused.returncode == 2, refused.stderr
+        assert message in refused.stderr

@@ -14,7 +14,7 @@ from ultr.evaluation import paired_test
 from ultr.log import write_log
 from ultr.models import load_model
 from ultr.plots import write_dot_plot
-from ultr.runs import RunConfig, mean_figures, prepare
+from ultr.runs import RunConfig, mean_figures, prepare, run_training
 from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions
 
@@ -86,3 +86,14 @@ def test_wrong_entries_and_references_are_refused(tmp_path):
         compare(BASE, METHODS, tmp_path, seeds=0)
     with pytest.raises(UltrError, match="cannot learn from"):
         compare(BASE, ["lambdarank:from=love"], tmp_path, seeds=1, rates=[0.1])
+
+
+def test_runs_that_differ_in_what_comes_after_share_a_bias_model(tmp_path):
+    base = replace(BASE, training=replace(BASE.training, bias_steps=5))
+    methods = ["pairwise-em", "pairwise-em:loss=ipw", "pairwise-em:loss=opt"]
+    compare(base, methods, tmp_path, seeds=1, rates=[0.01, 0.1], jobs=1)
+    assert len(list((tmp_path / "bias").glob("*.safetensors"))) == 2  # opt has trust by pairs besides
+    alone = run_training(Entry.parse("pairwise-em:loss=ipw").config(base, 0.1, 0), tmp_path / "alone")
+    shared = run_folder(tmp_path, Entry.parse("pairwise-em:loss=ipw"), 0.1, 0)
+    weights = [(run / "model" / "weights.safetensors").read_bytes() for run in (alone, shared)]
+    assert weights[0] == weights[1]

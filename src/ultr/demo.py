@@ -100,7 +100,7 @@ def run_learning(out: Path, *, seed: int = 0, steps: int = 300) -> Learned:
             ranker_options={"hidden": [64, 32]},
             select="ndcg@10",
             training=TrainingOptions(
-                steps=steps, bias_steps=1500, batch=128, lr=0.05, evaluate_every=50, seed=seed, device="cpu"
+                steps=steps, bias_steps=1000, batch=128, lr=0.05, evaluate_every=50, seed=seed, device="cpu"
             ),
         )
         run = run_training(config, out / f"run-{method}-{learn_from}", overwrite=True)

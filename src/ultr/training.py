@@ -74,7 +74,7 @@ class TrainingOptions:
         return self.lr * warm * shape
 
 
-BIAS_TRAINING = TrainingOptions(lr=0.03, evaluate_every=200, patience=5)
+BIAS_TRAINING = TrainingOptions(lr=0.03, evaluate_every=25, patience=40)
 
 
 def choose_device(name: str) -> torch.device:

@@ -152,8 +152,8 @@ def test_an_empty_cell_of_a_batch_leaves_its_parameter(lists):
         model.update(lists)
         before = model.plus.clone()
         model.update(first_two)
-    assert torch.equal(model.plus[5, 6], before[5, 6])
-    assert not torch.equal(model.plus[0, 1], before[0, 1])
+    torch.testing.assert_close(model.plus[5, 6], before[5, 6])
+    assert abs(model.plus[0, 1] - before[0, 1]) > 1e-4
 
 
 def world(requests: int = 1500, seed: int = 0):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ultr.bias import (
@@ -131,6 +131,15 @@ class BiasModel(Learner):
             getattr(self, name)[places] = values.to(self.theta)
         self.theta_minus.copy_(self.theta)
         self.moved.fill_(examination.moved)
+        seen = float((self.theta * self.impressions).sum())
+        self._start_at(float(self.clicks.sum()) / max(seen, 1e-9))
+
+    def _start_at(self, beta: float) -> None:
+        """Begin with one β for all, so that what little a small log tells of x is not drowned by the first weights."""
+        last = [module for module in self.network.modules() if isinstance(module, nn.Linear)][-1]
+        with torch.no_grad():
+            last.weight[:2] = 0
+            last.bias[0] = torch.tensor(beta).clamp(0.001, 0.999).logit()
 
     def settings(self) -> dict[str, Any]:
         """What its fit depends on, beside data and seed."""
@@ -204,8 +213,13 @@ class BiasModel(Learner):
 
     def update(self, lists: Lists) -> None:
         """Average the statistics of a batch into those before, and take what follows from them."""
+        if not (self.pairs or self.scaled_values or self.theta_from == "regression"):
+            return  # nothing is asked for that follows from them
         labels, place = self.labels(lists), self.index(lists.shown_positions)
+        training = self.training
+        self.eval()
         logit, log_value, preference = self.predictions(lists.features)
+        self.train(training)
         beta, positive = logit.sigmoid(), labels > 0
         theta, zeta = self.theta[place], self.zeta[place]
         weights = lists.weights[:, None] * lists.where

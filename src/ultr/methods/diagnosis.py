@@ -39,6 +39,7 @@ def diagnosis(
     size = len(model.index)
     betas, ts = [], []
     counts = torch.zeros(2, 5, dtype=torch.float64)  # kind -> pairs, Σ w, Σ w², clipped, largest
+    zeros = torch.zeros(2, size, device=model.theta.device)  # examined, and all, by position
     trust = torch.zeros(2, size * size, device=model.theta.device)  # Σ m and pairs by cell
     for lists in batches:
         labels, place = model.labels(lists), model.index(lists.shown_positions)
@@ -46,6 +47,7 @@ def diagnosis(
         beta, zero = logit.sigmoid(), lists.where & (labels <= 0)
         betas.append(beta[lists.where])
         ts.append(examined_though_zero(model.theta[place], beta)[zero])
+        zeros += torch.stack([sums_by_cell(values, place[zero], size) for values in (ts[-1], torch.ones_like(ts[-1]))])
         preferred = preferred_pairs(labels, where=lists.where)
         lower_positive = batch_innermost(labels > 0)[..., None, :]
         raw = weights(lists, labels)
@@ -74,7 +76,7 @@ def diagnosis(
         "theta": _numbers(model.theta),
         "theta_from": THETA_FROM[model.theta_from],
         "theta_scale": _scale_text(model),
-        "theta_minus": _numbers(model.theta_minus),
+        "theta_minus": _numbers(quotient(zeros[0], zeros[1])),
         "impressions": _numbers(model.impressions),
         "clicks": _numbers(model.clicks),
         "beta": _quantiles(betas),
