@@ -51,8 +51,9 @@ def main() -> None:
     learners: dict[str, Learner] = {name: make_method(name, inputs) for name in METHODS}
     for loss in ("opt", "ipw"):
         learners[f"pairwise-em, {loss}"] = make_method("pairwise-em", inputs, loss=loss)
-    learners["its bias model"] = make_method("pairwise-em", inputs).bias_model
-    learners["... with pairs"] = make_method("pairwise-em", inputs, loss="opt").bias_model
+    for name, loss in (("its bias model", "posterior"), ("... with pairs", "opt")):
+        if (model := make_method("pairwise-em", inputs, loss=loss).first()) is not None:
+            learners[name] = model
     for name, learner in learners.items():
         state = start(learner, log, training)
         work[name] = lambda step, state=state: take_step(state, feed(step), training)  # type: ignore[misc]

@@ -14,6 +14,7 @@ from ultr.log import Log
 settings.register_profile("ultr", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("ultr")
 torch.set_num_threads(1)  # tests run side by side
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as do the commands they start
 
 
 @pytest.fixture(autouse=True)

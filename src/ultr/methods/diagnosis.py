@@ -26,62 +26,70 @@ THETA_FROM = {
 MOVING = 1e-3
 
 
-@torch.no_grad()
-def diagnosis(
-    model: BiasModel,
-    batches: Iterable[Lists],
-    *,
-    weights: Callable[[Lists, Tensor], Tensor],
-    clip: float,
-) -> dict[str, Any]:
-    """θ and all that is estimated, how it shows in some lists, and warnings."""
-    model.eval()
-    size = len(model.index)
-    betas, ts = [], []
-    counts = torch.zeros(2, 5, dtype=torch.float64)  # kind -> pairs, Σ w, Σ w², clipped, largest
-    zeros = torch.zeros(2, size, device=model.theta.device)  # examined, and all, by position
-    trust = torch.zeros(2, size * size, device=model.theta.device)  # Σ m and pairs by cell
-    for lists in batches:
-        labels, place = model.labels(lists), model.index(lists.shown_positions)
+class Tally:
+    """What some lists show of a bias model."""
+
+    def __init__(self, model: BiasModel) -> None:
+        size, device = len(model.index), model.theta.device
+        self.model = model
+        self.betas: list[Tensor] = []
+        self.ts: list[Tensor] = []
+        self.zeros = torch.zeros(2, size, device=device)  # examined, and all, by position
+        self.trust = torch.zeros(2, size * size, device=device)  # Σ m, and pairs, by pair of positions
+        self.kinds = [[0, 0.0, 0.0, 0, 0.0] for _ in KINDS]  # pairs, Σ w, Σ w², clipped, largest
+
+    def add(self, lists: Lists, weights: Tensor, clip: float) -> None:
+        model, labels = self.model, self.model.labels(lists)
+        place, size = model.index(lists.shown_positions), len(model.index)
         logit, _, preference = model.predictions(lists.features)
         beta, zero = logit.sigmoid(), lists.where & (labels <= 0)
-        betas.append(beta[lists.where])
-        ts.append(examined_though_zero(model.theta[place], beta)[zero])
-        zeros += torch.stack([sums_by_cell(values, place[zero], size) for values in (ts[-1], torch.ones_like(ts[-1]))])
+        t = examined_though_zero(model.theta[place], beta)[zero]
+        self.betas.append(beta[lists.where])
+        self.ts.append(t)
+        self.zeros += torch.stack([sums_by_cell(values, place[zero], size) for values in (t, torch.ones_like(t))])
         preferred = preferred_pairs(labels, where=lists.where)
         lower_positive = batch_innermost(labels > 0)[..., None, :]
-        raw = weights(lists, labels)
-        for kind, chosen in enumerate((preferred & lower_positive, preferred & ~lower_positive)):
-            found = raw[chosen].double()
-            kept = found.clamp(max=clip)
-            if len(found):
-                counts[kind, :4] += torch.stack(
-                    [
-                        torch.tensor(float(len(found))),
-                        kept.sum().cpu(),
-                        kept.square().sum().cpu(),
-                        (found > clip).sum().cpu(),
-                    ]
-                )
-                counts[kind, 4] = max(float(counts[kind, 4]), float(found.max()))
+        both = preferred & lower_positive
+        for row, chosen in zip(self.kinds, (both, preferred & ~lower_positive), strict=True):
+            _add_weights(row, weights[chosen].double(), clip)
         if model.pairs:
             cells = batch_innermost(place)
             i, j = cells[..., :, None], cells[..., None, :]
             m = pair_trust(model.plus[i, j], model.minus[i, j], gaps(preference).sigmoid())
-            both = preferred & lower_positive
-            for row, values in enumerate((torch.where(both, m, 0.0), both.float())):
-                trust[row] += sums_by_cell(values, (i * size + j).expand_as(values), size * size)
+            pairs = (torch.where(both, m, 0.0), both.float())
+            self.trust += torch.stack([sums_by_cell(values, i * size + j, size * size) for values in pairs])
+
+
+def _add_weights(row: list[float], weights: Tensor, clip: float) -> None:
+    if len(weights):
+        kept = weights.clamp(max=clip)
+        row[0] += len(weights)
+        row[1] += float(kept.sum())
+        row[2] += float(kept.square().sum())
+        row[3] += int((weights > clip).sum())
+        row[4] = max(row[4], float(weights.max()))
+
+
+@torch.no_grad()
+def diagnosis(
+    model: BiasModel, batches: Iterable[Lists], *, weights: Callable[[Lists, Tensor], Tensor], clip: float
+) -> dict[str, Any]:
+    """θ and all that is estimated, how it shows in some lists, and warnings."""
+    model.eval()
+    tally, size = Tally(model), len(model.index)
+    for lists in batches:
+        tally.add(lists, weights(lists, model.labels(lists)), clip)
     report: dict[str, Any] = {
         "positions": model.index.ids.tolist(),
         "theta": _numbers(model.theta),
         "theta_from": THETA_FROM[model.theta_from],
         "theta_scale": _scale_text(model),
-        "theta_minus": _numbers(quotient(zeros[0], zeros[1])),
+        "theta_minus": _numbers(quotient(*tally.zeros)),
         "impressions": _numbers(model.impressions),
         "clicks": _numbers(model.clicks),
-        "beta": _quantiles(betas),
-        "t": _quantiles(ts),
-        "pairs": {name: _kind(row) for name, row in zip(KINDS, counts.tolist(), strict=True)},
+        "beta": _quantiles(tally.betas),
+        "t": _quantiles(tally.ts),
+        "pairs": {name: _kind(row) for name, row in zip(KINDS, tally.kinds, strict=True)},
         "held_out_log_likelihood": dict(zip(("beta of x", "one beta"), _numbers(model.held_out), strict=True)),
     }
     if model.trust_in_clicks:
@@ -92,7 +100,7 @@ def diagnosis(
         report |= {
             "eps_plus": _matrix(model.plus),
             "eps_minus": _matrix(model.minus),
-            "m": _matrix(quotient(trust[0], trust[1]).view(size, size)),  # 0 where no such pair was seen
+            "m": _matrix(quotient(*tally.trust).view(size, size)),  # 0 where no such pair was seen
         }
     report["warnings"] = [{"name": name, "what": what} for name, what in _warnings(model, report)]
     return report
