@@ -19,7 +19,6 @@ from ultr.bias import (
     PairModel,
     coherent_gamma,
     coherent_preference,
-    effective_share,
     exact_weights,
     examined_though_zero,
     examined_zero_terms,
@@ -34,8 +33,6 @@ from ultr.bias import (
     quotient,
     relevance_posterior,
     relevant_though_zero,
-    scored_theta,
-    scored_theta_and_zeta,
     scoring_terms,
     sums_by_cell,
     theta_terms,
@@ -254,7 +251,7 @@ def test_every_posterior_is_a_probability_at_the_edges(dtype):
     )
     likelihood = item_log_likelihood(positive, theta, beta, zeta)
     assert bool((likelihood.isfinite() & (likelihood <= 2 * ulp)).all())
-    assert all(bool((term.isfinite() & (term >= 0)).all()) for term in scoring_terms(positive, theta, beta, zeta))
+    assert all(bool((term.isfinite() & (term >= 0)).all()) for term in scoring_terms(positive, theta, beta))
 
     theta_i, theta_j, beta_i, beta_j, kappa = grid(EDGES[dtype], 5, dtype)
     assert_probabilities(coherent_gamma(beta_i, beta_j, kappa), pair_examined(theta_i, theta_j, beta_i, beta_j, kappa))
@@ -454,25 +451,6 @@ def test_the_statistics_of_items_give_the_gradient_of_their_likelihood(problem):
 # --- Fisher's scoring ---------------------------------------------------------------------------------------------
 
 
-@given(item_problems())
-def test_a_step_of_scoring_is_the_score_over_the_information(problem):
-    positive, place, item, *parameters = problem
-    theta, beta, zeta = (p.mul(0.5).add(scale) for p, scale in zip(parameters, (0.45, 0.3, 0.02), strict=True))
-    for trust in (torch.zeros_like(zeta), zeta):
-        start = theta.clone().requires_grad_()
-        likelihood = item_log_likelihood(positive, start[place], beta[item], trust[place]).sum()
-        (score,) = torch.autograd.grad(likelihood, start)
-        p = theta[place] * beta[item] + trust[place] * (1 - beta[item])
-        information = sums_by_cell(beta[item] ** 2 / (p * (1 - p)), place, len(theta))
-        expected = (theta + quotient(score, information)).clamp(0, 1)
-        terms = scoring_terms(positive, theta[place], beta[item], trust[place])
-        sums = tuple(sums_by_cell(term, place, len(theta)) for term in terms)
-        scored, _ = scored_theta_and_zeta(sums, theta, trust, fixed_zeta=torch.tensor(True), ridge=0.0)
-        torch.testing.assert_close(scored, expected, rtol=1e-9, atol=1e-9)
-        if not trust.any():
-            torch.testing.assert_close(scored_theta(sums, theta), expected, rtol=1e-9, atol=1e-9)
-
-
 def test_eight_steps_of_scoring_reach_what_em_reaches_in_three_thousand():
     rng = np.random.default_rng(0)
     positions, n = 24, 500
@@ -491,100 +469,9 @@ def test_eight_steps_of_scoring_reach_what_em_reaches_in_three_thousand():
     scored = start
     for _ in range(8):
         terms = scoring_terms(positive, scored[:, None], beta)
-        scored = scored_theta(tuple(sums_by_cell(term, cells, positions) for term in terms), scored)
+        scored = updated(*(sums_by_cell(term, cells, positions) for term in terms), scored).clamp(0, 1)
     torch.testing.assert_close(scored, em(start, 3000), rtol=0, atol=1e-6)
     assert (em(start, 8) - scored).abs().max() > 0.02
-
-
-def expected_sums(beta, theta, zeta, at_theta, at_zeta) -> tuple[Tensor, ...]:
-    """The sums that endless clicks of theta, zeta would give by position, where beta is [positions, items]."""
-    p = theta[:, None] * beta + zeta[:, None] * (1 - beta)
-    clicked, passed = (
-        scoring_terms(torch.full(beta.shape, positive), at_theta[:, None], beta, at_zeta[:, None])
-        for positive in EITHER
-    )
-    return tuple((p * yes + (1 - p) * no).sum(1) for yes, no in zip(clicked, passed, strict=True))
-
-
-FREE = torch.tensor(False)
-
-
-@st.composite
-def trusting_worlds(draw, positions: int = 5, items: int = 40):
-    """Relevance beta [positions, items], and theta, zeta <= theta: the truth, then a start."""
-    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
-    theta, start = uniform(rng, positions, low=0.05), uniform(rng, positions, low=0.05)
-    beta = uniform(rng, positions, items)
-    return beta, (theta, theta * uniform(rng, positions)), (start, start * uniform(rng, positions))
-
-
-@given(trusting_worlds())
-def test_scoring_recovers_theta_and_zeta_from_expected_sums_in_one_step(world):
-    beta, truth, start = world
-    theta, zeta = scored_theta_and_zeta(expected_sums(beta, *truth, *start), *start, fixed_zeta=FREE, ridge=0.0)
-    torch.testing.assert_close((theta, zeta), truth, rtol=0, atol=1e-9)
-    untrusting = truth[0], torch.zeros_like(truth[1])
-    sums = expected_sums(beta, *untrusting, start[0], untrusting[1])
-    torch.testing.assert_close(scored_theta(sums, start[0]), truth[0], rtol=0, atol=1e-9)
-
-
-@settings(max_examples=20)
-@given(trusting_worlds(), st.sampled_from([1e-3, 0.1]))
-def test_a_ridge_does_not_move_what_is_identified(world, ridge):
-    beta, truth, estimate = world
-    still = scored_theta_and_zeta(expected_sums(beta, *truth, *truth), *truth, fixed_zeta=FREE, ridge=ridge)
-    torch.testing.assert_close(still, truth, rtol=0, atol=1e-9)
-    for _ in range(30):
-        estimate = scored_theta_and_zeta(
-            expected_sums(beta, *truth, *estimate), *estimate, fixed_zeta=FREE, ridge=ridge
-        )
-    torch.testing.assert_close(estimate, truth, rtol=0, atol=1e-9)
-
-
-@settings(max_examples=20)
-@given(trusting_worlds(items=1))
-def test_a_ridge_holds_what_is_not_identified_and_still_meets_the_click_rate(world):
-    beta, truth, start = world  # with one beta only theta β + zeta (1-β) is known
-
-    def rate(theta, zeta):
-        return theta * beta[:, 0] + zeta * (1 - beta[:, 0])
-
-    for ridge in (1e-3, 0.1):
-        still = scored_theta_and_zeta(expected_sums(beta, *start, *start), *start, fixed_zeta=FREE, ridge=ridge)
-        torch.testing.assert_close(still, start, rtol=0, atol=1e-9)
-    estimate = start
-    for _ in range(30):
-        estimate = scored_theta_and_zeta(expected_sums(beta, *truth, *estimate), *estimate, fixed_zeta=FREE)
-    inside = (estimate[1] < estimate[0]) & (estimate[1] > 0) & (estimate[0] < 1)
-    torch.testing.assert_close(rate(*estimate)[inside], rate(*truth)[inside], rtol=0, atol=1e-6)
-
-
-@given(trusting_worlds())
-def test_a_fixed_zeta_keeps_its_value_and_theta_answers_to_it(world):
-    beta, truth, start = world
-    fixed = torch.arange(len(truth[0])) % 2 == 0
-    known = start[0], torch.where(fixed, truth[1], start[1])
-    theta, zeta = scored_theta_and_zeta(expected_sums(beta, *truth, *known), *known, fixed_zeta=fixed, ridge=0.0)
-    assert torch.equal(zeta[fixed], truth[1][fixed])
-    torch.testing.assert_close((theta, zeta), truth, rtol=0, atol=1e-9)
-
-
-@given(item_problems(), st.sampled_from([0.0, 1e-3]))
-def test_scored_values_stay_in_order_and_empty_positions_keep_theirs(problem, ridge):
-    positive, place, item, theta, beta, zeta = problem
-    beta = torch.cat([torch.tensor([0.0, 1.0]).double(), beta])[item]
-    zeta = torch.minimum(zeta, theta)
-    empty = torch.bincount(place, minlength=len(theta)) == 0
-    for dtype in EDGES:
-        now = theta.to(dtype), zeta.to(dtype)
-        for _ in range(5):
-            terms = scoring_terms(positive, now[0][place], beta.to(dtype), now[1][place])
-            sums = tuple(sums_by_cell(term, place, len(theta)) for term in terms)
-            assert_probabilities(scored_theta(sums, now[0]))
-            now = scored_theta_and_zeta(sums, *now, fixed_zeta=FREE, ridge=ridge)
-            assert bool(((now[1] >= 0) & (now[1] <= now[0]) & (now[0] <= 1)).all())
-        assert torch.equal(now[0][empty], theta.to(dtype)[empty])
-        assert torch.equal(now[1][empty], zeta.to(dtype)[empty])
 
 
 # --- Weights: the mean of a loss and what it stands for -----------------------------------------------------------
@@ -774,28 +661,3 @@ def test_an_update_lies_between_its_bounds_and_does_not_depend_on_scale(share, t
 
 
 weights_of_pairs = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20)
-
-
-@given(weights_of_pairs, st.floats(1e-3, 1e3))
-def test_the_effective_share_lies_between_one_in_n_and_one_whatever_the_scale(weights, scale):
-    w, where = torch.tensor(weights, dtype=torch.float64), torch.ones(len(weights), dtype=torch.bool)
-    share = effective_share(w, where).item()
-    assert share == pytest.approx(sum(weights) ** 2 / (len(weights) * sum(x * x for x in weights)))
-    assert 1 / len(weights) - 1e-12 <= share <= 1 + 1e-12
-    assert effective_share(w * scale, where).item() == pytest.approx(share)
-
-
-@given(weights_of_pairs, st.sampled_from([0.0, 7.0, float("inf"), float("nan")]))
-def test_the_effective_share_is_of_the_pairs_that_count(weights, elsewhere):
-    w = torch.tensor([*weights, elsewhere], dtype=torch.float64)
-    where = torch.arange(len(w)) < len(weights)
-    assert effective_share(w, where).item() == pytest.approx(effective_share(w[:-1], where[:-1]).item())
-
-
-@pytest.mark.parametrize(
-    ("weights", "share"),
-    [([2.0] * 5, 1.0), ([0.0, 0.0, 3.0, 0.0], 1 / 4), ([1.0, 3.0], 16 / 20), ([0.0], 0.0), ([], 0.0)],
-)
-def test_the_effective_share_of_equal_weights_is_one_and_of_a_lone_one_its_part(weights, share):
-    where = torch.ones(len(weights), dtype=torch.bool)
-    assert effective_share(torch.tensor(weights), where).item() == pytest.approx(share)

@@ -206,45 +206,10 @@ def trust_terms(preferred: Tensor, posterior: PairPosterior) -> tuple[Tensor, Te
     )
 
 
-def scoring_terms(positive: Tensor, theta: Tensor, beta: Tensor, zeta: Tensor | float = 0.0) -> tuple[Tensor, ...]:
-    """The terms of Fisher's scoring for P(c>0) = θβ + ζ(1-β): EM's fixed point in a few steps instead of hundreds.
-
-    With w = 1/(P(1-P)), weighted least squares of [c>0] on (β, 1-β):  w β², w β(1-β), w (1-β)², w β c, w (1-β) c.
-    """
-    above = theta * beta + zeta * (1 - beta)
-    below = (1 - theta) * beta + (1 - zeta) * (1 - beta)
-    weight = 1 / (above * below).clamp(min=1e-3)  # no row decides alone
-    clicked = positive.to(above.dtype)
-    rest = 1 - beta
-    return (
-        weight * beta * beta,
-        weight * beta * rest,
-        weight * rest * rest,
-        weight * beta * clicked,
-        weight * rest * clicked,
-    )
-
-
-def scored_theta(sums: tuple[Tensor, ...], previous: Tensor) -> Tensor:
-    """θ_k = Σ w β c / Σ w β², in [0, 1]; without trust this is Σ c/(1-θβ) / Σ β/(1-θβ)."""
-    return updated(sums[3], sums[0], previous).clamp(0, 1)
-
-
-def scored_theta_and_zeta(
-    sums: tuple[Tensor, ...], previous_theta: Tensor, previous_zeta: Tensor, *, fixed_zeta: Tensor, ridge: float = 1e-3
-) -> tuple[Tensor, Tensor]:
-    """θ_k and ζ_k by the normal equations of each position, with 0 <= ζ <= θ <= 1.
-
-    Where `fixed_zeta` holds, ζ keeps its value. `ridge`, a share of the diagonal, holds what the data do not tell.
-    """
-    bb, bz, zz, bc, zc = sums
-    bb, zz = bb * (1 + ridge), zz * (1 + ridge)
-    bc, zc = bc + ridge * sums[0] * previous_theta, zc + ridge * sums[2] * previous_zeta
-    determinant = bb * zz - bz * bz
-    zeta = updated(bb * zc - bz * bc, determinant, previous_zeta).clamp(0, 1)
-    zeta = torch.where(fixed_zeta, previous_zeta, zeta)
-    theta = updated(bc - bz * zeta, bb, previous_theta).clamp(0, 1)
-    return theta, torch.where(fixed_zeta, zeta, torch.minimum(zeta, theta))
+def scoring_terms(positive: Tensor, theta: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Fisher's scoring, which has EM's fixed point and gets there in a few steps: θ_k = Σ [c>0]/(1-θβ) / Σ β/(1-θβ)."""
+    missed = ((1 - theta) + theta * (1 - beta)).clamp(min=1e-3)  # no row decides alone
+    return positive.to(beta.dtype) / missed, beta / missed
 
 
 # --- Weights of pairs ---------------------------------------------------------------------------------------------
@@ -279,9 +244,3 @@ def exact_weights(positive_j: Tensor, theta_i: Tensor, theta_j: Tensor, beta_j: 
 def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Of two tensors, and 0 where both vanish."""
     return numerator / torch.where(denominator > 0, denominator, 1.0)
-
-
-def effective_share(weights: Tensor, where: Tensor) -> Tensor:
-    """(Σ w)² / (n Σ w²) over the pairs that count: 1 for equal weights, 1/n where one carries all."""
-    kept = torch.where(where, weights, 0.0)
-    return quotient(kept.sum().square(), where.sum() * kept.square().sum())

@@ -12,6 +12,7 @@ from torch.nn.functional import softplus
 from conftest import make_shown_log
 from ultr.bias import exact_weights, examined_though_zero, pair_examined, pair_trust
 from ultr.errors import DataError, OptionError
+from ultr.examination import Examination
 from ultr.labels import Label
 from ultr.lists import Lists
 from ultr.methods import MethodInputs, make_method
@@ -254,3 +255,22 @@ def test_options_are_checked():
     released = make_method("pairwise-em", inputs(), variant="released")
     assert (released.kind, released.weights) == ("opt", "paper")
     assert make_method("pairwise-em", inputs(), scale="estimated", theta="regression").bias_model.scale is None
+
+
+def test_the_scale_of_theta_leaves_what_the_log_shows_as_it_was():
+    """P(c>0) = θβ + ζ(1-β): θ - ζ at another scale and β in return give the same clicks."""
+    exam = Examination(
+        positions=(1, 2),
+        theta=torch.tensor([1.0, 0.5]),
+        zeta=torch.tensor([0.3, 0.0]),
+        impressions=torch.tensor([100.0, 100.0]),
+        clicks=torch.tensor([51.0, 15.0]),
+        moved=0.0,
+        strata=1,
+    )
+    for scale in (1.0, 0.7):
+        model = BiasModel(inputs(positions=(1, 2)), scale=scale, trust_in_clicks=True).eval()
+        model.take(exam)
+        beta = model.predictions(torch.zeros(FEATURES))[0].sigmoid()
+        clicks = model.theta * beta + model.zeta * (1 - beta)
+        torch.testing.assert_close(clicks.detach(), torch.tensor([0.51, 0.15]))

@@ -23,7 +23,6 @@ from ultr.bias import (
     quotient,
     released_target,
     relevance_posterior,
-    scored_theta,
     scoring_terms,
     sums_by_cell,
     trust_terms,
@@ -106,7 +105,7 @@ class BiasModel(Learner):
             "theta_minus": start.clone(),
             "plus": torch.full((size, size), TRUST_PRIOR[0]),
             "minus": torch.full((size, size), TRUST_PRIOR[1]),
-            "item_sums": torch.zeros(11, size),
+            "item_sums": torch.zeros(8, size),
             "pair_sums": torch.zeros(4, size * size if pairs else 0),
             "updates": torch.zeros(()),
             "anchor": torch.zeros((), dtype=torch.int64),
@@ -119,20 +118,20 @@ class BiasModel(Learner):
             self.register_buffer(name, value)
 
     def take(self, examination: Examination) -> None:
-        """Hold θ and ζ at what was estimated, θ at its scale."""
+        """Hold θ and ζ at what was estimated, with θ - ζ at its scale: β grows by as much as that shrinks."""
         places = self.index(torch.tensor(examination.positions, device=self.index.ids.device))
-        scale = self.scale or 1.0
+        slope = (self.scale or 1.0) * (examination.theta - examination.zeta)
         for name, values in {
-            "theta": scale * examination.theta,
-            "zeta": scale * examination.zeta,
+            "theta": examination.zeta + slope,
+            "zeta": examination.zeta,
             "impressions": examination.impressions,
             "clicks": examination.clicks,
         }.items():
             getattr(self, name)[places] = values.to(self.theta)
         self.theta_minus.copy_(self.theta)
         self.moved.fill_(examination.moved)
-        seen = float((self.theta * self.impressions).sum())
-        self._start_at(float(self.clicks.sum()) / max(seen, 1e-9))
+        explained, slope = self.zeta * self.impressions, (self.theta - self.zeta) * self.impressions
+        self._start_at(float((self.clicks - explained).sum()) / max(float(slope.sum()), 1e-9))
 
     def _start_at(self, beta: float) -> None:
         """Begin with one β for all, so that what little a small log tells of x is not drowned by the first weights."""
@@ -221,14 +220,14 @@ class BiasModel(Learner):
         logit, log_value, preference = self.predictions(lists.features)
         self.train(training)
         beta, positive = logit.sigmoid(), labels > 0
-        theta, zeta = self.theta[place], self.zeta[place]
+        theta = self.theta[place]
         weights = lists.weights[:, None] * lists.where
         clicked = positive.to(beta.dtype)
         terms = torch.stack(
             [
                 torch.ones_like(beta),
                 clicked,
-                *scoring_terms(positive, theta, beta, zeta),
+                *scoring_terms(positive, theta, beta),
                 *examined_zero_terms(positive, theta, beta),
                 clicked * labels,
                 clicked * log_value.exp(),
@@ -244,7 +243,7 @@ class BiasModel(Learner):
             self._update_trust(pair, preferred, counts * lists.weights[:, None, None], batch_innermost(place), rate)
 
     def _update_positions(self) -> None:
-        shown, clicks, *scoring, examined, zeros, value, predicted = self.item_sums
+        shown, clicks, clicked, expected, examined, zeros, value, predicted = self.item_sums
         self.theta_minus.copy_(updated(examined, zeros, self.theta_minus))
         if self.scaled_values:
             rho = updated(value, predicted, self.rho).clamp(0.01, 100)
@@ -255,7 +254,7 @@ class BiasModel(Learner):
         rates = quotient(clicks, shown)
         self.anchor.copy_(torch.where(warm, rates.argmax(), self.anchor))
         start = (self.scale or 1.0) * quotient(rates, rates[self.anchor])
-        theta = torch.where(warm, start, scored_theta(tuple(scoring), self.theta)).clamp(LEAST, 1)
+        theta = torch.where(warm, start, updated(clicked, expected, self.theta)).clamp(LEAST, 1)
         if self.scale is not None:
             theta[self.anchor] = self.scale
         theta = torch.where(shown > 0, theta, self.theta)
