@@ -275,3 +275,13 @@ def test_scores_are_written_with_the_keys_of_their_rows(log_path, tmp_path):
     table = pq.read_table(tmp_path / "scores.parquet")
     assert table.column_names == ["request", "position", "score"]
     assert table["score"].to_pylist() == list(range(log.rows))
+
+
+def test_a_run_whose_bias_cannot_be_estimated_leaves_nothing_behind(log_path, tmp_path):
+    with pytest.raises(DataError, match="call their column item"):
+        run_training(config(log_path, method_options={"theta": "items"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    kept = run_training(config(log_path), tmp_path / "kept")
+    with pytest.raises(DataError, match="item ids"):
+        run_training(config(log_path, method_options={"theta": "items"}), kept, overwrite=True)
+    assert kept.is_dir()

@@ -23,7 +23,7 @@ import torch
 from pyarrow import csv
 from torch import Tensor
 
-from ultr.bias import quotient, relevance_posterior
+from ultr.bias import item_log_likelihood, quotient, relevance_posterior, sums_by_cell
 from ultr.errors import DataError
 from ultr.files import content_kind, existing_file
 from ultr.labels import Label
@@ -97,8 +97,7 @@ def estimate_examination(
         strata = strata_by_logging_score(log, clicks=float(clicked_rows.sum()), seed=seed, categories=categories)
     size = int(strata.max()) + 1, len(ids)
     cells = strata * size[1] + positions
-    shown = torch.zeros(size[0] * size[1], dtype=torch.float64).index_add_(0, cells, shown_rows).view(size)
-    clicked = torch.zeros(size[0] * size[1], dtype=torch.float64).index_add_(0, cells, clicked_rows).view(size)
+    shown, clicked = (sums_by_cell(rows, cells, size[0] * size[1]).view(size) for rows in (shown_rows, clicked_rows))
     fit = fit_table(shown, clicked, trust=trust)
     counts = shown.sum(0).float(), clicked.sum(0).float()
     return Examination(tuple(ids.tolist()), fit.theta.float(), fit.zeta.float(), *counts, fit.moved, size[0])
@@ -141,7 +140,7 @@ def _drawn_clicks(log: Log, label: Label, user: User, passes: int, seed: int) ->
 
 def _items(log: Log) -> Tensor:
     if log.item_ids is None:
-        raise DataError("strata by item need item ids", mend="name their column with --item")
+        raise DataError("strata by item need item ids", mend="call their column item")
     return torch.from_numpy(np.unique(np.asarray(log.item_ids), return_inverse=True)[1])
 
 
@@ -257,5 +256,5 @@ def _canonical(theta: Tensor, zeta: Tensor, beta: Tensor, seen: Tensor) -> tuple
 
 
 def _likelihood(shown: Tensor, clicked: Tensor, theta: Tensor, zeta: Tensor, beta: Tensor) -> Tensor:
-    above = theta * beta[:, None] + zeta * (1 - beta[:, None])
-    return (torch.xlogy(clicked, above) + torch.xlogy(shown - clicked, 1 - above)).sum()
+    yes, no = (item_log_likelihood(torch.tensor(seen), theta, beta[:, None], zeta) for seen in (True, False))
+    return (clicked * yes + (shown - clicked) * no).sum()

@@ -231,11 +231,17 @@ def run_training(
     if warm_start is not None:
         _start_from(method, warm_start)
     state = start(method, prepared.train, config.training)
-    with locked(out):
-        if overwrite and not resume:
-            _empty(out)
-        write_json(out / "config.json", config.to_json())
-        _train(config, prepared, method, state, out, shared, checkpoint_seconds, on_first, on_progress)
+    begun_before = out.exists()
+    try:
+        with locked(out):
+            if overwrite and not resume:
+                _empty(out)
+            write_json(out / "config.json", config.to_json())
+            _train(config, prepared, method, state, out, shared, checkpoint_seconds, on_first, on_progress)
+    except DataError:
+        if not (begun_before or (out / "checkpoints").is_dir() or read_metrics(out)):
+            shutil.rmtree(out, ignore_errors=True)  # it learned nothing: the same command can be given again, mended
+        raise
     return out
 
 

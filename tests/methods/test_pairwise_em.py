@@ -274,3 +274,21 @@ def test_the_scale_of_theta_leaves_what_the_log_shows_as_it_was():
         beta = model.predictions(torch.zeros(FEATURES))[0].sigmoid()
         clicks = model.theta * beta + model.zeta * (1 - beta)
         torch.testing.assert_close(clicks.detach(), torch.tensor([0.51, 0.15]))
+
+
+@pytest.mark.parametrize("options", [{}, {"loss": "ipw"}, {"variant": "released"}])
+def test_true_labels_are_learned_from_as_they_are(options, lists):
+    method = make_method("pairwise-em", inputs(truth=True), **options)
+    assert method.first() is None
+    assert method.bias([lists]) is None
+    labels, scores = lists.relevance, method.score(lists.features).detach()
+    where = lists.where[:, :, None] & lists.where[:, None, :] & (labels[:, :, None] > labels[:, None, :])
+    weights = where.float()
+    if method.kind == "posterior":
+        weights = weights * (labels[:, :, None] - labels[:, None, :])
+    if method.kind == "opt":
+        discount = discounts_at(ranks_of(scores, where=lists.where), torch.float32)
+        gain = (labels[:, :, None] - labels[:, None, :]).abs()
+        weights = weights * gain * (discount[:, :, None] - discount[:, None, :]).abs()
+    pain = softplus(scores[:, None, :] - scores[:, :, None])
+    torch.testing.assert_close(method.loss(lists).detach(), (weights * pain).sum((1, 2)).mean(), rtol=1e-4, atol=1e-5)

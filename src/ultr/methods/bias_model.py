@@ -90,7 +90,7 @@ class BiasModel(Learner):
         encoder = FeatureEncoder(inputs.features, inputs.categories)
         self.network = make_ranker(inputs.ranker, encoder, outputs=3, **options)  # logit of β, log of μ, g
         size = len(self.index)
-        start = torch.full((size,), scale or 1.0)
+        start = torch.full((size,), 1.0 if inputs.truth else scale or 1.0)
         if inputs.propensities is not None:
             lacking = [k for k in self.index.ids.tolist() if k not in inputs.propensities]
             if lacking:

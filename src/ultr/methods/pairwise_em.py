@@ -65,7 +65,8 @@ class PairwiseEM(Method):
     `weights=paper` takes Eqs. 14-17 as printed, `exact` what makes the mean of the loss right; `variant=released`
     follows the authors' code. `trust` is of `pairs` of positions (ε⁺, ε⁻: default of bayes-ipw and opt), of `clicks`
     (ζ_k of the irrelevant are clicked), of `values` (scaled by ρ_k) or `none`. `scale` is θ where it is largest, which
-    clicks cannot tell; `estimated` leaves it to the form of β in stage 2.
+    clicks cannot tell; `estimated` leaves it to the form of β in stage 2. True labels have no bias: they are learned
+    from as if all had been examined and can be trusted, in stage 3 alone.
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
@@ -97,6 +98,8 @@ class PairwiseEM(Method):
             raise OptionError("a scale is estimated along with theta", mend="add theta=regression")
         if variant == "released":
             loss, weights, trust = "opt", "paper", "pairs"
+        if inputs.truth:
+            weights, trust, variant = "exact", "none", "standard"
         self.kind, self.weights, self.max_weight, self.released = loss, weights, max_weight, variant == "released"
         self.trust = trust or ("pairs" if loss in ("opt", "bayes-ipw") else "none")
         self.bias_model = BiasModel(
@@ -112,7 +115,7 @@ class PairwiseEM(Method):
 
     def prepare(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
         theta_from = self.bias_model.theta_from
-        if theta_from in ("regression", "known"):
+        if self.inputs.truth or theta_from in ("regression", "known"):
             return
         found = estimate_examination(
             log,
@@ -126,8 +129,8 @@ class PairwiseEM(Method):
         )
         self.bias_model.take(found)
 
-    def first(self) -> BiasModel:
-        return self.bias_model
+    def first(self) -> BiasModel | None:
+        return None if self.inputs.truth else self.bias_model
 
     def train(self, mode: bool = True) -> PairwiseEM:
         super().train(mode)
@@ -187,6 +190,8 @@ class PairwiseEM(Method):
             scores = self.bias_model.predictions(lists.features)[2]
         return lambdarank_weights(scores, labels, where=lists.where, normalise=False)
 
-    def bias(self, batches: Iterable[Lists]) -> dict[str, Any]:
+    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
+        if self.inputs.truth:
+            return None
         clip = math.inf if self.kind == "posterior" else self.max_weight
         return diagnosis(self.bias_model, batches, weights=self.pair_weights, clip=clip)
