@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, softplus
 
 from ultr.metrics import Gain, batch_innermost, discounts_at, gains, ranks_of
 
@@ -16,6 +16,35 @@ from ultr.metrics import Gain, batch_innermost, discounts_at, gains, ranks_of
 def pointwise_loss(scores: Tensor, labels: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
     """Squared error of the score as a prediction of the label: Σ_i (s_i - c_i)²."""
     return reduced(torch.where(where, (scores - labels).square(), 0.0).sum(-1), weights)
+
+
+def softmax_loss(scores: Tensor, item_weights: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Σ_i w_i log(Σ_j exp(s_j) / exp(s_i)): the cross-entropy of w with the softmax of the scores (Cao 2007).
+
+    `item_weights` carry no gradient and are zero for padding.
+    """
+    log_probability = scores.masked_fill(~where, -torch.inf).log_softmax(-1)
+    found = torch.where(where, item_weights.detach() * log_probability, 0.0).sum(-1)
+    return reduced(-found, weights)
+
+
+def logistic_loss(logits: Tensor, targets: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Σ_i of the cross-entropy of targets in [0, 1] with the sigmoid of logits."""
+    found = binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    return reduced(torch.where(where, found, 0.0).sum(-1), weights)
+
+
+def product_logistic_loss(
+    logits: Tensor, others: Tensor, targets: Tensor, *, where: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """Σ_i of the cross-entropy of targets with sigmoid(a) · sigmoid(b), in logarithms throughout.
+
+    1 - pq = (1-p) + p (1-q), so that nothing cancels where both are near one.
+    """
+    log_yes = logsigmoid(logits) + logsigmoid(others)
+    log_no = torch.logaddexp(logsigmoid(-logits), logsigmoid(logits) + logsigmoid(-others))
+    found = -(targets * log_yes + (1 - targets) * log_no)
+    return reduced(torch.where(where, found, 0.0).sum(-1), weights)
 
 
 def pairwise_loss(scores: Tensor, pair_weights: Tensor, *, weights: Tensor | None = None) -> Tensor:

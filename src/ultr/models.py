@@ -17,9 +17,10 @@ from torch import nn
 from ultr.checkpoint import load_tensors, read_json, save_tensors, write_json
 from ultr.errors import DataError
 from ultr.files import atomic_path
+from ultr.labels import Label
 from ultr.log import Log
 from ultr.methods import Method
-from ultr.rankers import FeatureEncoder, WithConstants, make_ranker
+from ultr.rankers import FeatureEncoder, Synthesised, WithConstants, make_ranker
 from ultr.training import choose_device, score_rows
 
 FORMAT = 1
@@ -79,6 +80,7 @@ def save_model(folder: Path, method: Method, log: Log, *, data: str) -> None:
         "feature_names": list(log.feature_names),
         "vocabularies": {name: values.to_pylist() for name, values in log.vocabularies.items()},
         "constants": constants,
+        "binary": list(serving.binary) if isinstance(serving, Synthesised) else None,
         "label": inputs.label.expression,
         "data": data,
     }
@@ -98,7 +100,11 @@ def load_model(run: str | Path) -> Model:
         vocabularies = {name: pa.array(values, pa.string()) for name, values in about["vocabularies"].items()}
         categories = {names.index(name): len(values) + 1 for name, values in vocabularies.items()}
         encoder = FeatureEncoder(len(names) + constants, categories)
-        ranker = make_ranker(about["ranker"], encoder, **about["ranker_options"])
+        label, binary = Label(about["label"]), about.get("binary")
+        outputs = 1 if binary is None else len(label.actions)
+        ranker = make_ranker(about["ranker"], encoder, outputs=outputs, **about["ranker_options"])
+        if binary is not None:
+            ranker = Synthesised(ranker, label, binary)
         if constants:
             ranker = WithConstants(ranker, torch.zeros(constants))
         ranker.load_state_dict(load_tensors(folder / "weights.safetensors"))

@@ -187,7 +187,7 @@ def _at_most(log: Log, rows: int) -> Log:
     return log.select(np.sort(order[:fits]))
 
 
-def method_inputs(config: RunConfig, log: Log) -> MethodInputs:
+def method_inputs(config: RunConfig, log: Log, user: User | None = None) -> MethodInputs:
     return MethodInputs(
         label=Label(config.label),
         features=len(log.feature_names),
@@ -197,7 +197,14 @@ def method_inputs(config: RunConfig, log: Log) -> MethodInputs:
         ranker_options=config.ranker_options,
         truth=config.learn_from == "truth",
         propensities=None if config.propensities is None else {int(k): v for k, v in config.propensities.items()},
+        feature_names=log.feature_names,
+        binary=_binary(log) if user is None else tuple(name for name in user.actions if name != "dwell"),
     )
+
+
+def _binary(log: Log) -> tuple[str, ...]:
+    """The actions of a log that are 0 or 1."""
+    return tuple(name for name, values in log.actions.items() if bool(np.isin(values, (0, 1)).all()))
 
 
 def run_training(
@@ -227,7 +234,9 @@ def run_training(
     # What cannot be used is refused before anything is written.
     prepared = prepare(config) if log is None else split_log(log, config)
     torch.manual_seed(config.training.seed)
-    method = make_method(config.method, method_inputs(config, prepared.train), **config.method_options)
+    method = make_method(
+        config.method, method_inputs(config, prepared.train, prepared.feeding_user), **config.method_options
+    )
     if warm_start is not None:
         _start_from(method, warm_start)
     state = start(method, prepared.train, config.training)
@@ -262,9 +271,10 @@ def _train(
     on_first: Callable[[Progress], None],
     on_progress: Callable[[Progress], None],
 ) -> None:
-    if not load_checkpoint(out, state) and method.first() is not None:
+    if not load_checkpoint(out, state):
         _fit_first(config, prepared, method, shared, on_first)
-        save_checkpoint(out, state)
+        if method.first() is not None:
+            save_checkpoint(out, state)
     rewind_metrics(out, state.step)
     device = choose_device(config.training.device)
     feed = Feed(
@@ -306,13 +316,11 @@ def _fit_first(
 ) -> None:
     """Fit what comes before the ranker, or take it from a run with the same data, seed and options of it."""
     model = method.first()
-    if model is None:
-        return
 
     def fit() -> None:
         fit_first(method, prepared.train, config.training, user=prepared.feeding_user, on_progress=on_progress)
 
-    if shared is None:
+    if shared is None or model is None:
         fit()
         return
     own = config.training

@@ -223,7 +223,7 @@ def fit_first(
     seed, device = options.seed, choose_device(options.device)
     method.prepare(log, user=user, sessions=options.bias_steps * options.batch, seed=seed)
     model = method.first()
-    if model is None:
+    if model is None or next(model.parameters(), None) is None:
         return
     own = replace(
         BIAS_TRAINING,

@@ -16,6 +16,7 @@ from ultr.labels import Label
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods import METHODS, Method, MethodInputs, make_method
+from ultr.methods.base import FeedbackMethod
 from ultr.simulate import User, simulate_log
 from ultr.training import Feed, TrainingOptions, fit_first, score_rows, start, take_step, train
 
@@ -28,6 +29,8 @@ def inputs(**changes: object) -> MethodInputs:
         "features": FEATURES,
         "positions": tuple(range(1, 13)),
         "ranker_options": {"hidden": (16,)},
+        "feature_names": tuple(f"f{i}" for i in range(FEATURES)),
+        "binary": ("click",),
         **changes,
     }
     return MethodInputs(**given)
@@ -41,7 +44,7 @@ def name(request) -> str:
 @pytest.fixture
 def method(name) -> Method:
     torch.manual_seed(0)
-    return make_method(name, inputs())
+    return make_method(name, inputs()).eval()  # without dropout
 
 
 def feedback_log(seed: int = 0, requests: int = 60) -> Log:
@@ -101,7 +104,7 @@ def test_padding_changes_nothing(method, lists):
 
 
 def make_method_like(method: Method) -> Method:
-    other = type(method)(method.inputs)
+    other = type(method)(method.inputs).eval()
     other.load_state_dict(method.state_dict())
     return other
 
@@ -224,8 +227,12 @@ def test_true_labels_are_read_only_when_asked_for(name, lists):
     log = feedback_log()
     without = Lists.from_log(replace(log, relevance=None))
     torch.manual_seed(0)
-    blind = make_method(name, inputs())
+    blind = make_method(name, inputs()).eval()
     torch.testing.assert_close(blind.loss(without), blind.loss(Lists.from_log(log)))
+    if issubclass(METHODS[name], FeedbackMethod):
+        with pytest.raises(OptionError, match="nothing to correct in true labels"):
+            make_method(name, inputs(truth=True))
+        return
     torch.manual_seed(0)
     seeing = make_method(name, inputs(truth=True))
     blank = replace(lists, actions={n: torch.zeros_like(v) for n, v in lists.actions.items()})

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ultr.errors import OptionError, nearest
+from ultr.labels import Label
+from ultr.methods.affine import Affine
 from ultr.methods.base import Method, MethodInputs
+from ultr.methods.dla import DLA
+from ultr.methods.ipw import IPWListwise, IPWPointwise
 from ultr.methods.lambdarank import LambdaRank
+from ultr.methods.pairwise_debias import PairwiseDebias
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.pointwise import Pointwise
 from ultr.methods.position_feature import PositionFeature
+from ultr.methods.regression_em import RegressionEM
+from ultr.methods.towers import PalClick, PalClickDwell, PalSynthesize, SumClick, SumSynthesize
 
-__all__ = ["METHODS", "Method", "MethodInputs", "make_method", "parse_options"]
+__all__ = ["METHODS", "Method", "MethodInputs", "make_method", "parse_options", "thresholds"]
 
 METHODS: dict[str, type[Method]] = {
+    "affine": Affine,
+    "dla": DLA,
+    "ipw-listwise": IPWListwise,
+    "ipw-pointwise": IPWPointwise,
     "lambdarank": LambdaRank,
+    "pairwise-debias": PairwiseDebias,
     "pairwise-em": PairwiseEM,
+    "pal-click": PalClick,
+    "pal-click-dwell": PalClickDwell,
+    "pal-synthesize": PalSynthesize,
     "pointwise": Pointwise,
     "position-feature": PositionFeature,
+    "regression-em": RegressionEM,
+    "sum-click": SumClick,
+    "sum-synthesize": SumSynthesize,
 }
+
+
+def thresholds(name: str, label: str, options: Mapping[str, Any]) -> bool:
+    """Whether a method takes of this label no more than whether it is above zero."""
+    return METHODS[name].CLICKS_ALONE and options.get("labels") != "values" and Label(label).expression != "click"
 
 
 def parse_options(name: str, texts: Iterable[str], *, beside: Iterable[str] = ()) -> dict[str, Any]:

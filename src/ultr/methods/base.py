@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -16,6 +17,8 @@ from ultr.log import Log
 from ultr.rankers import FeatureEncoder, make_ranker
 from ultr.simulate import User
 
+BOUNDS = "take bounds from pointwise, lambdarank or pairwise-em"
+
 
 @dataclass(frozen=True)
 class MethodInputs:
@@ -29,10 +32,12 @@ class MethodInputs:
     ranker_options: Mapping[str, Any] = field(default_factory=dict)
     truth: bool = False  # learn from true labels: an upper bound
     propensities: Mapping[int, float] | None = None  # known examination by position id
+    feature_names: tuple[str, ...] = ()
+    binary: tuple[str, ...] = ()  # the actions that are 0 or 1
 
-    def make_ranker(self, extra_features: int = 0) -> nn.Module:
+    def make_ranker(self, *, extra_features: int = 0, outputs: int = 1) -> nn.Module:
         encoder = FeatureEncoder(self.features + extra_features, self.categories)
-        return make_ranker(self.ranker, encoder, **self.ranker_options)
+        return make_ranker(self.ranker, encoder, outputs=outputs, **self.ranker_options)
 
     def labels_of(self, lists: Lists) -> Tensor:
         """What is learned from: the label of the logged actions, or the true labels where those were asked for."""
@@ -65,6 +70,7 @@ class Method(Learner):
     """A ranker and a way to learn it."""
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {}  # the keyword options, and how each is read from text
+    CLICKS_ALONE: ClassVar[bool] = False  # whether a label counts as 1 where it is above zero
 
     def __init__(self, inputs: MethodInputs) -> None:
         super().__init__()
@@ -98,6 +104,29 @@ class Method(Learner):
         return None
 
 
+class FeedbackMethod(Method):
+    """A method that corrects what feedback has and true labels have not."""
+
+    def __init__(self, inputs: MethodInputs) -> None:
+        if inputs.truth:
+            raise OptionError("a method that corrects feedback has nothing to correct in true labels", mend=BOUNDS)
+        super().__init__(inputs)
+
+
+class ClickMethod(FeedbackMethod):
+    """A method for clicks: all it takes from a label is whether it is above zero."""
+
+    CLICKS_ALONE = True
+
+    def clicked(self, lists: Lists) -> Tensor:
+        """Whether there was feedback; never for padding."""
+        return (self.labels(lists) > 0) & lists.where
+
+    def clicks(self, lists: Lists) -> Tensor:
+        """1 for a click, else 0."""
+        return self.clicked(lists).to(lists.features.dtype)
+
+
 def one_of(name: str, *allowed: str) -> Callable[[str], str]:
     """A reader of an option that is one of a few words."""
 
@@ -105,6 +134,21 @@ def one_of(name: str, *allowed: str) -> Callable[[str], str]:
         if text not in allowed:
             raise OptionError(f"'{name}' should be one of {', '.join(allowed)}", got=f"'{text}'")
         return text
+
+    return parse
+
+
+def at_least(name: str, least: float) -> Callable[[str], float]:
+    """A reader of an option that is a number, bounded below."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            raise OptionError(f"'{name}' should be {least:g} or more", got=f"'{text}'")
+        return value
 
     return parse
 

@@ -20,52 +20,40 @@ from ultr.bias import (
     pair_log_likelihood,
     pair_posterior,
     preference_target,
-    quotient,
     released_target,
     relevance_posterior,
-    scoring_terms,
     sums_by_cell,
     trust_terms,
     updated,
 )
-from ultr.errors import DataError
-from ultr.examination import LEAST, Examination
+from ultr.examination import Examination
 from ultr.lists import Lists
 from ultr.losses import gaps, lambdarank_weights, preferred_pairs, reduced
-from ultr.methods.base import Learner, MethodInputs, PositionIndex
+from ultr.methods.base import MethodInputs
+from ultr.methods.position_model import FORGET, PositionModel
 from ultr.metrics import batch_innermost
 from ultr.rankers import FeatureEncoder, make_ranker
 
 NETWORK = {"hidden": (128, 64), "dropout": 0.3}
 LEAST_WEIGHED = 0.1  # of θ relative to the largest, where rows are weighed by its inverse
-WARM_UP = 20  # updates in which θ is the ratio of click rates, its starting value
-FORGET = 0.6  # the n-th batch weighs n^-0.6 among the statistics
 TRUST_PRIOR = (0.95, 0.05)  # ε⁺ and ε⁻ of positions never seen together
 PAIR_SHARE = 0.1  # weight of a pair beside an item in the networks' loss
 LOG_VALUE_LIMIT = 10.0
 
 
-class BiasModel(Learner):
+class BiasModel(PositionModel):
     """Item by item  P(c>0) = θ_k β(x) + ζ_k (1 - β(x)),  E[c | c>0] = ρ_k μ(x);  for pairs P(c_i>c_j) of Eq. 13.
 
-    θ and ζ are known, or taken from an `Examination`, or (`theta_from="regression"`) θ is estimated along, by Fisher's
-    scoring with its scale held. `scaled_values` lets the value of a click depend on position by ρ. `pairs` learns ε⁺,
-    ε⁻ and g, with γ_ij = sigmoid(g_i - g_j). The networks β, μ and g share all but their last layer.
+    `scaled_values` lets the value of a click depend on position by ρ. `pairs` learns ε⁺, ε⁻ and g, with
+    γ_ij = sigmoid(g_i - g_j). The networks β, μ and g share all but their last layer.
     """
 
-    theta: Tensor
-    zeta: Tensor
     rho: Tensor
     theta_minus: Tensor
     plus: Tensor
     minus: Tensor
     item_sums: Tensor
     pair_sums: Tensor
-    updates: Tensor
-    anchor: Tensor
-    moved: Tensor
-    impressions: Tensor
-    clicks: Tensor
     held_out: Tensor
 
     def __init__(
@@ -80,56 +68,27 @@ class BiasModel(Learner):
         sampled: bool = False,
         released: bool = False,
     ) -> None:
-        super().__init__()
-        self.inputs, self.scale = inputs, scale
-        self.trust_in_clicks = trust_in_clicks
-        self.theta_from = theta_from if inputs.propensities is None else "known"
+        super().__init__(inputs, scale=scale, theta_from=theta_from, trust_in_clicks=trust_in_clicks)
         self.scaled_values, self.pairs, self.sampled, self.released = scaled_values, pairs, sampled, released
-        self.index = PositionIndex(inputs.positions)
         options = NETWORK if inputs.ranker == "mlp" else {}
         encoder = FeatureEncoder(inputs.features, inputs.categories)
         self.network = make_ranker(inputs.ranker, encoder, outputs=3, **options)  # logit of β, log of μ, g
         size = len(self.index)
-        start = torch.full((size,), 1.0 if inputs.truth else scale or 1.0)
-        if inputs.propensities is not None:
-            lacking = [k for k in self.index.ids.tolist() if k not in inputs.propensities]
-            if lacking:
-                raise DataError(
-                    "a position has no propensity", got=lacking[0], mend="give one for every position shown"
-                )
-            start = torch.tensor([inputs.propensities[k] for k in self.index.ids.tolist()])
         buffers = {
-            "theta": start,
-            "zeta": torch.zeros(size),
             "rho": torch.ones(size),
-            "theta_minus": start.clone(),
+            "theta_minus": self.theta.clone(),
             "plus": torch.full((size, size), TRUST_PRIOR[0]),
             "minus": torch.full((size, size), TRUST_PRIOR[1]),
-            "item_sums": torch.zeros(8, size),
+            "item_sums": torch.zeros(4, size),
             "pair_sums": torch.zeros(4, size * size if pairs else 0),
-            "updates": torch.zeros(()),
-            "anchor": torch.zeros((), dtype=torch.int64),
-            "moved": torch.zeros(()),  # of θ, relatively, in its last iteration
-            "impressions": torch.zeros(size),  # that θ was estimated from, by position
-            "clicks": torch.zeros(size),
             "held_out": torch.zeros(2),  # log-likelihood of clicks with β(x), and with one β for all
         }
         for name, value in buffers.items():
             self.register_buffer(name, value)
 
     def take(self, examination: Examination) -> None:
-        """Hold θ and ζ at what was estimated, with θ - ζ at its scale: β grows by as much as that shrinks."""
-        places = self.index(torch.tensor(examination.positions, device=self.index.ids.device))
-        slope = (self.scale or 1.0) * (examination.theta - examination.zeta)
-        for name, values in {
-            "theta": examination.zeta + slope,
-            "zeta": examination.zeta,
-            "impressions": examination.impressions,
-            "clicks": examination.clicks,
-        }.items():
-            getattr(self, name)[places] = values.to(self.theta)
+        super().take(examination)
         self.theta_minus.copy_(self.theta)
-        self.moved.fill_(examination.moved)
         explained, slope = self.zeta * self.impressions, (self.theta - self.zeta) * self.impressions
         self._start_at(float((self.clicks - explained).sum()) / max(float(slope.sum()), 1e-9))
 
@@ -142,8 +101,8 @@ class BiasModel(Learner):
 
     def settings(self) -> dict[str, Any]:
         """What its fit depends on, beside data and seed."""
-        names = ("theta_from", "scale", "trust_in_clicks", "scaled_values", "pairs", "sampled", "released")
-        return {name: getattr(self, name) for name in names}
+        own = {name: getattr(self, name) for name in ("scaled_values", "pairs", "sampled", "released")}
+        return {**super().settings(), **own}
 
     def labels(self, lists: Lists) -> Tensor:
         return self.inputs.labels_of(lists)
@@ -220,52 +179,27 @@ class BiasModel(Learner):
         logit, log_value, preference = self.predictions(lists.features)
         self.train(training)
         beta, positive = logit.sigmoid(), labels > 0
-        theta = self.theta[place]
         weights = lists.weights[:, None] * lists.where
-        clicked = positive.to(beta.dtype)
-        terms = torch.stack(
-            [
-                torch.ones_like(beta),
-                clicked,
-                *scoring_terms(positive, theta, beta),
-                *examined_zero_terms(positive, theta, beta),
-                clicked * labels,
-                clicked * log_value.exp(),
-            ]
-        )
-        terms = (terms * (weights / weights.sum().clamp(min=1e-9))).flatten(1)
         self.updates += 1
-        rate = self.updates.pow(-FORGET)
-        self.item_sums.lerp_(torch.zeros_like(self.item_sums).index_add_(1, place.flatten(), terms), rate)
-        self._update_positions()
-        if self.pairs:
-            pair, preferred, counts = self._pairs(lists, labels, place, beta, gaps(preference))
-            self._update_trust(pair, preferred, counts * lists.weights[:, None, None], batch_innermost(place), rate)
-
-    def _update_positions(self) -> None:
-        shown, clicks, clicked, expected, examined, zeros, value, predicted = self.item_sums
+        seen = examined_zero_terms(positive, self.theta[place], beta)
+        values = torch.where(positive, labels, 0.0), torch.where(positive, log_value.exp(), 0.0)
+        self.averaged(self.item_sums, (*seen, *values), place, weights)
+        examined, zeros, value, predicted = self.item_sums
         self.theta_minus.copy_(updated(examined, zeros, self.theta_minus))
         if self.scaled_values:
             rho = updated(value, predicted, self.rho).clamp(0.01, 100)
             self.rho.copy_(rho / rho[self.theta.argmax()])
-        if self.theta_from != "regression":
-            return
-        warm = self.updates <= WARM_UP
-        rates = quotient(clicks, shown)
-        self.anchor.copy_(torch.where(warm, rates.argmax(), self.anchor))
-        start = (self.scale or 1.0) * quotient(rates, rates[self.anchor])
-        theta = torch.where(warm, start, updated(clicked, expected, self.theta)).clamp(LEAST, 1)
-        if self.scale is not None:
-            theta[self.anchor] = self.scale
-        theta = torch.where(shown > 0, theta, self.theta)
-        self.moved.copy_((theta / self.theta - 1).abs().max())
-        self.theta.copy_(theta)
+        if self.theta_from == "regression":
+            self.regress(positive, place, beta, weights)
+        if self.pairs:
+            pair, preferred, counts = self._pairs(lists, labels, place, beta, gaps(preference))
+            self._update_trust(pair, preferred, counts * lists.weights[:, None, None], batch_innermost(place))
 
-    def _update_trust(self, pair: PairModel, preferred: Tensor, counts: Tensor, place: Tensor, rate: Tensor) -> None:
+    def _update_trust(self, pair: PairModel, preferred: Tensor, counts: Tensor, place: Tensor) -> None:
         cells = place[..., :, None] * len(self.index) + place[..., None, :]
         terms = torch.stack(trust_terms(preferred, pair_posterior(pair))) * (counts / counts.sum().clamp(min=1e-9))
         sums = torch.stack([sums_by_cell(term, cells, len(self.index) ** 2) for term in terms])
-        self.pair_sums.lerp_(sums, rate)
+        self.pair_sums.lerp_(sums, self.updates.pow(-FORGET))
         right, all_right, wrong, all_wrong = self.pair_sums.view(4, *self.plus.shape)
         self.plus.copy_(updated(right, all_right, self.plus).clamp(0.01, 0.99))
         self.minus.copy_(torch.minimum(updated(wrong, all_wrong, self.minus).clamp(0.01, 0.99), self.plus))

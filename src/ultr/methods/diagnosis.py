@@ -12,18 +12,11 @@ from ultr.bias import examined_though_zero, pair_trust, quotient, sums_by_cell
 from ultr.lists import Lists
 from ultr.losses import gaps, preferred_pairs
 from ultr.methods.bias_model import BiasModel
+from ultr.methods.position_model import numbers
 from ultr.metrics import batch_innermost
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 KINDS = ("both above zero", "one above zero")
-FEW_CLICKS = 100
-THETA_FROM = {
-    "known": "known propensities",
-    "strata": "EM over strata of the logging score",
-    "items": "EM over items that recur",
-    "regression": "regression EM, along with the networks",
-}
-MOVING = 1e-3
 
 
 class Tally:
@@ -80,22 +73,15 @@ def diagnosis(
     for lists in batches:
         tally.add(lists, weights(lists, model.labels(lists)), clip)
     report: dict[str, Any] = {
-        "positions": model.index.ids.tolist(),
-        "theta": _numbers(model.theta),
-        "theta_from": THETA_FROM[model.theta_from],
-        "theta_scale": _scale_text(model),
-        "theta_minus": _numbers(quotient(*tally.zeros)),
-        "impressions": _numbers(model.impressions),
-        "clicks": _numbers(model.clicks),
+        **model.report(),
+        "theta_minus": numbers(quotient(*tally.zeros)),
         "beta": _quantiles(tally.betas),
         "t": _quantiles(tally.ts),
         "pairs": {name: _kind(row) for name, row in zip(KINDS, tally.kinds, strict=True)},
-        "held_out_log_likelihood": dict(zip(("beta of x", "one beta"), _numbers(model.held_out), strict=True)),
+        "held_out_log_likelihood": dict(zip(("beta of x", "one beta"), numbers(model.held_out), strict=True)),
     }
-    if model.trust_in_clicks:
-        report["zeta"] = _numbers(model.zeta)
     if model.scaled_values:
-        report["rho"] = _numbers(model.rho)
+        report["rho"] = numbers(model.rho)
     if model.pairs:
         report |= {
             "eps_plus": _matrix(model.plus),
@@ -109,15 +95,7 @@ def diagnosis(
 def _warnings(model: BiasModel, report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if report["beta"]["0.05"] > 0.9 or report["t"]["0.95"] < 0.02:
         yield "collapse", "relevance is near 1 everywhere, or zeros count as never examined: theta may be too low"
-    shown = model.impressions > 0
-    few = [k for k, n in zip(report["positions"], model.clicks.tolist(), strict=True) if n < FEW_CLICKS]
-    if few and bool(shown.any()):
-        yield (
-            "few clicks",
-            f"theta rests on fewer than {FEW_CLICKS} clicks at positions {', '.join(map(str, few[:10]))}",
-        )
-    if float(model.moved) > MOVING:
-        yield "theta not settled", f"it still moved by {float(model.moved):.1%} in its last iteration"
+    yield from model.warnings()
     with_x, without = model.held_out.tolist()
     if with_x < without:
         yield "divergence", "features explain held-out clicks worse than no features do"
@@ -131,14 +109,6 @@ def _warnings(model: BiasModel, report: dict[str, Any]) -> Iterable[tuple[str, s
         reversed_ = (quotient(wrong, all_wrong) > quotient(right, all_right)) & (all_right > 0) & (all_wrong > 0)
         if bool(reversed_.any()):
             yield "trust reversed", f"eps- would pass eps+ for {int(reversed_.sum())} pairs of positions and is held"
-
-
-def _scale_text(model: BiasModel) -> str:
-    if model.inputs.propensities is not None:
-        return "as known"
-    if model.scale is None:
-        return "estimated by the form of beta, weakly"
-    return f"{model.scale:g} where it is largest, by convention: clicks tell ratios alone"
 
 
 def _kind(row: list[float]) -> dict[str, float]:
@@ -159,9 +129,5 @@ def _quantiles(parts: list[Tensor]) -> dict[str, float]:
     return {str(q): round(v, 4) for q, v in zip(QUANTILES, found.tolist(), strict=True)}
 
 
-def _numbers(values: Tensor) -> list[float]:
-    return [round(value, 5) for value in values.flatten().tolist()]
-
-
 def _matrix(values: Tensor) -> list[list[float]]:
-    return [_numbers(row) for row in values]
+    return [numbers(row) for row in values]

@@ -14,40 +14,17 @@ from torch import Tensor
 
 from ultr.bias import exact_weights, pair_examined, pair_trust, paper_weights, quotient, relevance_posterior
 from ultr.errors import OptionError
-from ultr.examination import estimate_examination
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.losses import gaps, lambdarank_weights, pairwise_loss, preferred_pairs
-from ultr.methods.base import Method, MethodInputs, one_of
+from ultr.methods.base import Method, MethodInputs, at_least, one_of
 from ultr.methods.bias_model import BiasModel
 from ultr.methods.diagnosis import diagnosis
+from ultr.methods.position_model import SCALE, scale_option
 from ultr.metrics import batch_innermost
 from ultr.simulate import User
 
 LEAST_THETA = 0.01  # in a weight
-SCALE = 0.7
-
-
-def _scale(text: str) -> float | str:
-    if text == "estimated":
-        return text
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise OptionError("'scale' should be above 0 and at most 1, or 'estimated'", got=f"'{text}'")
-    return value
-
-
-def _at_least_one(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value >= 1:
-        raise OptionError("'max_weight' should be 1 or more", got=f"'{text}'")
-    return value
 
 
 class PairwiseEM(Method):
@@ -73,11 +50,11 @@ class PairwiseEM(Method):
         "loss": one_of("loss", "posterior", "opt", "bayes-ipw", "ipw"),
         "weights": one_of("weights", "exact", "paper"),
         "theta": one_of("theta", "strata", "items", "regression"),
-        "scale": _scale,
+        "scale": scale_option,
         "trust": one_of("trust", "none", "pairs", "clicks", "values"),
         "targets": one_of("targets", "soft", "sampled"),
         "variant": one_of("variant", "standard", "released"),
-        "max_weight": _at_least_one,
+        "max_weight": at_least("max_weight", 1),
     }
 
     def __init__(
@@ -114,20 +91,8 @@ class PairwiseEM(Method):
         ).eval()
 
     def prepare(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
-        theta_from = self.bias_model.theta_from
-        if self.inputs.truth or theta_from in ("regression", "known"):
-            return
-        found = estimate_examination(
-            log,
-            self.inputs.label,
-            user=user,
-            sessions=sessions,
-            seed=seed,
-            trust=self.trust == "clicks",
-            by_item=theta_from == "items",
-            categories=self.inputs.categories,
-        )
-        self.bias_model.take(found)
+        if not self.inputs.truth:
+            self.bias_model.estimate(log, user=user, sessions=sessions, seed=seed)
 
     def first(self) -> BiasModel | None:
         return None if self.inputs.truth else self.bias_model

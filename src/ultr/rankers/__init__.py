@@ -15,8 +15,9 @@ from ultr.errors import OptionError, nearest
 from ultr.rankers.encoder import FeatureEncoder
 from ultr.rankers.linear import LinearRanker
 from ultr.rankers.mlp import MLPRanker
+from ultr.rankers.synthesised import Synthesised
 
-__all__ = ["RANKERS", "FeatureEncoder", "LinearRanker", "MLPRanker", "WithConstants", "make_ranker"]
+__all__ = ["RANKERS", "FeatureEncoder", "LinearRanker", "MLPRanker", "Synthesised", "WithConstants", "make_ranker"]
 
 RANKERS: dict[str, Callable[..., nn.Module]] = {"linear": LinearRanker, "mlp": MLPRanker}
 

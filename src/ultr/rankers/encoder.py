@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -15,17 +15,20 @@ class FeatureEncoder(nn.Module):
     """Numbers are standardised, (x - mean) / deviation, and clipped; categories are embedded.
 
     A categorical feature is a column of codes 0 to its size - 1, where 0 stands for what was never seen in training.
-    `categories` maps its place among the features to its size.
+    `categories` maps its place among the features to its size. `only` keeps to the features at these places.
     """
 
     mean: Tensor
     inverse_deviation: Tensor
     numeric: Tensor
 
-    def __init__(self, features: int, categories: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self, features: int, categories: Mapping[int, int] | None = None, *, only: Collection[int] | None = None
+    ) -> None:
         super().__init__()
-        categories = dict(sorted((categories or {}).items()))
-        numeric = [i for i in range(features) if i not in categories]
+        taken = range(features) if only is None else sorted(only)
+        categories = {i: size for i, size in sorted((categories or {}).items()) if i in taken}
+        numeric = [i for i in taken if i not in categories]
         self.features = features
         self.categories = categories
         self.register_buffer("mean", torch.zeros(len(numeric)))
@@ -58,7 +61,7 @@ class FeatureEncoder(nn.Module):
         self.inverse_deviation[: len(columns)] = torch.from_numpy(np.minimum(inverse, torch.finfo(torch.float32).max))
 
     def forward(self, features: Tensor) -> Tensor:
-        numbers = features if not self.categories else features[..., self.numeric]
+        numbers = features if len(self.numeric) == self.features else features[..., self.numeric]
         numbers = ((numbers - self.mean) * self.inverse_deviation).clamp(-LIMIT, LIMIT)
         if not self.categories:
             return numbers

@@ -1,0 +1,55 @@
+"""The dual learning algorithm (Ai et al. 2018): ranker and propensities, each learned with the other's inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ultr.lists import Lists
+from ultr.losses import softmax_loss
+from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, at_least
+from ultr.methods.position_model import numbers
+
+
+class DLA(ClickMethod):
+    """Two softmax losses over the clicks of a list, for the ranker s and the logits g of positions.
+
+        Σ over clicks of  exp(g_1 - g_k) · -log softmax(s)_i   +   exp(s_1 - s_i) · -log softmax(g)_k
+
+    Softmax gives P(o_1)/P(o_k) = exp(g_1 - g_k), and P(r_1)/P(r_i) = exp(s_1 - s_i), where 1 stands for the first
+    position, and for the item that stands highest in its list. Weights carry no gradient and are at most `max_weight`.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {"max_weight": at_least("max_weight", 1)}
+
+    def __init__(self, inputs: MethodInputs, *, max_weight: float = 20.0) -> None:
+        super().__init__(inputs)
+        self.max_weight = max_weight
+        self.index = PositionIndex(inputs.positions)
+        self.propensity = nn.Embedding(len(self.index), 1)
+        nn.init.zeros_(self.propensity.weight)
+
+    def loss(self, lists: Lists) -> Tensor:
+        scores, clicks = self.score(lists.features), self.clicks(lists)
+        logits: Tensor = self.propensity(self.index(lists.shown_positions)).squeeze(-1)
+        with torch.no_grad():
+            seen = (self.propensity.weight[0] - logits).exp().clamp(max=self.max_weight)
+            last = torch.iinfo(torch.int64).max
+            highest = torch.where(lists.where, lists.shown_positions, last).argmin(-1, keepdim=True)
+            relevant = (scores.gather(-1, highest) - scores).exp().clamp(max=self.max_weight)
+        ranking = softmax_loss(scores, clicks * seen, where=lists.where, weights=lists.weights)
+        return ranking + softmax_loss(logits, clicks * relevant, where=lists.where, weights=lists.weights)
+
+    @torch.no_grad()
+    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
+        logits = self.propensity.weight[:, 0]
+        return {
+            "positions": self.index.ids.tolist(),
+            "theta": numbers((logits - logits[0]).exp()),
+            "theta_from": "dual learning, along with the ranker",
+            "theta_scale": "1 at the first position: it learns ratios",
+            "warnings": [],
+        }

@@ -1,0 +1,86 @@
+"""Pairwise debiasing (Hu et al. 2019, Unbiased LambdaMART): bias of clicks and of no clicks from the pair losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from ultr.bias import sums_by_cell, updated
+from ultr.lists import Lists
+from ultr.losses import gaps, lambdarank_weights, pairwise_loss
+from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, at_least
+from ultr.methods.position_model import FORGET, numbers
+from ultr.metrics import batch_innermost
+
+LEAST, MOST = 0.01, 100.0
+
+
+class PairwiseDebias(ClickMethod):
+    """Pairs of a click i and no click j, weighed by 1/(t⁺_i t⁻_j), with L_ij = |ΔNDCG_ij| log(1 + exp(-(s_i - s_j))).
+
+        t⁺_k ∝ [Σ over i at k of  L_ij / t⁻_j] ^ 1/(p+1)         t⁻_k ∝ [Σ over j at k of  L_ij / t⁺_i] ^ 1/(p+1)
+
+    each relative to the first position, p = `regularisation`. The sums are means per impression, averaged over batches;
+    ratios are taken of these averages. A position without pairs keeps what it had, and where the first has none,
+    nothing changes.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {"regularisation": at_least("regularisation", 0)}
+    plus: Tensor
+    minus: Tensor
+    sums: Tensor
+    updates: Tensor
+
+    def __init__(self, inputs: MethodInputs, *, regularisation: float = 0.0) -> None:
+        super().__init__(inputs)
+        self.index, self.power = PositionIndex(inputs.positions), 1 / (regularisation + 1)
+        size = len(self.index)
+        self.register_buffer("plus", torch.ones(size))
+        self.register_buffer("minus", torch.ones(size))
+        self.register_buffer("sums", torch.zeros(3, size))  # loss over t⁻, loss over t⁺, impressions
+        self.register_buffer("updates", torch.zeros(()))
+
+    def _weights(self, lists: Lists, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """|ΔNDCG| of pairs with a click and none [..., i, j], and t⁺, t⁻ of each item [...]."""
+        place = self.index(lists.shown_positions)
+        change = lambdarank_weights(scores, self.clicks(lists), where=lists.where)
+        return change, batch_innermost(self.plus[place]), batch_innermost(self.minus[place])
+
+    def update(self, lists: Lists) -> None:
+        training = self.training
+        self.eval()
+        scores = self.score(lists.features)
+        self.train(training)
+        change, plus, minus = self._weights(lists, scores)
+        losses = change * softplus(-gaps(scores)) * lists.weights[:, None, None]
+        of_click, of_none = (losses / minus[..., None, :]).sum(-1), (losses / plus[..., :, None]).sum(-2)
+        shown = lists.weights[:, None] * lists.where
+        place, size = self.index(lists.shown_positions), len(self.index)
+        total = shown.sum().clamp(min=1e-9)
+        found = torch.stack([sums_by_cell(values, place, size) for values in (of_click, of_none, shown)]) / total
+        self.updates += 1
+        self.sums.lerp_(found, self.updates.pow(-FORGET))
+        shown = self.sums[2]
+        for sums, ratios in ((self.sums[0], self.plus), (self.sums[1], self.minus)):
+            means = updated(sums, shown, torch.zeros_like(sums))
+            relative = updated(means, means[0].expand_as(means), ratios.pow(1 / self.power))
+            ratios.copy_(torch.where(sums > 0, relative.pow(self.power), ratios).clamp(LEAST, MOST))
+
+    def loss(self, lists: Lists) -> Tensor:
+        scores = self.score(lists.features)
+        with torch.no_grad():
+            change, plus, minus = self._weights(lists, scores)
+            weights = change / (plus[..., :, None] * minus[..., None, :])
+        return pairwise_loss(scores, weights, weights=lists.weights)
+
+    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
+        return {
+            "positions": self.index.ids.tolist(),
+            "t_plus": numbers(self.plus),
+            "t_minus": numbers(self.minus),
+            "warnings": [],
+        }

@@ -1,0 +1,57 @@
+"""Regression-based EM (Wang et al. 2018): examination by position and relevance by features explain the clicks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ultr.bias import relevance_posterior
+from ultr.lists import Lists
+from ultr.losses import logistic_loss
+from ultr.methods.base import ClickMethod, MethodInputs, one_of
+from ultr.methods.position_model import SCALE, PositionModel, scale_option
+
+
+class RegressionEM(ClickMethod):
+    """P(click) = θ_k sigmoid(s(x)). The score s is regressed on the posterior of relevance; θ follows by EM.
+
+    The target is 1 for a click, else (1-θ_k)β / (1-θ_k β) with β = sigmoid(s): `targets=soft`, or a draw from it
+    (`sampled`), as in the paper. θ is estimated as in `pairwise-em` with `theta=regression`, its largest value held at
+    `scale`, as clicks do not tell it; or it is known.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
+        "targets": one_of("targets", "soft", "sampled"),
+        "scale": scale_option,
+    }
+
+    def __init__(self, inputs: MethodInputs, *, targets: str = "soft", scale: float | str = SCALE) -> None:
+        super().__init__(inputs)
+        self.sampled = targets == "sampled"
+        held = None if scale == "estimated" else float(scale)
+        self.positions = PositionModel(inputs, scale=held, theta_from="regression")
+
+    def update(self, lists: Lists) -> None:
+        if self.positions.theta_from == "known":
+            return
+        training = self.training
+        self.eval()  # what dropout would drop is not part of what is believed
+        beta = self.score(lists.features).sigmoid()
+        self.train(training)
+        self.positions.updates += 1
+        place = self.positions.index(lists.shown_positions)
+        self.positions.regress(self.clicked(lists), place, beta, lists.weights[:, None] * lists.where)
+
+    def loss(self, lists: Lists) -> Tensor:
+        logits = self.score(lists.features)
+        theta = self.positions.theta[self.positions.index(lists.shown_positions)]
+        with torch.no_grad():
+            targets = relevance_posterior(self.clicked(lists), theta, logits.sigmoid())
+            targets = torch.bernoulli(targets) if self.sampled else targets
+        return logistic_loss(logits, targets, where=lists.where, weights=lists.weights)
+
+    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
+        return self.positions.report()
