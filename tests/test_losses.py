@@ -5,10 +5,19 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import binary_cross_entropy, cross_entropy
 
-from ultr.losses import lambdarank_weights, pairwise_loss, pointwise_loss, preferred_pairs
+from ultr.losses import (
+    lambdarank_weights,
+    logistic_loss,
+    pairwise_loss,
+    pointwise_loss,
+    preferred_pairs,
+    product_logistic_loss,
+    softmax_loss,
+)
 from ultr.metrics import dcg_metric, ndcg_metric
 
 
@@ -71,3 +80,104 @@ def test_gradients_equal_finite_differences_and_never_reach_padding(case):
         pairwise_loss(scores, weights) + pointwise_loss(scores, labels, where=where), scores
     )
     assert not gradient[~where].any()
+
+
+def request_weights(scores: torch.Tensor) -> torch.Tensor:
+    return torch.arange(1.0, len(scores) + 1, dtype=torch.float64)
+
+
+@given(batches())
+def test_the_softmax_loss_is_the_cross_entropy_of_items(case):
+    scores, labels, where = case
+    labels = labels * where
+    by_hand = [float(cross_entropy(s[w], c[w])) if w.any() else 0.0 for s, c, w in zip(*case, strict=True)]
+    assert softmax_loss(scores, labels, where=where).item() == pytest.approx(np.mean(by_hand))
+    weights = request_weights(scores)
+    weighted = np.average(by_hand, weights=weights)
+    assert softmax_loss(scores, labels, where=where, weights=weights).item() == pytest.approx(weighted)
+
+
+@given(batches())
+def test_the_logistic_loss_is_the_binary_cross_entropy_of_items(case):
+    logits, labels, where = case
+    targets = labels / 4
+    by_hand = [
+        float(binary_cross_entropy(s[w].sigmoid(), t[w], reduction="sum"))
+        for s, t, w in zip(logits, targets, where, strict=True)
+    ]
+    assert logistic_loss(logits, targets, where=where).item() == pytest.approx(np.mean(by_hand))
+    weights = request_weights(logits)
+    weighted = np.average(by_hand, weights=weights)
+    assert logistic_loss(logits, targets, where=where, weights=weights).item() == pytest.approx(weighted)
+
+
+@given(batches())
+def test_a_product_with_what_is_certain_is_the_logistic_loss(case):
+    logits, labels, where = case
+    targets, certain = labels / 4, torch.full_like(logits, 60.0)
+    expected = logistic_loss(logits, targets, where=where)
+    torch.testing.assert_close(product_logistic_loss(logits, certain, targets, where=where), expected)
+    torch.testing.assert_close(product_logistic_loss(certain, logits, targets, where=where), expected)
+
+
+@settings(max_examples=25)
+@given(batches(max_length=4))
+def test_gradients_of_cross_entropies_equal_finite_differences(case):
+    scores, labels, where = case
+    targets, others = labels / 4, scores.flip(-1).mul(1.5).requires_grad_()
+    scores.requires_grad_()
+    weights = request_weights(scores)
+    common = {"where": where, "weights": weights}
+    assert torch.autograd.gradcheck(lambda s: softmax_loss(s, labels * where, **common), scores)
+    assert torch.autograd.gradcheck(lambda s: logistic_loss(s, targets, **common), scores)
+    assert torch.autograd.gradcheck(lambda a, b: product_logistic_loss(a, b, targets, **common), (scores, others))
+
+
+def losses_of(scores: torch.Tensor, targets: torch.Tensor, where: torch.Tensor) -> list[torch.Tensor]:
+    return [
+        softmax_loss(scores, targets * where, where=where),
+        logistic_loss(scores, targets, where=where),
+        product_logistic_loss(scores, 0.5 * scores, targets, where=where),
+    ]
+
+
+@pytest.mark.parametrize("huge", [1e30, -1e30])
+@given(case=batches())
+def test_padding_is_ignored_however_large_its_scores(huge, case):
+    scores, labels, where = case
+    scores, targets = scores.float(), labels.float() / 4
+    padded = scores.masked_fill(~where, huge).requires_grad_()
+    for loss, expected in zip(losses_of(padded, targets, where), losses_of(scores, targets, where), strict=True):
+        torch.testing.assert_close(loss, expected)
+        (gradient,) = torch.autograd.grad(loss, padded)
+        assert torch.isfinite(gradient).all()
+        assert not gradient[~where].any()
+
+
+@given(batches())
+def test_the_softmax_loss_of_lists_without_clicks_is_zero_and_teaches_nothing(case):
+    scores, labels, where = case
+    scores.requires_grad_()
+    loss = softmax_loss(scores, torch.zeros_like(labels), where=where)
+    assert loss.item() == 0
+    assert not torch.autograd.grad(loss, scores)[0].any()
+
+
+def test_a_list_without_items_or_clicks_leaves_the_others_as_they_are():
+    scores = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 1e30]], requires_grad=True)
+    clicks = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    where = torch.tensor([[True] * 3, [False] * 3, [True, True, False]])
+    loss = softmax_loss(scores, clicks, where=where)
+    torch.testing.assert_close(loss, softmax_loss(scores[:1], clicks[:1], where=where[:1]) / 3)
+    for found in losses_of(scores, clicks, where):
+        (gradient,) = torch.autograd.grad(found, scores)
+        assert torch.isfinite(found)
+        assert torch.isfinite(gradient).all()
+        assert not gradient[~where].any()
+
+
+def test_the_softmax_loss_has_no_gradient_for_its_weights():
+    scores, item_weights = torch.randn(2, 4, requires_grad=True), torch.rand(2, 4, requires_grad=True)
+    softmax_loss(scores, item_weights, where=torch.ones(2, 4, dtype=torch.bool)).backward()
+    assert item_weights.grad is None
+    assert scores.grad.abs().sum() > 0

@@ -229,6 +229,31 @@ def test_categories_are_embedded_and_unknown_codes_share_one_place():
     assert touched.tolist() == [False, False, True, True, False]
 
 
+def test_an_encoder_may_keep_to_some_features():
+    matrix = np.random.default_rng(0).normal(3, 2, size=(500, 5)).astype(np.float32)
+    matrix[:, 1], matrix[:, 4] = np.arange(500) % 4, np.arange(500) % 3
+    whole = FeatureEncoder(5, {1: 4, 4: 3})
+    some = FeatureEncoder(5, {1: 4, 4: 3}, only=[3, 1, 0])
+    for encoder in (whole, some):
+        encoder.fit(matrix)
+    some.embeddings["1"].load_state_dict(whole.embeddings["1"].state_dict())
+    assert list(some.categories) == [1]
+    assert some.width == 2 + some.embeddings["1"].embedding_dim
+    assert whole.width == 3 + sum(e.embedding_dim for e in whole.embeddings.values())
+    features = torch.from_numpy(matrix)
+    kept = [0, 2, *range(3, 3 + whole.embeddings["1"].embedding_dim)]  # of numbers 0, 2, 3, and the first category
+    assert torch.equal(some(features), whole(features)[:, kept])
+    features[:, [2, 4]] += 1
+    assert torch.equal(some(features), whole(torch.from_numpy(matrix))[:, kept])
+    assert FeatureEncoder(5, {1: 4}, only=[1]).width == some.embeddings["1"].embedding_dim
+    assert FeatureEncoder(5, {1: 4}, only=[2])(features).shape == (500, 1)
+
+
+def test_a_feature_named_twice_is_encoded_once():
+    features = torch.tensor([[1.0, 5.0], [2.0, 7.0]])
+    assert torch.equal(FeatureEncoder(2, only=[0, 0])(features), features[:, :1])
+
+
 def test_scoring_in_blocks_equals_scoring_at_once():
     features = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
     ranker = method(dropout=0.0).ranker

@@ -30,7 +30,7 @@ from ultr.checkpoint import (
     write_json,
 )
 from ultr.datasets import DATASETS, Dataset, load_dataset, ranking_svm, show
-from ultr.errors import DataError, OptionError, OutputError, nearest
+from ultr.errors import DataError, LabelError, OptionError, OutputError, nearest
 from ultr.evaluation import FEEDBACK, evaluate_scores
 from ultr.files import atomic_path, fingerprint
 from ultr.labels import DEFAULT_LABEL, Label
@@ -247,7 +247,7 @@ def run_training(
                 _empty(out)
             write_json(out / "config.json", config.to_json())
             _train(config, prepared, method, state, out, shared, checkpoint_seconds, on_first, on_progress)
-    except DataError:
+    except (DataError, LabelError):
         if not (begun_before or (out / "checkpoints").is_dir() or read_metrics(out)):
             shutil.rmtree(out, ignore_errors=True)  # it learned nothing: the same command can be given again, mended
         raise

@@ -63,5 +63,6 @@ def parse_options(name: str, texts: Iterable[str], *, beside: Iterable[str] = ()
 
 def make_method(name: str, inputs: MethodInputs, **options: Any) -> Method:
     """A method by its name in the table `METHODS`, with the options it takes."""
-    given = parse_options(name, (f"{key}={value}" for key, value in options.items()))
+    texts = {key: "+".join(value) if isinstance(value, list | tuple) else value for key, value in options.items()}
+    given = parse_options(name, (f"{key}={value}" for key, value in texts.items()))
     return METHODS[name](inputs, **given)

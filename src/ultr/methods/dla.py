@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ultr.lists import Lists
 from ultr.losses import softmax_loss
-from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, at_least
+from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, PositionTable, at_least
 from ultr.methods.position_model import numbers
 
 
@@ -29,14 +29,13 @@ class DLA(ClickMethod):
         super().__init__(inputs)
         self.max_weight = max_weight
         self.index = PositionIndex(inputs.positions)
-        self.propensity = nn.Embedding(len(self.index), 1)
-        nn.init.zeros_(self.propensity.weight)
+        self.propensity = PositionTable(len(self.index))
 
     def loss(self, lists: Lists) -> Tensor:
         scores, clicks = self.score(lists.features), self.clicks(lists)
-        logits: Tensor = self.propensity(self.index(lists.shown_positions)).squeeze(-1)
+        logits: Tensor = self.propensity(self.index(lists.shown_positions))
         with torch.no_grad():
-            seen = (self.propensity.weight[0] - logits).exp().clamp(max=self.max_weight)
+            seen = (self.propensity.values[0] - logits).exp().clamp(max=self.max_weight)
             last = torch.iinfo(torch.int64).max
             highest = torch.where(lists.where, lists.shown_positions, last).argmin(-1, keepdim=True)
             relevant = (scores.gather(-1, highest) - scores).exp().clamp(max=self.max_weight)
@@ -45,7 +44,7 @@ class DLA(ClickMethod):
 
     @torch.no_grad()
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
-        logits = self.propensity.weight[:, 0]
+        logits = self.propensity.values
         return {
             "positions": self.index.ids.tolist(),
             "theta": numbers((logits - logits[0]).exp()),

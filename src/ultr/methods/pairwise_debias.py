@@ -50,6 +50,7 @@ class PairwiseDebias(ClickMethod):
         change = lambdarank_weights(scores, self.clicks(lists), where=lists.where)
         return change, batch_innermost(self.plus[place]), batch_innermost(self.minus[place])
 
+    @torch.no_grad()
     def update(self, lists: Lists) -> None:
         training = self.training
         self.eval()

@@ -47,14 +47,13 @@ class PositionModel(Learner):
     """P(c>0) = θ_k β + ζ_k (1 - β): θ and ζ by position, for whatever β a method has.
 
     They are known, or estimated from the log before anything else (`theta_from` strata or items), or θ is regressed
-    along with β (`regression`), by Fisher's scoring with its scale held.
+    along with β (`regression`), by Fisher's scoring with its largest value held at `scale`.
     """
 
     theta: Tensor
     zeta: Tensor
     sums: Tensor
     updates: Tensor
-    anchor: Tensor
     moved: Tensor
     impressions: Tensor
     clicks: Tensor
@@ -85,7 +84,6 @@ class PositionModel(Learner):
             "zeta": torch.zeros(size),
             "sums": torch.zeros(4, size),  # shown, clicks, and the two terms of scoring, averaged over batches
             "updates": torch.zeros(()),
-            "anchor": torch.zeros((), dtype=torch.int64),
             "moved": torch.zeros(()),  # of θ, relatively, in its last iteration
             "impressions": torch.zeros(size),  # that θ was estimated from, by position
             "clicks": torch.zeros(size),
@@ -138,12 +136,10 @@ class PositionModel(Learner):
         self.averaged(self.sums, terms, place, weights)
         shown, clicks, scored, expected = self.sums
         warm = self.updates <= WARM_UP
-        rates = quotient(clicks, shown)
-        self.anchor.copy_(torch.where(warm, rates.argmax(), self.anchor))
-        start = (self.scale or 1.0) * quotient(rates, rates[self.anchor])
-        theta = torch.where(warm, start, updated(scored, expected, self.theta)).clamp(LEAST, 1)
-        if self.scale is not None:
-            theta[self.anchor] = self.scale
+        theta = torch.where(warm, quotient(clicks, shown), updated(scored, expected, self.theta))
+        largest = torch.where(shown > 0, theta, 0.0).max()
+        held = quotient(theta, largest) * (self.scale or 1.0)  # as clicks tell ratios alone
+        theta = (torch.where(warm, held, theta) if self.scale is None else held).clamp(LEAST, 1)
         theta = torch.where(shown > 0, theta, self.theta)
         self.moved.copy_((theta / self.theta - 1).abs().max())
         self.theta.copy_(theta)

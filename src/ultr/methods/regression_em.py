@@ -34,6 +34,7 @@ class RegressionEM(ClickMethod):
         held = None if scale == "estimated" else float(scale)
         self.positions = PositionModel(inputs, scale=held, theta_from="regression")
 
+    @torch.no_grad()
     def update(self, lists: Lists) -> None:
         if self.positions.theta_from == "known":
             return

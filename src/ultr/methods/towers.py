@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import elu, softplus
 
 from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.losses import logistic_loss, pointwise_loss, product_logistic_loss
-from ultr.methods.base import FeedbackMethod, MethodInputs, PositionIndex, at_least
+from ultr.methods.base import FeedbackMethod, MethodInputs, PositionIndex, PositionTable, at_least
 from ultr.methods.position_model import numbers
 from ultr.rankers import FeatureEncoder, Synthesised
 from ultr.simulate import User, simulate_log
@@ -30,7 +30,10 @@ ALL = ("all",)
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name for name in text.split("+") if name)
+    names = tuple(name.strip() for name in text.split("+"))
+    if not all(names):
+        raise OptionError("names are joined by +", got=f"'{text}'", mend="for example click+dwell")
+    return names
 
 
 def _share(text: str) -> float:
@@ -41,7 +44,7 @@ def _share(text: str) -> float:
 
 
 class Tower(nn.Module):
-    """A number for each position; or for each position and context, by a small network.
+    """A number for each position, and where there is context one more for both together, by a small network.
 
     In training the position is hidden with probability `dropout`, as if unknown, so that the ranker does not leave all
     to it. Starts at zero everywhere.
@@ -56,33 +59,32 @@ class Tower(nn.Module):
         self.index = PositionIndex(inputs.positions)
         self.hide = nn.Dropout(dropout)
         size = len(self.index) + 1  # the last is for a position that is hidden
-        self.table = nn.Embedding(size, DIMENSIONS if context else 1)
-        self.context: nn.Module | None = None
-        self.network: nn.Module | None = None
-        last: nn.Module = self.table
+        self.table = PositionTable(size)
+        self.embedding: nn.Module | None = None
         if context:
             places = [inputs.feature_names.index(name) for name in context]
+            self.embedding = nn.Embedding(size, DIMENSIONS)
             self.context = FeatureEncoder(inputs.features, inputs.categories, only=places)
-            last = nn.Linear(UNITS, 1)
-            self.network = nn.Sequential(nn.Linear(DIMENSIONS + self.context.width, UNITS), nn.ELU(), last)
-        for parameter in last.parameters():
-            nn.init.zeros_(parameter)
+            self.hidden = nn.Linear(DIMENSIONS + self.context.width, UNITS)
+            self.output = nn.Linear(UNITS, 1, bias=False)
+            nn.init.zeros_(self.output.weight)
 
     def forward(self, lists: Lists) -> Tensor:
         place = self.index(lists.shown_positions)
-        if self.training and self.hide.p:
+        if self.hide.p:
             shown = self.hide(torch.ones(place.shape, device=place.device)) > 0
             place = torch.where(shown, place, len(self.index))
-        table: Tensor = self.table(place)
-        if self.network is None or self.context is None:
-            return table.squeeze(-1)
-        found: Tensor = self.network(torch.cat([table, self.context(lists.features)], dim=-1))
-        return found.squeeze(-1)
+        found: Tensor = self.table(place)
+        if self.embedding is None:
+            return found
+        beside = self.hidden(torch.cat([self.embedding(place), self.context(lists.features)], dim=-1))
+        by_context: Tensor = self.output(elu(beside)).squeeze(-1)
+        return found + by_context
 
     def by_position(self, batches: Iterable[Lists]) -> Tensor:
         """Its value at each position, with context its mean over the rows there."""
-        if self.network is None:
-            return self.table.weight[:-1, 0]
+        if self.embedding is None:
+            return self.table.values[:-1]
         total = torch.zeros(2, len(self.index), device=self.table.weight.device)
         for lists in batches:
             place, found = self.index(lists.shown_positions)[lists.where], self(lists)[lists.where]
@@ -165,7 +167,8 @@ class _Tasks(_Towers):
             if name not in actions:
                 raise OptionError(f"the label has no action '{name}' for a tower", mend=nearest(name, actions))
         dropout = _default_dropout(position_dropout, self.MULTIPLIES)
-        self.towers = nn.ModuleDict({name: Tower(inputs, context=context, dropout=dropout) for name in chosen})
+        towers_of = {_key(name): Tower(inputs, context=context, dropout=dropout) for name in chosen}
+        self.towers = nn.ModuleDict(towers_of)
 
     def prepare(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
         """Find the scale of actions that are not 0 or 1: the root of their mean square."""
@@ -182,7 +185,7 @@ class _Tasks(_Towers):
         common = {"where": lists.where, "weights": lists.weights}
         total = torch.zeros((), device=lists.features.device)
         for i, (name, output) in enumerate(zip(self.inputs.label.actions, outputs, strict=True)):
-            tower = self.towers[name](lists) if name in self.towers else None
+            tower = self.towers[_key(name)](lists) if _key(name) in self.towers else None
             target = lists.actions[name].to(output.dtype)
             if name in self.ranker.binary:
                 total = total + self._click_loss(output, tower, target, common)
@@ -204,8 +207,8 @@ class _Tasks(_Towers):
         return pointwise_loss(predicted, target, **common)
 
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
-        towers = {name: tower for name, tower in self.towers.items() if isinstance(tower, Tower)}
-        return self._report(towers, batches)
+        named = {name: self.towers[_key(name)] for name in self.inputs.label.actions if _key(name) in self.towers}
+        return self._report({name: tower for name, tower in named.items() if isinstance(tower, Tower)}, batches)
 
 
 class SumClick(_Tasks):
@@ -224,6 +227,11 @@ class PalClickDwell(PalClick):
     """As PAL-Click, with a multiplying tower on every other action too, such as dwell time."""
 
     TOWERS = ALL
+
+
+def _key(action: str) -> str:
+    """The name of an action's tower among modules, which have names of their own that an action may bear."""
+    return f"on {action}"
 
 
 def _default_dropout(given: float | None, multiplies: bool) -> float:

@@ -26,7 +26,7 @@ class FeatureEncoder(nn.Module):
         self, features: int, categories: Mapping[int, int] | None = None, *, only: Collection[int] | None = None
     ) -> None:
         super().__init__()
-        taken = range(features) if only is None else sorted(only)
+        taken = range(features) if only is None else sorted(set(only))
         categories = {i: size for i, size in sorted((categories or {}).items()) if i in taken}
         numeric = [i for i in taken if i not in categories]
         self.features = features

@@ -1,0 +1,533 @@
+"""Shallow towers: their losses against sums written out, what they serve, their options, and runs with them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import make_shown_log
+from ultr import runs
+from ultr.errors import LabelError, OptionError
+from ultr.labels import Label
+from ultr.lists import Lists
+from ultr.log import Log, read_log
+from ultr.losses import product_logistic_loss
+from ultr.methods import METHODS, MethodInputs, make_method, parse_options
+from ultr.methods.base import POSITION_SPEED
+from ultr.methods.towers import Tower
+from ultr.models import load_model
+from ultr.runs import Prepared, RunConfig, run_training
+from ultr.simulate import User, simulate_log
+from ultr.training import TrainingOptions, score_rows, start, take_step
+
+FEATURES = 4
+POSITIONS = tuple(range(1, 13))
+FOUR = "click + dwell / 20 + 2 * like + 3 * share"
+BINARY = ("click", "like", "share")
+HIDDEN = 77.0  # what the tower would give where the position is hidden
+SYNTHESIZE = ("sum-synthesize", "pal-synthesize")
+TASKS = ("sum-click", "pal-click", "pal-click-dwell")
+
+
+def inputs(**changes) -> MethodInputs:
+    given = {
+        "label": Label(),
+        "features": FEATURES,
+        "positions": POSITIONS,
+        "ranker": "linear",
+        "feature_names": ("f0", "f1", "f2", "device"),
+        "binary": BINARY,
+    }
+    return MethodInputs(**{**given, **changes})
+
+
+def feedback_log(seed: int = 0, requests: int = 40) -> Log:
+    user = User(eta=0.3, further={"like": (0.1, 0.3, 0.5, 0.7, 0.9), "share": (0.5, 0.4, 0.3, 0.2, 0.1)})
+    return simulate_log(make_shown_log(requests=requests, seed=seed, features=FEATURES), user, seed=seed)[0]
+
+
+@pytest.fixture(scope="module")
+def log() -> Log:
+    return feedback_log()
+
+
+@pytest.fixture(scope="module")
+def lists(log) -> Lists:
+    lists = Lists.from_log(log)
+    assert not lists.where.all()
+    return replace(lists, weights=torch.linspace(0.2, 3.0, len(lists)))
+
+
+def towers_of(method) -> dict[str, Tower]:
+    return (
+        {"label": method.tower}
+        if hasattr(method, "tower")
+        else {name.removeprefix("on "): tower for name, tower in method.towers.items()}
+    )
+
+
+def set_values(tower: Tower, values: torch.Tensor) -> None:
+    """Let a tower give these values at its positions, the last where the position is hidden."""
+    with torch.no_grad():
+        tower.table.weight.copy_(values / POSITION_SPEED)
+
+
+def ready(name: str, log: Log, *, label: str | None = None, **options):
+    """A method in service, with the scale of its actions known and arbitrary values in its towers."""
+    torch.manual_seed(0)
+    method = make_method(name, inputs(label=Label() if label is None else Label(label)), **options).eval()
+    method.prepare(log, user=None, sessions=0, seed=0)
+    for i, tower in enumerate(towers_of(method).values()):
+        values = torch.randn(len(POSITIONS) + 1, generator=torch.Generator().manual_seed(i))
+        values[-1] = HIDDEN
+        set_values(tower, values)
+    return method
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def softplus(x: float) -> float:
+    return math.log1p(math.exp(x))
+
+
+def outputs_of(method, features: np.ndarray) -> np.ndarray:
+    """What a linear ranker gives for rows of features, in float64."""
+    layer = getattr(method.ranker, "ranker", method.ranker).output
+    weight, bias = (p.detach().numpy().astype(np.float64) for p in (layer.weight, layer.bias))
+    return features.astype(np.float64) @ weight.T + bias
+
+
+def item_loss(method, log: Log, row: int, outputs: np.ndarray) -> float:
+    """The loss of one item, from the definitions."""
+    multiplies = not type(method).__name__.startswith("Sum")
+    place = int(log.positions[row]) - 1
+    at = {action: tower.table.values[place].item() for action, tower in towers_of(method).items()}
+    actions = {name: float(values[row]) for name, values in log.actions.items()}
+    if "label" in at:
+        predicted = outputs[0] * sigmoid(at["label"]) if multiplies else outputs[0] + at["label"]
+        return (predicted - (actions["click"] + actions["dwell"] / math.e**3)) ** 2
+    total = 0.0
+    for name, output in zip(method.inputs.label.actions, outputs, strict=True):
+        if name in BINARY:
+            p = sigmoid(output)
+            if name in at:
+                p = p * sigmoid(at[name]) if multiplies else sigmoid(output + at[name])
+            total -= math.log(p) if actions[name] else math.log(1 - p)
+        else:
+            predicted = softplus(output)
+            if name in at:
+                predicted = predicted * sigmoid(at[name]) if multiplies else predicted + at[name]
+            scale = math.sqrt(np.mean(log.actions[name].astype(np.float64) ** 2))
+            total += (predicted - actions[name] / scale) ** 2
+    return total
+
+
+def written_out(method, log: Log, weights: np.ndarray) -> float:
+    outputs = outputs_of(method, log.features)
+    per_request = [
+        sum(item_loss(method, log, row, outputs[row]) for row in range(first, last))
+        for first, last in zip(log.offsets[:-1], log.offsets[1:], strict=True)
+    ]
+    return float(np.average(per_request, weights=weights))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "towers"),
+    [
+        ("sum-synthesize", {}, ["label"]),
+        ("pal-synthesize", {}, ["label"]),
+        ("sum-click", {}, ["click"]),
+        ("pal-click", {}, ["click"]),
+        ("pal-click-dwell", {}, ["click", "dwell"]),
+        ("sum-click", {"towers": "all"}, ["click", "dwell"]),
+        ("pal-click", {"towers": "dwell"}, ["dwell"]),
+        ("pal-click", {"label": "click"}, ["click"]),
+        ("sum-click", {"label": "dwell"}, ["dwell"]),
+        ("pal-click", {"label": "dwell"}, ["dwell"]),
+        ("pal-click", {"label": FOUR}, ["click"]),
+        ("pal-click-dwell", {"label": FOUR}, ["click", "dwell", "like", "share"]),
+    ],
+)
+def test_losses_are_the_sums_they_stand_for(name, options, towers, log, lists):
+    method = ready(name, log, **options)
+    assert list(towers_of(method)) == towers
+    expected = written_out(method, log, lists.weights.numpy().astype(np.float64))
+    assert method.loss(lists).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [*SYNTHESIZE, *TASKS])
+def test_scores_know_nothing_of_the_tower(name, log, lists):
+    method = ready(name, log)
+    scores, loss = method.score(lists.features), method.loss(lists)
+    for tower in towers_of(method).values():
+        set_values(tower, torch.linspace(-1, 1, len(POSITIONS) + 1))
+    assert not torch.equal(method.loss(lists), loss)
+    assert torch.equal(method.score(lists.features), scores)
+    assert torch.equal(method.serving()(lists.features), scores)
+    assert not [key for key in method.serving().state_dict() if "tower" in key or "table" in key]
+
+
+@pytest.mark.parametrize("label", ["click + dwell / exp(3)", FOUR, "click", "dwell"])
+@pytest.mark.parametrize("name", TASKS)
+def test_scores_are_the_label_of_the_predicted_actions(name, label, log):
+    method = ready(name, log, label=label)
+    actions = method.inputs.label.actions
+    outputs = outputs_of(method, log.features)
+    scale = math.sqrt(np.mean(log.actions["dwell"].astype(np.float64) ** 2))
+    predicted = {
+        action: np.array([sigmoid(x) if action in BINARY else scale * softplus(x) for x in outputs[:, i]])
+        for i, action in enumerate(actions)
+    }
+    click, dwell = predicted.get("click"), predicted.get("dwell")
+    expected = {
+        "click": lambda: click,
+        "dwell": lambda: dwell,
+        "click + dwell / exp(3)": lambda: click + dwell / math.e**3,
+        FOUR: lambda: click + dwell / 20 + 2 * predicted["like"] + 3 * predicted["share"],
+    }[label]()
+    scores = method.score(torch.from_numpy(log.features)).detach().numpy()
+    np.testing.assert_allclose(scores, expected, rtol=1e-5)
+
+
+def test_every_action_of_the_label_is_predicted_and_learned(log, lists):
+    method = ready("pal-click", log, label=FOUR)
+    method.loss(lists).backward()
+    learned = method.ranker.ranker.output.weight.grad.abs().sum(1)
+    assert learned.shape == (4,)
+    assert (learned > 0).all()
+    before = method.score(lists.features)
+    for i in range(4):
+        with torch.no_grad():
+            method.ranker.ranker.output.bias[i] += 1
+        raised = method.score(lists.features)
+        assert (raised > before).all()
+        before = raised
+
+
+def test_options_say_which_actions_have_a_tower():
+    for name, options, towers in [
+        ("sum-click", {}, {"click"}),
+        ("pal-click", {"towers": "all"}, {"click", "dwell"}),
+        ("pal-click", {"towers": "click+dwell"}, {"click", "dwell"}),
+        ("pal-click", {"towers": "dwell"}, {"dwell"}),
+        ("pal-click-dwell", {}, {"click", "dwell"}),
+        ("pal-click-dwell", {"towers": "click"}, {"click"}),
+    ]:
+        assert set(towers_of(make_method(name, inputs(), **options))) == towers
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_action_may_have_any_name(name):
+    label = Label("click + 2 * apply")
+    method = make_method(name, inputs(label=label, binary=("click", "apply")), towers="all")
+    assert set(towers_of(method)) == {"click", "apply"}
+
+
+@pytest.mark.parametrize("name", [*SYNTHESIZE, *TASKS])
+def test_context_may_be_numbers_and_categories(name):
+    method = make_method(name, inputs(categories={3: 5}), context="f0+f1+device")
+    for tower in towers_of(method).values():
+        assert tower.context.numeric.tolist() == [0, 1]
+        assert tower.context.categories == {3: 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("sum-synthesize", "context=f0+device"),
+        ("pal-click", "context=f1"),
+        ("pal-click", "towers=all"),
+        ("sum-click", "towers=click+dwell"),
+        ("pal-click-dwell", "position_dropout=0.3"),
+    ],
+)
+def test_options_read_from_text_make_the_same_method(name, text):
+    key, _, value = text.partition("=")
+    read = make_method(name, inputs(), **parse_options(name, [text]))
+    assert str(read) == str(make_method(name, inputs(), **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sum-synthesize", {"context": "devise"}, "no feature 'devise'.*did you mean 'device'"),
+        ("pal-click", {"context": "f0+devise"}, "no feature 'devise'.*did you mean 'device'"),
+        ("pal-click", {"context": "f0,device"}, "no feature 'f0,device'"),
+        ("pal-click", {"towers": "dwel"}, "no action 'dwel'.*did you mean 'dwell'"),
+        ("sum-click", {"towers": "click+dwel"}, "no action 'dwel'.*did you mean 'dwell'"),
+        ("pal-click", {"towers": "share"}, "no action 'share' for a tower; known: click, dwell"),
+        ("pal-click", {"tower": "all"}, "no option 'tower'; did you mean 'towers'"),
+        ("sum-click", {"contexts": "f0"}, "no option 'contexts'; did you mean 'context'"),
+        ("pal-synthesize", {"contxt": "f0"}, "no option 'contxt'; did you mean 'context'"),
+        ("pal-click-dwell", {"position_droput": 0.1}, "did you mean 'position_dropout'"),
+        ("sum-synthesize", {"towers": "all"}, "no option 'towers'; known: context, position_dropout"),
+    ],
+)
+def test_what_is_misspelt_is_refused_and_not_ignored(name, options, message):
+    with pytest.raises(OptionError, match=message):
+        make_method(name, inputs(), **options)
+
+
+@pytest.mark.parametrize("name", [*SYNTHESIZE, *TASKS])
+def test_position_dropout_is_a_share_below_one(name):
+    for value, message in [
+        (1.0, "below 1"),
+        (1.5, "below 1"),
+        (-0.1, "0 or more"),
+        ("nan", "0 or more"),
+        ("half", "0 or more"),
+    ]:
+        with pytest.raises(OptionError, match=f"'position_dropout' should be {message}"):
+            make_method(name, inputs(), position_dropout=value)
+    shares = {tower.hide.p for tower in towers_of(make_method(name, inputs())).values()}
+    assert shares == {0.1 if name.startswith("sum") else 0.0}
+    shares = {tower.hide.p for tower in towers_of(make_method(name, inputs(), position_dropout=0.4)).values()}
+    assert shares == {0.4}
+
+
+def shown_at(positions: torch.Tensor, features: torch.Tensor | None = None) -> Lists:
+    features = torch.zeros(*positions.shape, FEATURES) if features is None else features
+    return Lists(features, torch.ones_like(positions, dtype=torch.bool), torch.ones(len(positions)), positions)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1, 0.5])
+def test_dropout_hides_positions_in_training_alone(dropout):
+    torch.manual_seed(0)
+    tower = Tower(inputs(), context=(), dropout=dropout)
+    lists = shown_at(torch.arange(1, 13).repeat(400, 1))
+    set_values(tower, torch.tensor([0.0] * 12 + [1.0]))
+    hidden = tower.train()(lists)
+    assert set(hidden.unique().tolist()) <= {0.0, 1.0}
+    assert hidden.mean().item() == pytest.approx(dropout, abs=0.03)
+    hidden.sum().backward()
+    gradient = tower.table.weight.grad / POSITION_SPEED
+    assert gradient[-1] == hidden.sum()
+    assert gradient.sum() == hidden.numel()
+    tower.zero_grad()
+    served = tower.eval()(lists)
+    assert not served.any()
+    served.sum().backward()
+    assert (tower.table.weight.grad / POSITION_SPEED).tolist() == [400.0] * 12 + [0.0]
+
+
+@pytest.mark.parametrize("name", [*SYNTHESIZE, *TASKS])
+def test_the_hidden_position_is_learned_in_training_alone(name, log, lists):
+    for training in (True, False):
+        torch.manual_seed(0)
+        method = make_method(name, inputs(), position_dropout=0.5).train(training)
+        method.loss(lists).backward()
+        for tower in towers_of(method).values():
+            assert bool(tower.table.weight.grad[-1].any()) == training
+            assert tower.table.weight.grad[:-1].any()
+
+
+def test_towers_start_at_nothing_and_context_tells_devices_apart():
+    features = torch.zeros(1, 4, FEATURES)
+    features[0, :, 3] = torch.tensor([1.0, 2.0, 1.0, 1.0])
+    features[0, 2, 1] = 5.0
+    lists = shown_at(torch.tensor([[3, 3, 3, 7]]), features)
+    for context in ((), ("device",)):
+        torch.manual_seed(0)
+        tower = Tower(inputs(categories={3: 4}), context=context, dropout=0.0).eval()
+        assert not tower(lists).any()
+        torch.nn.init.normal_((tower.output if context else tower.table).weight)
+        first, other_device, other_feature, other_position = tower(lists)[0].tolist()
+        assert (first != other_device) == bool(context)
+        assert first == pytest.approx(other_feature, rel=1e-6)
+        assert first != other_position
+
+
+def test_positions_never_seen_count_as_the_nearest():
+    tower = Tower(inputs(positions=(3, 70, 500)), context=(), dropout=0.0)
+    set_values(tower, torch.tensor([1.0, 2.0, 3.0, HIDDEN]))
+    assert tower(shown_at(torch.tensor([[0, 3, 60, 400, 9999]]))).tolist() == [[1.0, 1.0, 2.0, 3.0, 3.0]]
+
+
+@pytest.mark.parametrize("name", [*SYNTHESIZE, *TASKS])
+def test_the_report_has_the_towers_by_position(name, log, lists):
+    method = ready(name, log)
+    report = method.bias([lists])
+    assert report["positions"] == list(POSITIONS)
+    assert report["tower"] == ("adds" if name.startswith("sum") else "multiplies")
+    assert set(report["towers"]) == set(towers_of(method))
+    for action, tower in towers_of(method).items():
+        values = tower.table.values[:-1]
+        values = values if name.startswith("sum") else values.sigmoid()
+        assert report["towers"][action] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_the_report_averages_a_tower_with_context_over_what_was_shown(log, lists):
+    torch.manual_seed(0)
+    method = make_method("sum-click", inputs(), context="f0").eval()
+    tower = towers_of(method)["click"]
+    torch.nn.init.normal_(tower.output.weight)
+    found, places = tower(lists).detach()[lists.where], lists.positions[lists.where]
+    expected = [float(found[places == k].double().mean()) for k in POSITIONS]
+    assert method.bias([lists])["towers"]["click"] == pytest.approx(expected, abs=2e-5)
+
+
+def test_the_scale_of_actions_is_the_root_of_their_mean_square(log):
+    method = make_method("pal-click", inputs(label=Label(FOUR)))
+    assert method.ranker.scale.tolist() == [1.0] * 4
+    method.prepare(log, user=None, sessions=0, seed=0)
+    scale = math.sqrt(np.mean(log.actions["dwell"].astype(np.float64) ** 2))
+    assert method.ranker.scale.tolist() == pytest.approx([1.0, scale, 1.0, 1.0])
+    shown, user = make_shown_log(requests=200, features=FEATURES), User()
+    method = make_method("pal-click", inputs())
+    method.prepare(shown, user=user, sessions=0, seed=0)
+    drawn = simulate_log(shown, user, sessions=10_000, seed=3)[0].actions["dwell"].astype(np.float64)
+    assert method.ranker.scale.tolist() == pytest.approx([1.0, math.sqrt(np.mean(drawn**2))], rel=0.2)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_label_of_what_users_do_not_give_is_refused(name, log):
+    shown = make_shown_log(features=FEATURES)
+    method = make_method(name, inputs(label=Label("click + 2 * like"), binary=("click",)))
+    with pytest.raises(LabelError, match="needs the action 'like'"):
+        method.prepare(shown, user=User(), sessions=0, seed=0)
+    method = make_method(name, inputs(label=Label("click + 2 * save"), binary=("click",)))
+    with pytest.raises(LabelError, match="needs the action 'save'"):
+        method.prepare(log, user=None, sessions=0, seed=0)
+
+
+def test_towers_need_feedback():
+    for name in (*SYNTHESIZE, *TASKS):
+        with pytest.raises(OptionError, match="nothing to correct in true labels"):
+            make_method(name, inputs(truth=True))
+
+
+FAST = {"steps": 20, "batch": 16, "evaluate_every": 5, "device": "cpu"}
+
+
+@pytest.fixture
+def log_path(tmp_path):
+    """A log with a category, the device."""
+    log, _ = simulate_log(make_shown_log(requests=60), User())
+    devices = np.random.default_rng(0).choice(["phone", "desk", "tv"], log.rows)
+    table = log.to_table().drop(["relevance"])
+    pq.write_table(table.append_column("device", pa.array(devices)), tmp_path / "log.parquet")
+    return tmp_path / "log.parquet"
+
+
+def config(path, **changes) -> RunConfig:
+    training = TrainingOptions(**{**FAST, **changes.pop("training", {})})
+    given = {
+        "method": "pal-click",
+        "method_options": {"context": "device+f0", "towers": "all", "position_dropout": 0.2},
+        "columns": {"categorical": ["device"]},
+        "ranker_options": {"hidden": [8]},
+    }
+    return RunConfig(data=str(path), training=training, **{**given, **changes})
+
+
+@pytest.mark.parametrize(("label", "categorical"), [("click + dwell / exp(3)", True), ("click", False)])
+def test_a_run_is_loaded_with_the_scores_it_had(label, categorical, log_path, tmp_path, monkeypatch):
+    kept = []
+    save_model = runs.save_model
+    monkeypatch.setattr(runs, "save_model", lambda *args, **rest: (kept.append(args[1]), save_model(*args, **rest)))
+    changes = {} if categorical else {"columns": {}, "method_options": {"context": "f0"}}
+    run = run_training(config(log_path, label=label, **changes), tmp_path / "run")
+    log = read_log(log_path, **({"categorical": "device"} if categorical else {}))
+    assert bool(log.vocabularies) == categorical
+    scores = load_model(run).score(log)
+    np.testing.assert_array_equal(scores, score_rows(kept[0].score, log.features, device="cpu"))
+    assert np.unique(scores).size > 10
+    assert (scores > 0).all()
+
+
+def test_a_run_starts_again_from_itself(log_path, tmp_path):
+    first = run_training(config(log_path), tmp_path / "one")
+    barely = config(log_path, training={"steps": 1, "evaluate_every": 1, "lr": 1e-9})
+    second = run_training(barely, tmp_path / "two", warm_start=first)
+    log = read_log(log_path, categorical="device")
+    np.testing.assert_allclose(load_model(second).score(log), load_model(first).score(log), rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(log_path, tmp_path):
+    class StoppedError(Exception):
+        pass
+
+    def stop(progress):
+        if progress.step == 10:
+            raise StoppedError
+
+    whole = run_training(config(log_path), tmp_path / "whole")
+    with pytest.raises(StoppedError):
+        run_training(config(log_path), tmp_path / "run", checkpoint_seconds=0, on_progress=stop)
+    resumed = run_training(config(log_path), tmp_path / "run", resume=True)
+    for name in ("model/weights.safetensors", "bias.json", "metrics.jsonl"):
+        assert (resumed / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_users_who_do_not_give_the_label_leave_no_run_behind(tmp_path, monkeypatch):
+    shown = make_shown_log()
+    monkeypatch.setattr(runs, "prepare", lambda _: Prepared(shown, shown, "tiny", User(), User()))
+    users = config("tiny", users="pbm", label="click + share", select="ndcg@10", method_options={})
+    with pytest.raises(LabelError, match="needs the action 'share'"):
+        run_training(users, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_multiplying_tower_learns_how_often_positions_are_examined():
+    user = User(examination=(0.8, *[0.2] * 11), dwell=None, attraction=(0.5,))
+    log, _ = simulate_log(make_shown_log(requests=600, seed=1), user)
+    torch.manual_seed(0)
+    given = inputs(label=Label("click"), features=3, feature_names=log.feature_names)
+    options = TrainingOptions(lr=0.5, device="cpu")
+    state = start(make_method("pal-click", given), log, options)
+    everything = Lists.from_log(log)
+    for _ in range(60):
+        take_step(state, everything, options)
+    first, *others = state.method.bias([everything])["towers"]["click"]
+    assert first / np.mean(others) == pytest.approx(4, rel=0.2)
+
+
+SMALL = st.floats(-8, 8)
+LARGE = st.floats(-80, 80, width=32)
+
+
+@given(st.lists(st.tuples(SMALL, SMALL, st.floats(0, 1)), min_size=1, max_size=5))
+def test_the_product_loss_is_the_naive_one_where_that_is_stable(rows):
+    a, b, target = (torch.tensor([column], dtype=torch.float64) for column in zip(*rows, strict=True))
+    expected = 0.0
+    for x, y, t in rows:
+        p = sigmoid(x) * sigmoid(y)
+        expected -= t * math.log(p) + (1 - t) * math.log(1 - p)
+    where = torch.ones_like(a, dtype=torch.bool)
+    assert product_logistic_loss(a, b, target, where=where).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@given(st.lists(st.tuples(LARGE, LARGE, st.sampled_from([0.0, 0.3, 1.0])), min_size=1, max_size=5))
+def test_the_product_loss_is_finite_at_large_logits(rows):
+    a, b, target = (torch.tensor([column]) for column in zip(*rows, strict=True))
+    a.requires_grad_()
+    b.requires_grad_()
+    loss = product_logistic_loss(a, b, target, where=torch.ones_like(a, dtype=torch.bool))
+    gradients = torch.autograd.grad(loss, (a, b))
+    assert torch.isfinite(loss)
+    assert loss >= 0
+    assert all(torch.isfinite(g).all() and (g.abs() <= 1 + 1e-6).all() for g in gradients)
+
+
+@pytest.mark.parametrize("x", [20.0, 40.0, 80.0])
+def test_nothing_cancels_where_both_are_near_one(x):
+    """1 - sigmoid(x)² is 2 exp(-x) for large x."""
+    a = torch.tensor([[x]], requires_grad=True)
+    loss = product_logistic_loss(a, torch.tensor([[x]]), torch.zeros(1, 1), where=torch.ones(1, 1, dtype=torch.bool))
+    assert loss.item() == pytest.approx(x - math.log(2), rel=1e-6)
+    (gradient,) = torch.autograd.grad(loss, a)
+    assert gradient.item() == pytest.approx(0.5, rel=1e-5)
+
+
+def test_all_methods_of_towers_are_tested_here():
+    assert {name for name, method in METHODS.items() if method.__module__ == Tower.__module__} == {*SYNTHESIZE, *TASKS}
