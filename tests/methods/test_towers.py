@@ -107,6 +107,16 @@ def outputs_of(method, features: np.ndarray) -> np.ndarray:
     return features.astype(np.float64) @ weight.T + bias
 
 
+def learned(method, log: Log, action: str) -> np.ndarray:
+    """The rows an action is learned from: those clicked, if it may follow a click."""
+    follows = method.after_click and action != "click" and "click" in method.inputs.label.actions
+    return log.actions["click"] > 0 if follows else np.ones(log.rows, dtype=bool)
+
+
+def scale_of(method, log: Log, action: str) -> float:
+    return math.sqrt(np.mean(log.actions[action][learned(method, log, action)].astype(np.float64) ** 2))
+
+
 def item_loss(method, log: Log, row: int, outputs: np.ndarray) -> float:
     """The loss of one item, from the definitions."""
     multiplies = not type(method).__name__.startswith("Sum")
@@ -118,6 +128,8 @@ def item_loss(method, log: Log, row: int, outputs: np.ndarray) -> float:
         return (predicted - (actions["click"] + actions["dwell"] / math.e**3)) ** 2
     total = 0.0
     for name, output in zip(method.inputs.label.actions, outputs, strict=True):
+        if not learned(method, log, name)[row]:
+            continue
         if name in BINARY:
             p = sigmoid(output)
             if name in at:
@@ -127,7 +139,7 @@ def item_loss(method, log: Log, row: int, outputs: np.ndarray) -> float:
             predicted = softplus(output)
             if name in at:
                 predicted = predicted * sigmoid(at[name]) if multiplies else predicted + at[name]
-            scale = math.sqrt(np.mean(log.actions[name].astype(np.float64) ** 2))
+            scale = scale_of(method, log, name)
             total += (predicted - actions[name] / scale) ** 2
     return total
 
@@ -156,6 +168,8 @@ def written_out(method, log: Log, weights: np.ndarray) -> float:
         ("pal-click", {"label": "dwell"}, ["dwell"]),
         ("pal-click", {"label": FOUR}, ["click"]),
         ("pal-click-dwell", {"label": FOUR}, ["click", "dwell", "like", "share"]),
+        ("pal-click-dwell", {"label": FOUR, "rows": "all"}, ["click", "dwell", "like", "share"]),
+        ("sum-click", {"rows": "all"}, ["click"]),
     ],
 )
 def test_losses_are_the_sums_they_stand_for(name, options, towers, log, lists):
@@ -183,7 +197,7 @@ def test_scores_are_the_label_of_the_predicted_actions(name, label, log):
     method = ready(name, log, label=label)
     actions = method.inputs.label.actions
     outputs = outputs_of(method, log.features)
-    scale = math.sqrt(np.mean(log.actions["dwell"].astype(np.float64) ** 2))
+    scale = scale_of(method, log, "dwell")
     predicted = {
         action: np.array([sigmoid(x) if action in BINARY else scale * softplus(x) for x in outputs[:, i]])
         for i, action in enumerate(actions)
@@ -380,13 +394,13 @@ def test_the_scale_of_actions_is_the_root_of_their_mean_square(log):
     method = make_method("pal-click", inputs(label=Label(FOUR)))
     assert method.ranker.scale.tolist() == [1.0] * 4
     method.prepare(log, user=None, sessions=0, seed=0)
-    scale = math.sqrt(np.mean(log.actions["dwell"].astype(np.float64) ** 2))
+    scale = scale_of(method, log, "dwell")
     assert method.ranker.scale.tolist() == pytest.approx([1.0, scale, 1.0, 1.0])
     shown, user = make_shown_log(requests=200, features=FEATURES), User()
     method = make_method("pal-click", inputs())
     method.prepare(shown, user=user, sessions=0, seed=0)
     drawn = simulate_log(shown, user, sessions=10_000, seed=3)[0].actions["dwell"].astype(np.float64)
-    assert method.ranker.scale.tolist() == pytest.approx([1.0, math.sqrt(np.mean(drawn**2))], rel=0.2)
+    assert method.ranker.scale.tolist() == pytest.approx([1.0, math.sqrt(np.mean(drawn[drawn > 0] ** 2))], rel=0.2)
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -19,7 +19,7 @@ from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.losses import logistic_loss, pointwise_loss, product_logistic_loss
-from ultr.methods.base import FeedbackMethod, MethodInputs, PositionIndex, PositionTable, at_least
+from ultr.methods.base import FeedbackMethod, MethodInputs, PositionIndex, PositionTable, at_least, one_of
 from ultr.methods.position_model import numbers
 from ultr.rankers import FeatureEncoder, Synthesised
 from ultr.simulate import User, simulate_log
@@ -144,10 +144,18 @@ class PalSynthesize(_Synthesize):
 
 
 class _Tasks(_Towers):
-    """Every action of the label by an output of its own, some with a tower; scores are Φ of the predictions without."""
+    """Every action of the label by an output of its own, some with a tower; scores are Φ of the predictions without.
+
+    Where the label reads clicks, what follows one is learned from the rows that were clicked (`rows=all`: from every
+    row, zero without a click).
+    """
 
     TOWERS: ClassVar[tuple[str, ...]] = ()  # actions that have one; none named: clicks
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {**_Towers.OPTIONS, "towers": _names}
+    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
+        **_Towers.OPTIONS,
+        "towers": _names,
+        "rows": one_of("rows", "clicked", "all"),
+    }
     ranker: Synthesised
 
     def __init__(
@@ -155,11 +163,13 @@ class _Tasks(_Towers):
         inputs: MethodInputs,
         *,
         towers: tuple[str, ...] | None = None,
+        rows: str = "clicked",
         context: tuple[str, ...] = (),
         position_dropout: float | None = None,
     ) -> None:
         super().__init__(inputs)
         actions = inputs.label.actions
+        self.after_click = rows == "clicked"
         self.ranker = Synthesised(inputs.make_ranker(outputs=len(actions)), inputs.label, inputs.binary)
         chosen = towers or self.TOWERS or ("click" if "click" in actions else actions[0],)
         chosen = actions if chosen == ALL else chosen
@@ -177,21 +187,28 @@ class _Tasks(_Towers):
         self.inputs.label(log.actions)  # which refuses what it cannot be made of
         for i, name in enumerate(self.inputs.label.actions):
             if name not in self.ranker.binary:
-                square = float(np.mean(np.square(log.actions[name], dtype=np.float64)))
-                self.ranker.scale[i] = max(square**0.5, 1e-6)
+                squares = np.square(log.actions[name][self._learned(name, log.actions, np.ones(log.rows, bool))])
+                self.ranker.scale[i] = (
+                    max(float(np.mean(squares, dtype=np.float64)) ** 0.5, 1e-6) if len(squares) else 1
+                )
 
     def loss(self, lists: Lists) -> Tensor:
         outputs = self.ranker.outputs(lists.features).unbind(-1)
-        common = {"where": lists.where, "weights": lists.weights}
         total = torch.zeros((), device=lists.features.device)
         for i, (name, output) in enumerate(zip(self.inputs.label.actions, outputs, strict=True)):
             tower = self.towers[_key(name)](lists) if _key(name) in self.towers else None
             target = lists.actions[name].to(output.dtype)
+            common = {"where": self._learned(name, lists.actions, lists.where), "weights": lists.weights}
             if name in self.ranker.binary:
                 total = total + self._click_loss(output, tower, target, common)
             else:
                 total = total + self._value_loss(output, tower, target / self.ranker.scale[i], common)
         return total
+
+    def _learned(self, name: str, actions: Mapping[str, Any], where: Any) -> Any:
+        """The rows that an action is learned from."""
+        after = self.after_click and name != "click" and "click" in self.inputs.label.actions
+        return where & (actions["click"] > 0) if after else where
 
     def _click_loss(self, output: Tensor, tower: Tensor | None, target: Tensor, common: dict[str, Tensor]) -> Tensor:
         if tower is None:
