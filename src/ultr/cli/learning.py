@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,7 +72,7 @@ def train(
     data: Data,
     out: Annotated[Path, typer.Option(help="The run directory to write.")],
     method: Annotated[
-        str, typer.Option(help="pairwise-em, lambdarank, pointwise or position-feature.")
+        str, typer.Option(help="pairwise-em, or a baseline: pointwise, lambdarank, pal-click, dla, ipw-listwise, ...")
     ] = "pairwise-em",
     loss: Annotated[
         str | None, typer.Option(help="Of pairwise-em: posterior (the default), opt, bayes-ipw or ipw.")
@@ -119,6 +120,7 @@ def train(
     from ultr.runs import best_evaluation, run_training
 
     config = _config({**locals()})
+    _say_thresholds(config.label, {method: (method, config.method_options)})
     with _bar() as bar:
         task = bar.add_task(method, total=steps, figure="")
 
@@ -144,6 +146,14 @@ def train(
     chosen_by, best = best_evaluation(out)
     words.print(f"wrote {out}: best {chosen_by} {best[chosen_by]:.4f} at step {best['step']}", soft_wrap=True)
     words.print(f"next: ultr score {out} CANDIDATES --out scores.parquet", soft_wrap=True)
+
+
+def _say_thresholds(label: str, methods: Mapping[str, tuple[str, Mapping[str, Any]]]) -> None:
+    """Which methods, by the name they go under, take of the label no more than whether it is above zero."""
+    from ultr.methods import thresholds
+
+    if names := [shown for shown, (method, options) in methods.items() if thresholds(method, label, options)]:
+        words.print(f"{', '.join(names)}: for clicks alone, so that '{label}' counts as 1 where it is above zero")
 
 
 def _say_warnings(run: Path) -> None:
@@ -294,6 +304,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare methods fairly: each tuned alike on validation, the same seeds, paired tests on test."""
+    from ultr.compare import Entry
     from ultr.compare import compare as run_comparison
     from ultr.plots import write_dot_plot
 
@@ -302,6 +313,9 @@ def compare(
         rates = [float(rate) for rate in lrs.split(",")]
     except ValueError as error:
         raise OptionError("--lrs should be numbers, comma-separated", got=f"'{lrs}'") from error
+    names = [name for name in methods.split(",") if name.strip()]
+    entries = [Entry.parse(name) for name in names]
+    _say_thresholds(base.label, {entry.text: (entry.method, entry.options) for entry in entries})
     with _bar() as bar:
         task = bar.add_task("runs", total=None, figure="")
 
@@ -310,7 +324,7 @@ def compare(
 
         result = run_comparison(
             base,
-            [name for name in methods.split(",") if name.strip()],
+            names,
             out,
             seeds=seeds,
             rates=rates,

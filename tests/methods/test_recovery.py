@@ -1,0 +1,190 @@
+"""Each debiasing method in the world that its assumptions describe: it finds the bias, and ranks better for it.
+
+One run each of a small network on feedback that is drawn anew for every step, judged on other requests with true
+grades. What it is compared with learns from the same feedback in the same way, but for the correction: `known
+propensities of 1` turn a weighing method into its plain counterpart. Run with -s to see the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch import Tensor
+
+from ultr.evaluation import evaluate_scores, paired_test
+from ultr.labels import Label
+from ultr.log import Log
+from ultr.methods import MethodInputs, make_method
+from ultr.simulate import EYE_TRACKING, TrustUser, User, default_mistrust, default_trust
+from ultr.training import Feed, TrainingOptions, fit_first, score_rows, start, take_step
+
+FEATURES, ITEMS, REQUESTS, STEPS = 5, 10, 1500, 600
+POSITIONS = tuple(range(1, ITEMS + 1))
+THETA = np.array(EYE_TRACKING)
+BOTH = "click + dwell / exp(3)"
+WEIGHING = ("ipw-listwise", "regression-em")  # which are plain where all is known to be examined
+PLAIN = dict.fromkeys(POSITIONS, 1.0)
+
+
+class AdditiveUser(User):
+    """Position takes something away from relevance: from its logit, or from the probability of a click itself."""
+
+    in_logits = True
+
+    def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
+        lower = positions.to(relevance.dtype) - 1
+        if self.in_logits:
+            return torch.sigmoid(relevance - 2.0 - 0.3 * lower)
+        return 0.35 + 0.15 * relevance - 0.035 * lower
+
+    def draw_clicks(
+        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | None, *, where: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        noise = torch.rand(relevance.shape, generator=generator)
+        click = (noise < self.click_probability(relevance, positions)) & where
+        return click, where, click
+
+
+class LinearlyAdditiveUser(AdditiveUser):
+    in_logits = False
+
+
+def world(seed: int, *, ordered: bool) -> Log:
+    """Grades by three features, one of which the logging ranker knows and shows by, with noise; or any order."""
+    rng = np.random.default_rng(seed)
+    rows = REQUESTS * ITEMS
+    x = rng.normal(size=(rows, FEATURES)).astype(np.float32)
+    grades = np.clip(np.round(1.5 + 1.3 * (x[:, 0] + 0.7 * x[:, 1] * x[:, 2])), 0, 4)
+    logged = rng.normal(size=rows) + (x[:, 0] if ordered else 0)
+    positions = np.empty(rows, np.int64)
+    positions[np.lexsort((-logged, np.repeat(np.arange(REQUESTS), ITEMS)))] = np.tile(POSITIONS, REQUESTS)
+    return Log(
+        features=x,
+        offsets=np.arange(0, rows + 1, ITEMS),
+        request_ids=pa.array(np.arange(REQUESTS)),
+        feature_names=tuple(f"f{i}" for i in range(FEATURES)),
+        positions=positions,
+        relevance=grades.astype(np.float32),
+    )
+
+
+USERS = {"pbm": User, "trust": TrustUser, "logits": AdditiveUser, "linear": LinearlyAdditiveUser}
+
+
+@lru_cache
+def learned(
+    method: str,
+    users: str,
+    label: str = "click",
+    ordered: bool = True,
+    plain: bool = False,
+) -> tuple[dict[str, Any] | None, np.ndarray]:
+    """What a method reports of bias, and its NDCG@10 on each of other requests."""
+    torch.manual_seed(0)
+    log, user, cpu = world(0, ordered=ordered), USERS[users](), torch.device("cpu")
+    inputs = MethodInputs(
+        Label(label),
+        features=FEATURES,
+        positions=POSITIONS,
+        ranker_options={"hidden": (32, 16)},
+        propensities=PLAIN if plain else None,
+        binary=("click",),
+    )
+    options = TrainingOptions(steps=STEPS, bias_steps=1000, batch=128, lr=0.05, schedule="cosine", device="cpu")
+    trained = make_method(method, inputs)
+    state = start(trained, log, options)
+    fit_first(trained, log, options, user=user)
+    feed = Feed(log, batch=options.batch, seed=0, device=cpu, user=user)
+    for step in range(STEPS):
+        take_step(state, feed(step), options)
+    trained.eval()
+    other = world(1, ordered=ordered)
+    scores = score_rows(trained.score, other.features, device="cpu")
+    return trained.bias([feed(STEPS)]), evaluate_scores(other, scores, "ndcg@10")["ndcg@10"]
+
+
+def relative(values: Any, truth: np.ndarray) -> float:
+    """The largest relative error of ratios to the first position."""
+    found = np.asarray(values)
+    return float(np.abs(found / found[0] * truth[0] / truth - 1).max())
+
+
+def tower(action: str) -> Callable[[dict[str, Any]], float]:
+    return lambda bias: relative(bias["towers"][action], THETA)
+
+
+def theta(bias: dict[str, Any]) -> float:
+    return relative(bias["theta"], THETA)
+
+
+def slope(action: str, truth: float) -> Callable[[dict[str, Any]], float]:
+    """The largest error of what an adding tower takes away, as a share of what it takes away at the last position."""
+
+    def error(bias: dict[str, Any]) -> float:
+        found = np.asarray(bias["towers"][action])
+        return float(np.abs(found - found[0] + truth * np.arange(ITEMS)).max() / (truth * (ITEMS - 1)))
+
+    return error
+
+
+def trust_slope(bias: dict[str, Any]) -> float:
+    k = torch.tensor(POSITIONS)
+    return relative(bias["alpha"], THETA * (default_trust(k) - default_mistrust(k)).numpy())
+
+
+def click_bias(bias: dict[str, Any]) -> float:
+    return relative(bias["t_plus"], THETA)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method in its world, how wrong its bias may be, and what it must rank better than.
+
+    `ranked` is the world for ranking, where it is not the same.
+    """
+
+    method: str
+    error: Callable[[dict[str, Any]], float]
+    within: float
+    plain: str
+    world: dict[str, Any]
+    ranked: dict[str, Any] | None = None
+
+
+PBM, PBM_BOTH = {"users": "pbm"}, {"users": "pbm", "label": BOTH}
+CASES = [
+    Case("pal-synthesize", tower("label"), 0.25, "pointwise", PBM),
+    Case("pal-click", tower("click"), 0.3, "pointwise", PBM_BOTH),
+    Case("pal-click-dwell", tower("click"), 0.3, "pointwise", PBM_BOTH),
+    Case("sum-click", slope("click", 0.3), 0.15, "pointwise", {"users": "logits"}),
+    Case("sum-synthesize", slope("label", 0.035), 0.2, "pointwise", {"users": "linear"}),
+    Case("dla", theta, 0.3, "ipw-listwise", PBM),
+    Case("regression-em", theta, 0.15, "regression-em", PBM),
+    Case("ipw-pointwise", theta, 0.1, "pointwise", PBM),
+    Case("ipw-listwise", theta, 0.1, "ipw-listwise", PBM),
+    Case("affine", trust_slope, 0.2, "pointwise", {"users": "trust"}),
+    Case("pairwise-debias", click_bias, 0.15, "lambdarank", {**PBM, "ordered": False}, PBM),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.method)
+def test_a_method_finds_its_bias_and_ranks_better_for_it(case: Case):
+    bias, figures = learned(case.method, **case.world)
+    if case.ranked is not None:
+        _, figures = learned(case.method, **case.ranked)
+    _, plain = learned(case.plain, **(case.ranked or case.world), plain=case.plain in WEIGHING)
+    error, test = case.error(bias), paired_test(figures, plain)
+    print(
+        f"\n{case.method}: bias within {error:.1%}; NDCG@10 {figures.mean():.4f} against {plain.mean():.4f}"
+        f" ({test.difference:+.4f}, p = {test.p:.1e})"
+    )
+    assert error < case.within
+    assert test.difference > 0
+    assert test.significant
