@@ -206,6 +206,15 @@ def test_the_best_evaluation_is_by_the_runs_own_metric(log_path, tmp_path):
     assert best[select] == min(line[select] for line in read_metrics(run))
 
 
+def test_the_best_step_of_a_log_is_chosen_without_its_true_labels(tmp_path):
+    log, _ = simulate_log(make_shown_log(requests=80), User())
+    runs = [
+        run_training(config("", method="pointwise"), tmp_path / name, log=replace(log, relevance=relevance))
+        for name, relevance in (("with", log.relevance), ("upside-down", 4 - log.relevance), ("without", None))
+    ]
+    assert read_metrics(runs[0]) == read_metrics(runs[1]) == read_metrics(runs[2])
+
+
 def test_a_warm_start_takes_the_weights_of_another_run(log_path, tmp_path):
     first = run_training(config(log_path), tmp_path / "one")
     second = run_training(

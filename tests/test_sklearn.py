@@ -52,6 +52,16 @@ def test_it_fits_frames_and_arrays_alike_and_keeps_the_order_of_rows():
     assert [line["step"] for line in from_pandas.history_] == [20, 40, 60]
 
 
+def test_a_method_for_clicks_says_what_it_takes_of_a_label():
+    data = frame().assign(dwell=lambda rows: 3.0 * rows["click"])
+    model = ranker(method="dla").set_params(label="click + dwell")
+    with pytest.warns(UserWarning, match="'dla' is for clicks: 'click \\+ dwell' counts as 1"):
+        model.fit(data)
+    assert model.bias_["label"] == "click + dwell > 0"
+    values = ranker(method="ipw-listwise", method_options={"labels": "values"}).set_params(label="click + dwell")
+    assert values.fit(data).bias_["label"] == "click + dwell"
+
+
 def test_it_has_the_manners_of_scikit_learn():
     model = ranker(lr=0.05)
     assert clone(model).get_params() == model.get_params()

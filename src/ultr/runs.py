@@ -35,7 +35,7 @@ from ultr.evaluation import FEEDBACK, evaluate_scores
 from ultr.files import atomic_path, fingerprint
 from ultr.labels import DEFAULT_LABEL, Label
 from ultr.log import Log, read_log
-from ultr.methods import Method, MethodInputs, make_method
+from ultr.methods import Method, MethodInputs, make_method, thresholds
 from ultr.metrics import parse_metric
 from ultr.models import save_model
 from ultr.simulate import User, make_user, simulate_log
@@ -302,7 +302,8 @@ def _train(
         on_progress(progress)
     method.load_state_dict(state.best_weights)
     if (bias := method.bias(feed(step) for step in range(BIAS_BATCHES))) is not None:
-        write_json(out / "bias.json", bias)
+        cut = thresholds(config.method, config.label, config.method_options)
+        write_json(out / "bias.json", {**bias, "label": f"{config.label} > 0" if cut else config.label})
     save_model(out / "model", method, prepared.train, data=prepared.fingerprint)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ultr.errors import DataError
 from ultr.evaluation import evaluate_scores
 from ultr.labels import DEFAULT_LABEL
 from ultr.log import Log, read_log
+from ultr.methods import thresholds
 from ultr.models import load_model
 from ultr.runs import DEFAULT_METHOD, DEFAULT_SELECT, RunConfig, run_training
 from ultr.training import TrainingOptions
@@ -120,6 +122,9 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
                 device=self.device,
             ),
         )
+        if thresholds(config.method, config.label, config.method_options):
+            what = f"'{config.method}' is for clicks: '{config.label}' counts as 1 where it is above zero"
+            warnings.warn(what, stacklevel=2)
         history: list[dict[str, float]] = []
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"

@@ -8,7 +8,7 @@ propensities of 1` turn a weighing method into its plain counterpart. Run with -
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ultr.evaluation import evaluate_scores, paired_test
 from ultr.labels import Label
+from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods import MethodInputs, make_method
-from ultr.simulate import EYE_TRACKING, TrustUser, User, default_mistrust, default_trust
+from ultr.simulate import EYE_TRACKING, TrustUser, User, default_mistrust, default_trust, simulate_log
 from ultr.training import Feed, TrainingOptions, fit_first, score_rows, start, take_step
 
 FEATURES, ITEMS, REQUESTS, STEPS = 5, 10, 1500, 600
@@ -188,3 +189,39 @@ def test_a_method_finds_its_bias_and_ranks_better_for_it(case: Case):
     assert error < case.within
     assert test.difference > 0
     assert test.significant
+
+
+def test_a_tower_with_context_finds_the_bias_of_each_device():
+    """Users of the second device look half as deep; the device is a feature of the request."""
+    log, cpu = world(0, ordered=True), torch.device("cpu")
+    device = np.repeat(np.arange(REQUESTS) % 2, ITEMS)
+    features = log.features.copy()
+    features[:, -1] = device
+    user = User(examination=(*EYE_TRACKING, *np.square(EYE_TRACKING)))  # positions 11 to 20 stand for the second
+    drawn, _ = simulate_log(
+        replace(log, features=features, positions=log.positions + ITEMS * device), user, sessions=20_000
+    )
+    drawn = replace(drawn, positions=(drawn.positions - 1) % ITEMS + 1)
+    torch.manual_seed(0)
+    inputs = MethodInputs(
+        Label("click"),
+        features=FEATURES,
+        positions=POSITIONS,
+        ranker_options={"hidden": (32, 16)},
+        feature_names=log.feature_names,
+        binary=("click",),
+    )
+    method = make_method("pal-click", inputs, context=log.feature_names[-1])
+    options = TrainingOptions(steps=STEPS, batch=128, lr=0.05, schedule="cosine", device="cpu")
+    state, feed = start(method, drawn, options), Feed(drawn, batch=options.batch, seed=0, device=cpu)
+    for step in range(STEPS):
+        take_step(state, feed(step), options)
+    lists = Lists.from_log(drawn)
+    second = lists.features[:, 0, -1] > 0
+    towers = method.eval().bias([])  # the mean over devices is of no interest here
+    assert set(towers["towers"]) == {"click"}
+    with torch.no_grad():
+        found = method.get_submodule("towers")["on click"](lists).sigmoid()
+    for rows, truth in ((~second, THETA), (second, THETA**2)):
+        by_position = [float(found[rows][lists.positions[rows] == k].mean()) for k in POSITIONS[:6]]
+        assert relative(by_position, truth[:6]) < 0.25

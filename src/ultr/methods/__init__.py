@@ -40,16 +40,20 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
+def _method(name: str) -> type[Method]:
+    if name not in METHODS:
+        raise OptionError(f"no method '{name}'", mend=nearest(name, METHODS))
+    return METHODS[name]
+
+
 def thresholds(name: str, label: str, options: Mapping[str, Any]) -> bool:
     """Whether a method takes of this label no more than whether it is above zero."""
-    return METHODS[name].CLICKS_ALONE and options.get("labels") != "values" and Label(label).expression != "click"
+    return _method(name).CLICKS_ALONE and options.get("labels") != "values" and Label(label).expression != "click"
 
 
 def parse_options(name: str, texts: Iterable[str], *, beside: Iterable[str] = ()) -> dict[str, Any]:
     """Options of a method from texts that read key=value; `beside` are options of others that may have been meant."""
-    if name not in METHODS:
-        raise OptionError(f"no method '{name}'", mend=nearest(name, METHODS))
-    known, found = METHODS[name].OPTIONS, {}
+    known, found = _method(name).OPTIONS, {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:

@@ -9,15 +9,12 @@ from torch import Tensor
 
 from ultr.errors import OptionError
 from ultr.lists import Lists
-from ultr.log import Log
 from ultr.losses import pointwise_loss
-from ultr.methods.base import ClickMethod, MethodInputs, at_least, one_of
-from ultr.methods.ipw import MAX_WEIGHT
-from ultr.methods.position_model import PositionModel, numbers
-from ultr.simulate import User
+from ultr.methods.base import MethodInputs, at_least, one_of
+from ultr.methods.position_model import MAX_WEIGHT, PositionModel, WeighedClicks, numbers
 
 
-class Affine(ClickMethod):
+class Affine(WeighedClicks):
     """Σ_i (s_i - (c_i - ζ_k)/α_k)²: where P(click) = α_k β + ζ_k, this label has the mean β at every position.
 
     α and ζ are estimated from the log before, and known up to an affine map of β, which leaves the order alone. 1/α is
@@ -30,20 +27,13 @@ class Affine(ClickMethod):
     }
 
     def __init__(self, inputs: MethodInputs, *, theta: str = "strata", max_weight: float = MAX_WEIGHT) -> None:
-        super().__init__(inputs)
         if inputs.propensities is not None:
             raise OptionError(
                 "known propensities say nothing of clicks on trust, which 'affine' needs",
                 mend="leave them out, or use ipw-pointwise",
             )
-        self.max_weight = max_weight
-        self.positions = PositionModel(inputs, theta_from=theta, trust_in_clicks=True)
-
-    def prepare(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
-        self.positions.estimate(log, user=user, sessions=sessions, seed=seed)
-
-    def first(self) -> PositionModel:
-        return self.positions
+        positions = PositionModel(inputs, theta_from=theta, trust_in_clicks=True)
+        super().__init__(inputs, positions, max_weight=max_weight)
 
     def loss(self, lists: Lists) -> Tensor:
         known, place = self.positions, self.positions.index(lists.shown_positions)

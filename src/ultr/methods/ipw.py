@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ultr.lists import Lists
-from ultr.log import Log
 from ultr.losses import pointwise_loss, softmax_loss
-from ultr.methods.base import ClickMethod, MethodInputs, at_least, one_of
-from ultr.methods.position_model import PositionModel
-from ultr.simulate import User
-
-MAX_WEIGHT = 20.0
+from ultr.methods.base import MethodInputs, at_least, one_of
+from ultr.methods.position_model import MAX_WEIGHT, PositionModel, WeighedClicks
 
 
-class _IPW(ClickMethod):
+class _IPW(WeighedClicks):
     """Clicks over θ, which is known (`--propensities`) or estimated from the log as for `pairwise-em`.
 
     1/θ is at most `max_weight`. `labels=values` weighs the label itself in place of clicks.
@@ -32,24 +28,14 @@ class _IPW(ClickMethod):
     def __init__(
         self, inputs: MethodInputs, *, theta: str = "strata", labels: str = "clicks", max_weight: float = MAX_WEIGHT
     ) -> None:
-        super().__init__(inputs)
-        self.max_weight, self.values = max_weight, labels == "values"
-        self.positions = PositionModel(inputs, theta_from=theta)
-
-    def prepare(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
-        self.positions.estimate(log, user=user, sessions=sessions, seed=seed)
-
-    def first(self) -> PositionModel:
-        return self.positions
+        super().__init__(inputs, PositionModel(inputs, theta_from=theta), max_weight=max_weight)
+        self.values = labels == "values"
 
     def weighed(self, lists: Lists) -> Tensor:
         """c/θ_k, which has the mean of what was there to be found, whatever θ is."""
         theta = self.positions.theta[self.positions.index(lists.shown_positions)]
         labels = self.labels(lists) if self.values else self.clicks(lists)
         return labels * theta.reciprocal().clamp(max=self.max_weight)
-
-    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
-        return self.positions.report()
 
 
 class IPWPointwise(_IPW):

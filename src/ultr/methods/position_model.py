@@ -12,13 +12,15 @@ from torch import Tensor
 from ultr.bias import quotient, scoring_terms, sums_by_cell, updated
 from ultr.errors import DataError, OptionError
 from ultr.examination import LEAST, Examination, estimate_examination
+from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.base import Learner, MethodInputs, PositionIndex
+from ultr.methods.base import ClickMethod, Learner, MethodInputs, PositionIndex
 from ultr.simulate import User
 
 SCALE = 0.7  # of θ where it is largest, which clicks cannot tell
 WARM_UP = 20  # updates in which θ is the ratio of click rates, its starting value
 FORGET = 0.6  # the n-th batch weighs n^-0.6 among the statistics
+MAX_WEIGHT = 20.0  # of a click
 FEW_CLICKS = 100
 MOVING = 1e-3
 BATCH_MOVING = 1e-2  # of θ that follows batches, which differ
@@ -173,6 +175,23 @@ class PositionModel(Learner):
         if self.scale is None:
             return "estimated by the form of beta, weakly"
         return f"{self.scale:g} where it is largest, by convention: clicks tell ratios alone"
+
+
+class WeighedClicks(ClickMethod):
+    """A method that corrects clicks by what is known of their positions before it learns anything else."""
+
+    def __init__(self, inputs: MethodInputs, positions: PositionModel, *, max_weight: float) -> None:
+        super().__init__(inputs)
+        self.positions, self.max_weight = positions, max_weight
+
+    def prepare(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
+        self.positions.estimate(log, user=user, sessions=sessions, seed=seed)
+
+    def first(self) -> PositionModel:
+        return self.positions
+
+    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
+        return self.positions.report()
 
 
 def numbers(values: Tensor) -> list[float]:
