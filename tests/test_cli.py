@@ -77,6 +77,21 @@ def test_a_log_is_simulated_and_described(tmp_path):
     assert "Feedback by position" in ultr("describe", path).stdout
 
 
+def test_methods_for_clicks_are_named_where_the_label_is_more(tmp_path):
+    path = tmp_path / "log.parquet"
+    ultr("simulate", "synthetic", "--out", path, "--sessions", 100)
+    fast = "--ranker", "linear", "--steps", 5, "--batch", 16, "--device", "cpu"
+    done = ultr(
+        *("compare", path, "--out", tmp_path / "cmp", "--seeds", 1, "--lrs", 0.1, "--jobs", 1, *fast),
+        *("--methods", "pointwise,dla,ipw-listwise:labels=values,ipw-pointwise"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "dla, ipw-pointwise: for clicks alone, so that 'click + dwell / exp(3)' counts as 1" in done.stderr
+    plain = ultr("train", path, "--out", tmp_path / "run", "--method", "dla", "--label", "click", *fast)
+    assert plain.returncode == 0, plain.stderr
+    assert "for clicks alone" not in plain.stderr
+
+
 def test_an_output_is_not_overwritten_unless_asked(tmp_path):
     path = tmp_path / "log.parquet"
     path.write_text("precious")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -82,8 +83,11 @@ def test_gradients_equal_finite_differences_and_never_reach_padding(case):
     assert not gradient[~where].any()
 
 
-def request_weights(scores: torch.Tensor) -> torch.Tensor:
-    return torch.arange(1.0, len(scores) + 1, dtype=torch.float64)
+def assert_means(loss, by_hand: list[float]) -> None:
+    """The loss is the mean over requests of what each comes to by hand, and the weighted one if they have weights."""
+    weights = torch.arange(1.0, len(by_hand) + 1, dtype=torch.float64)
+    assert loss().item() == pytest.approx(np.mean(by_hand))
+    assert loss(weights=weights).item() == pytest.approx(np.average(by_hand, weights=weights))
 
 
 @given(batches())
@@ -91,10 +95,7 @@ def test_the_softmax_loss_is_the_cross_entropy_of_items(case):
     scores, labels, where = case
     labels = labels * where
     by_hand = [float(cross_entropy(s[w], c[w])) if w.any() else 0.0 for s, c, w in zip(*case, strict=True)]
-    assert softmax_loss(scores, labels, where=where).item() == pytest.approx(np.mean(by_hand))
-    weights = request_weights(scores)
-    weighted = np.average(by_hand, weights=weights)
-    assert softmax_loss(scores, labels, where=where, weights=weights).item() == pytest.approx(weighted)
+    assert_means(partial(softmax_loss, scores, labels, where=where), by_hand)
 
 
 @given(batches())
@@ -105,10 +106,7 @@ def test_the_logistic_loss_is_the_binary_cross_entropy_of_items(case):
         float(binary_cross_entropy(s[w].sigmoid(), t[w], reduction="sum"))
         for s, t, w in zip(logits, targets, where, strict=True)
     ]
-    assert logistic_loss(logits, targets, where=where).item() == pytest.approx(np.mean(by_hand))
-    weights = request_weights(logits)
-    weighted = np.average(by_hand, weights=weights)
-    assert logistic_loss(logits, targets, where=where, weights=weights).item() == pytest.approx(weighted)
+    assert_means(partial(logistic_loss, logits, targets, where=where), by_hand)
 
 
 @given(batches())
@@ -126,7 +124,7 @@ def test_gradients_of_cross_entropies_equal_finite_differences(case):
     scores, labels, where = case
     targets, others = labels / 4, scores.flip(-1).mul(1.5).requires_grad_()
     scores.requires_grad_()
-    weights = request_weights(scores)
+    weights = torch.arange(1.0, len(scores) + 1, dtype=torch.float64)
     common = {"where": where, "weights": weights}
     assert torch.autograd.gradcheck(lambda s: softmax_loss(s, labels * where, **common), scores)
     assert torch.autograd.gradcheck(lambda s: logistic_loss(s, targets, **common), scores)

@@ -198,7 +198,7 @@ def method_inputs(config: RunConfig, log: Log, user: User | None = None) -> Meth
         truth=config.learn_from == "truth",
         propensities=None if config.propensities is None else {int(k): v for k, v in config.propensities.items()},
         feature_names=log.feature_names,
-        binary=_binary(log) if user is None else tuple(name for name in user.actions if name != "dwell"),
+        binary=_binary(log) if user is None else user.binary_actions,
     )
 
 

@@ -82,6 +82,11 @@ class User:
     def actions(self) -> tuple[str, ...]:
         return ("click", *(("dwell",) if self.dwell else ()), *self.further)
 
+    @property
+    def binary_actions(self) -> tuple[str, ...]:
+        """The actions that are 0 or 1."""
+        return ("click", *self.further)
+
     def unbiased(self) -> User:
         """The same user, who examines everything."""
         return replace(self, eta=0.0)

@@ -218,8 +218,7 @@ def test_a_tower_with_context_finds_the_bias_of_each_device():
         take_step(state, feed(step), options)
     lists = Lists.from_log(drawn)
     second = lists.features[:, 0, -1] > 0
-    towers = method.eval().bias([])  # the mean over devices is of no interest here
-    assert set(towers["towers"]) == {"click"}
+    method.eval()
     with torch.no_grad():
         found = method.get_submodule("towers")["on click"](lists).sigmoid()
     for rows, truth in ((~second, THETA), (second, THETA**2)):

@@ -153,7 +153,8 @@ def _say_thresholds(label: str, methods: Mapping[str, tuple[str, Mapping[str, An
     from ultr.methods import thresholds
 
     if names := [shown for shown, (method, options) in methods.items() if thresholds(method, label, options)]:
-        words.print(f"{', '.join(names)}: for clicks alone, so that '{label}' counts as 1 where it is above zero")
+        what = f"for clicks alone, so that '{label}' counts as 1 where it is above zero"
+        words.print(f"{', '.join(names)}: {what}", soft_wrap=True)
 
 
 def _say_warnings(run: Path) -> None:

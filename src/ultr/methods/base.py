@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -61,6 +62,14 @@ class Learner(nn.Module):
     def held_out_figures(self, batches: list[Lists]) -> dict[str, float]:
         """How well requests that were not learned from are explained; "likelihood" is what a fit is judged by."""
         raise NotImplementedError
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """For an E-step: what dropout would drop is not part of what is believed."""
+        training = self.training
+        self.eval()
+        yield
+        self.train(training)
 
     def settings(self) -> dict[str, Any]:
         """What it learns depends on, beside data and seed."""

@@ -30,7 +30,7 @@ from ultr.examination import Examination
 from ultr.lists import Lists
 from ultr.losses import gaps, lambdarank_weights, preferred_pairs, reduced
 from ultr.methods.base import MethodInputs
-from ultr.methods.position_model import FORGET, PositionModel
+from ultr.methods.position_model import FORGET, PositionModel, average_in
 from ultr.metrics import batch_innermost
 from ultr.rankers import FeatureEncoder, make_ranker
 
@@ -174,16 +174,14 @@ class BiasModel(PositionModel):
         if not (self.pairs or self.scaled_values or self.theta_from == "regression"):
             return  # nothing is asked for that follows from them
         labels, place = self.labels(lists), self.index(lists.shown_positions)
-        training = self.training
-        self.eval()
-        logit, log_value, preference = self.predictions(lists.features)
-        self.train(training)
+        with self.without_dropout():
+            logit, log_value, preference = self.predictions(lists.features)
         beta, positive = logit.sigmoid(), labels > 0
         weights = lists.weights[:, None] * lists.where
         self.updates += 1
         seen = examined_zero_terms(positive, self.theta[place], beta)
         values = torch.where(positive, labels, 0.0), torch.where(positive, log_value.exp(), 0.0)
-        self.averaged(self.item_sums, (*seen, *values), place, weights)
+        average_in(self.item_sums, (*seen, *values), place, weights, self.updates)
         examined, zeros, value, predicted = self.item_sums
         self.theta_minus.copy_(updated(examined, zeros, self.theta_minus))
         if self.scaled_values:

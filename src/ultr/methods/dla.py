@@ -11,7 +11,7 @@ from torch import Tensor
 from ultr.lists import Lists
 from ultr.losses import softmax_loss
 from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, PositionTable, at_least
-from ultr.methods.position_model import numbers
+from ultr.methods.position_model import MAX_WEIGHT, numbers
 
 
 class DLA(ClickMethod):
@@ -25,7 +25,7 @@ class DLA(ClickMethod):
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {"max_weight": at_least("max_weight", 1)}
 
-    def __init__(self, inputs: MethodInputs, *, max_weight: float = 20.0) -> None:
+    def __init__(self, inputs: MethodInputs, *, max_weight: float = MAX_WEIGHT) -> None:
         super().__init__(inputs)
         self.max_weight = max_weight
         self.index = PositionIndex(inputs.positions)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from ultr.bias import sums_by_cell, updated
+from ultr.bias import updated
 from ultr.lists import Lists
 from ultr.losses import gaps, lambdarank_weights, pairwise_loss
 from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, at_least
-from ultr.methods.position_model import FORGET, numbers
+from ultr.methods.position_model import average_in, numbers
 from ultr.metrics import batch_innermost
 
 LEAST, MOST = 0.01, 100.0
@@ -52,19 +52,15 @@ class PairwiseDebias(ClickMethod):
 
     @torch.no_grad()
     def update(self, lists: Lists) -> None:
-        training = self.training
-        self.eval()
-        scores = self.score(lists.features)
-        self.train(training)
+        with self.without_dropout():
+            scores = self.score(lists.features)
         change, plus, minus = self._weights(lists, scores)
-        losses = change * softplus(-gaps(scores)) * lists.weights[:, None, None]
+        losses = change * softplus(-gaps(scores))
         of_click, of_none = (losses / minus[..., None, :]).sum(-1), (losses / plus[..., :, None]).sum(-2)
-        shown = lists.weights[:, None] * lists.where
-        place, size = self.index(lists.shown_positions), len(self.index)
-        total = shown.sum().clamp(min=1e-9)
-        found = torch.stack([sums_by_cell(values, place, size) for values in (of_click, of_none, shown)]) / total
         self.updates += 1
-        self.sums.lerp_(found, self.updates.pow(-FORGET))
+        terms = of_click, of_none, torch.ones_like(scores)
+        place, weights = self.index(lists.shown_positions), lists.weights[:, None] * lists.where
+        average_in(self.sums, terms, place, weights, self.updates)
         shown = self.sums[2]
         for sums, ratios in ((self.sums[0], self.plus), (self.sums[1], self.minus)):
             means = updated(sums, shown, torch.zeros_like(sums))

@@ -32,6 +32,13 @@ THETA_FROM = {
 }
 
 
+def average_in(sums: Tensor, terms: Iterable[Tensor], place: Tensor, weights: Tensor, updates: Tensor) -> None:
+    """Average the sums by place of a batch's terms, `updates` batches having come with it, into those before."""
+    shares = weights / weights.sum().clamp(min=1e-9)
+    found = torch.stack([sums_by_cell(term * shares, place, sums.shape[1]) for term in terms])
+    sums.lerp_(found, updates.pow(-FORGET))
+
+
 def scale_option(text: str) -> float | str:
     """Reads the option `scale`: a number, or the word that leaves it to the data."""
     if text == "estimated":
@@ -125,17 +132,11 @@ class PositionModel(Learner):
             getattr(self, name)[places] = values.to(self.theta)
         self.moved.fill_(examination.moved)
 
-    def averaged(self, sums: Tensor, terms: Iterable[Tensor], place: Tensor, weights: Tensor) -> None:
-        """Average the sums by position of a batch's terms into those of the batches before."""
-        shares = weights / weights.sum().clamp(min=1e-9)
-        found = torch.stack([sums_by_cell(term * shares, place, len(self.index)) for term in terms])
-        sums.lerp_(found, self.updates.pow(-FORGET))
-
     def regress(self, positive: Tensor, place: Tensor, beta: Tensor, weights: Tensor) -> None:
         """A step of θ, given what was clicked and how relevant it is; the count of updates has been raised before."""
         clicked = positive.to(beta.dtype)
         terms = torch.ones_like(beta), clicked, *scoring_terms(positive, self.theta[place], beta)
-        self.averaged(self.sums, terms, place, weights)
+        average_in(self.sums, terms, place, weights, self.updates)
         shown, clicks, scored, expected = self.sums
         warm = self.updates <= WARM_UP
         theta = torch.where(warm, quotient(clicks, shown), updated(scored, expected, self.theta))

@@ -38,10 +38,8 @@ class RegressionEM(ClickMethod):
     def update(self, lists: Lists) -> None:
         if self.positions.theta_from == "known":
             return
-        training = self.training
-        self.eval()  # what dropout would drop is not part of what is believed
-        beta = self.score(lists.features).sigmoid()
-        self.train(training)
+        with self.without_dropout():
+            beta = self.score(lists.features).sigmoid()
         self.positions.updates += 1
         place = self.positions.index(lists.shown_positions)
         self.positions.regress(self.clicked(lists), place, beta, lists.weights[:, None] * lists.where)
