@@ -33,7 +33,7 @@ LAYERS = [
     {"runs"},
     {"compare", "sklearn"},
     {"plots"},
-    {"demo"},
+    {"demo", "experiments"},
     {"cli"},
     {"__main__"},
 ]

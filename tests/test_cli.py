@@ -142,7 +142,7 @@ def test_a_method_takes_its_options_and_known_propensities(tmp_path):
         "--out",
         tmp_path / "run",
         "--loss",
-        "opt",
+        "bayes-ipw",
         "--option",
         "max_weight=1.5",
         "--propensities",

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -152,6 +153,8 @@ def test_propensities_are_read_and_checked(tmp_path):
     path = tmp_path / "propensities.csv"
     path.write_text("position,propensity\n1,1.0\n2,0.5\n")
     assert read_propensities(path) == {1: 1.0, 2: 0.5}
+    pq.write_table(pa.table({"position": [1, 2], "propensity": [1.0, 0.5]}), tmp_path / "propensities.parquet")
+    assert read_propensities(tmp_path / "propensities.parquet") == {1: 1.0, 2: 0.5}
     for text, match in {
         "position,theta\n1,1\n": "columns position and propensity",
         "position,propensity\n1,0\n": "above 0",

@@ -215,6 +215,17 @@ def test_the_best_step_of_a_log_is_chosen_without_its_true_labels(tmp_path):
     assert read_metrics(runs[0]) == read_metrics(runs[1]) == read_metrics(runs[2])
 
 
+def test_a_model_with_constants_can_be_started_from(log_path, tmp_path):
+    first = run_training(config(log_path, method="position-feature"), tmp_path / "one")
+    still = config(log_path, method="position-feature", training={"steps": 1, "evaluate_every": 1, "lr": 1e-9})
+    second = run_training(still, tmp_path / "two", warm_start=first)
+    a, b = (load_file(run / "model" / "weights.safetensors") for run in (first, second))
+    names = [name for name in a if "constants" not in name]  # the position that is hidden starts anew
+    assert len(names) > 2
+    for name in names:
+        torch.testing.assert_close(a[name], b[name])
+
+
 def test_a_warm_start_takes_the_weights_of_another_run(log_path, tmp_path):
     first = run_training(config(log_path), tmp_path / "one")
     second = run_training(

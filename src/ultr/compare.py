@@ -7,18 +7,21 @@ resumed and extended.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ultr.checkpoint import read_json, write_json
-from ultr.errors import OptionError, UltrError, nearest
+from ultr.errors import OptionError, UltrError, UnfinishedError, nearest
 from ultr.evaluation import FEEDBACK, PairedTest, mean_with_interval, paired_test
 from ultr.methods import parse_options
 from ultr.models import load_model
@@ -69,6 +72,10 @@ class Row:
     figures: dict[str, list[float]]  # metric -> one figure a seed
     against: dict[str, PairedTest]  # metric -> paired test over seeds, empty for the reference
 
+    def tested(self, other: Row) -> dict[str, PairedTest]:
+        """How it differs from another row, seed by seed."""
+        return {m: paired_test(np.array(v), np.array(other.figures[m])) for m, v in self.figures.items()}
+
     def to_json(self) -> dict[str, Any]:
         summary = {
             metric: {
@@ -94,6 +101,112 @@ class Comparison:
         return {"metrics": self.metrics, "reference": self.reference, "rows": [row.to_json() for row in self.rows]}
 
 
+class Task(Protocol):
+    """A piece of work that any process can do."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do."""
+
+    def perform(self) -> str:
+        """Do what is not done, and say what that was."""
+
+
+@dataclass(frozen=True)
+class RunTask:
+    """One run, to be trained unless it is, and judged on test unless it is."""
+
+    config: dict[str, Any]
+    folder: str
+    shared: str  # bias models of the comparison
+    metrics: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.folder
+
+    @property
+    def finished(self) -> bool:
+        if not self.metrics:
+            return (Path(self.folder) / "model").is_dir()
+        judged = Path(self.folder) / "test.json"
+        return judged.is_file() and set(self.metrics) <= set(read_json(judged))
+
+    def perform(self) -> str:
+        folder, config = Path(self.folder), RunConfig.from_json(self.config)
+        run_training(config, folder, resume=True, shared=Path(self.shared))
+        known = read_json(folder / "test.json") if (folder / "test.json").is_file() else {}
+        if missing := [metric for metric in self.metrics if metric not in known]:
+            write_json(folder / "test.json", {**known, **evaluate_run(config, folder, missing)})
+        return self.folder
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A comparison to make: which methods, on what, with how many seeds, and how their rates are found."""
+
+    base: RunConfig
+    entries: Sequence[Entry]
+    out: Path
+    seeds: int = 5
+    rates: Sequence[float] = DEFAULT_RATES  # to choose from, by validation
+    rate_of: Mapping[str, float] = field(default_factory=dict)  # by entry, where it is chosen already
+    tuning_seeds: int = 1
+    metrics: Sequence[str] = ("ndcg@10", "reward@10")
+    reference: str = ""  # the first entry
+
+    def __post_init__(self) -> None:
+        names = [entry.text for entry in self.entries]
+        if self.reference and self.reference not in names:
+            mend = nearest(self.reference, names)
+            raise OptionError(f"the reference '{self.reference}' is not among the methods", mend=mend)
+        if self.seeds < 1 or not self.rates or self.tuning_seeds < 1:
+            got = f"{self.seeds} seeds, {len(self.rates)} rates"
+            raise OptionError("a comparison needs one seed and one rate or more", got=got)
+
+    @property
+    def tuning(self) -> range:
+        return range(min(self.tuning_seeds, self.seeds)) if len(self.rates) > 1 else range(0)
+
+    def tuning_tasks(self) -> list[RunTask]:
+        entries = [entry for entry in self.entries if entry.text not in self.rate_of]
+        return [self._task(e, lr, seed, ()) for lr in self.rates for e in entries for seed in self.tuning]
+
+    def final_tasks(self, rate_of: Mapping[str, float]) -> list[RunTask]:
+        chosen = [(e, rate_of[e.text], seed) for e in self.entries for seed in range(self.seeds)]
+        return [self._task(e, lr, seed, self.metrics) for e, lr, seed in chosen]
+
+    def _task(self, entry: Entry, lr: float, seed: int, metrics: Sequence[str]) -> RunTask:
+        folder = run_folder(self.out, entry, lr, seed)
+        return RunTask(entry.config(self.base, lr, seed).to_json(), str(folder), str(self.out / "bias"), tuple(metrics))
+
+    def rates_chosen(self) -> dict[str, float]:
+        """The rate of each entry: with the best selection metric, as a mean over the tuning seeds."""
+        return {e.text: self.rate_of[e.text] if e.text in self.rate_of else self._best_rate(e) for e in self.entries}
+
+    def _best_rate(self, entry: Entry) -> float:
+        def validated(lr: float) -> float:
+            best = [best_evaluation(run_folder(self.out, entry, lr, seed)) for seed in self.tuning]
+            return float(np.mean([line[select] for select, line in best]))
+
+        if len(self.rates) == 1:
+            return self.rates[0]
+        less_is_better = self.base.select.removeprefix(FEEDBACK) == "arp"
+        return min(self.rates, key=validated) if less_is_better else max(self.rates, key=validated)
+
+    def result(self, rate_of: Mapping[str, float]) -> Comparison:
+        """What the finished runs come to."""
+        figures = {}
+        for e in self.entries:
+            judged = [read_json(run_folder(self.out, e, rate_of[e.text], s) / "test.json") for s in range(self.seeds)]
+            figures[e.text] = {metric: [figure[metric] for figure in judged] for metric in self.metrics}
+        reference = self.reference or self.entries[0].text
+        rows = [Row(e.text, rate_of[e.text], figures[e.text], {}) for e in self.entries]
+        if self.seeds > 1:
+            of = next(row for row in rows if row.entry == reference)
+            rows = [row if row is of else replace(row, against=row.tested(of)) for row in rows]
+        return Comparison(rows, list(self.metrics), reference)
+
+
 def compare(
     base: RunConfig,
     methods: Sequence[str],
@@ -107,88 +220,42 @@ def compare(
     jobs: int = 0,
     on_done: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Comparison:
-    """Tune each method's learning rate on validation, run it with all seeds, and compare on test.
-
-    The rate is that with the best selection metric, as a mean over the first `tuning_seeds`.
-    """
-    entries = [Entry.parse(text) for text in methods]
-    names = [entry.text for entry in entries]
-    reference = reference or names[0]
-    if reference not in names:
-        raise OptionError(f"the reference '{reference}' is not among the methods", mend=nearest(reference, names))
-    if seeds < 1 or not rates or tuning_seeds < 1:
-        raise OptionError("a comparison needs one seed and one rate or more", got=f"{seeds} seeds, {len(rates)} rates")
+    """Tune each method's learning rate on validation, run it with all seeds, and compare on test."""
     metrics = list(metrics or ([base.select] if base.users is None else ["ndcg@10", "reward@10"]))
     if base.users is None:
         base = replace(base, judged=JUDGED)
-    out.mkdir(parents=True, exist_ok=True)
-    tuning = range(min(tuning_seeds, seeds)) if len(rates) > 1 else range(0)
+    entries = [Entry.parse(text) for text in methods]
+    plan = Plan(
+        base,
+        entries,
+        out,
+        seeds=seeds,
+        rates=rates,
+        tuning_seeds=tuning_seeds,
+        metrics=metrics,
+        reference=reference or "",
+    )
     with Workers(jobs or default_jobs()) as workers:
-        tried = [(e, lr, seed) for lr in rates for e in entries for seed in tuning]
-        workers.run([_task(base, out, e, lr, seed, metrics) for e, lr, seed in tried], on_done)
-        chosen = {e.text: _best_rate(base, out, e, rates, tuning) for e in entries}
-        final = [(e, chosen[e.text], seed) for e in entries for seed in range(seeds)]
-        workers.run([_task(base, out, e, lr, seed, metrics) for e, lr, seed in final], on_done)
-    figures = {
-        e.text: {
-            m: [read_json(run_folder(out, e, chosen[e.text], s) / "test.json")[m] for s in range(seeds)]
-            for m in metrics
-        }
-        for e in entries
-    }
-    rows = [Row(name, chosen[name], figures[name], _against(figures, name, reference, seeds)) for name in names]
-    result = Comparison(rows, metrics, reference)
+        (result,) = compare_all([plan], workers, on_done)
     write_json(out / "comparison.json", result.to_json())
     return result
 
 
-def _against(
-    figures: dict[str, dict[str, list[float]]], name: str, reference: str, seeds: int
-) -> dict[str, PairedTest]:
-    if name == reference or seeds < 2:
-        return {}
-    return {m: paired_test(np.array(v), np.array(figures[reference][m])) for m, v in figures[name].items()}
+def compare_all(
+    plans: Sequence[Plan], workers: Workers, on_done: Callable[[int, int, str], None] = lambda *_: None
+) -> list[Comparison]:
+    """Make several comparisons at once: first all that their rates are chosen by, then all other runs."""
+    for plan in plans:
+        plan.out.mkdir(parents=True, exist_ok=True)
+    workers.run([task for plan in plans for task in plan.tuning_tasks()], on_done)
+    rate_of = [plan.rates_chosen() for plan in plans]
+    workers.run([task for plan, rates in zip(plans, rate_of, strict=True) for task in plan.final_tasks(rates)], on_done)
+    return [plan.result(rates) for plan, rates in zip(plans, rate_of, strict=True)]
 
 
 def run_folder(out: Path, entry: Entry, lr: float, seed: int) -> Path:
     safe = "".join(c if c.isalnum() or c in "-=." else "_" for c in entry.text)
     return out / "runs" / safe / f"lr-{lr:g}" / f"seed-{seed}"
-
-
-def _best_rate(base: RunConfig, out: Path, entry: Entry, rates: Sequence[float], tuning: Sequence[int]) -> float:
-    def validated(lr: float) -> float:
-        best = [best_evaluation(run_folder(out, entry, lr, seed)) for seed in tuning]
-        return float(np.mean([line[select] for select, line in best]))
-
-    if len(rates) == 1:
-        return rates[0]
-    return min(rates, key=validated) if base.select.removeprefix(FEEDBACK) == "arp" else max(rates, key=validated)
-
-
-@dataclass(frozen=True)
-class Task:
-    """One run, to be trained and judged in whatever process is free."""
-
-    config: dict[str, Any]
-    folder: str
-    shared: str  # bias models of the comparison
-    metrics: tuple[str, ...]
-
-
-def _task(base: RunConfig, out: Path, entry: Entry, lr: float, seed: int, metrics: Sequence[str]) -> Task:
-    folder = run_folder(out, entry, lr, seed)
-    return Task(entry.config(base, lr, seed).to_json(), str(folder), str(out / "bias"), tuple(metrics))
-
-
-def perform(task: Task) -> str:
-    """Train a run, unless it is finished, and write its figures on test, unless they are there."""
-    folder = Path(task.folder)
-    config = RunConfig.from_json(task.config)
-    run_training(config, folder, resume=True, shared=Path(task.shared))
-    known = read_json(folder / "test.json") if (folder / "test.json").is_file() else {}
-    if missing := [metric for metric in task.metrics if metric not in known]:
-        write_json(folder / "test.json", {**known, **evaluate_run(config, folder, missing)})
-    return task.folder
 
 
 def evaluate_run(config: RunConfig, folder: Path, metrics: list[str]) -> dict[str, float]:
@@ -214,10 +281,13 @@ def default_jobs() -> int:
 
 
 class Workers:
-    """Processes that perform tasks; with one job, this process does it all."""
+    """Processes that perform tasks; with one job, this process does it all.
 
-    def __init__(self, jobs: int) -> None:
-        self._jobs = jobs
+    After `until`, by the monotonic clock, none is begun; those that are on their way are finished.
+    """
+
+    def __init__(self, jobs: int, *, until: float = math.inf) -> None:
+        self._jobs, self.until = jobs, until
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Workers:
@@ -228,33 +298,44 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
     def run(self, tasks: Sequence[Task], on_done: Callable[[int, int, str], None]) -> None:
-        for done, folder in enumerate(self._results(tasks), start=1):
-            on_done(done, len(tasks), folder)
+        """Perform what is not finished; raises `UnfinishedError` if the time is up before."""
+        waiting = [task for task in tasks if not task.finished]
+        done = len(tasks) - len(waiting)
+        for what in self._results(waiting):
+            done += 1
+            on_done(done, len(tasks), what)
+        if done < len(tasks):
+            raise UnfinishedError(f"the time is up with {done} of {len(tasks)} runs finished")
 
     def _results(self, tasks: Sequence[Task]) -> Iterator[str]:
         if self._jobs == 1 or len(tasks) < 2:
-            yield from map(perform, tasks)
+            yield from (task.perform() for task in tasks if time.monotonic() < self.until)
             return
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             threads = max(1, (os.cpu_count() or 1) // self._jobs)
             self._pool = ProcessPoolExecutor(self._jobs, context, initializer=_set_threads, initargs=(threads,))
-        waiting: set[Future[str]] = {self._pool.submit(perform_safely, task) for task in tasks}
-        while waiting:
+        pool, left = self._pool, iter(tasks)
+        waiting: set[Future[str]] = set()
+        while True:
+            free = self._jobs - len(waiting) if time.monotonic() < self.until else 0
+            waiting |= {pool.submit(_perform_safely, task) for task in islice(left, free)}
+            if not waiting:
+                return
             finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for future in finished:
                 result = json.loads(future.result())
                 if "error" in result:
                     raise UltrError(result["error"])
-                yield result["folder"]
+                yield result["done"]
 
 
-def perform_safely(task: Task) -> str:
+def _perform_safely(task: Task) -> str:
     """Errors with their own constructors do not travel between processes; their messages do."""
     try:
-        return json.dumps({"folder": perform(task)})
+        return json.dumps({"done": task.perform()})
     except UltrError as error:
-        return json.dumps({"error": f"{task.folder}: {error}"})
+        return json.dumps({"error": f"{task}: {error}"})
 
 
 def _set_threads(threads: int) -> None:

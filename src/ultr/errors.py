@@ -6,6 +6,7 @@ UltrError
 │   └── ColumnError      a column is missing, misspelt or holds bad values
 ├── LabelError           a label expression cannot be parsed or computed      (exit 1)
 ├── OutputError          an output exists already or cannot be written        (exit 1)
+├── UnfinishedError      the time given is up; what is done is kept           (exit 3)
 └── MissingExtraError    an optional dependency is not installed              (exit 1)
 """
 
@@ -48,6 +49,10 @@ class LabelError(UltrError):
 
 class OutputError(UltrError):
     pass
+
+
+class UnfinishedError(UltrError):
+    exit_code = 3
 
 
 class MissingExtraError(UltrError):

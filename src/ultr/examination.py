@@ -107,7 +107,7 @@ def read_propensities(path: str | Path) -> dict[int, float]:
     """Known examination by position, from a CSV or Parquet table with the columns `position` and `propensity`."""
     path = existing_file(path)
     try:
-        table = pq.read_table(path) if content_kind(path) == "parquet" else csv.read_csv(path)
+        table = pq.read_table(path) if content_kind(path) == "Parquet" else csv.read_csv(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"cannot be read as a table ({error})", where=path, mend="write position,propensity") from error
     if table.column_names != ["position", "propensity"]:

@@ -29,7 +29,7 @@ from ultr.checkpoint import (
     waiting_for,
     write_json,
 )
-from ultr.datasets import DATASETS, Dataset, load_dataset, ranking_svm, show
+from ultr.datasets import DATASETS, Dataset, initial_ranker, load_dataset, show
 from ultr.errors import DataError, LabelError, OptionError, OutputError, nearest
 from ultr.evaluation import FEEDBACK, evaluate_scores
 from ultr.files import atomic_path, fingerprint
@@ -130,7 +130,7 @@ def prepare(config: RunConfig) -> Prepared:
     user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
     feeding = user.unbiased() if config.learn_from == "no-bias" else user
     seed = config.training.seed
-    initial = ranking_svm(dataset.train, share=config.share, seed=seed)
+    initial = initial_ranker(dataset, share=config.share, seed=seed)
     train_log = show(dataset.train, initial(dataset.train.features), items=config.items)
     validation = _at_most(dataset.validation, MAX_VALIDATION_ROWS)
     if config.select.startswith(FEEDBACK):  # judged by what users do with what they are shown
@@ -359,12 +359,12 @@ def _less_is_better(metric: str) -> bool:
 def _start_from(method: Method, run: Path) -> None:
     """Take the weights of another run's ranker, which must be of the same shape."""
     weights = load_tensors(run / "model" / "weights.safetensors")
-    own = method.ranker.state_dict()
-    if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in own.items()}:
+    own = method.serving()  # whose ranker is the method's
+    if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in own.state_dict().items()}:
         raise DataError(
             "its ranker has another shape", where=run, mend="start from a run with the same features and ranker"
         )
-    method.ranker.load_state_dict(weights)
+    own.load_state_dict(weights)
 
 
 def with_training(config: RunConfig, **changes: Any) -> RunConfig:

@@ -22,7 +22,8 @@ from ultr.simulate import EYE_TRACKING, User, simulate_log
 from ultr.training import TrainingOptions, fit_first
 
 FEATURES = 5
-LOSSES = ("posterior", "ipw", "bayes-ipw", "opt")
+LOSSES = [("posterior", "posterior"), ("opt", "posterior")]
+LOSSES += [(loss, weights) for loss in ("ipw", "bayes-ipw", "opt") for weights in ("exact", "paper")]
 
 
 def inputs(**changes) -> MethodInputs:
@@ -69,8 +70,10 @@ def written_out(method, lists) -> float:
         for i in torch.nonzero(lists.where[u]).flatten():
             for j in torch.nonzero(lists.where[u]).flatten():
                 pain = softplus(scores[u, j] - scores[u, i])
-                if method.kind == "posterior":
-                    total += (worth[i] - worth[j]).clamp(min=0) * pain
+                a, b = discounts_at(ranks[u, [i, j]], torch.float32)
+                if method.weights == "posterior":
+                    moved = (a - b).abs() if method.kind == "opt" else 1.0
+                    total += (worth[i] - worth[j]).clamp(min=0) * moved * pain
                     continue
                 if not labels[u, i] > labels[u, j]:
                     continue
@@ -86,14 +89,12 @@ def written_out(method, lists) -> float:
                     weight = (1.0 if positive else examined) / (theta[i] * theta[j]) * pair_trust(plus, minus, gamma)
                 weight = min(float(weight), method.max_weight)
                 if method.kind == "opt":
-                    a, b = discounts_at(ranks[u, [i, j]], torch.float32)
                     weight *= float((labels[u, i] - labels[u, j]).abs() * (a - b).abs())
                 total += weight * pain
     return float(total) / len(lists)
 
 
-@pytest.mark.parametrize("weights", ["exact", "paper"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "weights"), LOSSES)
 def test_losses_are_the_sums_they_stand_for(loss, weights, lists):
     method = ready(loss=loss, weights=weights)
     assert method.loss(lists).item() == pytest.approx(written_out(method, lists), rel=1e-4)
@@ -236,7 +237,7 @@ def test_eps_minus_never_passes_eps_plus(lists):
 
 
 def test_the_report_has_trust_by_pairs_of_positions(lists):
-    report = ready(loss="opt").bias([lists])
+    report = ready(loss="bayes-ipw").bias([lists])
     assert np.shape(report["m"]) == np.shape(report["eps_plus"]) == (12, 12)
     assert 0 < np.max(report["m"]) <= 1
     assert set(report["pairs"]) == {"both above zero", "one above zero"}
@@ -249,6 +250,9 @@ def test_options_are_checked():
         ({"scale": "estimated"}, "theta=regression"),
         ({"max_weight": 0.5}, "'max_weight' should be 1 or more"),
         ({"speed": 3}, "no option 'speed'"),
+        ({"loss": "ipw", "weights": "posterior"}, "loss=ipw does not go with weights=posterior"),
+        ({"loss": "posterior", "weights": "paper"}, "loss=posterior does not go with weights=paper"),
+        ({"loss": "opt", "trust": "pairs"}, "add weights=exact"),
     ):
         with pytest.raises(OptionError, match=match):
             make_method("pairwise-em", inputs(), **options)
@@ -276,7 +280,7 @@ def test_the_scale_of_theta_leaves_what_the_log_shows_as_it_was():
         torch.testing.assert_close(clicks.detach(), torch.tensor([0.51, 0.15]))
 
 
-@pytest.mark.parametrize("options", [{}, {"loss": "ipw"}, {"variant": "released"}])
+@pytest.mark.parametrize("options", [{}, {"loss": "ipw"}, {"loss": "opt"}, {"variant": "released"}])
 def test_true_labels_are_learned_from_as_they_are(options, lists):
     method = make_method("pairwise-em", inputs(truth=True), **options)
     assert method.first() is None

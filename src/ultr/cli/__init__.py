@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from ultr.cli import data, learning
+from ultr.cli import data, experiments, learning
 from ultr.cli.common import plain, words
 from ultr.errors import UltrError
 
@@ -19,6 +19,7 @@ COMMANDS = (
     learning.evaluate,
     learning.score,
     learning.compare,
+    experiments.reproduce,
 )
 
 app = typer.Typer(

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 words = Console(stderr=True, highlight=False)  # data goes to stdout, words to stderr
@@ -29,6 +30,19 @@ CategoricalColumns = Annotated[
     str | None, typer.Option("--categorical", help="Feature columns that hold categories or ids, comma-separated.")
 ]
 ActionColumns = Annotated[str | None, typer.Option("--actions", help="Action columns, comma-separated.")]
+
+
+def progress_bar() -> Progress:
+    """Progress on stderr, and none where that is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figure]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=words, disable=not words.is_terminal)
 
 
 def plain(text: str) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ultr.cli.common import (
@@ -21,6 +20,7 @@ from ultr.cli.common import (
     RequestColumn,
     Seed,
     print_table,
+    progress_bar,
     words,
 )
 from ultr.errors import OptionError
@@ -121,7 +121,7 @@ def train(
 
     config = _config({**locals()})
     _say_thresholds(config.label, {method: (method, config.method_options)})
-    with _bar() as bar:
+    with progress_bar() as bar:
         task = bar.add_task(method, total=steps, figure="")
 
         def show(progress: Any) -> None:
@@ -274,7 +274,9 @@ def compare(
     reference: Annotated[
         str | None, typer.Option(help="The method others are compared with; the first if not given.")
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Runs side by side; 0: as many as there are cores, ten at most.")] = 0,
+    jobs: Annotated[
+        int, typer.Option(help="Runs side by side; 0: as many as there are cores, ten at most.", min=0)
+    ] = 0,
     label: LabelOption = LABEL,
     ranker: RankerOption = "mlp",
     hidden: Hidden = "512,256,128",
@@ -317,7 +319,7 @@ def compare(
     names = [name for name in methods.split(",") if name.strip()]
     entries = [Entry.parse(name) for name in names]
     _say_thresholds(base.label, {entry.text: (entry.method, entry.options) for entry in entries})
-    with _bar() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("runs", total=None, figure="")
 
         def show(done: int, total: int, folder: str) -> None:
@@ -357,16 +359,3 @@ def _print_comparison(result: Comparison) -> None:
             cells.append(f"{summary['mean']:.4f} ± {summary['deviation']:.4f}{star}")
         table.add_row(row.entry, f"{row.lr:g}", *cells)
     print_table(table)
-
-
-def _bar() -> Progress:
-    """Progress on stderr, and none where that is no terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figure]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=words, disable=not words.is_terminal)

@@ -35,20 +35,21 @@ class PairwiseEM(Method):
     3. The ranker f, with the bias model held:
 
         posterior    Σ (r̂_i - r̂_j)⁺ L_ij                       r̂ = E[r | c, x, k]
+        opt          ... times |D_i - D_j|, D of DCG            so that it is |ΔDCG_ij| of r̂ in f's order
         ipw          Σ over c_i>c_j of  w_ij L_ij               w = [1 or P(e_j=1)] / (θ_i θ_j)
         bayes-ipw    ... times m_ij                             the share of pairs seen so that are so
-        opt          ... times m_ij |ΔDCG_ij|
 
-    `weights=paper` takes Eqs. 14-17 as printed, `exact` what makes the mean of the loss right; `variant=released`
-    follows the authors' code. `trust` is of `pairs` of positions (ε⁺, ε⁻: default of bayes-ipw and opt), of `clicks`
-    (ζ_k of the irrelevant are clicked), of `values` (scaled by ρ_k) or `none`. `scale` is θ where it is largest, which
-    clicks cannot tell; `estimated` leaves it to the form of β in stage 2. True labels have no bias: they are learned
-    from as if all had been examined and can be trusted, in stage 3 alone.
+    `weights` of opt are `posterior`, as above; or, as in the paper, those of bayes-ipw times |ΔDCG_ij| of the biased
+    feedback. Of these, `paper` takes Eqs. 14-17 as printed, `exact` what makes the mean of the loss right;
+    `variant=released` follows the authors' code. `trust` is of `pairs` of positions (ε⁺, ε⁻: default where m_ij
+    weighs), of `clicks` (ζ_k of the irrelevant are clicked), of `values` (scaled by ρ_k) or `none`. `scale` is θ where
+    it is largest, which clicks cannot tell; `estimated` leaves it to the form of β in stage 2. True labels have no
+    bias: they are learned from as if all had been examined and can be trusted, in stage 3 alone.
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         "loss": one_of("loss", "posterior", "opt", "bayes-ipw", "ipw"),
-        "weights": one_of("weights", "exact", "paper"),
+        "weights": one_of("weights", "posterior", "exact", "paper"),
         "theta": one_of("theta", "strata", "items", "regression"),
         "scale": scale_option,
         "trust": one_of("trust", "none", "pairs", "clicks", "values"),
@@ -62,7 +63,7 @@ class PairwiseEM(Method):
         inputs: MethodInputs,
         *,
         loss: str = "posterior",
-        weights: str = "exact",
+        weights: str | None = None,
         theta: str = "strata",
         scale: float | str = SCALE,
         trust: str | None = None,
@@ -75,17 +76,23 @@ class PairwiseEM(Method):
             raise OptionError("a scale is estimated along with theta", mend="add theta=regression")
         if variant == "released":
             loss, weights, trust = "opt", "paper", "pairs"
+        by_value = loss in ("posterior", "opt")
         if inputs.truth:
-            weights, trust, variant = "exact", "none", "standard"
+            weights, trust, variant = None, "none", "standard"
+        weights = weights or ("posterior" if by_value else "exact")
+        if (weights == "posterior" and not by_value) or (weights != "posterior" and loss == "posterior"):
+            raise OptionError(f"loss={loss} does not go with weights={weights}", mend="leave one of them out")
+        if weights == "posterior" and trust == "pairs":
+            raise OptionError("trust in pairs is for weights that correct pairs", mend="add weights=exact")
         self.kind, self.weights, self.max_weight, self.released = loss, weights, max_weight, variant == "released"
-        self.trust = trust or ("pairs" if loss in ("opt", "bayes-ipw") else "none")
+        self.trust = trust or ("pairs" if loss in ("opt", "bayes-ipw") and weights != "posterior" else "none")
         self.bias_model = BiasModel(
             inputs,
             scale=None if scale == "estimated" else float(scale),
             theta_from=theta,
             trust_in_clicks=self.trust == "clicks",
             scaled_values=self.trust == "values",
-            pairs=self.trust == "pairs" or (weights == "paper" and loss != "posterior"),
+            pairs=self.trust == "pairs" or weights == "paper",
             sampled=targets == "sampled",
             released=self.released,
         ).eval()
@@ -105,10 +112,12 @@ class PairwiseEM(Method):
     def loss(self, lists: Lists) -> Tensor:
         scores, labels = self.score(lists.features), self.labels(lists)
         with torch.no_grad():
-            if self.kind == "posterior":
-                weights = gaps(self.expected_value(lists, labels)).clamp(min=0)
-                where = batch_innermost(lists.where)
-                weights = torch.where(where[..., :, None] & where[..., None, :], weights, 0.0)
+            if self.weights == "posterior":
+                value = self.expected_value(lists, labels)
+                if self.kind == "opt":
+                    weights = lambdarank_weights(scores, value, where=lists.where, normalise=False)
+                else:
+                    weights = torch.where(preferred_pairs(value, where=lists.where), gaps(value), 0.0)
             else:
                 weights = self.pair_weights(lists, labels).clamp(max=self.max_weight)
                 if self.kind == "opt":
@@ -158,5 +167,5 @@ class PairwiseEM(Method):
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
         if self.inputs.truth:
             return None
-        clip = math.inf if self.kind == "posterior" else self.max_weight
+        clip = math.inf if self.weights == "posterior" else self.max_weight
         return diagnosis(self.bias_model, batches, weights=self.pair_weights, clip=clip)

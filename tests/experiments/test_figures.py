@@ -1,0 +1,375 @@
+"""Figures 3, 4 and 5."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ultr.checkpoint import write_json
+from ultr.compare import Comparison, Entry, Row, Workers, run_folder
+from ultr.datasets.synthetic import make_synthetic
+from ultr.evaluation import mean_with_interval, paired_test
+from ultr.experiments import figures
+from ultr.experiments import lab as labs
+from ultr.experiments.claims import DIRECTION, HELD, NOT
+from ultr.experiments.figures import figure3, figure4, figure5
+from ultr.experiments.lab import QUICK, Budget, Lab, World
+from ultr.experiments.paper import BAYES, OPT
+from ultr.simulate import EYE_TRACKING
+
+ENTRIES = [OPT, "dla", "regression-em", "pal-click", "lambdarank"]
+NAMES = ["Our Method (loss_opt)", "DLA", "Regression EM", "PAL-Click"]
+TINY = Budget("tiny", (4,), 0.0, 4, 4, (0.05,), 2, False)
+
+
+def comparison(metric, **values):
+    rows = [Row({"opt": OPT, "pal": "pal-click"}.get(name, name), 0.1, {metric: v}, {}) for name, v in values.items()]
+    return Comparison(rows, [metric], "lambdarank")
+
+
+def lab_of(out, budget=QUICK, **options):
+    return Lab(out, budget, Workers(1), **{"runs": 4, "data": ("synthetic",), "device": "cpu", **options})
+
+
+@pytest.fixture
+def all_here(monkeypatch):
+    monkeypatch.setattr(labs, "load_dataset", lambda name, data_dir=None: None)
+
+
+def rate_in(plan, place):
+    """A rate that tells where it was tuned."""
+    return round(0.01 * (place + 1) + (0.1 if plan.base.label == "click" else 0) + plan.base.user_options["eta"], 4)
+
+
+def made_up(plan):
+    eta = plan.base.user_options["eta"]
+    rows = []
+    for i, entry in enumerate(plan.entries):
+        noise = np.random.default_rng([i, plan.seeds]).normal(0, 0.01, plan.seeds)
+        values = (2 + eta + len(plan.base.label) / 10 - 0.2 * i + noise).tolist()
+        lr = plan.rate_of.get(entry.text, rate_in(plan, i))
+        rows.append(Row(entry.text, lr, {m: [v / (3 - k) for v in values] for k, m in enumerate(plan.metrics)}, {}))
+    return Comparison(rows, list(plan.metrics), plan.reference)
+
+
+@pytest.fixture
+def calls(monkeypatch, all_here):
+    """The plans that were compared at once, call by call."""
+    found = []
+
+    def compare_all(plans, workers, on_done):
+        found.append(list(plans))
+        return [made_up(plan) for plan in plans]
+
+    monkeypatch.setattr(labs, "compare_all", compare_all)
+    return found
+
+
+def drawn(path):
+    return ElementTree.parse(path).getroot()  # noqa: S314 - our own file
+
+
+def count(path, tag):
+    return len(list(drawn(path).iter("{http://www.w3.org/2000/svg}" + tag)))
+
+
+def sections(text):
+    found = {}
+    for part in text.split("\n## ")[1:]:
+        lines = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")]
+        if lines:
+            found[part.splitlines()[0]] = lines
+    return found
+
+
+def test_a_gain_is_the_mean_of_the_relative_differences_of_runs():
+    gain = figures._gain(comparison("m", dla=[1.1, 2.4], lambdarank=[1.0, 2.0]), "dla", "m")
+    assert gain.mean == pytest.approx(0.15)  # and not 3.5 / 3 - 1
+    half = 12.7062 * 0.05  # t at 1 degree of freedom, times the standard error of 0.1 and 0.2
+    assert (gain.low, gain.high) == pytest.approx((0.15 - half, 0.15 + half), rel=1e-4)
+
+
+@given(st.lists(st.tuples(st.floats(0.5, 9), st.floats(0.5, 9)), min_size=2, max_size=6))
+def test_a_gain_does_not_change_with_the_scale_of_a_run(pairs):
+    own, lower = map(np.array, zip(*pairs, strict=True))
+    scale = 1 + np.arange(len(own))
+    one = figures._gain(comparison("m", dla=own.tolist(), lambdarank=lower.tolist()), "dla", "m")
+    other = figures._gain(comparison("m", dla=(scale * own).tolist(), lambdarank=(scale * lower).tolist()), "dla", "m")
+    assert (one.mean, one.low, one.high) == pytest.approx((other.mean, other.low, other.high))
+
+
+def test_figure_3_tunes_at_eta_1_and_uses_those_rates_at_every_eta(tmp_path, calls):
+    figure3(lab_of(tmp_path))
+    tuned, final = calls
+    assert [(p.base.label, p.base.user_options["eta"], dict(p.rate_of)) for p in tuned] == [
+        ("click + dwell / exp(3)", 1.0, {}),
+        ("click", 1.0, {}),
+    ]
+    assert [(p.base.label, p.base.user_options["eta"]) for p in final] == [
+        (label, eta) for label in ("click + dwell / exp(3)", "click") for eta in (0.0, 0.5, 1.0, 1.5, 2.0)
+    ]
+    for plan in final:
+        assert plan.rate_of == {e: rate_in(tuned[plan.base.label == "click"], i) for i, e in enumerate(ENTRIES)}
+    for plan in tuned + final:
+        assert [entry.text for entry in plan.entries] == ENTRIES
+        assert plan.reference == "lambdarank"
+        metric = "ndcg" if plan.base.label == "click" else "reward"
+        assert plan.metrics == [f"{metric}@{k}" for k in (3, 5, 10)]
+        assert plan.base.select == f"{metric}@10"
+        assert (plan.seeds, plan.rates) == (4, QUICK.rates)
+    assert [p.out.relative_to(tmp_path / "runs" / "quick").as_posix() for p in final[::5]] == [
+        "synthetic/continuous-delta-3-eta-0",
+        "synthetic/clicks-eta-0",
+    ]
+    assert len({plan.out for plan in final}) == 10
+    assert {plan.out for plan in tuned} < {plan.out for plan in final}  # so that no run is made twice
+
+
+def test_figure_4_tunes_at_delta_3_and_uses_those_rates_at_every_delta(tmp_path, calls):
+    figure4(lab_of(tmp_path, data=("yahoo", "ml-1m")))
+    tuned, final = calls
+    assert [(p.base.data, p.base.label, dict(p.rate_of)) for p in tuned] == [
+        ("yahoo", "click + dwell / exp(3)", {}),
+        ("ml-1m", "click + dwell / exp(3)", {}),
+    ]
+    assert [(p.base.data, p.base.label) for p in final] == [
+        (data, f"click + dwell / exp({delta})") for data in ("yahoo", "ml-1m") for delta in (1, 2, 3, 4, 5)
+    ]
+    for plan in final:
+        assert plan.rate_of == {e: rate_in(tuned[0], i) for i, e in enumerate(ENTRIES)}
+        assert plan.base.user_options == {"eta": 1.0, "epsilon": 0.1}
+        assert plan.base.select == "reward@10"
+    assert len({plan.out for plan in final}) == 10
+    assert {plan.out for plan in tuned} < {plan.out for plan in final}
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "axis", "values", "heads", "kinds"),
+    [
+        (
+            figure3,
+            "figure3",
+            "eta",
+            [0.0, 0.5, 1.0, 1.5, 2.0],
+            ["continuous label, Default data (synthetic)", "clicks, Default data (synthetic)"],
+            ["reward", "ndcg"],
+        ),
+        (figure4, "figure4", "delta", [1.0, 2.0, 3.0, 4.0, 5.0], ["Default data (synthetic)"], ["reward"]),
+    ],
+)
+def test_gains_are_shown_by_the_value_they_belong_to(tmp_path, calls, make, name, axis, values, heads, kinds):
+    outcome = make(lab_of(tmp_path))
+    outcome.write(tmp_path)
+    found = sections(outcome.text())
+    assert list(found) == heads
+    assert list(outcome.figures) == heads
+    final = calls[1]
+    content = json.loads((tmp_path / f"{name}.json").read_text())["figures"]
+    for number, (head, kind) in enumerate(zip(heads, kinds, strict=True)):
+        plans = final[5 * number : 5 * number + 5]
+        first, *lines = found[head]
+        assert first == ["method", *(f"{axis} {value:g}" for value in values)]
+        assert [line[0] for line in lines] == NAMES
+        assert content[head]["metric"] == f"{kind}@10"
+        assert content[head][axis] == values
+        for i, entry in enumerate(ENTRIES[:-1]):
+            for at, plan in enumerate(plans):
+                rows = {row.entry: np.array(row.figures[f"{kind}@10"]) for row in made_up(plan).rows}
+                gain = mean_with_interval(rows[entry] / rows["lambdarank"] - 1)
+                assert lines[i][1 + at] == f"{gain.mean:+.2%} [{gain.low:+.2%}, {gain.high:+.2%}]"
+                assert content[head]["gain"][entry][at]["mean"] == pytest.approx(gain.mean)
+                assert content[head]["seeds"][entry][at] == rows[entry].tolist()
+        assert set(content[head]["seeds"]) == set(ENTRIES)
+        assert set(content[head]["gain"]) == set(ENTRIES[:-1])
+    assert [claim.data for claim in outcome.claims] == heads
+    assert [claim.verdict for claim in outcome.claims] == [HELD] * len(heads)
+    assert outcome.plots == [f"{name}.svg"]
+    assert count(tmp_path / f"{name}.svg", "polyline") == 4 * len(heads)
+    assert count(tmp_path / f"{name}.svg", "polygon") == 4 * len(heads)
+    assert count(tmp_path / f"{name}.svg", "circle") == 4 * 5 * len(heads)
+
+
+def test_figures_are_of_the_sets_of_the_paper_and_the_default_data(tmp_path, calls):
+    for make in (figure3, figure4):
+        calls.clear()
+        make(lab_of(tmp_path, data=()))
+        assert [plan.base.data for plan in calls[1][::5]] == (
+            ["yahoo", "yahoo", "ml-1m", "ml-1m", "synthetic", "synthetic"]
+            if make is figure3
+            else ["yahoo", "ml-1m", "synthetic"]
+        )
+
+
+def test_gains_of_one_run_have_no_band(tmp_path, calls):
+    outcome = figure4(lab_of(tmp_path, runs=1))
+    assert count(tmp_path / "figure4.svg", "polyline") == 4
+    assert count(tmp_path / "figure4.svg", "polygon") == 0
+    assert "[" not in sections(outcome.text())["Default data (synthetic)"][1][1]
+
+
+def test_figures_of_one_run_are_plain_json(tmp_path, calls):
+    json.dumps(figure4(lab_of(tmp_path, runs=1)).to_json(), allow_nan=False)
+
+
+SURE = {"opt": [2.0, 2.1, 2.2], "dla": [1.0, 1.11, 1.2], "pal": [1.5, 1.61, 1.7], "lambdarank": [1.0, 1.0, 1.0]}
+FIRST = SURE | {"opt": [1.6, 1.5, 1.8]}  # above PAL-Click, and not significantly
+SECOND = SURE | {"dla": [3.0, 3.1, 3.3]}
+
+
+@pytest.mark.parametrize(
+    ("worlds", "verdict", "first", "sure"),
+    [
+        ([SURE, SURE], HELD, 2, 2),
+        ([SURE, FIRST], DIRECTION, 2, 1),
+        ([FIRST, FIRST], DIRECTION, 2, 0),
+        ([SURE, SECOND], NOT, 1, 1),
+        ([SECOND, SECOND], NOT, 0, 0),
+    ],
+)
+def test_the_largest_gain_is_held_only_if_it_is_so_everywhere_and_significantly(worlds, verdict, first, sure):
+    results = [comparison("m", **world) for world in worlds]
+    gains = {e: [figures._gain(r, e, "m") for r in results] for e in (OPT, "dla", "pal-click")}
+    claim = figures._largest("text", "head", gains, results, "m")
+    assert (claim.text, claim.data, claim.verdict) == ("text", "head", verdict)
+    start, words = claim.evidence.split(": ", 1)
+    assert start == f"first at {first} of 2, significantly at {sure}"
+    for world, word in zip(worlds, words.split("; "), strict=True):
+        best = "dla" if world is SECOND else "pal"
+        test = paired_test(np.array(world["opt"]), np.array(world[best]))
+        name = {"dla": "DLA", "pal": "PAL-Click"}[best]
+        assert word == f"{test.difference:+.4f} over {name} (p = {test.p:.2g})"
+
+
+@pytest.mark.parametrize(
+    ("theta", "verdict", "falls"),
+    [
+        ([[0.7, 0.5, 0.3, 0.1], [0.7, 0.6, 0.5, 0.4]], HELD, 3),
+        ([[0.7, 0.2, 0.3, 0.1]], DIRECTION, 2),
+        ([[0.7, 0.5, 0.5, 0.1]], DIRECTION, 2),
+        ([[0.1, 0.3, 0.5, 0.7]], NOT, 0),
+        ([[0.1, 0.05, 0.5, 0.7]], NOT, 1),
+        ([[0.7, 0.1, 0.4, 0.3], [0.7, 0.9, 0.2, 0.1]], HELD, 3),  # on the mean
+    ],
+)
+def test_what_falls_with_position_falls_at_every_step(theta, verdict, falls):
+    rising = np.array([[0.1, 0.2, 0.4, 0.8]])
+    first, second = figures._falling("head", {"theta": np.array(theta), "P(c>0) / theta": rising})
+    assert first.verdict == verdict
+    assert first.evidence.startswith(f"{falls} of 3 steps fall, from {np.mean(theta, 0)[0]:.3f} to ")
+    assert second.verdict == NOT
+    assert "relevance" in second.text
+    assert "from 0.100 to 0.800; correlation +0.9" in second.evidence
+    assert {first.data, second.data} == {"head"}
+    first, second = figures._falling("head", {"P(c>0) / theta": np.array(theta), "theta": rising})
+    assert (first.verdict, second.verdict) == (NOT, verdict)
+
+
+REPORTS = [
+    {
+        "positions": [1, 2, 3],
+        "theta": [0.8, 0.5, 0.2],
+        "clicks": [40, 20, 6],
+        "impressions": [100, 100, 60],
+        "m": [[0.0, 0.9, 0.6], [0.8, 0.0, 0.0], [0.4, 0.0, 0.0]],
+    },
+    {
+        "positions": [1, 2, 3],
+        "theta": [0.6, 0.3, 0.4],
+        "clicks": [30, 30, 20],
+        "impressions": [100, 200, 100],
+        "m": [[0.0, 0.7, 0.0], [0.6, 0.0, 0.0], [0.2, 0.0, 0.0]],
+    },
+]
+
+
+def write_reports(lab, data, lr):
+    out = lab.plan(World(data), [BAYES], reference=BAYES, rate_of={}).out
+    for seed, report in enumerate(REPORTS):
+        write_json(run_folder(out, Entry.parse(BAYES), lr, seed) / "bias.json", report)
+
+
+def test_figure_5_shows_what_its_runs_learned(tmp_path, calls):
+    lab = lab_of(tmp_path, runs=2, data=("synthetic", "yahoo"))
+    (plan,) = labs.compare_all([lab.plan(World("synthetic"), [BAYES], reference=BAYES, rate_of={})], None, None)
+    calls.clear()
+    for data in lab.data:
+        write_reports(lab, data, plan.rows[0].lr)  # the rate that was chosen
+    outcome = figure5(lab)
+    outcome.write(tmp_path)
+    ((first, second),) = calls
+    assert [entry.text for entry in first.entries] == [BAYES]
+    assert (first.base.label, first.base.user_options["eta"]) == ("click + dwell / exp(3)", 1.0)
+    assert (first.base.data, second.base.data) == ("synthetic", "yahoo")
+    content = json.loads((tmp_path / "figure5.json").read_text())["figures"]
+    json.dumps(content, allow_nan=False)
+    for data in lab.data:
+        found = content[data]
+        assert found["positions"] == [1, 2, 3]
+        assert found["theta"] == [[0.8, 0.5, 0.2], [0.6, 0.3, 0.4]]
+        np.testing.assert_allclose(found["P(c>0)"], [[0.4, 0.2, 0.1], [0.3, 0.15, 0.2]])
+        np.testing.assert_allclose(found["P(c>0) / theta"], [[0.5, 0.4, 0.5], [0.5, 0.5, 0.5]])
+        assert found["true_theta"] == list(EYE_TRACKING[:3])
+        m = np.array(found["m"], dtype=float)
+        expected = [[np.nan, 0.8, 0.6], [0.7, np.nan, np.nan], [0.3, np.nan, np.nan]]  # over runs that saw the pair
+        np.testing.assert_allclose(m, expected)
+    first, *lines = sections(outcome.text())["Default data (synthetic)"]
+    assert first == ["position", "1", "2", "3"]
+    assert lines == [
+        ["theta", "0.700", "0.400", "0.300"],
+        ["P(c>0)", "0.350", "0.175", "0.150"],
+        ["P(c>0) / theta", "0.500", "0.450", "0.500"],
+        ["true theta", "0.680", "0.610", "0.480"],
+    ]
+    assert "m_ij over pairs of positions: 0.30 to 0.80, deviation 0.187" in outcome.text()
+    assert [(claim.data, claim.verdict) for claim in outcome.claims] == [
+        ("Default data (synthetic)", HELD),
+        ("Default data (synthetic)", NOT),
+        ("Yahoo! LETOR set 1", HELD),
+        ("Yahoo! LETOR set 1", NOT),
+    ]
+    assert outcome.plots == ["figure5.svg", "figure5-m-synthetic.svg", "figure5-m-yahoo.svg"]
+    assert count(tmp_path / "figure5.svg", "polyline") == 2 * 4
+    assert count(tmp_path / "figure5.svg", "polygon") == 2 * 3  # what is true has no interval
+    assert [count(tmp_path / name, "rect") for name in outcome.plots[1:]] == [4, 4]
+
+
+def test_figure_5_of_one_run_has_no_band(tmp_path, calls):
+    lab = lab_of(tmp_path, runs=1)
+    write_reports(lab, "synthetic", 1.01)
+    outcome = figure5(lab)
+    assert outcome.figures["synthetic"]["theta"] == [[0.8, 0.5, 0.2]]
+    assert count(tmp_path / "figure5.svg", "polyline") == 4
+    assert count(tmp_path / "figure5.svg", "polygon") == 0
+
+
+@pytest.mark.slow
+def test_figures_are_made_of_real_runs(tmp_path, monkeypatch):
+    small = make_synthetic(requests=(60, 10, 10))
+    monkeypatch.setattr("ultr.runs.cached_dataset", lambda name, data_dir: small)
+    monkeypatch.setattr("ultr.compare.cached_dataset", lambda name, data_dir: small)
+    monkeypatch.setattr(labs, "load_dataset", lambda name, data_dir=None: small)
+    monkeypatch.setattr(
+        figures,
+        "FIGURE_METHODS",
+        {"Our Method (loss_opt)": OPT, "PAL-Click": "pal-click", "Lower Bound (LambdaRank)": "lambdarank"},
+    )
+    monkeypatch.setattr(figures, "ETAS", (0.0, 1.0))
+    lab = lab_of(tmp_path, TINY, runs=1)
+    found = figure5(lab).figures["synthetic"]
+    assert np.shape(found["theta"]) == (1, 10)
+    assert np.shape(found["m"]) == (10, 10)
+    assert 0 < np.min(found["theta"]) <= np.max(found["theta"]) < 1
+    np.testing.assert_allclose(np.array(found["P(c>0) / theta"]) * found["theta"], found["P(c>0)"])
+    folders = {Path(p).parent for p in tmp_path.rglob("test.json")}
+    outcome = figure3(lab)
+    runs = {p.parent for p in tmp_path.rglob("test.json")} - folders
+    assert len(runs) == 2 * 2 * 3  # labels, etas, methods
+    assert count(tmp_path / "figure3.svg", "polyline") == 2 * 2
+    gains = outcome.figures["clicks, Default data (synthetic)"]["seeds"]
+    assert all(len(set(map(tuple, values))) == 2 for values in gains.values())  # eta is at work
