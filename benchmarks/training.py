@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ultr.datasets import ranking_svm, show
 from ultr.datasets.synthetic import make_synthetic
 from ultr.labels import Label
+from ultr.lists import ListBatches
 from ultr.methods import METHODS, MethodInputs, make_method
 from ultr.methods.base import Learner
 from ultr.methods.bias_model import BiasModel
@@ -45,7 +46,7 @@ def main() -> None:
     data = make_synthetic()
     log = show(data.train, ranking_svm(data.train)(data.train.features), items=ITEMS)
     training = TrainingOptions(batch=LISTS, device=options.device)
-    feed = Feed(log, batch=LISTS, seed=0, device=device, user=User())
+    feed = Feed(ListBatches(log, device=device), batch=LISTS, seed=0, user=User())
     inputs = MethodInputs(Label(), features=136, positions=tuple(range(1, ITEMS + 1)), binary=("click",))
     learners: dict[str, Learner] = {name: make_method(name, inputs) for name in METHODS}
     for loss in ("opt", "ipw"):

@@ -58,6 +58,16 @@ def test_methods_are_tuned_alike_run_with_all_seeds_and_never_twice(tmp_path, mo
     assert comparing.default_jobs() >= 1
 
 
+def test_runs_side_by_side_have_memory_enough(monkeypatch):
+    pages = 8 * 2**30 // comparing.os.sysconf("SC_PAGE_SIZE")
+    real = comparing.os.sysconf
+    monkeypatch.setattr(comparing.os, "sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else real(name))
+    monkeypatch.setattr(comparing.os, "sched_getaffinity", lambda _: range(64), raising=False)
+    assert comparing.default_jobs() == 2  # of 8 GiB, half at 1.5 each
+    pages *= 100
+    assert comparing.default_jobs() == 10
+
+
 def test_methods_on_a_log_are_judged_on_requests_that_selection_never_saw(tmp_path):
     log, _ = simulate_log(make_shown_log(requests=60), User())
     write_log(log, tmp_path / "log.parquet")

@@ -126,7 +126,9 @@ def test_what_is_not_known_is_left_out(folder, values):
     whole = plotted(folder, Panel("t", x, "x", "y", [Line("l", [0.0] * len(x))]))
     across = [at for at, _ in lines_of(whole)[0]]
     expected = [at for at, value in zip(across, values, strict=True) if not isnan(value)]
-    assert [at for at, _ in lines_of(root)[0]] == expected
+    assert [at for line in lines_of(root) for at, _ in line] == expected
+    starts = [i for i, v in enumerate(values) if not isnan(v) and (i == 0 or isnan(values[i - 1]))]
+    assert len(lines_of(root)) == len(starts)  # a line for each stretch that is known
     assert len(list(root.iter(f"{SVG}circle"))) == len(known)
     assert "nan" not in ElementTree.tostring(root, encoding="unicode")
 

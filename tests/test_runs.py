@@ -104,9 +104,10 @@ def test_a_checkpoint_brings_back_every_bit(optimizer, tmp_path):
     inputs = method_inputs(config("x"), log)
 
     def state_after(steps, state):
+        from ultr.lists import ListBatches
         from ultr.training import Feed, take_step
 
-        feed = Feed(log, batch=8, seed=0, device=torch.device("cpu"))
+        feed = Feed(ListBatches(log), batch=8, seed=0)
         while state.step < steps:
             take_step(state, feed(state.step), options)
         return state

@@ -9,6 +9,7 @@ import torch
 from conftest import make_shown_log
 from ultr.errors import DataError, OptionError
 from ultr.labels import Label
+from ultr.lists import ListBatches
 from ultr.methods import MethodInputs, make_method
 from ultr.rankers import FeatureEncoder, make_ranker
 from ultr.simulate import User, simulate_log
@@ -41,7 +42,7 @@ def test_the_learning_rate_follows_its_schedule_and_is_really_applied(options, r
     settings = TrainingOptions(steps=4, lr=0.1, device="cpu", **options)
     log = feedback_log()
     state = start(method(), log, settings)
-    feed = Feed(log, batch=8, seed=0, device=CPU)
+    feed = Feed(ListBatches(log), batch=8, seed=0)
     for step, rate in enumerate(rates):
         take_step(state, feed(step), settings)
         assert state.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
@@ -54,7 +55,7 @@ def test_a_rate_near_zero_leaves_the_weights_where_they_are():
         settings = TrainingOptions(lr=lr, device="cpu")
         state = start(method(), log, settings)
         before = torch.cat([p.detach().flatten().clone() for p in state.method.parameters()])
-        take_step(state, Feed(log, batch=8, seed=0, device=CPU)(0), settings)
+        take_step(state, Feed(ListBatches(log), batch=8, seed=0)(0), settings)
         after = torch.cat([p.detach().flatten() for p in state.method.parameters()])
         moved.append(float((after - before).abs().max()))
     assert moved[0] < 1e-9
@@ -66,7 +67,7 @@ def test_every_optimizer_lowers_the_loss(optimizer):
     log = feedback_log(requests=64)
     settings = TrainingOptions(lr=0.02, optimizer=optimizer, device="cpu")
     state = start(method(), log, settings)
-    batch = Feed(log, batch=64, seed=0, device=CPU)(0)
+    batch = Feed(ListBatches(log), batch=64, seed=0)(0)
     first = float(take_step(state, batch, settings))
     for _ in range(60):
         last = float(take_step(state, batch, settings))
@@ -77,7 +78,7 @@ def test_each_network_is_clipped_apart():
     log = feedback_log()
     settings = TrainingOptions(clip=1e-3, device="cpu")
     state = start(method(), log, settings)
-    take_step(state, Feed(log, batch=8, seed=0, device=CPU)(0), settings)
+    take_step(state, Feed(ListBatches(log), batch=8, seed=0)(0), settings)
     for network in state.method.children():
         norm = torch.cat([p.grad.flatten() for p in network.parameters()]).norm()
         assert norm <= 1e-3 * 1.001
@@ -85,17 +86,24 @@ def test_each_network_is_clipped_apart():
 
 def test_a_feed_gives_every_request_once_before_any_again_and_the_same_for_a_step():
     log = replace(feedback_log(requests=10), weights=np.arange(10, dtype=np.float32) + 1)  # weights tell requests apart
-    feed = Feed(log, batch=4, seed=3, device=CPU)
+    feed = Feed(ListBatches(log), batch=4, seed=3)
     seen = torch.cat([feed(step).weights for step in range(5)]).tolist()
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(1, 11))
     assert seen[:10] != seen[10:]
-    assert torch.equal(Feed(log, batch=4, seed=3, device=CPU)(3).weights, feed(3).weights)
-    assert not torch.equal(Feed(log, batch=4, seed=4, device=CPU)(0).weights, feed(0).weights)
+    assert torch.equal(Feed(ListBatches(log), batch=4, seed=3)(3).weights, feed(3).weights)
+    assert not torch.equal(Feed(ListBatches(log), batch=4, seed=4)(0).weights, feed(0).weights)
+    some = np.array([1, 4, 5, 8])
+    taken, alone = (
+        Feed(ListBatches(log), batch=3, seed=3, requests=some),
+        Feed(ListBatches(log.select(some)), batch=3, seed=3),
+    )
+    for step in range(4):
+        assert torch.equal(taken(step).weights, alone(step).weights)
 
 
 def test_feedback_is_fresh_for_every_step_and_the_same_for_the_same_step():
     log = make_shown_log(requests=8)
-    feed = Feed(log, batch=8, seed=0, device=CPU, user=User())
+    feed = Feed(ListBatches(log), batch=8, seed=0, user=User())
     first, again, second = (feed(step).actions["click"] for step in (0, 0, 1))
     assert torch.equal(first, again)
     assert first.shape != second.shape or not torch.equal(first, second)
@@ -119,7 +127,7 @@ def test_training_stops_when_patience_runs_out_and_keeps_the_best_weights():
             weights_at_best.update({n: t.clone() for n, t in trained.state_dict().items()})
         return {"figure": value}
 
-    steps = [p.step for p in train(state, Feed(log, batch=8, seed=0, device=CPU), evaluate, settings, select="figure")]
+    steps = [p.step for p in train(state, Feed(ListBatches(log), batch=8, seed=0), evaluate, settings, select="figure")]
     assert steps == [5, 10, 15, 20, 25]
     assert (state.best, state.best_step) == (3.0, 10)
     assert all(torch.equal(state.best_weights[n], t) for n, t in weights_at_best.items())
@@ -130,7 +138,7 @@ def test_a_metric_where_less_is_better_is_selected_by_its_least():
     settings = TrainingOptions(steps=3, batch=8, evaluate_every=1, device="cpu")
     state = start(method(), log, settings)
     values = iter([3.0, 1.0, 2.0])
-    feed = Feed(log, batch=8, seed=0, device=CPU)
+    feed = Feed(ListBatches(log), batch=8, seed=0)
     list(train(state, feed, lambda _: {"arp": next(values)}, settings, select="arp", larger_is_better=False))
     assert state.best_step == 2
 
@@ -142,7 +150,7 @@ def test_divergence_is_said():
     with torch.no_grad():
         next(state.method.parameters()).fill_(torch.nan)
     with pytest.raises(DataError, match=r"diverged.*lower --lr"):
-        list(train(state, Feed(log, batch=8, seed=0, device=CPU), lambda _: {"x": 0.0}, settings, select="x"))
+        list(train(state, Feed(ListBatches(log), batch=8, seed=0), lambda _: {"x": 0.0}, settings, select="x"))
 
 
 def test_dropout_repeats_with_the_step_and_not_with_what_was_drawn_before():
@@ -153,7 +161,7 @@ def test_dropout_repeats_with_the_step_and_not_with_what_was_drawn_before():
         torch.manual_seed(7)
         state = start(method(dropout=0.5), log, settings)
         torch.rand(noise)
-        take_step(state, Feed(log, batch=8, seed=0, device=CPU)(0), settings)
+        take_step(state, Feed(ListBatches(log), batch=8, seed=0)(0), settings)
         weights.append(torch.cat([p.detach().flatten() for p in state.method.parameters()]))
     assert torch.equal(*weights)
 
@@ -187,7 +195,7 @@ def test_devices_that_are_not_there_are_refused():
 def test_logs_without_features_or_feedback_are_refused():
     log = make_shown_log()
     with pytest.raises(DataError, match="no actions to learn from"):
-        Feed(log, batch=8, seed=0, device=CPU)
+        Feed(ListBatches(log), batch=8, seed=0)
     bare = replace(log, features=np.empty((log.rows, 0), np.float32), feature_names=())
     with pytest.raises(DataError, match="no features"):
         start(method(), bare, TrainingOptions(device="cpu"))
@@ -195,7 +203,7 @@ def test_logs_without_features_or_feedback_are_refused():
 
 def test_bf16_stays_close_to_single_precision():
     log = feedback_log()
-    batch = Feed(log, batch=32, seed=0, device=CPU)(0)
+    batch = Feed(ListBatches(log), batch=32, seed=0)(0)
     losses = []
     for precision in ("float32", "bf16"):
         settings = TrainingOptions(device="cpu", precision=precision)
@@ -203,12 +211,13 @@ def test_bf16_stays_close_to_single_precision():
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
-def test_features_are_normalised_by_the_training_log_inside_the_ranker():
+def test_features_are_normalised_by_the_training_log_inside_the_ranker(monkeypatch):
     rng = np.random.default_rng(0)
     matrix = (rng.normal(size=(5000, 3)) * [1e-3, 1.0, 1e4] + [5.0, 0.0, -1e5]).astype(np.float32)
     matrix[:, 1] = 7.0
     encoder = FeatureEncoder(3)
-    encoder.fit(matrix, block=999)
+    monkeypatch.setattr("ultr.rankers.encoder.NUMBERS_AT_ONCE", 3 * 999)  # block by block
+    encoder.fit(matrix)
     encoded = encoder(torch.from_numpy(matrix)).numpy()
     np.testing.assert_allclose(encoded[:, [0, 2]].mean(0), 0, atol=0.01)
     np.testing.assert_allclose(encoded[:, [0, 2]].std(0), 1, atol=0.01)

@@ -81,6 +81,10 @@ class ListBatches:
         """The number of requests."""
         return len(self._lengths)
 
+    @property
+    def has_actions(self) -> bool:
+        return bool(self._actions)
+
     def __getitem__(self, requests: Tensor) -> Lists:
         """The lists of the given requests, in the given order."""
         lengths = self._lengths[requests.cpu()]  # known here, so that the device is not waited for

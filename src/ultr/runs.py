@@ -34,6 +34,7 @@ from ultr.errors import DataError, LabelError, OptionError, OutputError, nearest
 from ultr.evaluation import FEEDBACK, evaluate_scores
 from ultr.files import atomic_path, fingerprint
 from ultr.labels import DEFAULT_LABEL, Label
+from ultr.lists import ListBatches
 from ultr.log import Log, read_log
 from ultr.methods import Method, MethodInputs, make_method, thresholds
 from ultr.metrics import parse_metric
@@ -278,10 +279,9 @@ def _train(
     rewind_metrics(out, state.step)
     device = choose_device(config.training.device)
     feed = Feed(
-        prepared.train,
+        ListBatches(prepared.train, device=device),
         batch=config.training.batch,
         seed=config.training.seed,
-        device=device,
         user=prepared.feeding_user,
     )
     select = config.select

@@ -97,23 +97,33 @@ def step_seed(seed: int, step: int, purpose: int) -> int:
 class Feed:
     """Batches of lists by the number of the step: each request once before any comes again, in an order by the seed.
 
-    With a `user`, feedback is drawn anew for every step; otherwise it is that of the log.
+    With a `user`, feedback is drawn anew for every step; otherwise it is that of the log. `requests` are those that are
+    taken, by their number; all if not given.
     """
 
-    def __init__(self, log: Log, *, batch: int, seed: int, device: torch.device, user: User | None = None) -> None:
-        self._lists = ListBatches(log, device=device)
-        self._batch, self._seed, self._user = min(batch, len(log)), seed, user
-        self._generator = torch.Generator(device)
+    def __init__(
+        self,
+        lists: ListBatches,
+        *,
+        batch: int,
+        seed: int,
+        user: User | None = None,
+        requests: np.ndarray | None = None,
+    ) -> None:
+        self._lists = lists
+        self._requests = torch.arange(len(lists)) if requests is None else torch.from_numpy(requests)
+        self._batch, self._seed, self._user = min(batch, len(self._requests)), seed, user
+        self._generator = torch.Generator(lists.device)
         self._order: dict[int, Tensor] = {}
-        if user is None and not log.actions:
+        if user is None and not lists.has_actions:
             raise DataError("the log has no actions to learn from", mend="name them with --actions, or pass --users")
 
     def __call__(self, step: int) -> Lists:
         first = step * self._batch
         wanted = np.arange(first, first + self._batch)
-        passes = wanted // len(self._lists)
+        passes = wanted // len(self._requests)
         requests = torch.cat(
-            [self._pass(p)[wanted[passes == p] % len(self._lists)] for p in np.unique(passes).tolist()]
+            [self._pass(p)[wanted[passes == p] % len(self._requests)] for p in np.unique(passes).tolist()]
         )
         lists = self._lists[requests]
         if self._user is None:
@@ -127,7 +137,7 @@ class Feed:
         if number not in self._order:
             generator = torch.Generator().manual_seed(step_seed(self._seed, number, 0))
             self._order = {n: order for n, order in self._order.items() if n == number - 1}
-            self._order[number] = torch.randperm(len(self._lists), generator=generator)
+            self._order[number] = self._requests[torch.randperm(len(self._requests), generator=generator)]
         return self._order[number]
 
 
@@ -235,16 +245,17 @@ def fit_first(
     )
     order = np.random.default_rng(seed).permutation(len(log))
     held = max(1, round(BIAS_HELD_OUT * len(log)))
-    learned = log.select(np.sort(order[held:])) if held < len(log) else log
-    judged = Feed(log.select(np.sort(order[:held])), batch=256, seed=own.seed, device=device, user=user)
+    learned = np.sort(order[held:]) if held < len(log) else None
+    lists = ListBatches(log, device=device)
+    judged = Feed(lists, batch=256, seed=own.seed, user=user, requests=np.sort(order[:held]))
     judged_lists = [judged(step) for step in range(max(1, min(8, held // 128)))]
-    state = start(model, learned, own)
+    state = start(model, log, own)
 
     def evaluate(model: Any) -> dict[str, float]:
         model.eval()
         return dict(model.held_out_figures(judged_lists))
 
-    feed = Feed(learned, batch=own.batch, seed=own.seed, device=device, user=user)
+    feed = Feed(lists, batch=own.batch, seed=own.seed, user=user, requests=learned)
     for progress in train(state, feed, evaluate, own, select="likelihood"):
         on_progress(progress)
     model.load_state_dict(state.best_weights)

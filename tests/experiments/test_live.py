@@ -12,13 +12,14 @@ import torch
 from scipy import stats
 
 from ultr.checkpoint import load_tensors, read_json, write_json
+from ultr.compare import Workers
 from ultr.datasets import ranking_svm
 from ultr.datasets.synthetic import make_synthetic
-from ultr.errors import DataError, LabelError, OptionError, OutputError
+from ultr.errors import DataError, LabelError, OptionError, OutputError, UnfinishedError
 from ultr.evaluation import evaluate_scores
 from ultr.experiments import live
 from ultr.experiments.lift import Arm, arm_of, lift_of
-from ultr.experiments.live import LiveOptions, LiveResult, World, metric_of, run_live, run_one
+from ultr.experiments.live import BucketTask, LiveOptions, LiveResult, Traffic, metric_of, run_live, run_one
 from ultr.labels import Label
 from ultr.runs import with_training
 
@@ -134,11 +135,11 @@ def test_a_control_without_feedback_is_refused():
 
 
 def test_the_sampled_metric_agrees_with_the_exact_one():
-    world = World.make(replace(PLAIN, sessions=20_000), 0)
-    upside_down = replace(world, first_scores=-world.first_scores)
-    found = [metric_of(world.served(world.shown(None), bucket, 0), world.options.label) for bucket in (0, 1)]
+    traffic = Traffic.make(replace(PLAIN, sessions=20_000), 0)
+    upside_down = replace(traffic, first_scores=-traffic.first_scores)
+    found = [metric_of(traffic.served(traffic.shown(None), bucket, 0), traffic.options.label) for bucket in (0, 1)]
     errors = [(day["variance"] / day["sessions"]) ** 0.5 for day in found]
-    exact, wrong = world.expected(world.shown(None)), world.expected(upside_down.shown(None))
+    exact, wrong = traffic.expected(traffic.shown(None)), traffic.expected(upside_down.shown(None))
     for day, error in zip(found, errors, strict=True):
         assert abs(day["mean"] - exact) < 3 * error
         assert abs(day["mean"] - wrong) > 10 * error
@@ -146,8 +147,8 @@ def test_the_sampled_metric_agrees_with_the_exact_one():
 
 
 def test_the_metric_of_a_session_is_its_label_summed():
-    world = World.make(PLAIN, 0)
-    log = world.served(world.shown(None), 1, 0)
+    traffic = Traffic.make(PLAIN, 0)
+    log = traffic.served(traffic.shown(None), 1, 0)
     found = metric_of(log, "click + 2 * like")
     sums = [
         sum(log.actions["click"][a:b]) + 2 * sum(log.actions["like"][a:b])
@@ -159,8 +160,8 @@ def test_the_metric_of_a_session_is_its_label_summed():
 
 
 def test_likes_and_shares_follow_clicks_and_grades():
-    world = World.make(replace(PLAIN, sessions=20_000), 0)
-    log = world.served(world.shown(None), 0, 0)
+    traffic = Traffic.make(replace(PLAIN, sessions=20_000), 0)
+    log = traffic.served(traffic.shown(None), 0, 0)
     clicked = log.actions["click"] > 0
     for name in ("like", "share"):
         assert not log.actions[name][~clicked].any()
@@ -169,15 +170,17 @@ def test_likes_and_shares_follow_clicks_and_grades():
 
 
 def test_every_session_is_served_by_one_bucket():
-    world = World.make(TINY, 0)
-    ids = [world.served(world.shown(None), bucket, day).request_ids.to_numpy() for day in (0, 1) for bucket in range(4)]
+    traffic = Traffic.make(TINY, 0)
+    ids = [
+        traffic.served(traffic.shown(None), bucket, day).request_ids.to_numpy() for day in (0, 1) for bucket in range(4)
+    ]
     assert sorted(np.concatenate(ids)) == list(range(2 * 4 * 60))
     assert len({len(own) for own in ids}) > 1
 
 
 def test_users_of_two_buckets_or_days_do_not_act_alike():
-    world = World.make(replace(PLAIN, sessions=3000), 0)
-    logs = [world.served(world.shown(None), bucket, day) for bucket, day in ((0, 0), (1, 0), (0, 1))]
+    traffic = Traffic.make(replace(PLAIN, sessions=3000), 0)
+    logs = [traffic.served(traffic.shown(None), bucket, day) for bucket, day in ((0, 0), (1, 0), (0, 1))]
     clicks = np.stack([log.actions["click"][:25_000].reshape(-1, 10) for log in logs])
     noise = (clicks - clicks.mean(1, keepdims=True)).reshape(3, -1)
     assert np.abs(np.corrcoef(noise) - np.eye(3)).max() < 0.03
@@ -293,17 +296,17 @@ def test_days_can_be_added_and_nothing_else_changed(plain_result, tmp_path):
 
 
 def test_theta_is_compared_with_that_of_the_users(tiny_result, tmp_path):
-    world = World.make(TINY, 0)
-    true = world.user.theta(torch.arange(1, 4)).tolist()
+    traffic = Traffic.make(TINY, 0)
+    true = traffic.user.theta(torch.arange(1, 4)).tolist()
     write_json(tmp_path / "bias.json", {"positions": [1, 2, 3], "theta": [true[0] / 2, true[1] / 2, true[2] / 2 * 1.3]})
-    assert world.theta(tmp_path)["error"] == pytest.approx(0.3)
+    assert traffic.theta(tmp_path)["error"] == pytest.approx(0.3)
     towers = {"click": [0.5, 0.5 * true[1] / true[0], 0.5 * true[2] / true[0] * 0.6]}
     write_json(tmp_path / "bias.json", {"positions": [1, 2, 3], "tower": "multiplies", "towers": towers})
-    assert world.theta(tmp_path)["error"] == pytest.approx(0.4)
+    assert traffic.theta(tmp_path)["error"] == pytest.approx(0.4)
     write_json(tmp_path / "bias.json", {"positions": [1, 2, 3], "tower": "adds", "towers": towers})
-    assert world.theta(tmp_path) is None
+    assert traffic.theta(tmp_path) is None
     write_json(tmp_path / "bias.json", {"positions": [1, 2], "theta": [0.0, 0.1]})
-    assert world.theta(tmp_path)["error"] is None
+    assert traffic.theta(tmp_path)["error"] is None
     days = tiny_result[1].runs[0]["buckets"]
     assert [day["theta"] is None for day in days["pairwise-em:loss=opt"]] == [True, False, False]
     assert [day["theta"] is None for day in days["pal-click"]] == [True, False, False]
@@ -402,3 +405,19 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(tmp_path, 
 def test_there_is_one_run_or_more(tmp_path):
     with pytest.raises(OptionError, match="one run or more"):
         run_live(PLAIN, tmp_path, runs=0)
+
+
+def test_buckets_served_by_workers_come_to_the_same(tmp_path, plain_result):
+    with Workers(1) as workers:
+        assert run_live(PLAIN, tmp_path, workers=workers).to_json() == plain_result[1].to_json()
+
+
+def test_no_day_is_begun_after_the_time_is_up_and_the_same_call_goes_on(tmp_path, plain_result, trained):
+    with Workers(1, until=0.0) as workers, pytest.raises(UnfinishedError, match="0 of 2"):
+        run_live(PLAIN, tmp_path, workers=workers)
+    task = BucketTask(PLAIN, str(tmp_path), 0, 0, until=0.0)
+    task.perform()  # its time was up while it waited
+    assert not task.finished
+    assert not trained
+    assert run_live(PLAIN, tmp_path).to_json() == plain_result[1].to_json()
+    assert task.finished

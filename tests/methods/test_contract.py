@@ -13,7 +13,7 @@ from conftest import make_shown_log
 from ultr.errors import OptionError
 from ultr.evaluation import evaluate_scores
 from ultr.labels import Label
-from ultr.lists import Lists
+from ultr.lists import ListBatches, Lists
 from ultr.log import Log
 from ultr.methods import METHODS, Method, MethodInputs, make_method
 from ultr.methods.base import FeedbackMethod
@@ -152,7 +152,7 @@ def trained(name: str, log: Log, **options) -> Method:
     settings = TrainingOptions(**{"steps": 30, "bias_steps": 30, "batch": 16, "device": "cpu", **options})
     state = start(method, log, settings)
     fit_first(method, log, settings)
-    feed = Feed(log, batch=settings.batch, seed=settings.seed, device=torch.device("cpu"))
+    feed = Feed(ListBatches(log), batch=settings.batch, seed=settings.seed)
     for step in range(settings.steps):
         take_step(state, feed(step), settings)
     return method

@@ -117,7 +117,7 @@ class LiveOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class World:
+class Traffic:
     """What the buckets of a run share: requests, users, and the ranker of day 0."""
 
     options: LiveOptions
@@ -128,12 +128,12 @@ class World:
     first_scores: np.ndarray
 
     @staticmethod
-    def make(options: LiveOptions, run: int) -> World:
+    def make(options: LiveOptions, run: int) -> Traffic:
         dataset = cached_dataset(options.data, options.data_dir)
         seed, train = options.seed + run, dataset.train
         candidates = replace(train.without_features(), item_ids=pa.array(np.arange(train.rows)), weights=None)
         user = options.user(dataset.max_grade)
-        return World(options, seed, train, candidates, user, initial_ranker(dataset, seed=seed)(train.features))
+        return Traffic(options, seed, train, candidates, user, initial_ranker(dataset, seed=seed)(train.features))
 
     def shown(self, ranker: Path | None) -> Log:
         """Every request as the ranker of a run directory shows it, or that of day 0."""
@@ -189,9 +189,9 @@ class World:
 class Bucket:
     """One bucket of a run, from day to day; it holds the logs of its own days alone."""
 
-    def __init__(self, world: World, number: int, folder: Path) -> None:
-        self.world, self.number = world, number
-        self.folder = _bucket_folder(world.options, folder, number)
+    def __init__(self, traffic: Traffic, number: int, folder: Path) -> None:
+        self.traffic, self.number = traffic, number
+        self.folder = _bucket_folder(traffic.options, folder, number)
         self._logs: dict[int, Log] = {}
 
     def day(self, day: int) -> dict[str, Any]:
@@ -200,11 +200,11 @@ class Bucket:
         if not record.is_file():
             if day:
                 self._train(day)
-            shown = self.world.shown(self._ranker(day))
-            self._logs[day] = log = self.world.served(shown, self.number, day)
-            theta = self.world.theta(self._ranker(day))
-            expected = self.world.expected(shown)
-            about = {"day": day, **metric_of(log, self.world.options.label), "expected": expected, "theta": theta}
+            shown = self.traffic.shown(self._ranker(day))
+            self._logs[day] = log = self.traffic.served(shown, self.number, day)
+            theta = self.traffic.theta(self._ranker(day))
+            expected = self.traffic.expected(shown)
+            about = {"day": day, **metric_of(log, self.traffic.options.label), "expected": expected, "theta": theta}
             write_json(record, about)
         found: dict[str, Any] = read_json(record)
         return found
@@ -213,19 +213,19 @@ class Bucket:
         return self.folder / f"day-{day:02}" / "ranker" if day else None
 
     def _train(self, day: int) -> None:
-        ranker, options = self.folder / f"day-{day:02}" / "ranker", self.world.options
+        ranker, options = self.folder / f"day-{day:02}" / "ranker", self.traffic.options
         if (ranker / "model").is_dir():
             return
         first = max(0, day - options.window) if options.window else 0
         self._logs = {d: self._log(d) for d in range(first, day)}
-        log = self.world.learned_from(list(self._logs.values()))
-        config = options.config(self.number, day, self.world.seed)
+        log = self.traffic.learned_from(list(self._logs.values()))
+        config = options.config(self.number, day, self.traffic.seed)
         run_training(config, ranker, log=log, warm_start=self._ranker(day - 1), resume=True)
 
     def _log(self, day: int) -> Log:
         """A day's log: what it was when the day was served, drawn again if that was in another process."""
         if day not in self._logs:
-            return self.world.served(self.world.shown(self._ranker(day)), self.number, day)
+            return self.traffic.served(self.traffic.shown(self._ranker(day)), self.number, day)
         return self._logs[day]
 
 
@@ -249,34 +249,36 @@ def run_one(options: LiveOptions, out: Path, run: int, on_done: OnDone = lambda 
 
     What is finished there is not done again, so that the same call goes on after a kill, to the same result.
     """
-    world, folder = World.make(options, run), out / f"run-{run}"
-    _check_methods(world)
-    _same_options(world, folder)
+    traffic, folder = Traffic.make(options, run), out / f"run-{run}"
+    _check_methods(traffic)
+    _same_options(traffic, folder)
     names, days = options.buckets, range(options.days + 1)
     buckets: dict[str, list[dict[str, Any]]] = {}
     for number, name in enumerate(names):
-        bucket = Bucket(world, number, folder)
+        bucket = Bucket(traffic, number, folder)
         buckets[name] = []
         for day in days:
             buckets[name].append(bucket.day(day))
             on_done(number * len(days) + day + 1, len(names) * len(days), f"{folder.name}, {name}, day {day}")
     control = buckets[names[0]]
     lifts = {name: lifts_between(buckets[name], control) for name in names[1:]}
-    return {"run": run, "seed": world.seed, "buckets": buckets, "lifts": lifts}
+    return {"run": run, "seed": traffic.seed, "buckets": buckets, "lifts": lifts}
 
 
-def _check_methods(world: World) -> None:
+def _check_methods(traffic: Traffic) -> None:
     """Refuse entries that cannot be made ahead of any work."""
-    log = world.learned_from([world.served(world.shown(None), 0, 0)])
-    for bucket in range(len(world.options.entries)):
-        config = world.options.config(bucket, 1, world.seed)
+    log = traffic.learned_from([traffic.served(traffic.shown(None), 0, 0)])
+    for bucket in range(len(traffic.options.entries)):
+        config = traffic.options.config(bucket, 1, traffic.seed)
         make_method(config.method, method_inputs(config, log), **config.method_options)
 
 
-def _same_options(world: World, folder: Path) -> None:
+def _same_options(traffic: Traffic, folder: Path) -> None:
     """Refuse a folder made with other options; days may be added."""
-    fingerprint = cached_dataset(world.options.data, world.options.data_dir).fingerprint
-    own = json.loads(json.dumps({**asdict(world.options), "days": None, "data_dir": None, "fingerprint": fingerprint}))
+    fingerprint = cached_dataset(traffic.options.data, traffic.options.data_dir).fingerprint
+    own = json.loads(
+        json.dumps({**asdict(traffic.options), "days": None, "data_dir": None, "fingerprint": fingerprint})
+    )
     kept = folder / "options.json"
     if not kept.is_file():
         write_json(kept, own)
@@ -344,7 +346,7 @@ class BucketTask:
         return _record(_bucket_folder(self.options, self.folder, self.bucket), self.options.days).is_file()
 
     def perform(self) -> str:
-        bucket = Bucket(World.make(self.options, self.run), self.bucket, self.folder)
+        bucket = Bucket(Traffic.make(self.options, self.run), self.bucket, self.folder)
         for day in range(self.options.days + 1):
             if time.monotonic() < self.until:
                 bucket.day(day)
@@ -367,9 +369,9 @@ def run_live(
         raise OptionError("there should be one run or more", got=runs)
     if workers is not None:
         for run in range(runs):
-            world = World.make(options, run)
-            _check_methods(world)
-            _same_options(world, out / f"run-{run}")
+            traffic = Traffic.make(options, run)
+            _check_methods(traffic)
+            _same_options(traffic, out / f"run-{run}")
         pairs = [(run, bucket) for run in range(runs) for bucket in range(len(options.entries))]
         tasks = [BucketTask(options, str(out), run, bucket, workers.until) for run, bucket in pairs]
         workers.run(tasks, on_done)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+NUMBERS_AT_ONCE = 1 << 22  # of a matrix, where its columns are summed up
 LIMIT = 10.0  # standardised features are clipped here: one outlier should not decide a score
 
 
@@ -40,7 +41,7 @@ class FeatureEncoder(nn.Module):
             nn.init.zeros_(embedding.weight[0])  # type: ignore[index]  # what was never seen says nothing
         self.width = len(numeric) + sum(dimensions.values())
 
-    def fit(self, matrix: np.ndarray, block: int = 1 << 16) -> None:
+    def fit(self, matrix: np.ndarray) -> None:
         """Learn mean and deviation from rows of features, in double precision and block by block.
 
         Inputs that a method adds behind the features are left as they are.
@@ -48,6 +49,7 @@ class FeatureEncoder(nn.Module):
         columns = self.numeric.cpu().numpy()
         columns = columns[columns < matrix.shape[1]]
         total, squares = np.zeros(len(columns)), np.zeros(len(columns))
+        block = max(1, NUMBERS_AT_ONCE // max(1, matrix.shape[1]))
         for start in range(0, len(matrix), block):
             rows = matrix[start : start + block][:, columns].astype(np.float64)
             total += rows.sum(0)
