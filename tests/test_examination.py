@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ultr import examination
 from ultr.errors import DataError
 from ultr.examination import _likelihood, estimate_examination, fit_table, logging_score, read_propensities
 from ultr.labels import Label
@@ -89,8 +90,8 @@ def test_any_table_gives_probabilities_and_no_less_likelihood_than_click_rates(s
         assert _likelihood(shown, clicked, found.theta, found.zeta, found.beta) >= least - 1e-2 * least.abs() - 1e-6
 
 
-def confounded_log(requests: int = 3000, seed: int = 0):
-    """Ten items by a ranker that knows half of what makes them relevant."""
+def confounded_log(requests: int = 3000, seed: int = 0, *, linear: bool = True):
+    """Ten items by a ranker that knows half of what makes them relevant; linear in the features, or not at all."""
     rng = np.random.default_rng(seed)
     log = Log(
         features=rng.normal(size=(10 * requests, 4)).astype(np.float32),
@@ -98,17 +99,51 @@ def confounded_log(requests: int = 3000, seed: int = 0):
         request_ids=pa.array([f"r{i}" for i in range(requests)]),
         feature_names=("f0", "f1", "f2", "f3"),
     )
-    worth = log.features[:, 0] + log.features[:, 1]
+    known = log.features[:, 0] if linear else log.features[:, 0] * log.features[:, 3]
+    worth = known + log.features[:, 1]
     grades = np.clip(np.round(1.5 + 1.2 * worth + 0.5 * rng.normal(size=len(worth))), 0, 4).astype(np.float32)
-    logged = log.features[:, 0] + 0.3 * log.features[:, 2]
+    logged = known + 0.3 * log.features[:, 2]
     order = np.argsort(-logged.reshape(requests, 10), axis=1).argsort(axis=1) + 1
     return replace(log, relevance=grades, positions=order.reshape(-1).astype(np.int64)), logged
 
 
-def test_the_logging_score_is_recovered_from_the_order_alone():
+def largest_error(log: Log, seed: int = 0) -> float:
+    found = estimate_examination(log, Label("click"), user=User(dwell=None), sessions=500_000, seed=seed)
+    return float(np.abs(found.theta.numpy() / found.theta[0].item() / RELATIVE - 1).max())
+
+
+def test_the_logging_score_is_recovered_from_the_order_alone(monkeypatch):
     log, logged = confounded_log()
+    monkeypatch.setattr(examination, "_network_score", lambda *_: pytest.fail("a linear order needs no network"))
     found = logging_score(log)
     assert np.corrcoef(found, logged)[0, 1] > 0.99
+
+
+def test_an_order_that_is_not_linear_is_recovered_by_a_network(monkeypatch):
+    log, logged = confounded_log(linear=False)
+    score = logging_score(log)
+    assert np.corrcoef(score, logged)[0, 1] > 0.9
+    monkeypatch.setattr(examination, "logging_score", lambda *_, **__: score)
+    error = largest_error(log)
+    assert error < 0.15
+    monkeypatch.undo()
+    monkeypatch.setattr(examination, "MUCH_OPEN", np.inf)
+    assert abs(np.corrcoef(logging_score(log), logged)[0, 1]) < 0.5
+    assert largest_error(log) > 2 * error
+
+
+def test_a_network_that_explains_no_more_is_not_used(monkeypatch):
+    log, _ = confounded_log(requests=800)
+    rng = np.random.default_rng(1)
+    shuffled = replace(log, positions=np.concatenate([rng.permutation(10) + 1 for _ in range(len(log))]))
+    tried = []
+    original = examination._network_score
+    monkeypatch.setattr(examination, "NETWORK_STEPS", 100)
+    monkeypatch.setattr(examination, "_network_score", lambda *given: tried.append(original(*given)) or tried[-1])
+    found = logging_score(shuffled)
+    assert len(tried) == 1  # a random order is left open by any score
+    monkeypatch.setattr(examination, "MUCH_OPEN", np.inf)
+    np.testing.assert_array_equal(found, logging_score(shuffled))
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -117,10 +152,7 @@ def test_theta_is_recovered_from_lists_in_a_rankers_order_and_in_random_order(sh
     if shuffled:
         rng = np.random.default_rng(1)
         log = replace(log, positions=np.concatenate([rng.permutation(10) + 1 for _ in range(len(log))]))
-    errors = []
-    for seed in range(5):
-        found = estimate_examination(log, Label("click"), user=User(dwell=None), sessions=500_000, seed=seed)
-        errors.append(np.abs(found.theta.numpy() / found.theta[0].item() / RELATIVE - 1).max())
+    errors = [largest_error(log, seed) for seed in range(3 if shuffled else 5)]
     assert np.mean(errors) < (0.05 if shuffled else 0.15), errors
 
 

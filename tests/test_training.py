@@ -11,9 +11,9 @@ from ultr.errors import DataError, OptionError
 from ultr.labels import Label
 from ultr.lists import ListBatches
 from ultr.methods import MethodInputs, make_method
-from ultr.rankers import FeatureEncoder, make_ranker
+from ultr.rankers import FeatureEncoder, make_ranker, score_rows
 from ultr.simulate import User, simulate_log
-from ultr.training import Feed, TrainingOptions, choose_device, score_rows, start, step_seed, take_step, train
+from ultr.training import Feed, TrainingOptions, choose_device, start, step_seed, take_step, train
 
 CPU = torch.device("cpu")
 

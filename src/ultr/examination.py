@@ -3,7 +3,7 @@
 Clicks fall with position because lower items are seen less, and because the ranker that logged them put worse items
 there. Items that this ranker thought alike tell the two apart: where it put them apart, only examination differs. So
 
-1. its score is recovered from the order it showed, by a linear Plackett-Luce model of the features;
+1. its score is recovered from the order it showed, by a Plackett-Luce model of the features, linear or a network;
 2. items are put into strata by that score and by its mean over their list (which decides how high an item stands);
 3. in P(c>0) = θ_k β_s, β is free in each stratum s, and EM gives θ.
 
@@ -27,14 +27,20 @@ from ultr.bias import item_log_likelihood, quotient, relevance_posterior, sums_b
 from ultr.errors import DataError
 from ultr.files import content_kind, existing_file
 from ultr.labels import Label
-from ultr.lists import Lists
+from ultr.lists import ListBatches, Lists
 from ultr.log import Log
-from ultr.rankers import FeatureEncoder, LinearRanker
+from ultr.rankers import FeatureEncoder, LinearRanker, make_ranker, score_rows
 from ultr.simulate import User
 
 SCORED_ROWS = 20_000  # at least, and thirty a feature, that the logging score is learned from
 STRATA = 20  # along each of the two axes, where there are clicks enough
 CLICKS_IN_STRATUM = 25
+HELD_OUT = 1000  # requests, at most, by which a network is judged beside a linear score
+FEW_REQUESTS = 500  # too few to learn a network from
+MUCH_OPEN = 0.2  # of the order of items, in nats, of what is open without any score
+CLEARLY_MORE = 0.02  # of the same, that a network must explain beyond a linear score
+NETWORK = {"hidden": (128, 64), "dropout": 0.1}
+NETWORK_RATE, NETWORK_STEPS, NETWORK_LOOKS, NETWORK_PATIENCE = 3e-3, 1000, 50, 3
 LEAST = 1e-3  # rarer examination cannot be told from none
 START = 0.7  # of θ where it is largest: leaves room on either side, as clicks do not tell the scale
 
@@ -160,39 +166,99 @@ def strata_by_logging_score(
 
 
 def logging_score(log: Log, *, seed: int = 0, categories: Mapping[int, int] | None = None) -> np.ndarray:
-    """A linear score of each row under which the order of positions is most likely (Plackett-Luce), by L-BFGS.
+    """A score of each row under which the order of positions is most likely (Plackett-Luce).
 
-    It is learned from random requests if the log is large.
+    It is linear in the features, unless that leaves much of the order of held-out requests open and a network explains
+    more of it. It is learned from random requests if the log is large.
     """
     torch.manual_seed(seed)
+    order = np.random.default_rng(seed).permutation(len(log))
+    enough = np.searchsorted(np.cumsum(log.lengths[order]), max(SCORED_ROWS, 30 * len(log.feature_names)))
+    held = order[len(order) - min(HELD_OUT, len(order) // 5) :]
+    learned = order[: len(order) - len(held)]
+    chosen = order[: int(enough) + 1]
+    linear = _linear_score(log, chosen, categories)
+    if len(learned) > FEW_REQUESTS:
+        judged = _by_position(Lists.from_log(log.select(np.sort(held))))
+        rival = linear if len(chosen) <= len(learned) else _linear_score(log, learned, categories)
+        nothing = float(_order_loss(torch.zeros(judged[1].shape), judged[1]))
+        left = _left_open(rival, judged)
+        if left > MUCH_OPEN * nothing:
+            network, open_still = _network_score(log, learned, judged, categories, seed)
+            if open_still < left - CLEARLY_MORE * nothing:
+                return score_rows(network, log.features)
+    return score_rows(linear, log.features)
+
+
+def _linear_score(log: Log, requests: np.ndarray, categories: Mapping[int, int] | None) -> LinearRanker:
     ranker = LinearRanker(FeatureEncoder(len(log.feature_names), categories))
     ranker.encoder.fit(log.features)
     torch.nn.init.zeros_(ranker.output.weight)  # what no list varies in should stay without weight
-    order = np.random.default_rng(seed).permutation(len(log))
-    enough = np.searchsorted(np.cumsum(log.lengths[order]), max(SCORED_ROWS, 30 * len(log.feature_names)))
-    chosen = log.select(np.sort(order[: int(enough) + 1]))
-    lists = Lists.from_log(chosen)
-    by_position = torch.where(lists.where, lists.shown_positions, torch.iinfo(torch.int64).max).argsort(dim=-1)
-    where = lists.where.gather(-1, by_position)
+    features, where = _by_position(Lists.from_log(log.select(np.sort(requests))))
     optimizer = torch.optim.LBFGS(ranker.parameters(), max_iter=100, history_size=20, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        scores = ranker(lists.features).gather(-1, by_position).masked_fill(~where, -1e9)
-        below = scores.flip(-1).logcumsumexp(-1).flip(-1)
-        loss = torch.where(where, below - scores, 0.0).sum() / where.sum()
-        loss = loss + 1e-4 * ranker.output.weight.square().sum()
+        loss = _order_loss(ranker(features), where) + 1e-4 * ranker.output.weight.square().sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
-    found = np.empty(log.rows, np.float32)
-    with torch.no_grad():
-        for start in range(0, log.rows, 1 << 16):
-            found[start : start + (1 << 16)] = ranker(
-                torch.from_numpy(np.array(log.features[start : start + (1 << 16)]))
-            )
-    return found
+    return ranker
+
+
+def _network_score(
+    log: Log,
+    requests: np.ndarray,
+    judged: tuple[Tensor, Tensor],
+    categories: Mapping[int, int] | None,
+    seed: int,
+) -> tuple[torch.nn.Module, float]:
+    """A small network as it was where it explained the order of held-out requests best, and what it left open."""
+    network = make_ranker("mlp", FeatureEncoder(len(log.feature_names), categories), **NETWORK)
+    for module in network.modules():
+        if isinstance(module, FeatureEncoder):
+            module.fit(log.features)
+    lists, rng = ListBatches(log), np.random.default_rng(seed)
+    optimizer = torch.optim.Adam(network.parameters(), lr=NETWORK_RATE)
+    best, weights, waited = np.inf, network.state_dict(), 0
+    for step in range(1, NETWORK_STEPS + 1):
+        network.train()
+        batch = torch.from_numpy(rng.choice(requests, min(256, len(requests)), replace=False))
+        features, where = _by_position(lists[batch])
+        optimizer.zero_grad()
+        _order_loss(network(features), where).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if step % NETWORK_LOOKS == 0:
+            left = _left_open(network.eval(), judged)
+            waited += 1
+            if left < best:
+                best, waited = left, 0
+                weights = {name: values.clone() for name, values in network.state_dict().items()}
+            if waited == NETWORK_PATIENCE:
+                break
+    network.load_state_dict(weights)
+    return network.eval(), best
+
+
+def _by_position(lists: Lists) -> tuple[Tensor, Tensor]:
+    """The features of lists in the order that was shown, and what of it is no padding."""
+    order = torch.where(lists.where, lists.shown_positions, torch.iinfo(torch.int64).max).argsort(dim=-1)
+    features = lists.features.gather(-2, order[..., None].expand_as(lists.features))
+    return features, lists.where.gather(-1, order)
+
+
+def _order_loss(scores: Tensor, where: Tensor) -> Tensor:
+    """Minus the log of the Plackett-Luce probability of the order that is given, a row."""
+    scores = scores.masked_fill(~where, -1e9)
+    below = scores.flip(-1).logcumsumexp(-1).flip(-1)
+    return torch.where(where, below - scores, 0.0).sum() / where.sum()
+
+
+@torch.no_grad()
+def _left_open(ranker: torch.nn.Module, judged: tuple[Tensor, Tensor]) -> float:
+    features, where = judged
+    return float(_order_loss(ranker(features), where))
 
 
 def fit_table(

@@ -20,8 +20,8 @@ from ultr.files import atomic_path
 from ultr.labels import Label
 from ultr.log import Log
 from ultr.methods import Method
-from ultr.rankers import FeatureEncoder, Synthesised, WithConstants, make_ranker
-from ultr.training import choose_device, score_rows
+from ultr.rankers import FeatureEncoder, Synthesised, WithConstants, make_ranker, score_rows
+from ultr.training import choose_device
 
 FORMAT = 1
 

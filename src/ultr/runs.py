@@ -39,6 +39,7 @@ from ultr.log import Log, read_log
 from ultr.methods import Method, MethodInputs, make_method, thresholds
 from ultr.metrics import parse_metric
 from ultr.models import save_model
+from ultr.rankers import score_rows
 from ultr.simulate import User, make_user, simulate_log
 from ultr.training import (
     Feed,
@@ -47,7 +48,6 @@ from ultr.training import (
     TrainingState,
     choose_device,
     fit_first,
-    score_rows,
     start,
     train,
 )

@@ -284,15 +284,3 @@ def take_step(state: TrainingState, lists: Lists, options: TrainingOptions) -> T
     optimizer.step()
     state.step += 1
     return loss.detach()
-
-
-@torch.no_grad()
-def score_rows(
-    score: Callable[[Tensor], Tensor], features: np.ndarray, *, device: Any, block: int = 1 << 15
-) -> np.ndarray:
-    """Scores of rows, block by block."""
-    scores = np.empty(len(features), np.float32)
-    for first in range(0, len(features), block):
-        rows = torch.from_numpy(np.array(features[first : first + block])).to(device)
-        scores[first : first + block] = score(rows).float().cpu().numpy()
-    return scores

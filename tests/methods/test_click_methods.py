@@ -18,7 +18,7 @@ from conftest import make_shown_log
 from ultr.errors import OptionError
 from ultr.examination import LEAST
 from ultr.labels import DEFAULT_LABEL, Label
-from ultr.lists import Lists
+from ultr.lists import ListBatches, Lists
 from ultr.methods import Method, MethodInputs, make_method, thresholds
 from ultr.methods.base import POSITION_SPEED
 from ultr.methods.pairwise_debias import LEAST as LEAST_RATIO
@@ -782,7 +782,7 @@ def test_steps_add_up_in_one_optimizer_at_the_rate_of_the_schedule():
     method = make_method("ipw-pointwise", given_inputs)
     options = TrainingOptions(steps=5, lr=0.1, schedule="linear", optimizer="adagrad", clip=0.0, device="cpu")
     state = start(method, log, options)
-    other, feed = copy.deepcopy(method), Feed(log, batch=16, seed=0, device=torch.device("cpu"))
+    other, feed = copy.deepcopy(method), Feed(ListBatches(log), batch=16, seed=0)
     parameters = list(other.parameters())
     squares = [torch.zeros_like(p) for p in parameters]
     for step in range(5):

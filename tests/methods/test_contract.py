@@ -17,8 +17,9 @@ from ultr.lists import ListBatches, Lists
 from ultr.log import Log
 from ultr.methods import METHODS, Method, MethodInputs, make_method
 from ultr.methods.base import FeedbackMethod
+from ultr.rankers import score_rows
 from ultr.simulate import User, simulate_log
-from ultr.training import Feed, TrainingOptions, fit_first, score_rows, start, take_step, train
+from ultr.training import Feed, TrainingOptions, fit_first, start, take_step, train
 
 FEATURES = 5
 
@@ -204,7 +205,7 @@ def test_a_tiny_unbiased_set_is_learned(name):
     state = start(method, log, options)
     user = User(epsilon=0.0).unbiased()
     fit_first(method, log, options, user=user)
-    feed = Feed(log, batch=64, seed=0, device=torch.device("cpu"), user=user)
+    feed = Feed(ListBatches(log), batch=64, seed=0, user=user)
 
     def evaluate(trained: Method) -> dict[str, float]:
         scores = score_rows(trained.score, log.features, device="cpu")

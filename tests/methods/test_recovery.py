@@ -20,11 +20,12 @@ from torch import Tensor
 
 from ultr.evaluation import evaluate_scores, paired_test
 from ultr.labels import Label
-from ultr.lists import Lists
+from ultr.lists import ListBatches, Lists
 from ultr.log import Log
 from ultr.methods import MethodInputs, make_method
+from ultr.rankers import score_rows
 from ultr.simulate import EYE_TRACKING, TrustUser, User, default_mistrust, default_trust, simulate_log
-from ultr.training import Feed, TrainingOptions, fit_first, score_rows, start, take_step
+from ultr.training import Feed, TrainingOptions, fit_first, start, take_step
 
 FEATURES, ITEMS, REQUESTS, STEPS = 5, 10, 1500, 600
 POSITIONS = tuple(range(1, ITEMS + 1))
@@ -89,7 +90,7 @@ def learned(
 ) -> tuple[dict[str, Any] | None, np.ndarray]:
     """What a method reports of bias, and its NDCG@10 on each of other requests."""
     torch.manual_seed(0)
-    log, user, cpu = world(0, ordered=ordered), USERS[users](), torch.device("cpu")
+    log, user = world(0, ordered=ordered), USERS[users]()
     inputs = MethodInputs(
         Label(label),
         features=FEATURES,
@@ -102,7 +103,7 @@ def learned(
     trained = make_method(method, inputs)
     state = start(trained, log, options)
     fit_first(trained, log, options, user=user)
-    feed = Feed(log, batch=options.batch, seed=0, device=cpu, user=user)
+    feed = Feed(ListBatches(log), batch=options.batch, seed=0, user=user)
     for step in range(STEPS):
         take_step(state, feed(step), options)
     trained.eval()
@@ -193,7 +194,7 @@ def test_a_method_finds_its_bias_and_ranks_better_for_it(case: Case):
 
 def test_a_tower_with_context_finds_the_bias_of_each_device():
     """Users of the second device look half as deep; the device is a feature of the request."""
-    log, cpu = world(0, ordered=True), torch.device("cpu")
+    log = world(0, ordered=True)
     device = np.repeat(np.arange(REQUESTS) % 2, ITEMS)
     features = log.features.copy()
     features[:, -1] = device
@@ -213,7 +214,7 @@ def test_a_tower_with_context_finds_the_bias_of_each_device():
     )
     method = make_method("pal-click", inputs, context=log.feature_names[-1])
     options = TrainingOptions(steps=STEPS, batch=128, lr=0.05, schedule="cosine", device="cpu")
-    state, feed = start(method, drawn, options), Feed(drawn, batch=options.batch, seed=0, device=cpu)
+    state, feed = start(method, drawn, options), Feed(ListBatches(drawn), batch=options.batch, seed=0)
     for step in range(STEPS):
         take_step(state, feed(step), options)
     lists = Lists.from_log(drawn)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +18,16 @@ from ultr.rankers.linear import LinearRanker
 from ultr.rankers.mlp import MLPRanker
 from ultr.rankers.synthesised import Synthesised
 
-__all__ = ["RANKERS", "FeatureEncoder", "LinearRanker", "MLPRanker", "Synthesised", "WithConstants", "make_ranker"]
+__all__ = [
+    "RANKERS",
+    "FeatureEncoder",
+    "LinearRanker",
+    "MLPRanker",
+    "Synthesised",
+    "WithConstants",
+    "make_ranker",
+    "score_rows",
+]
 
 RANKERS: dict[str, Callable[..., nn.Module]] = {"linear": LinearRanker, "mlp": MLPRanker}
 
@@ -43,3 +53,15 @@ class WithConstants(nn.Module):
         beside = self.constants.expand(*features.shape[:-1], len(self.constants))
         scores: Tensor = self.ranker(torch.cat([features, beside], dim=-1))
         return scores
+
+
+@torch.no_grad()
+def score_rows(
+    score: Callable[[Tensor], Tensor], features: np.ndarray, *, device: torch.device | str = "cpu", block: int = 1 << 15
+) -> np.ndarray:
+    """Scores of rows, block by block."""
+    scores = np.empty(len(features), np.float32)
+    for first in range(0, len(features), block):
+        rows = torch.from_numpy(np.array(features[first : first + block])).to(device)
+        scores[first : first + block] = score(rows).float().cpu().numpy()
+    return scores
