@@ -90,7 +90,7 @@ def test_when_the_time_is_up_it_says_how_to_go_on(reproduce, tmp_path, monkeypat
     monkeypatch.setattr(labs, "load_dataset", lambda name, data_dir=None: None)
     monkeypatch.setattr(RunTask, "perform", lambda task: pytest.fail("a run was begun after the time was up"))
     options = "--quick", "--data", "synthetic", "--runs", 1, "--jobs", 1, "--out", tmp_path
-    code, out, err = reproduce("table1", *options, "--minutes", 0.0001)
+    code, out, err = reproduce("table1", *options, "--minutes", 1e-9)
     assert code == 3
     assert "table1: the time is up with 0 of 20 runs finished; give the same command to go on" in err  # 10 at 2 rates
     assert out == ""

@@ -3,6 +3,7 @@
 UltrError
 ├── OptionError          an option or argument is wrong: mend the call        (exit 2)
 ├── DataError            a file, table or array cannot be used as it is       (exit 1)
+│   ├── AbsentError      a named data set is not here
 │   └── ColumnError      a column is missing, misspelt or holds bad values
 ├── LabelError           a label expression cannot be parsed or computed      (exit 1)
 ├── OutputError          an output exists already or cannot be written        (exit 1)
@@ -36,6 +37,10 @@ class OptionError(UltrError):
 
 
 class DataError(UltrError):
+    pass
+
+
+class AbsentError(DataError):
     pass
 
 

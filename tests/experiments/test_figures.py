@@ -214,7 +214,10 @@ def test_gains_of_one_run_have_no_band(tmp_path, calls):
 
 
 def test_figures_of_one_run_are_plain_json(tmp_path, calls):
-    json.dumps(figure4(lab_of(tmp_path, runs=1)).to_json(), allow_nan=False)
+    plain = json.dumps(figure4(lab_of(tmp_path, runs=1)).to_json(), allow_nan=False)
+    gains = json.loads(plain)["figures"]["Default data (synthetic)"]["gain"][OPT]
+    assert {(gain["low"], gain["high"]) for gain in gains} == {(None, None)}
+    assert all(np.isfinite(gain["mean"]) for gain in gains)
 
 
 SURE = {"opt": [2.0, 2.1, 2.2], "dla": [1.0, 1.11, 1.2], "pal": [1.5, 1.61, 1.7], "lambdarank": [1.0, 1.0, 1.0]}

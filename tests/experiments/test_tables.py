@@ -397,6 +397,18 @@ def test_a_set_that_needs_a_package_is_absent_without_it(tmp_path, asked, monkey
         table1(lab_of(tmp_path, data=("ml-1m",)))
 
 
+def test_a_set_that_cannot_be_read_is_not_taken_for_absent(tmp_path):
+    folder = tmp_path / "data" / "yahoo"
+    folder.mkdir(parents=True)
+    for split in ("train", "valid", "test"):
+        (folder / f"set1.{split}.txt").write_text("1 qid:1 1:nan\n")
+    lab = lab_of(tmp_path, data=("yahoo", "synthetic"), data_dir=str(tmp_path / "data"))
+    with pytest.raises(DataError, match="not finite"):
+        table1(lab)
+    with pytest.raises(DataError, match="did you mean 'synthetic'"):
+        table1(lab_of(tmp_path, data=("synthetc", "synthetic")))
+
+
 @pytest.mark.parametrize(
     ("world", "name", "label", "metric"),
     [

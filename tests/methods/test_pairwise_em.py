@@ -253,6 +253,7 @@ def test_options_are_checked():
         ({"loss": "ipw", "weights": "posterior"}, "loss=ipw does not go with weights=posterior"),
         ({"loss": "posterior", "weights": "paper"}, "loss=posterior does not go with weights=paper"),
         ({"loss": "opt", "trust": "pairs"}, "add weights=exact"),
+        ({"loss": "opt", "max_weight": 5}, "max_weight clips weights that correct pairs"),
     ):
         with pytest.raises(OptionError, match=match):
             make_method("pairwise-em", inputs(), **options)

@@ -21,7 +21,9 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="Folder of the results; what is finished there is not run again.")] = Path(
         "reproduce"
     ),
-    runs: Annotated[int, typer.Option(help="Runs of each method; 0: ten, or three with --quick.", min=0)] = 0,
+    runs: Annotated[
+        int, typer.Option(help="Runs of each method; 0: ten, or three with --quick (live: five, two).", min=0)
+    ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A small network and few runs: minutes on two cores.")] = False,
     data: Annotated[str | None, typer.Option(help="Data sets, comma-separated; if not given, the paper's.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of data sets (or ULTR_DATA).")] = None,

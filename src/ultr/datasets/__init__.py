@@ -12,7 +12,7 @@ from ultr.datasets.initial import initial_ranker, ranking_svm, show
 from ultr.datasets.letor import read_letor
 from ultr.datasets.movielens import read_movielens
 from ultr.datasets.synthetic import make_synthetic
-from ultr.errors import DataError, nearest
+from ultr.errors import AbsentError, DataError, nearest
 
 __all__ = ["DATASETS", "SPLITS", "Dataset", "Source", "initial_ranker", "load_dataset", "ranking_svm", "show"]
 
@@ -55,10 +55,10 @@ def load_dataset(name: str | Path, *, data_dir: str | Path | None = None) -> Dat
         folder = data_dir or os.environ.get("ULTR_DATA")
         if not folder:
             mend = "name the folder that holds it with --data-dir or ULTR_DATA"
-            raise DataError(f"where is {name}? {source.get}", mend=mend)
+            raise AbsentError(f"where is {name}? {source.get}", mend=mend)
         path = Path(folder) / str(name)
         if not path.exists():
-            raise DataError(f"{name} is not here; {source.get}", where=path, mend=f"put it into {path}")
+            raise AbsentError(f"{name} is not here; {source.get}", where=path, mend=f"put it into {path}")
         return source.read(path)
     if not Path(name).exists():
         known = ["synthetic", *DATASETS]

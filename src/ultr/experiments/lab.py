@@ -10,7 +10,7 @@ from typing import Any
 from ultr.checkpoint import write_json
 from ultr.compare import DEFAULT_RATES, Comparison, Entry, Plan, Workers, compare_all
 from ultr.datasets import load_dataset
-from ultr.errors import DataError, MissingExtraError
+from ultr.errors import AbsentError, DataError, MissingExtraError
 from ultr.experiments.claims import Claim, claims_text
 from ultr.experiments.paper import CUTOFFS
 from ultr.files import atomic_path
@@ -122,13 +122,16 @@ class Lab:
         return dict(zip(worlds, compare_all(plans, self.workers, self.on_done), strict=True))
 
     def find(self, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """Which of the data sets are here, and of those that are not, where to get them and where to put them."""
+        """Which of the data sets are here, and of those that are not, where to get them and where to put them.
+
+        One that is here and cannot be read is an error: it must not be taken for absent.
+        """
         here, absent = [], {}
         for name in self.data or names:
             try:
                 load_dataset(name, data_dir=self.data_dir)  # once, so that runs find it prepared
                 here.append(name)
-            except (DataError, MissingExtraError) as error:
+            except (AbsentError, MissingExtraError) as error:
                 absent[name] = str(error)
         if not here:
             raise DataError("none of the data sets is here", got="; ".join(absent.values()))

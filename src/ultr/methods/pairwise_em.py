@@ -25,6 +25,7 @@ from ultr.metrics import batch_innermost
 from ultr.simulate import User
 
 LEAST_THETA = 0.01  # in a weight
+MAX_WEIGHT = 10.0  # of a pair
 
 
 class PairwiseEM(Method):
@@ -69,7 +70,7 @@ class PairwiseEM(Method):
         trust: str | None = None,
         targets: str = "soft",
         variant: str = "standard",
-        max_weight: float = 10.0,
+        max_weight: float | None = None,
     ) -> None:
         super().__init__(inputs)
         if scale == "estimated" and theta != "regression":
@@ -84,7 +85,10 @@ class PairwiseEM(Method):
             raise OptionError(f"loss={loss} does not go with weights={weights}", mend="leave one of them out")
         if weights == "posterior" and trust == "pairs":
             raise OptionError("trust in pairs is for weights that correct pairs", mend="add weights=exact")
-        self.kind, self.weights, self.max_weight, self.released = loss, weights, max_weight, variant == "released"
+        if weights == "posterior" and max_weight is not None and not inputs.truth:
+            raise OptionError("max_weight clips weights that correct pairs", mend="add weights=exact, or leave it out")
+        self.kind, self.weights, self.released = loss, weights, variant == "released"
+        self.max_weight = MAX_WEIGHT if max_weight is None else max_weight
         self.trust = trust or ("pairs" if loss in ("opt", "bayes-ipw") and weights != "posterior" else "none")
         self.bias_model = BiasModel(
             inputs,
