@@ -59,6 +59,11 @@ def log_from_table(
     weights = None
     if columns.weight is not None:
         weights = _request_weights(row_values(columns.weight, "weight"), offsets, columns.weight, where)
+    context = {
+        part: values
+        for part, name in columns.context.items()
+        if (values := _request_context(table[name], part, name, order, offsets, where)) is not None
+    }
     items = None if columns.item is None else _combined(table[columns.item])
     return Log(
         features=features if order is None else features[order],
@@ -71,7 +76,9 @@ def log_from_table(
         weights=weights,
         item_ids=items if items is None or order is None else items.take(pa.array(order)),
         vocabularies=vocabularies,
+        context=context,
         unused_columns=tuple(unused),
+        came_in_order=order is None,
     )
 
 
@@ -242,6 +249,27 @@ def _request_weights(weights: np.ndarray, offsets: np.ndarray, name: str, where:
     if (first == 0).any():
         raise ColumnError(f"weight column '{name}' should be positive", where=where, got=0, mend="drop those requests")
     return np.asarray(first)
+
+
+def _request_context(
+    column: pa.ChunkedArray, part: str, name: str, order: np.ndarray | None, offsets: np.ndarray, where: object
+) -> Any:
+    """The query, segment or mark of each request; None for a query that differs within requests, and so is none."""
+    values = _combined(column)
+    if part == "randomised":
+        values = pa.array(_numeric(column, name, part, where) != 0)
+    try:
+        codes = pc.fill_null(values.dictionary_encode().indices, -1).to_numpy(zero_copy_only=False)
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
+        raise ColumnError(f"'{name}' cannot be a {part}", where=where, got=f"type {values.type}") from error
+    rows = np.arange(len(codes)) if order is None else order
+    first = rows[offsets[:-1]]
+    if (np.repeat(codes[first], np.diff(offsets)) != codes[rows]).any():
+        if part == "query":
+            return None
+        mend = "it is said of whole requests; leave it out if it is not"
+        raise ColumnError(f"column '{name}' ({part}) should have one value per request", where=where, mend=mend)
+    return values.take(pa.array(first))
 
 
 def _features(

@@ -45,6 +45,9 @@ def read_log(
     relevance: str | None = None,
     weight: str | None = None,
     item: str | None = None,
+    query: str | None = None,
+    segment: str | None = None,
+    randomised: str | None = None,
     missing: Missing = "refuse",
 ) -> Log:
     """Read a log from a Parquet, Arrow, CSV or SVMlight file (CSV and SVMlight also gzipped), a folder of Parquet
@@ -52,7 +55,8 @@ def read_log(
 
     There is one row per item shown, in any order; or one row per request, with lists. Columns not named are found by
     the names people use (`request`, `position`, `click`, `features`, ...). Columns named in `categorical` become
-    features that rankers embed. `missing="keep"` lets NaN features pass.
+    features that rankers embed. A request may have a `query`, which tells when its items recur, a `segment`, and a mark
+    that its order was `randomised`. `missing="keep"` lets NaN features pass.
     """
     named: dict[str, Any] = {
         "request": request,
@@ -63,6 +67,9 @@ def read_log(
         "relevance": relevance,
         "weight": weight,
         "item": item,
+        "query": query,
+        "segment": segment,
+        "randomised": randomised,
     }
     if not isinstance(source, str | Path):
         return _from_table(_as_table(source), named, where=f"the {type(source).__name__}", missing=missing)
@@ -93,7 +100,8 @@ def _read_csv(path: Path, named: dict[str, Any], missing: Missing) -> Log:
         delimiter = "\t" if ".tsv" in path.name.lower() else max(",;\t|", key=first_line.count)
         names = [name.strip() for name in next(csv.reader([first_line], delimiter=delimiter))]
     columns = resolve_columns(pa.schema([(name, pa.float64()) for name in names]), where=path, **named)
-    ids = [name for name in (columns.request, columns.item, *columns.categorical) if name is not None]
+    texts = (columns.context.get("query"), columns.context.get("segment"))
+    ids = [n for n in (columns.request, columns.item, *texts, *columns.categorical) if n is not None]
     with _as_data_error(path, "CSV"):
         table = pa.csv.read_csv(
             pa.input_stream(str(path), compression=compression),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -21,7 +21,11 @@ NAMES = {
     "relevance": "relevance true_relevance grade",
     "weight": "weight request_weight sample_weight",
     "item": "item item_id doc doc_id docid document_id product_id movie_id video_id article_id",
+    "query": "query query_id qid query_text",
+    "segment": "",
+    "randomised": "randomised randomized",
 }
+CONTEXT = ("query", "segment", "randomised")  # what a whole request has
 ACTIONS = (
     "click clicks clicked dwell dwell_time watch watch_time watch_ratio like liked share shared save saved comment "
     "follow favorite cart add_to_cart purchase purchased order ordered revenue conversion converted"
@@ -43,10 +47,11 @@ class Columns:
     relevance: str | None
     weight: str | None
     item: str | None
+    context: Mapping[str, str]  # query, segment, randomised: where there is one, its column
 
     @property
     def used(self) -> list[str]:
-        single = [self.request, self.position, self.relevance, self.weight, self.item]
+        single = [self.request, self.position, self.relevance, self.weight, self.item, *self.context.values()]
         return [name for name in single if name is not None] + [*self.actions, *self.features, *self.categorical]
 
     def unused(self, names: Iterable[str]) -> list[str]:
@@ -66,6 +71,9 @@ def resolve_columns(
     relevance: str | None = None,
     weight: str | None = None,
     item: str | None = None,
+    query: str | None = None,
+    segment: str | None = None,
+    randomised: str | None = None,
 ) -> Columns:
     """Give each part its column: the one named, or else the first of the usual names that is there.
 
@@ -77,7 +85,7 @@ def resolve_columns(
     if twice is not None:
         raise ColumnError("column names should differ", where=where, got=f"'{twice}' twice", mend="rename one")
     given = [wanted for wanted in (actions, features, categorical) if wanted is not None]
-    asked = _asked(request, position, relevance, weight, item, several=given) & set(names)
+    asked = _asked(request, position, relevance, weight, item, query, segment, randomised, several=given) & set(names)
     # A column that the caller gives a part is not looked at for any other.
     by_lower = {name.lower(): name for name in reversed(names) if name not in asked}
 
@@ -96,8 +104,12 @@ def resolve_columns(
             "relevance": relevance,
             "weight": weight,
             "item": item,
+            "segment": segment,
+            "randomised": randomised,
         }.items()
     }
+    by_lower = {lower: name for lower, name in by_lower.items() if name != single["request"]}
+    single["query"] = one("query", query)
     free = [n for n in names if n not in asked and n not in single.values()]
     if actions is None:
         chosen_actions = _saved(schema, ACTIONS_KEY) or _usual_actions(schema, free)
@@ -121,6 +133,7 @@ def resolve_columns(
         relevance=single["relevance"],
         weight=single["weight"],
         item=single["item"],
+        context={part: name for part in CONTEXT if (name := single[part]) is not None},
     )
     _check(columns, names, where)
     return columns

@@ -20,7 +20,7 @@ FEATURE_NAMES_KEY = b"ultr.feature_names"
 ACTIONS_KEY = b"ultr.actions"
 CATEGORICAL_KEY = b"ultr.categorical"
 ROW_GROUP_BYTES = 64 << 20
-RESERVED = {"request", "item", "position", "relevance", "weight", "features"}  # names of a written log's other columns
+RESERVED = {"request", "item", "position", "relevance", "weight", "features", "query", "segment", "randomised"}  # names of a written log's other columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,14 +43,16 @@ class Log:
     weights: np.ndarray | None = None  # [requests] float32, None where every request counts once
     item_ids: Any = None  # [rows] Arrow array of any type
     vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> its values, code i + 1 each
+    context: Mapping[str, Any] = field(default_factory=dict)  # query, segment, randomised: [requests] Arrow array
     unused_columns: tuple[str, ...] = ()  # of the source; they play no part
+    came_in_order: bool = False  # the source had its rows by request and position already
 
     def __post_init__(self) -> None:
         rows, requests = len(self.features), len(self.offsets) - 1
         if taken := RESERVED & set(self.actions):
             raise DataError("an action cannot have the name of another column of the log", got=f"'{min(taken)}'")
         per_row = {"positions": self.positions, "relevance": self.relevance, "item_ids": self.item_ids, **self.actions}
-        per_request = {"request_ids": self.request_ids, "weights": self.weights}
+        per_request = {"request_ids": self.request_ids, "weights": self.weights, **self.context}
         for expected, columns in ((rows, per_row), (requests, per_request)):
             for name, column in columns.items():
                 if column is not None and len(column) != expected:
@@ -107,7 +109,9 @@ class Log:
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         rows = np.arange(offsets[-1]) + np.repeat(self.offsets[chosen] - offsets[:-1], lengths)
         ids = self.request_ids.take(pa.array(chosen))
-        return self._rebuilt(rows, offsets, ids, None if self.weights is None else self.weights[chosen])
+        weights = None if self.weights is None else self.weights[chosen]
+        context = {name: values.take(pa.array(chosen)) for name, values in self.context.items()}
+        return self._rebuilt(rows, offsets, request_ids=ids, weights=weights, context=context)
 
     def without_features(self) -> Log:
         """The same rows with no features, where only the rest is looked at."""
@@ -126,19 +130,18 @@ class Log:
 
     def regroup(self, rows: np.ndarray, offsets: np.ndarray) -> Log:
         """The same requests, each now made of other rows of its own: some dropped, or in another order."""
-        return self._rebuilt(rows, offsets, self.request_ids, self.weights)
+        return self._rebuilt(rows, offsets)
 
-    def _rebuilt(self, rows: np.ndarray, offsets: np.ndarray, request_ids: Any, weights: np.ndarray | None) -> Log:
+    def _rebuilt(self, rows: np.ndarray, offsets: np.ndarray, **of_requests: Any) -> Log:
         return replace(
             self,
             features=self.features[rows],
             offsets=offsets,
-            request_ids=request_ids,
             positions=None if self.positions is None else self.positions[rows],
             actions={name: values[rows] for name, values in self.actions.items()},
             relevance=None if self.relevance is None else self.relevance[rows],
-            weights=weights,
             item_ids=None if self.item_ids is None else self.item_ids.take(pa.array(rows)),
+            **of_requests,
         )
 
     def to_table(self, first: int = 0, last: int | None = None, *, fixed_size: bool = False) -> pa.Table:
@@ -159,6 +162,7 @@ class Log:
             columns["relevance"] = self.relevance[start:stop]
         if self.weights is not None:
             columns["weight"] = self.weights[requests]
+        columns |= {name: values.take(pa.array(requests)) for name, values in self.context.items()}
         numeric = [i for i, name in enumerate(self.feature_names) if name not in self.vocabularies]
         for name, vocabulary in self.vocabularies.items():
             codes = self.features[start:stop, self.feature_names.index(name)].astype(np.int64)
