@@ -21,7 +21,8 @@ from ultr.evaluation import paired_test
 from ultr.log import write_log
 from ultr.models import load_model
 from ultr.plots import write_dot_plot
-from ultr.runs import RunConfig, mean_figures, prepare, run_training
+from ultr.preparing import RunConfig, prepare
+from ultr.runs import mean_figures, run_training
 from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ultr import examination
 from ultr.errors import DataError
-from ultr.examination import _likelihood, estimate_examination, fit_table, logging_score, read_propensities
+from ultr.examination import _likelihood, estimate_examination, fit_table, read_propensities, recovered_score
 from ultr.labels import Label
 from ultr.log import Log
 from ultr.simulate import EYE_TRACKING, TrustUser, User, simulate_log
@@ -86,8 +86,9 @@ def test_any_table_gives_probabilities_and_no_less_likelihood_than_click_rates(s
     if clicked.sum() and shown.sum(0).min() > 0 and not trust and (found.theta > 1e-3).all():
         rate = (clicked.sum(0) / shown.sum(0)).clamp(1e-9, 1)
         flat = torch.ones(strata, dtype=torch.float64) * rate.max()
-        least = _likelihood(shown, clicked, rate / rate.max(), torch.zeros(positions), flat)
-        assert _likelihood(shown, clicked, found.theta, found.zeta, found.beta) >= least - 1e-2 * least.abs() - 1e-6
+        counts = clicked, shown - clicked
+        least = _likelihood(*counts, rate / rate.max(), torch.zeros(positions), flat[:, None])
+        assert _likelihood(*counts, found.theta, found.zeta, found.beta[:, None]) >= least - 1e-2 * least.abs() - 1e-6
 
 
 def confounded_log(requests: int = 3000, seed: int = 0, *, linear: bool = True):
@@ -115,20 +116,21 @@ def largest_error(log: Log, seed: int = 0) -> float:
 def test_the_logging_score_is_recovered_from_the_order_alone(monkeypatch):
     log, logged = confounded_log()
     monkeypatch.setattr(examination, "_network_score", lambda *_: pytest.fail("a linear order needs no network"))
-    found = logging_score(log)
-    assert np.corrcoef(found, logged)[0, 1] > 0.99
+    found = recovered_score(log)
+    assert np.corrcoef(found.score, logged)[0, 1] > 0.99
+    assert found.explained > 0.9
 
 
 def test_an_order_that_is_not_linear_is_recovered_by_a_network(monkeypatch):
     log, logged = confounded_log(linear=False)
-    score = logging_score(log)
-    assert np.corrcoef(score, logged)[0, 1] > 0.9
+    score = recovered_score(log)
+    assert np.corrcoef(score.score, logged)[0, 1] > 0.9
     monkeypatch.setattr(examination, "logging_score", lambda *_, **__: score)
     error = largest_error(log)
     assert error < 0.15
     monkeypatch.undo()
     monkeypatch.setattr(examination, "MUCH_OPEN", np.inf)
-    assert abs(np.corrcoef(logging_score(log), logged)[0, 1]) < 0.5
+    assert abs(np.corrcoef(recovered_score(log).score, logged)[0, 1]) < 0.5
     assert largest_error(log) > 2 * error
 
 
@@ -140,10 +142,11 @@ def test_a_network_that_explains_no_more_is_not_used(monkeypatch):
     original = examination._network_score
     monkeypatch.setattr(examination, "NETWORK_STEPS", 100)
     monkeypatch.setattr(examination, "_network_score", lambda *given: tried.append(original(*given)) or tried[-1])
-    found = logging_score(shuffled)
+    found = recovered_score(shuffled)
     assert len(tried) == 1  # a random order is left open by any score
     monkeypatch.setattr(examination, "MUCH_OPEN", np.inf)
-    np.testing.assert_array_equal(found, logging_score(shuffled))
+    assert abs(found.explained) < 0.05
+    np.testing.assert_array_equal(found.score, recovered_score(shuffled).score)
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -184,9 +187,11 @@ def test_request_weights_count_like_repeated_requests():
 def test_propensities_are_read_and_checked(tmp_path):
     path = tmp_path / "propensities.csv"
     path.write_text("position,propensity\n1,1.0\n2,0.5\n")
-    assert read_propensities(path) == {1: 1.0, 2: 0.5}
+    assert read_propensities(path) == {"1": 1.0, "2": 0.5}
     pq.write_table(pa.table({"position": [1, 2], "propensity": [1.0, 0.5]}), tmp_path / "propensities.parquet")
-    assert read_propensities(tmp_path / "propensities.parquet") == {1: 1.0, 2: 0.5}
+    assert read_propensities(tmp_path / "propensities.parquet") == {"1": 1.0, "2": 0.5}
+    path.write_text("position,propensity,segment\n1,1,phone\n1,0.5,desk\n")
+    assert read_propensities(path) == {"1@phone": 1.0, "1@desk": 0.5}
     for text, match in {
         "position,theta\n1,1\n": "columns position and propensity",
         "position,propensity\n1,0\n": "above 0",

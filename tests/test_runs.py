@@ -20,7 +20,8 @@ from ultr.errors import DataError, OptionError, OutputError, UltrError
 from ultr.log import read_log, write_log
 from ultr.methods import METHODS, make_method
 from ultr.models import load_model, write_scores
-from ultr.runs import RunConfig, best_evaluation, method_inputs, prepare, run_training
+from ultr.preparing import RunConfig, prepare
+from ultr.runs import best_evaluation, method_inputs, run_training
 from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions, start
 
@@ -47,11 +48,12 @@ def files_of(run) -> set[str]:
 def test_a_run_holds_what_it_should_and_scores(method, log_path, tmp_path):
     run = run_training(config(log_path, method=method), tmp_path / "run")
     written = {".lock", "config.json", "metrics.jsonl", "model/model.json", "model/weights.safetensors"}
+    written |= {"judge/judge.json", "judge/direct.safetensors"}
     assert files_of(run) == written | (
         set() if method in ("pointwise", "lambdarank", "position-feature") else {"bias.json"}
     )
     assert [line["step"] for line in read_metrics(run)] == [5, 10, 15, 20, 25, 30]
-    assert all(set(line) == {"step", "loss", "feedback-ndcg@10"} for line in read_metrics(run))
+    assert all(set(line) == {"step", "loss", "off-policy-reward@10"} for line in read_metrics(run))
     log = read_log(log_path)
     scores = load_model(run).score(log)
     assert scores.shape == (log.rows,)
@@ -139,7 +141,8 @@ import os, random, signal, sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)  # forked children share no threads
-from ultr.runs import RunConfig, run_training
+from ultr.preparing import RunConfig
+from ultr.runs import run_training
 from ultr.training import TrainingOptions
 
 data, whole, killed = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])

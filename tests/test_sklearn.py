@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pytest
+import sklearn
 from sklearn.base import clone
+from sklearn.compose import make_column_transformer
 from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV, GroupKFold, GroupShuffleSplit, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils import estimator_checks
 
 from ultr import UnbiasedRanker
 from ultr.errors import UltrError
+
+FEATURES = ["feature_good", "feature_noise"]
 
 
 def frame(requests: int = 120, seed: int = 0) -> pd.DataFrame:
@@ -27,48 +38,331 @@ def frame(requests: int = 120, seed: int = 0) -> pd.DataFrame:
     ).sample(frac=1, random_state=seed)
 
 
+def arrays(data: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    return (
+        data[FEATURES].to_numpy(),
+        data["click"].to_numpy(),
+        {"request": data["request"].to_numpy(), "position": data["position"].to_numpy()},
+    )
+
+
 def ranker(**options) -> UnbiasedRanker:
     return UnbiasedRanker(
         label="click", hidden=(8,), steps=60, bias_steps=20, batch=32, evaluate_every=20, device="cpu", **options
     )
 
 
+def quick(**options) -> UnbiasedRanker:
+    few = {"label": "click", "method": "pointwise", "ranker": "linear", "steps": 15, "evaluate_every": 15, "lr": 0.1}
+    return UnbiasedRanker(**{**few, "device": "cpu", **options})
+
+
 def test_it_fits_frames_and_arrays_alike_and_keeps_the_order_of_rows():
     data = frame()
-    features = ["feature_good", "feature_noise"]
-    from_pandas = ranker().fit(data)
-    from_polars = ranker().fit(pl.from_pandas(data))
-    matrix = data[features].to_numpy()
-    from_arrays = ranker().fit(
-        matrix, data["click"].to_numpy(), request=data["request"].to_numpy(), position=data["position"].to_numpy()
-    )
+    matrix, clicks, beside = arrays(data)
+    model = ranker(method="lambdarank")
+    from_pandas = clone(model).fit(data)
+    from_polars = clone(model).fit(pl.from_pandas(data))
+    from_arrays = clone(model).fit(matrix, clicks, **beside)
     scores = from_pandas.predict(data)
+    assert isinstance(scores, np.ndarray)
     np.testing.assert_array_equal(from_polars.predict(pl.from_pandas(data)), scores)
     np.testing.assert_array_equal(from_arrays.predict(matrix), scores)
+    np.testing.assert_array_equal(from_pandas.predict(matrix), scores)
     np.testing.assert_array_equal(from_pandas.predict(data.iloc[::-1]), scores[::-1])
     assert np.corrcoef(scores, data["feature_good"])[0, 1] > 0.9
-    assert from_pandas.score(data, data["feature_good"] > 0, request="request") > 0.95
-    assert from_pandas.feature_names_in_.tolist() == features
+    assert from_pandas.score(data, data["feature_good"] > 0) > 0.95
     assert [line["step"] for line in from_pandas.history_] == [20, 40, 60]
+
+
+def test_features_have_names_where_the_frame_had_them():
+    data = frame(40)
+    matrix, clicks, beside = arrays(data)
+    model = quick().fit(data)
+    assert model.feature_names_in_.tolist() == FEATURES
+    assert model.n_features_in_ == 2
+    model.fit(matrix, clicks, **beside)
+    assert model.n_features_in_ == 2
+    assert not hasattr(model, "feature_names_in_")
+
+
+def test_what_was_done_may_lie_in_the_frame_or_beside_it():
+    data = frame(40).assign(dwell=lambda rows: 3.0 * rows["click"])
+    matrix, clicks, beside = arrays(data)
+    bare, two = data.drop(columns=["click", "dwell"]), data[["click", "dwell"]]
+    by_click = quick().fit(data).predict(data)
+    for y in (data["click"], clicks, clicks.tolist(), data[["click"]], pl.from_pandas(data)["click"]):
+        np.testing.assert_array_equal(quick().fit(bare, y).predict(bare), by_click)
+    features = quick().fit(data[FEATURES], clicks, **beside)
+    np.testing.assert_array_equal(features.predict(data[FEATURES]), by_click)
+    both = quick(label="click + dwell").fit(data).predict(data)
+    for actions in (two, {"click": clicks, "dwell": 3.0 * clicks}):
+        np.testing.assert_array_equal(
+            quick(label="click + dwell").fit(matrix, actions=actions, **beside).predict(matrix), both
+        )
+    for y in (two, two.to_numpy()):
+        np.testing.assert_array_equal(quick(label="click + dwell").fit(matrix, y, **beside).predict(matrix), both)
+    np.testing.assert_array_equal(
+        quick(label="dwell / 3").fit(matrix, 3.0 * clicks, **beside).predict(matrix), by_click
+    )
+
+
+def test_columns_are_named_in_the_constructor_or_in_fit():
+    data = frame(40)
+    renamed = data.set_axis(["uid", "place", "a", "b", "taken"], axis=1)
+    names = {"request": "uid", "position": "place", "actions": ["taken"], "features": ["a", "b"]}
+    expected = quick().fit(data)
+    for model in (quick(**names).set_params(label="taken").fit(renamed), quick(label="taken").fit(renamed, **names)):
+        np.testing.assert_array_equal(model.predict(renamed), expected.predict(data))
+        assert model.score(renamed) == expected.score(data)
+        assert model.score(renamed, data["feature_good"] > 0) == expected.score(data, data["feature_good"] > 0)
+
+
+def test_an_array_may_hold_request_and_position():
+    data = frame(40)
+    matrix, clicks, beside = arrays(data)
+    whole = np.column_stack([beside["position"], matrix, beside["request"]])
+    model = quick(request=3, position=0).fit(whole, clicks)
+    expected = quick().fit(matrix, clicks, **beside)
+    np.testing.assert_array_equal(model.predict(whole), expected.predict(matrix))
+    assert model.score(whole, clicks) == expected.score(matrix, clicks, **beside)
+
+
+def test_features_in_a_list_column_are_read():
+    data = frame(40)
+    listed = data[["request", "position", "click"]].assign(features=list(data[FEATURES].to_numpy()))
+    model = quick().fit(listed)
+    np.testing.assert_array_equal(model.predict(listed), quick().fit(data).predict(data))
+    assert model.feature_names_in_.tolist() == ["features[0]", "features[1]"]
+    assert model.score(listed) == model.score(pl.from_pandas(listed))
+
+
+def test_ranks_are_from_one_within_each_request_and_the_frame_stays_what_it_was():
+    data = frame(20)
+    model = quick().fit(data)
+    ranked = model.rank(data)
+    by_hand = ranked.groupby("request")["score"].rank(ascending=False).astype(int)
+    pd.testing.assert_series_equal(ranked["rank"], by_hand, check_names=False)
+    pd.testing.assert_frame_equal(ranked.drop(columns=["score", "rank"]), data)
+    np.testing.assert_array_equal(ranked["score"], model.predict(data))
+    by_polars = model.rank(pl.from_pandas(data))
+    assert isinstance(by_polars, pl.DataFrame)
+    assert by_polars["rank"].to_list() == ranked["rank"].tolist()
+    by_arrow = model.rank(pa.Table.from_pandas(data, preserve_index=False))
+    assert by_arrow["rank"].to_pylist() == ranked["rank"].tolist()
+    served = data[FEATURES]  # neither positions nor clicks, and requests beside it
+    assert model.rank(served, request=data["request"])["rank"].tolist() == ranked["rank"].tolist()
+    assert model.rank(served.assign(feature_good=0, feature_noise=0), request=[0] * 100)["rank"].tolist() == list(
+        range(1, 101)
+    )
+
+
+def test_what_was_learned_about_bias_is_there():
+    data = frame(40)
+    model = quick(method="ipw-pointwise").fit(data)
+    assert model.bias_["label"] == "click"
+    assert model.theta_ == dict(zip(model.bias_["positions"], model.bias_["theta"], strict=True))
+    assert list(model.theta_) == [1, 2, 3, 4, 5]
+    assert quick(method="ipw-pointwise", propensities=dict.fromkeys(range(1, 6), 0.5)).fit(data).theta_[3] == 0.5
+    model = quick(method="pointwise").fit(data)
+    assert model.bias_ is None
+    assert model.theta_ is None
 
 
 def test_a_method_for_clicks_says_what_it_takes_of_a_label():
     data = frame().assign(dwell=lambda rows: 3.0 * rows["click"])
     model = ranker(method="dla").set_params(label="click + dwell")
-    with pytest.warns(UserWarning, match="'dla' is for clicks: 'click \\+ dwell' counts as 1"):
+    with pytest.warns(UserWarning, match="'dla' is for clicks: 'click \\+ dwell' counts as 1") as warned:
         model.fit(data)
+    assert warned[0].filename == __file__
     assert model.bias_["label"] == "click + dwell > 0"
     values = ranker(method="ipw-listwise", method_options={"labels": "values"}).set_params(label="click + dwell")
     assert values.fit(data).bias_["label"] == "click + dwell"
+
+
+# Feedback that is held out
+
+
+THETA = {1: 1.0, 2: 0.5, 4: 0.3, 7: 0.08}  # positions are ids
+
+
+def biased(requests: int, seed: int = 0) -> pd.DataFrame:
+    """Four items a request, the first feature their chance to be clicked if seen, in an order that follows it a bit."""
+    rng = np.random.default_rng(seed)
+    chance = rng.uniform(size=(requests, 4))
+    order = np.argsort(-chance + rng.normal(size=chance.shape), axis=1)
+    chance = np.take_along_axis(chance, order, axis=1)
+    clicks = rng.uniform(size=chance.shape) < chance * np.array(list(THETA.values()))
+    return pd.DataFrame(
+        {
+            "request": np.repeat(np.arange(requests), 4),
+            "position": np.tile(list(THETA), requests),
+            "feature_chance": chance.ravel(),
+            "feature_noise": rng.normal(size=4 * requests),
+            "click": clicks.ravel().astype(int),
+        }
+    ).sample(frac=1, random_state=seed)
+
+
+def expected_clicks(model: UnbiasedRanker, data: pd.DataFrame) -> float:
+    """What these users would click if they were shown the new rankings."""
+    ranked = model.rank(data)
+    seen = np.array(list(THETA.values()))[ranked["rank"] - 1]
+    return float((seen * ranked["feature_chance"]).sum() / data["request"].nunique())
+
+
+def test_without_true_labels_the_score_is_feedback_as_it_would_be_at_the_new_places():
+    data = biased(30)
+    model = quick(propensities=THETA).fit(data)
+    total = 0.0
+    for _, rows in model.rank(data).groupby("request"):
+        positions = sorted(rows["position"])
+        for position, click, rank in zip(rows["position"], rows["click"], rows["rank"], strict=True):
+            total += click * min(THETA[positions[rank - 1]] / THETA[position], 10)
+    assert model.score(data) == pytest.approx(total / 30)
+
+
+def test_requests_have_weights():
+    data = frame(40)
+    weight = np.where(data["request"] == 0, 1e6, 1.0)
+    known = dict.fromkeys(range(1, 6), 0.5)
+    model = quick(propensities=known).fit(data, sample_weight=weight)
+    np.testing.assert_array_equal(
+        model.predict(data), quick(propensities=known).fit(data.assign(weight=weight)).predict(data)
+    )
+    assert not np.array_equal(model.predict(data), quick(propensities=known).fit(data).predict(data))
+    heavy = data["request"] == 0
+    for truth in (None, data["feature_noise"] > 0):
+        alone = model.score(data[heavy], None if truth is None else truth[heavy])
+        assert model.score(data, truth, sample_weight=weight) == pytest.approx(alone, rel=1e-3)
+        assert model.score(data.assign(weight=weight), truth) == pytest.approx(alone, rel=1e-3)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_score_of_held_out_feedback_is_what_users_would_do(known):
+    data, held_out = biased(150), biased(2000 if known else 600, seed=1)
+    model = quick(propensities=THETA if known else None, steps=60).fit(data)
+    shown = held_out.groupby("request")["click"].sum().mean()
+    value = model.score(held_out)
+    # Clipping 1 / 0.08 at 10 costs a little where positions are known; estimates of them come on top.
+    assert value == pytest.approx(expected_clicks(model, held_out), rel=0.05 if known else 0.15)
+    assert value > 1.15 * shown
+
+
+def test_scores_compare_rankers_whatever_bias_they_believe_in():
+    data = biased(100)
+    held_out = biased(200, seed=1)
+    model, other = quick(method="ipw-pointwise").fit(data), quick(method="pointwise").fit(data)
+    other.model_ = model.model_
+    assert model.score(held_out) == other.score(held_out)
+
+
+def test_true_labels_may_be_a_column():
+    data = frame(40)
+    model = quick().fit(data)
+    truth = (data["feature_noise"] > 0).astype(int)
+    assert model.score(data.assign(relevance=truth)) == model.score(data, truth)
+    assert model.score(data, truth) != model.score(data)
+
+
+# With what scikit-learn has
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "check_do_not_raise_errors_in_init_or_set_params",
+        "check_estimator_cloneable",
+        "check_estimator_repr",
+        "check_estimators_unfitted",
+        "check_get_params_invariance",
+        "check_no_attributes_set_in_init",
+        "check_parameters_default_constructible",
+        "check_set_params",
+        "check_valid_tag_types",
+    ],
+)
+def test_checks_of_scikit_learn_that_need_no_fit_without_requests(name):
+    if not hasattr(estimator_checks, name):
+        pytest.skip("of another version")
+    getattr(estimator_checks, name)("UnbiasedRanker", UnbiasedRanker())
 
 
 def test_it_has_the_manners_of_scikit_learn():
     model = ranker(lr=0.05)
     assert clone(model).get_params() == model.get_params()
     assert model.set_params(lr=0.01).lr == 0.01
-    assert model.fit(frame()) is model
-    with pytest.raises(NotFittedError):
-        ranker().predict(frame())
+    assert "lr=0.01" in repr(model)
+    data = frame(40)
+    assert quick().fit(data).fit(data).get_params() == quick().get_params()
+    for method in (ranker().predict, ranker().score, ranker().rank):
+        with pytest.raises(NotFittedError):
+            method(data)
+    model = quick().fit(data)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).predict(data), model.predict(data))  # noqa: S301
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_a_frame_is_searched_over_with_requests_kept_whole(library):
+    data = biased(90) if library == "pandas" else pl.from_pandas(biased(90))
+    model = quick(propensities=THETA)
+    search = GridSearchCV(model, {"lr": [1e-6, 0.1]}, cv=GroupKFold(3), error_score="raise")
+    search.fit(data, groups=data["request"])
+    assert search.best_params_ == {"lr": 0.1}
+    rows = data.__getitem__ if library == "polars" else data.iloc.__getitem__
+    by_hand = [
+        clone(model).fit(rows(train)).score(rows(test))
+        for train, test in GroupKFold(3).split(data, groups=data["request"])
+    ]
+    assert search.cv_results_["mean_test_score"][1] == pytest.approx(np.mean(by_hand))
+    assert search.predict(data).shape == (360,)
+
+
+def test_a_frame_of_features_is_cross_validated_with_clicks_beside_it():
+    data = biased(60)
+    folds = {"groups": data["request"], "cv": GroupShuffleSplit(2, random_state=0), "error_score": "raise"}
+    model = quick(propensities=THETA)
+    beside = cross_val_score(model, data.drop(columns="click"), data["click"], **folds)
+    np.testing.assert_array_equal(beside, cross_val_score(model, data, **folds))
+
+
+def test_arrays_are_cross_validated_by_their_own_columns_or_by_metadata_routing():
+    data = biased(60)
+    request, position, clicks = (data[name].to_numpy() for name in ("request", "position", "click"))
+    matrix = data[["feature_chance", "feature_noise"]].to_numpy()
+    folds = {"groups": request, "cv": GroupKFold(2), "error_score": "raise"}
+    model = quick(propensities=THETA)
+    expected = cross_val_score(model, data, **folds)
+    whole = np.column_stack([request, position, matrix])
+    by_column = clone(model).set_params(request=0, position=1)
+    np.testing.assert_array_equal(cross_val_score(by_column, whole, clicks, **folds), expected)
+
+    beside = {"request": request, "position": position}
+    search = GridSearchCV(model, {"lr": [0.1]}, cv=GroupKFold(2), refit=False, error_score="raise")
+    with pytest.raises(UltrError, match="does not say which request"):
+        search.fit(matrix, clicks, groups=request, **beside)
+    with sklearn.config_context(enable_metadata_routing=True):
+        model.set_fit_request(request=True, position=True).set_score_request(request=True, position=True)
+        search.fit(matrix, clicks, groups=request, **beside)
+        assert search.cv_results_["mean_test_score"][0] == pytest.approx(expected.mean())
+        piped = GridSearchCV(make_pipeline(StandardScaler(), model), {}, cv=GroupKFold(2), error_score="raise")
+        piped.fit(matrix, clicks, groups=request, **beside)
+        assert piped.cv_results_["mean_test_score"][0] == pytest.approx(expected.mean(), rel=0.1)
+
+
+def test_it_ends_a_pipeline():
+    data = frame(40)
+    matrix, clicks, beside = arrays(data)
+    pipeline = make_pipeline(StandardScaler(), quick())
+    pipeline.fit(matrix, clicks, **{f"unbiasedranker__{name}": values for name, values in beside.items()})
+    assert np.corrcoef(pipeline.predict(matrix), data["feature_good"])[0, 1] > 0.9
+    scaled = make_column_transformer(
+        (StandardScaler(), FEATURES), remainder="passthrough", verbose_feature_names_out=False
+    ).set_output(transform="pandas")
+    search = GridSearchCV(
+        make_pipeline(scaled, quick()), {"unbiasedranker__lr": [0.01, 0.1]}, cv=GroupKFold(2), error_score="raise"
+    )
+    assert search.fit(data, groups=data["request"]).best_score_ > 0
 
 
 def test_categories_are_learned_and_unknown_ones_scored():
@@ -81,26 +375,68 @@ def test_categories_are_learned_and_unknown_ones_scored():
     scores = pd.Series(model.predict(data), index=data.index).groupby(data["shop"]).mean()
     assert scores["good"] > scores["bad"]
     assert np.isfinite(model.predict(data.assign(shop="never seen"))).all()
+    np.testing.assert_array_equal(model.predict(data[["feature_noise", "shop"]].to_numpy()), model.predict(data))
+    assert model.score(data) > 0
 
 
 def test_a_random_state_repeats():
-    data = frame()
-    np.testing.assert_array_equal(ranker().fit(data).predict(data), ranker().fit(data).predict(data))
-    assert not np.array_equal(ranker(random_state=1).fit(data).predict(data), ranker().fit(data).predict(data))
+    data = frame(40)
+    scores = quick(random_state=3, ranker="mlp", hidden=(4,)).fit(data).predict(data)
+    for state, same in ((3, True), (np.int64(3), True), (4, False), (None, False)):
+        again = quick(random_state=state, ranker="mlp", hidden=(4,)).fit(data).predict(data)
+        assert np.array_equal(again, scores) == same
+    drawn = [
+        quick(random_state=np.random.RandomState(5), ranker="mlp", hidden=(4,)).fit(data).predict(data)
+        for _ in range(2)
+    ]
+    np.testing.assert_array_equal(*drawn)
 
 
 def test_what_does_not_fit_is_refused():
-    data = frame()
-    model = ranker().fit(data)
+    data = frame(40)
+    matrix, clicks, beside = arrays(data)
+    with pytest.raises(UltrError, match="does not say which request"):
+        quick().fit(matrix, clicks)
+    with pytest.raises(UltrError, match="where an item was shown"):
+        quick().fit(matrix, clicks, request=beside["request"])
+    with pytest.raises(UltrError, match="needs the action 'click'"):
+        quick().fit(matrix, **beside)
+    with pytest.raises(UltrError, match="'click' should have one value for each of 200 rows"):
+        quick().fit(matrix, clicks[:3], **beside)
+    with pytest.raises(UltrError, match="each of click, dwell, got shape \\[200\\]"):
+        quick(label="click + dwell").fit(matrix, clicks, **beside)
+    with pytest.raises(UltrError, match="X holds what was done \\(click\\), and there is y too"):
+        quick().fit(data, clicks)
+    with pytest.raises(UltrError, match="no column 'feature_9' for the request"):
+        quick(request=9, position=1).fit(matrix, clicks)
+    with pytest.raises(UltrError, match=r"\[rows, columns\], got shape \[200\]"):
+        quick().fit(clicks, clicks, **beside)
+    with pytest.raises(UltrError, match="'request' cannot be read"):
+        quick().fit(matrix, clicks, request=np.array([1, "a", ()] + [0] * 197, object), position=beside["position"])
+    with pytest.raises(UltrError, match="no method"):
+        quick(method="nothing").fit(data)
+
+
+def test_what_does_not_suit_the_model_is_refused():
+    data = frame(40)
+    model = quick().fit(data)
     with pytest.raises(UltrError, match="lacks the feature 'feature_good'"):
         model.predict(data.drop(columns="feature_good"))
     with pytest.raises(UltrError, match=r"\[rows, 2\]"):
         model.predict(np.zeros((3, 5)))
     with pytest.raises(UltrError, match="finite"):
         model.predict(np.full((3, 2), np.nan))
-    with pytest.raises(UltrError, match="needs what was done beside it"):
-        ranker().fit(np.zeros((3, 2)))
-    with pytest.raises(UltrError, match="one value for each of 3 rows"):
-        ranker().fit(np.zeros((3, 2)), [1, 0], request=[1, 1, 1], position=[1, 2, 3])
-    with pytest.raises(UltrError, match="no method"):
-        ranker(method="nothing").fit(data)
+    with pytest.raises(UltrError, match="does not say which request"):
+        model.score(data[FEATURES].to_numpy(), data["click"])
+    with pytest.raises(UltrError, match="which request"):
+        model.score(data[FEATURES], data["click"])
+    with pytest.raises(UltrError, match="needs the action 'click'"):
+        model.score(data.drop(columns="click"))
+    with pytest.raises(UltrError, match="'relevance' should have one value"):
+        model.score(data, [1, 0])
+    with pytest.raises(UltrError, match="no propensity, got 5"):
+        quick(propensities=dict.fromkeys(range(1, 5), 0.5)).fit(data).score(data)
+    with pytest.raises(UltrError, match="use predict"):
+        model.rank(data[FEATURES].to_numpy())
+    with pytest.raises(UltrError, match="got 'rank'; rename"):
+        model.rank(data.assign(rank=1))

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ultr.lists import ListBatches, Lists
     from ultr.log import Log, read_log, write_log
     from ultr.models import Model, load_model
-    from ultr.runs import RunConfig, run_training
+    from ultr.preparing import RunConfig
+    from ultr.runs import run_training
     from ultr.simulate import User, make_user, simulate_log
     from ultr.sklearn import UnbiasedRanker
     from ultr.training import TrainingOptions
@@ -32,7 +33,7 @@ _MODULE_OF = {
     "Lists": "lists",
     "Log": "log",
     "Model": "models",
-    "RunConfig": "runs",
+    "RunConfig": "preparing",
     "TrainingOptions": "training",
     "UltrError": "errors",
     "UnbiasedRanker": "sklearn",

@@ -23,17 +23,11 @@ import numpy as np
 from ultr.checkpoint import read_json, write_json
 from ultr.errors import OptionError, UltrError, UnfinishedError, nearest
 from ultr.evaluation import FEEDBACK, PairedTest, mean_with_interval, paired_test
+from ultr.judging import load_judge
 from ultr.methods import parse_options
 from ultr.models import load_model
-from ultr.runs import (
-    RunConfig,
-    best_evaluation,
-    cached_dataset,
-    mean_figures,
-    prepare,
-    run_training,
-    with_training,
-)
+from ultr.preparing import RunConfig, cached_dataset, prepare
+from ultr.runs import best_evaluation, mean_figures, run_training, with_training
 from ultr.simulate import make_user
 
 JUDGED = 0.2  # share of a log's requests that only the final figures see
@@ -190,7 +184,7 @@ class Plan:
 
         if len(self.rates) == 1:
             return self.rates[0]
-        less_is_better = self.base.select.removeprefix(FEEDBACK) == "arp"
+        less_is_better = self.base.selection.removeprefix(FEEDBACK) == "arp"
         return min(self.rates, key=validated) if less_is_better else max(self.rates, key=validated)
 
     def result(self, rate_of: Mapping[str, float]) -> Comparison:
@@ -221,6 +215,7 @@ def compare(
     on_done: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Comparison:
     """Tune each method's learning rate on validation, run it with all seeds, and compare on test."""
+    base = replace(base, select=base.selection)  # the same for all, bounds among them
     metrics = list(metrics or ([base.select] if base.users is None else ["ndcg@10", "reward@10"]))
     if base.users is None:
         base = replace(base, judged=JUDGED)
@@ -261,8 +256,10 @@ def run_folder(out: Path, entry: Entry, lr: float, seed: int) -> Path:
 def evaluate_run(config: RunConfig, folder: Path, metrics: list[str]) -> dict[str, float]:
     """Figures of a run on the test requests of its data set, or on those of its log kept for test."""
     model = load_model(folder)
+    segments: tuple[str, ...] = ()
     if config.users is None:
-        log, user = prepare(config).test, None
+        prepared = prepare(config)
+        log, user, segments = prepared.test, None, prepared.segments
         if log is None:
             raise OptionError(
                 "the run kept no requests of its log for test", where=folder, mend="compare into another folder"
@@ -272,7 +269,8 @@ def evaluate_run(config: RunConfig, folder: Path, metrics: list[str]) -> dict[st
         log = dataset.test
         user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
     scores = model.score(log, device=config.training.device)
-    return mean_figures(log, scores, metrics, user=user, label=config.label)
+    judge = load_judge(folder / "judge")
+    return mean_figures(log, scores, metrics, user=user, label=config.label, judge=judge, segments=segments)
 
 
 def default_jobs() -> int:

@@ -14,7 +14,8 @@ from ultr.labels import DEFAULT_LABEL
 from ultr.log import Log, write_log
 from ultr.log.summary import by_position
 from ultr.models import load_model
-from ultr.runs import RunConfig, mean_figures, run_training
+from ultr.preparing import RunConfig
+from ultr.runs import mean_figures, run_training
 from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions
 

@@ -15,6 +15,8 @@ from ultr.metrics import METRICS, parse_metric
 from ultr.simulate import User
 
 FEEDBACK = "feedback-"
+OFF_POLICY = "off-policy-"  # the value of a ranking by biased feedback, as `judging` finds it
+VALUES = ("reward", "dcg")  # that have one
 MAX_GRADE = 60
 
 
@@ -44,6 +46,14 @@ class PairedTest:
     @property
     def significant(self) -> bool:
         return self.p < 0.05
+
+
+def parse_any_metric(text: str) -> tuple[str, int | None]:
+    """`feedback-ndcg@10`, `off-policy-reward@10` and `ndcg@10` -> the metric and its cut-off."""
+    name, k = parse_metric(text.removeprefix(FEEDBACK).removeprefix(OFF_POLICY))
+    if text.startswith(OFF_POLICY) and (name not in VALUES or k is None):
+        raise OptionError("off policy there are reward@k and dcg@k", got=f"'{text}'", mend=f"{OFF_POLICY}reward@10")
+    return name, k
 
 
 def evaluate_scores(

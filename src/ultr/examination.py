@@ -12,9 +12,11 @@ What is kept is a table of strata by positions, whatever the size of the log. It
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -59,6 +61,14 @@ class Examination:
 
 
 @dataclass(frozen=True, eq=False)
+class LoggingScore:
+    """A score of each row under which the order of positions is most likely."""
+
+    score: np.ndarray
+    explained: float  # share of the order of held-out requests, in nats: 0 by chance, 1 by a ranker known exactly
+
+
+@dataclass(frozen=True, eq=False)
 class Fit:
     """θ and ζ by position, β by stratum, the iterations made and the largest relative change of θ in the last."""
 
@@ -67,6 +77,9 @@ class Fit:
     beta: Tensor
     iterations: int
     moved: float
+
+
+_KEPT: MutableMapping[Log, dict[Any, LoggingScore]] = WeakKeyDictionary()
 
 
 def estimate_examination(
@@ -109,16 +122,18 @@ def estimate_examination(
     return Examination(tuple(ids.tolist()), fit.theta.float(), fit.zeta.float(), *counts, fit.moved, size[0])
 
 
-def read_propensities(path: str | Path) -> dict[int, float]:
-    """Known examination by position, from a CSV or Parquet table with the columns `position` and `propensity`."""
+def read_propensities(path: str | Path) -> dict[str, float]:
+    """Known examination, from a CSV or Parquet table with the columns `position`, `propensity` and, where it differs by
+    segment, `segment`: by position (`3`), or by position and segment (`3@phone`).
+    """
     path = existing_file(path)
     try:
         table = pq.read_table(path) if content_kind(path) == "Parquet" else csv.read_csv(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"cannot be read as a table ({error})", where=path, mend="write position,propensity") from error
-    if table.column_names != ["position", "propensity"]:
+    if table.column_names not in (["position", "propensity"], ["position", "propensity", "segment"]):
         got = ", ".join(table.column_names[:5])
-        raise DataError("propensities have the columns position and propensity", where=path, got=got)
+        raise DataError("propensities have the columns position, propensity and perhaps segment", where=path, got=got)
     try:
         positions = table["position"].cast(pa.int64()).to_pylist()
         values = table["propensity"].cast(pa.float64()).to_pylist()
@@ -128,9 +143,13 @@ def read_propensities(path: str | Path) -> dict[int, float]:
         if position is None or value is None or not 0 < value <= 1:
             got = f"{value} at position {position}"
             raise DataError("a propensity should be above 0 and at most 1", where=path, got=got)
-    if len(set(positions)) < len(positions):
-        raise DataError("each position should be there once", where=path)
-    return dict(zip(positions, values, strict=True))
+    keys = [str(position) for position in positions]
+    if "segment" in table.column_names:
+        names = table["segment"].cast(pa.string()).to_pylist()
+        keys = [f"{key}@{name or ''}" for key, name in zip(keys, names, strict=True)]
+    if len(set(keys)) < len(keys):
+        raise DataError("each position should be there once, or once a segment", where=path)
+    return dict(zip(keys, values, strict=True))
 
 
 def _drawn_clicks(log: Log, label: Label, user: User, passes: int, seed: int) -> Tensor:
@@ -154,7 +173,11 @@ def strata_by_logging_score(
     log: Log, *, clicks: float, seed: int = 0, categories: Mapping[int, int] | None = None
 ) -> Tensor:
     """The stratum of each row: the quantile of its logging score, by that of the mean score of its list."""
-    score = logging_score(log, seed=seed, categories=categories)
+    return strata_of(log, logging_score(log, seed=seed, categories=categories).score, clicks=clicks)
+
+
+def strata_of(log: Log, score: np.ndarray, *, clicks: float) -> Tensor:
+    """As many strata as there are clicks for, by the quantiles of a score and of its mean over each list."""
     request = np.repeat(np.arange(len(log)), log.lengths)
     mean = (np.bincount(request, score) / np.maximum(1, log.lengths))[request]
     along = int(np.clip(np.sqrt(clicks / CLICKS_IN_STRATUM), 1, STRATA))
@@ -165,8 +188,17 @@ def strata_by_logging_score(
     return torch.from_numpy(codes)
 
 
-def logging_score(log: Log, *, seed: int = 0, categories: Mapping[int, int] | None = None) -> np.ndarray:
-    """A score of each row under which the order of positions is most likely (Plackett-Luce).
+def logging_score(log: Log, *, seed: int = 0, categories: Mapping[int, int] | None = None) -> LoggingScore:
+    """`recovered_score`, which is kept as long as the log is: several parts of a run ask for it."""
+    kept = _KEPT.setdefault(log, {})
+    asked = seed, tuple(sorted((categories or {}).items()))
+    if asked not in kept:
+        kept[asked] = recovered_score(log, seed=seed, categories=categories)
+    return kept[asked]
+
+
+def recovered_score(log: Log, *, seed: int = 0, categories: Mapping[int, int] | None = None) -> LoggingScore:
+    """Recovers the logging ranker from the order it showed (Plackett-Luce).
 
     It is linear in the features, unless that leaves much of the order of held-out requests open and a network explains
     more of it. It is learned from random requests if the log is large.
@@ -177,17 +209,18 @@ def logging_score(log: Log, *, seed: int = 0, categories: Mapping[int, int] | No
     held = order[len(order) - min(HELD_OUT, len(order) // 5) :]
     learned = order[: len(order) - len(held)]
     chosen = order[: int(enough) + 1]
-    linear = _linear_score(log, chosen, categories)
-    if len(learned) > FEW_REQUESTS:
-        judged = _by_position(Lists.from_log(log.select(np.sort(held))))
-        rival = linear if len(chosen) <= len(learned) else _linear_score(log, learned, categories)
-        nothing = float(_order_loss(torch.zeros(judged[1].shape), judged[1]))
-        left = _left_open(rival, judged)
-        if left > MUCH_OPEN * nothing:
-            network, open_still = _network_score(log, learned, judged, categories, seed)
-            if open_still < left - CLEARLY_MORE * nothing:
-                return score_rows(network, log.features)
-    return score_rows(linear, log.features)
+    ranker: torch.nn.Module = _linear_score(log, chosen, categories)
+    if not len(held):
+        return LoggingScore(score_rows(ranker, log.features), 0.0)
+    judged = _by_position(Lists.from_log(log.select(np.sort(held))))
+    rival = ranker if len(chosen) <= len(learned) else _linear_score(log, learned, categories)
+    nothing = max(1e-9, float(_order_loss(torch.zeros(judged[1].shape), judged[1])))
+    left = _left_open(rival, judged)
+    if len(learned) > FEW_REQUESTS and left > MUCH_OPEN * nothing:
+        network, open_still = _network_score(log, learned, judged, categories, seed)
+        if open_still < left - CLEARLY_MORE * nothing:
+            ranker, left = network, open_still
+    return LoggingScore(score_rows(ranker, log.features), 1 - left / nothing)
 
 
 def _linear_score(log: Log, requests: np.ndarray, categories: Mapping[int, int] | None) -> LinearRanker:
@@ -261,31 +294,59 @@ def _left_open(ranker: torch.nn.Module, judged: tuple[Tensor, Tensor]) -> float:
     return float(_order_loss(ranker(features), where))
 
 
-def fit_table(
-    shown: Tensor, clicked: Tensor, *, trust: bool = False, tolerance: float = 1e-6, iterations: int = 6000
+def fit_table(shown: Tensor, clicked: Tensor, *, trust: bool = False, iterations: int = 6000) -> Fit:
+    """`fit_cells` for counts in a table [strata, positions]."""
+    strata, places = (shown > 0).nonzero(as_tuple=True)
+    cells = shown[strata, places], clicked[strata, places], strata, places
+    return fit_cells(*cells, size=(shown.shape[0], shown.shape[1]), trust=trust, iterations=iterations)
+
+
+def fit_cells(
+    shown: Tensor,
+    clicked: Tensor,
+    strata: Tensor,
+    places: Tensor,
+    *,
+    size: tuple[int, int],
+    trust: bool = False,
+    tolerance: float = 1e-6,
+    iterations: int = 6000,
+    start: Fit | None = None,
 ) -> Fit:
-    """Free-parameter EM for P(c>0) = θ_k β_s + ζ_k (1 - β_s) from counts [strata, positions]; without trust ζ = 0.
+    """Free-parameter EM for P(c>0) = θ_k β_s + ζ_k (1 - β_s) from counts in cells (s, k); without trust ζ = 0.
 
     Clicks tell θ up to its scale, and with trust β up to an affine map. By convention the largest θ is 1, and with
     trust the smallest ζ is 0. Positions never shown have θ = 1. Two steps of EM are followed by an extrapolation of
     them (SQUAREM, Varadhan and Roland 2008), which is taken where it does not lower the likelihood.
     """
     shown, clicked = shown.double(), clicked.double()
-    seen = shown.sum(0) > 0
-    rate = quotient(clicked.sum(0), shown.sum(0))
-    theta = torch.where(seen, START * quotient(rate, rate.max()), START).clamp(LEAST, START)
-    zeta = 0.3 * theta if trust else torch.zeros_like(theta)
-    beta = quotient(clicked.sum(1), (shown * theta).sum(1)).clamp(0.01, 0.99)
-    filled = shown.sum(1) > 0
+    missed = shown - clicked
+    by_stratum, by_place = (sums_by_cell(shown, index, n) for index, n in zip((strata, places), size, strict=True))
+    seen, filled = by_place > 0, by_stratum > 0
+    if start is None:
+        rate = quotient(sums_by_cell(clicked, places, size[1]), by_place)
+        theta = torch.where(seen, START * quotient(rate, rate.max()), START).clamp(LEAST, START)
+        zeta = 0.3 * theta if trust else torch.zeros_like(theta)
+        expected = sums_by_cell(shown * theta[places], strata, size[0])
+        beta = quotient(sums_by_cell(clicked, strata, size[0]), expected).clamp(0.01, 0.99)
+    else:
+        theta, zeta, beta = start.theta.double(), start.zeta.double(), start.beta.double()
     sure, never = torch.tensor(True), torch.tensor(False)
 
     def step(theta: Tensor, zeta: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        yes = clicked * relevance_posterior(sure, theta, beta[:, None], zeta)
-        relevant = yes + (shown - clicked) * relevance_posterior(never, theta, beta[:, None], zeta)
-        after = torch.where(seen, quotient(yes.sum(0), relevant.sum(0)), theta).clamp(LEAST, 1)
+        here = theta[places], beta[strata], zeta[places]
+        yes = clicked * relevance_posterior(sure, *here)
+        relevant = yes + missed * relevance_posterior(never, *here)
+        both = (sums_by_cell(values, places, size[1]) for values in (yes, relevant))
+        after = torch.where(seen, quotient(*both), theta).clamp(LEAST, 1)
         if trust:
-            zeta = torch.where(seen, quotient((clicked - yes).sum(0), (shown - relevant).sum(0)), zeta)
-        return after, zeta, torch.where(filled, quotient(relevant.sum(1), shown.sum(1)), beta)
+            rest = (sums_by_cell(values, places, size[1]) for values in (clicked - yes, shown - relevant))
+            zeta = torch.where(seen, quotient(*rest), zeta)
+        share = quotient(sums_by_cell(relevant, strata, size[0]), by_stratum)
+        return after, zeta, torch.where(filled, share, beta)
+
+    def likelihood(theta: Tensor, zeta: Tensor, beta: Tensor) -> Tensor:
+        return _likelihood(clicked, missed, theta[places], zeta[places], beta[strata])
 
     moved, made = float("inf"), 0
     while made < iterations and moved > tolerance:
@@ -297,7 +358,7 @@ def fit_table(
         jump = (point + 2 * length * change + length.square() * bend).clamp(LEAST if not trust else 1e-6, 1 - 1e-6)
         jumped = jump.split([len(theta), len(theta), len(beta)])
         leap = step(jumped[0], jumped[1] if trust else zeta, jumped[2])
-        best = leap if _likelihood(shown, clicked, *leap) >= _likelihood(shown, clicked, *twice) else twice
+        best = leap if likelihood(*leap) >= likelihood(*twice) else twice
         moved = float(((best[0] / best[0].max()) / (theta / theta.max()) - 1).abs().max())
         (theta, zeta, beta), made = best, made + 3
     theta, zeta, beta = _canonical(theta, zeta, beta, seen)
@@ -321,6 +382,7 @@ def _canonical(theta: Tensor, zeta: Tensor, beta: Tensor, seen: Tensor) -> tuple
     return torch.where(seen, theta, 1.0).clamp(LEAST, 1), torch.where(seen, zeta, 0.0), beta.clamp(0, 1)
 
 
-def _likelihood(shown: Tensor, clicked: Tensor, theta: Tensor, zeta: Tensor, beta: Tensor) -> Tensor:
-    yes, no = (item_log_likelihood(torch.tensor(seen), theta, beta[:, None], zeta) for seen in (True, False))
-    return (clicked * yes + (shown - clicked) * no).sum()
+def _likelihood(clicked: Tensor, missed: Tensor, theta: Tensor, zeta: Tensor, beta: Tensor) -> Tensor:
+    """Of counts in cells, given the parameters of each."""
+    yes, no = (item_log_likelihood(torch.tensor(seen), theta, beta, zeta) for seen in (True, False))
+    return (clicked * yes + missed * no).sum()

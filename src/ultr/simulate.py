@@ -345,6 +345,16 @@ def _masked(values: Tensor, where: Tensor | None) -> Tensor:
     return values if where is None else torch.where(where, values, 0.0)
 
 
+def draw_sessions(log: Log, sessions: int, *, seed: int = 0) -> Log:
+    """So many requests of a log, drawn with replacement; they get new ids, and their old ones are their queries."""
+    if sessions < 1:
+        raise OptionError("there should be one session or more", got=sessions)
+    chosen = np.random.default_rng(seed).integers(len(log), size=sessions)
+    drawn = log.select(chosen)
+    context = {"query": drawn.request_ids, **drawn.context}
+    return replace(drawn, request_ids=pa.array(np.arange(sessions)), context=context)
+
+
 def simulate_log(log: Log, user: User, *, seed: int = 0, sessions: int | None = None) -> tuple[Log, Feedback]:
     """Draw the feedback of users to a log that was shown (it has positions) and whose true relevance is known.
 
@@ -355,10 +365,7 @@ def simulate_log(log: Log, user: User, *, seed: int = 0, sessions: int | None = 
         raise DataError("feedback is drawn for items with positions and true relevance", mend="use show(log, scores)")
     check_grades(torch.from_numpy(log.relevance), user.max_grade)
     if sessions is not None:
-        if sessions < 1:
-            raise OptionError("there should be one session or more", got=sessions)
-        chosen = np.random.default_rng(seed).integers(len(log), size=sessions)
-        log = replace(log.select(chosen), request_ids=pa.array(np.arange(sessions)))
+        log = draw_sessions(log, sessions, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     bare = replace(log.without_features(), actions={})
     drawn = Feedback(

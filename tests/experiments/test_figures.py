@@ -354,7 +354,7 @@ def test_figure_5_of_one_run_has_no_band(tmp_path, calls):
 @pytest.mark.slow
 def test_figures_are_made_of_real_runs(tmp_path, monkeypatch):
     small = make_synthetic(requests=(60, 10, 10))
-    monkeypatch.setattr("ultr.runs.cached_dataset", lambda name, data_dir: small)
+    monkeypatch.setattr("ultr.preparing.cached_dataset", lambda name, data_dir: small)
     monkeypatch.setattr("ultr.compare.cached_dataset", lambda name, data_dir: small)
     monkeypatch.setattr(labs, "load_dataset", lambda name, data_dir=None: small)
     monkeypatch.setattr(

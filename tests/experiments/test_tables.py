@@ -447,7 +447,7 @@ def small():
 @pytest.fixture
 def few_rows(monkeypatch, small):
     """Little data, and of Table 1 the rows that claims are about."""
-    monkeypatch.setattr("ultr.runs.cached_dataset", lambda name, data_dir: small)
+    monkeypatch.setattr("ultr.preparing.cached_dataset", lambda name, data_dir: small)
     monkeypatch.setattr("ultr.compare.cached_dataset", lambda name, data_dir: small)
     monkeypatch.setattr(labs, "load_dataset", lambda name, data_dir=None: small)
     needed = [e for pair in CLAIMS1.values() for e in pair]

@@ -24,8 +24,9 @@ from ultr.methods import METHODS, MethodInputs, make_method, parse_options
 from ultr.methods.base import POSITION_SPEED
 from ultr.methods.towers import Tower
 from ultr.models import load_model
+from ultr.preparing import Prepared, RunConfig
 from ultr.rankers import score_rows
-from ultr.runs import Prepared, RunConfig, run_training
+from ultr.runs import run_training
 from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions, start, take_step
 

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from ultr.cli import data, experiments, learning
+from ultr.cli import bias, data, experiments, learning
 from ultr.cli.common import plain, words
 from ultr.errors import UltrError
 
@@ -15,6 +15,7 @@ COMMANDS = (
     data.demo,
     data.describe,
     data.simulate,
+    bias.bias,
     learning.train,
     learning.evaluate,
     learning.score,

@@ -29,6 +29,9 @@ FeatureColumns = Annotated[
 CategoricalColumns = Annotated[
     str | None, typer.Option("--categorical", help="Feature columns that hold categories or ids, comma-separated.")
 ]
+SegmentColumn = Annotated[
+    str | None, typer.Option("--segment", help="Column by whose values examination differs, such as the device.")
+]
 ActionColumns = Annotated[str | None, typer.Option("--actions", help="Action columns, comma-separated.")]
 
 

@@ -170,6 +170,7 @@ def simulate(
     sessions: Annotated[int | None, typer.Option(help="Requests to draw; each once if not given.")] = None,
     split: Annotated[str, typer.Option(help="Which requests: train, validation or test.")] = "train",
     share: Annotated[float, typer.Option(help="Share of training requests the initial ranker learns from.")] = 0.01,
+    random_share: Annotated[float, typer.Option(help="Share of requests shown in random order, and marked.")] = 0.0,
     dwell_decay: Annotated[float, typer.Option(help="Dwell scales with position^-decay; 0: free of position.")] = 0.0,
     dwell_file: Annotated[Path | None, typer.Option(help="Dwell times, one per line, to fit the mixture to.")] = None,
     action: Annotated[
@@ -184,12 +185,15 @@ def simulate(
     """Write a biased impression log: data with true labels, shown by a weak ranker to simulated users."""
     from dataclasses import replace
 
-    from ultr.datasets import load_dataset, ranking_svm, show
+    import numpy as np
+    import pyarrow as pa
+
+    from ultr.datasets import load_dataset, randomise, ranking_svm, show
     from ultr.dwell import Dwell, read_dwell_times
     from ultr.files import refuse_existing
     from ultr.log import write_log
     from ultr.log.table import check_parquet_name
-    from ultr.simulate import make_user, simulate_log
+    from ultr.simulate import draw_sessions, make_user, simulate_log
 
     check_parquet_name(out)
     refuse_existing(out, overwrite=overwrite)
@@ -205,8 +209,14 @@ def simulate(
     user = replace(user, max_grade=dataset.max_grade)
     with words.status("ranking, and drawing feedback ..."):
         initial = ranking_svm(dataset.train, share=share, seed=seed)
-        shown = show(dataset[split], initial(dataset[split].features), items=items)
-        log, _ = simulate_log(shown, user, seed=seed, sessions=sessions)
+        chosen = dataset[split]
+        chosen = replace(chosen, item_ids=chosen.item_ids or pa.array(np.arange(chosen.rows)))
+        shown = show(chosen, initial(chosen.features), items=items)
+        if sessions is not None:
+            shown = draw_sessions(shown, sessions, seed=seed)
+        if random_share:
+            shown = randomise(shown, random_share, seed=seed)
+        log, _ = simulate_log(shown, user, seed=seed)
         if not truth:
             log = replace(log, relevance=None)
         notes = {"data": dataset.name, "fingerprint": dataset.fingerprint, "users": users, "seed": seed}

@@ -19,6 +19,7 @@ from ultr.cli.common import (
     PositionColumn,
     RequestColumn,
     Seed,
+    SegmentColumn,
     print_table,
     progress_bar,
     words,
@@ -27,7 +28,7 @@ from ultr.errors import OptionError
 
 if TYPE_CHECKING:
     from ultr.compare import Comparison
-    from ultr.runs import RunConfig
+    from ultr.preparing import RunConfig
 
 Data = Annotated[
     str, typer.Argument(help="A log; or, with --users, a data set with true labels (synthetic, ml-1m, ...).")
@@ -52,7 +53,11 @@ Patience = Annotated[
     int, typer.Option("--patience", help="Stop after so many evaluations without improvement; 0: never.")
 ]
 Select = Annotated[
-    str, typer.Option("--select", help="Metric the best step is chosen by; ndcg@10 and reward@10 read true labels.")
+    str,
+    typer.Option(
+        "--select",
+        help="Metric the best step is chosen by; auto: off-policy-reward@10 on a log; ndcg@10 reads true labels.",
+    ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")]
 Precision = Annotated[str, typer.Option("--precision", help="float32 or bf16.")]
@@ -64,7 +69,7 @@ Propensities = Annotated[
 Eta = Annotated[float, typer.Option("--eta", help="Severity of simulated position bias.")]
 Epsilon = Annotated[float, typer.Option("--epsilon", help="Click noise of simulated users.")]
 
-SELECT = "feedback-ndcg@10"
+SELECT = "auto"
 LABEL = "click + dwell / exp(3)"
 
 
@@ -108,6 +113,7 @@ def train(
     features: FeatureColumns = None,
     categorical: CategoricalColumns = None,
     actions: ActionColumns = None,
+    segment: SegmentColumn = None,
     device: Device = "auto",
     precision: Precision = "float32",
     seed: Seed = 0,
@@ -168,7 +174,7 @@ def _config(options: dict[str, Any]) -> RunConfig:
     """The configuration that options of a command stand for."""
     from ultr.examination import read_propensities
     from ultr.methods import parse_options
-    from ultr.runs import DEFAULT_METHOD, RunConfig
+    from ultr.preparing import DEFAULT_METHOD, RunConfig
     from ultr.training import TrainingOptions
 
     ranker_options: dict[str, Any] = {}
@@ -180,7 +186,8 @@ def _config(options: dict[str, Any]) -> RunConfig:
                 "--hidden should be whole numbers, comma-separated", got=f"'{options['hidden']}'"
             ) from error
         ranker_options = {"hidden": sizes, "dropout": options["dropout"], "norm": options["norm"]}
-    columns = {name: options.get(name) for name in ("request", "position", "features", "categorical", "actions")}
+    parts = ("request", "position", "features", "categorical", "actions", "segment")
+    columns = {name: options.get(name) for name in parts}
     training = {name: options[name] for name in TrainingOptions.__dataclass_fields__ if name in options}
     data_dir, propensities = options["data_dir"], options["propensities"]
     method = options.get("method", DEFAULT_METHOD)
@@ -191,7 +198,7 @@ def _config(options: dict[str, Any]) -> RunConfig:
         data=options["data"],
         method=method,
         method_options=parse_options(method, given),
-        propensities=None if propensities is None else {str(k): v for k, v in read_propensities(propensities).items()},
+        propensities=None if propensities is None else read_propensities(propensities),
         learn_from=options.get("learn_from", "feedback"),
         label=options["label"],
         ranker=options["ranker"],
@@ -205,10 +212,25 @@ def _config(options: dict[str, Any]) -> RunConfig:
     )
 
 
+def _columns_of(run: Path, categorical: list[str], metrics: list[str]) -> dict[str, Any]:
+    """The parts that columns of the run's own log were given by name, where feedback in another like it is judged."""
+    from ultr.checkpoint import read_json
+    from ultr.evaluation import FEEDBACK, OFF_POLICY
+    from ultr.preparing import RunConfig
+
+    config = RunConfig.from_json(read_json(run / "config.json"), where=run)
+    logged = config.users is None and any(name.startswith((FEEDBACK, OFF_POLICY)) for name in metrics)
+    named = dict(config.columns) if logged else {}
+    return {**named, "categorical": named.get("categorical") or categorical or None}
+
+
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A finished run.")],
     data: Annotated[str, typer.Argument(help="A log with true labels or feedback, or a data set.")],
-    metrics: Annotated[str, typer.Option(help="Comma-separated; feedback-ndcg@10 is on the logged label.")] = "ndcg@10",
+    metrics: Annotated[
+        str,
+        typer.Option(help="Comma-separated; off-policy-reward@10 corrects logged feedback, feedback-ndcg@10 does not."),
+    ] = "ndcg@10",
     split: Annotated[str, typer.Option(help="Of a data set: train, validation or test.")] = "test",
     users: Annotated[str, typer.Option(help="Who is shown the ranking, for reward.")] = "pbm",
     eta: Eta = 1.0,
@@ -218,17 +240,29 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Judge a run on data: means over requests with 95% intervals."""
-    from ultr.evaluation import evaluate_scores, mean_with_interval
+    from ultr.evaluation import OFF_POLICY, Mean, mean_with_interval
+    from ultr.judging import figures_of, load_judge
+    from ultr.log.segments import by_segment
     from ultr.models import load_model
-    from ultr.runs import read_data
+    from ultr.preparing import read_data
     from ultr.simulate import make_user
 
     model = load_model(run)
-    log, max_grade = read_data(data, split=split, data_dir=data_dir, categorical=list(model.vocabularies))
-    user = make_user(users, eta=eta, epsilon=epsilon, max_grade=max_grade)
     names = [name.strip() for name in metrics.split(",")]
-    figures = evaluate_scores(log, model.score(log, device=device), names, user=user, label=model.label)
+    columns = _columns_of(run, list(model.vocabularies), names)
+    log, max_grade = read_data(data, split=split, data_dir=data_dir, columns=columns)
+    user = make_user(users, eta=eta, epsilon=epsilon, max_grade=max_grade)
+    scores, judge = model.score(log, device=device), load_judge(run / "judge")
+    segments: tuple[str, ...] = ()
+    if columns.get("segment"):
+        log, segments = by_segment(log)
+    figures = figures_of(log, scores, names, user=user, label=model.label, judge=judge, segments=segments)
     means = {name: mean_with_interval(values, log.weights) for name, values in figures.items()}
+    for name in names:
+        if name.startswith(OFF_POLICY) and judge is not None:
+            found = judge.value(log, scores, name, label=model.label, segments=segments)
+            means[name] = Mean(found.value, found.low, found.high, len(log))
+            words.print(f"{name}: as much as {found.effective_clicks:,.0f} clicks of equal weight tell")
     if as_json:
         print(json.dumps({name: mean.mean for name, mean in means.items()}))
         return
@@ -302,6 +336,7 @@ def compare(
     features: FeatureColumns = None,
     categorical: CategoricalColumns = None,
     actions: ActionColumns = None,
+    segment: SegmentColumn = None,
     device: Device = "auto",
     precision: Precision = "float32",
     as_json: Json = False,

@@ -8,13 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ultr.datasets.base import SPLITS, Dataset
-from ultr.datasets.initial import initial_ranker, ranking_svm, show
+from ultr.datasets.initial import initial_ranker, randomise, ranking_svm, show
 from ultr.datasets.letor import read_letor
 from ultr.datasets.movielens import read_movielens
 from ultr.datasets.synthetic import make_synthetic
 from ultr.errors import AbsentError, DataError, nearest
 
-__all__ = ["DATASETS", "SPLITS", "Dataset", "Source", "initial_ranker", "load_dataset", "ranking_svm", "show"]
+__all__ = [
+    "DATASETS",
+    "SPLITS",
+    "Dataset",
+    "Source",
+    "initial_ranker",
+    "load_dataset",
+    "randomise",
+    "ranking_svm",
+    "show",
+]
 
 
 @dataclass(frozen=True)

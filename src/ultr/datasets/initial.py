@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
 
 from ultr.datasets.base import Dataset
 from ultr.datasets.cache import cache_folder
@@ -98,6 +99,19 @@ def _graded_pairs(log: Log, rng: np.random.Generator) -> tuple[np.ndarray, np.nd
         better.append(rows[i])
         worse.append(rows[j])
     return np.concatenate(better), np.concatenate(worse)
+
+
+def randomise(log: Log, share: float, *, seed: int = 0) -> Log:
+    """A log that was shown, a share of its requests now in random order and marked as such."""
+    if not 0 <= share <= 1:
+        raise OptionError("the share in random order should be between 0 and 1", got=share)
+    rng = np.random.default_rng(seed)
+    marked = rng.random(len(log)) < share
+    shuffled = np.repeat(marked, log.lengths)
+    request = log.request_of_row
+    order = np.lexsort((np.where(shuffled, rng.random(log.rows), np.arange(log.rows)), request))
+    context = {**log.context, "randomised": pa.array(marked)}
+    return replace(log.regroup(order, log.offsets), positions=log.positions, context=context)
 
 
 def show(log: Log, scores: np.ndarray, *, items: int = 10) -> Log:

@@ -14,7 +14,7 @@ from ultr.errors import AbsentError, DataError, MissingExtraError
 from ultr.experiments.claims import Claim, claims_text
 from ultr.experiments.paper import CUTOFFS
 from ultr.files import atomic_path
-from ultr.runs import RunConfig
+from ultr.preparing import RunConfig
 from ultr.training import TrainingOptions
 
 TITLES = {

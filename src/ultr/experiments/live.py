@@ -32,7 +32,8 @@ from ultr.labels import Label
 from ultr.log import Log
 from ultr.methods import make_method
 from ultr.models import load_model
-from ultr.runs import RunConfig, cached_dataset, method_inputs, run_training
+from ultr.preparing import RunConfig, cached_dataset
+from ultr.runs import method_inputs, run_training
 from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions
 
@@ -111,7 +112,14 @@ class LiveOptions:
             device=self.device,
         )
         network = {"hidden": list(self.hidden), "dropout": self.dropout}
-        base = RunConfig(self.data, label=self.label, ranker_options=network, held_out=ONE_REQUEST, training=training)
+        base = RunConfig(
+            self.data,
+            label=self.label,
+            ranker_options=network,
+            held_out=ONE_REQUEST,
+            select="feedback-ndcg@10",
+            training=training,
+        )
         text = self.entries[bucket]
         return Entry.parse(text).config(base, self.rates.get(text, self.lr), _seed(seed, day, TRAINING))
 

@@ -72,7 +72,7 @@ def read_log(
         "randomised": randomised,
     }
     if not isinstance(source, str | Path):
-        return _from_table(_as_table(source), named, where=f"the {type(source).__name__}", missing=missing)
+        return _from_table(as_table(source), named, where=f"the {type(source).__name__}", missing=missing)
     path = Path(source)
     if path.is_dir():
         return _read_folder(path, named, missing)
@@ -148,7 +148,7 @@ def file_kind(path: Path) -> str:
     return kind
 
 
-def _as_table(source: object) -> pa.Table:
+def as_table(source: object) -> pa.Table:
     if isinstance(source, pa.Table):
         return source
     try:

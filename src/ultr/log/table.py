@@ -20,7 +20,17 @@ FEATURE_NAMES_KEY = b"ultr.feature_names"
 ACTIONS_KEY = b"ultr.actions"
 CATEGORICAL_KEY = b"ultr.categorical"
 ROW_GROUP_BYTES = 64 << 20
-RESERVED = {"request", "item", "position", "relevance", "weight", "features", "query", "segment", "randomised"}  # names of a written log's other columns
+RESERVED = {
+    "request",
+    "item",
+    "position",
+    "relevance",
+    "weight",
+    "features",
+    "query",
+    "segment",
+    "randomised",
+}  # names of a written log's other columns
 
 
 @dataclass(frozen=True, eq=False)

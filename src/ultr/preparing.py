@@ -1,0 +1,167 @@
+"""What a run is, and its data: read, shown to simulated users or split, before anything is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from ultr import __version__
+from ultr.datasets import DATASETS, Dataset, initial_ranker, load_dataset, show
+from ultr.errors import DataError, OptionError, nearest
+from ultr.evaluation import FEEDBACK, OFF_POLICY, parse_any_metric
+from ultr.files import fingerprint
+from ultr.labels import DEFAULT_LABEL, Label
+from ultr.log import Log, read_log
+from ultr.log.segments import by_segment
+from ultr.simulate import User, make_user, simulate_log
+from ultr.training import TrainingOptions
+
+FORMAT = 1
+LearnFrom = Literal["feedback", "truth", "no-bias"]
+DEFAULT_METHOD = "pairwise-em"
+AUTO = "auto"  # selection: off policy from a log, on the feedback of users where they are simulated
+MAX_VALIDATION_ROWS = 100_000  # evaluated often while training; enough to tell rankers apart
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything needed to repeat a run."""
+
+    data: str  # a log; or, with users, a data set with true labels
+    method: str = DEFAULT_METHOD
+    method_options: Mapping[str, Any] = field(default_factory=dict)
+    learn_from: LearnFrom = "feedback"
+    label: str = DEFAULT_LABEL
+    ranker: str = "mlp"
+    ranker_options: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)  # of a log, as for read_log
+    users: str | None = None
+    user_options: Mapping[str, Any] = field(default_factory=dict)
+    propensities: Mapping[str, float] | None = None  # known examination by position, or `position@segment`
+    data_dir: str | None = None
+    items: int = 10  # shown per request, of a data set
+    share: float = 0.01  # of training requests that the initial ranker learns from
+    held_out: float = 0.2  # share of a log's requests kept for validation
+    judged: float = 0.0  # share of a log's requests kept for test, which neither training nor selection sees
+    select: str = AUTO
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+
+    def __post_init__(self) -> None:
+        if self.learn_from not in get_args(LearnFrom):
+            raise OptionError(
+                f"cannot learn from '{self.learn_from}'", mend=nearest(self.learn_from, get_args(LearnFrom))
+            )
+        if not (self.held_out > 0 and self.judged >= 0 and self.held_out + self.judged < 1):
+            got = f"{self.held_out} and {self.judged}"
+            raise OptionError("the shares for validation and test should be between 0 and 1 and leave some", got=got)
+        if self.learn_from == "no-bias" and self.users is None:
+            raise OptionError("a no-bias bound needs simulated users", mend="pass --users pbm")
+        Label(self.label)
+        parse_any_metric(self.selection)
+
+    @property
+    def selection(self) -> str:
+        """The metric that the best step is chosen by."""
+        if self.select != AUTO:
+            return self.select
+        own = self.users is None and self.learn_from == "feedback"
+        return f"{OFF_POLICY}reward@10" if own else f"{FEEDBACK}ndcg@10"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "ultr": __version__, "torch": torch.__version__, **asdict(self)}
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any], *, where: object = None) -> RunConfig:
+        if content.get("format") != FORMAT:
+            raise DataError("the run is of another version", where=where, got=content.get("format"), mend="train again")
+        names = {f.name for f in fields(RunConfig)}
+        known = {name: value for name, value in content.items() if name in names}
+        try:
+            return RunConfig(**{**known, "training": TrainingOptions(**known["training"])})
+        except (TypeError, KeyError) as error:
+            raise DataError(f"the configuration cannot be read ({error})", where=where, mend="train again") from error
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """The data of a run: what is learned from, what is held out, and who the users are, if they are simulated."""
+
+    train: Log
+    validation: Log
+    fingerprint: str
+    user: User | None = None  # shown the rankings that are evaluated
+    feeding_user: User | None = None  # whose fresh feedback is learned from
+    test: Log | None = None  # of a log, if a share of it is to be judged on
+    segments: tuple[str, ...] = ()  # that examination differs between
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Read the data of a run; a data set is shown by its initial ranker to simulated users."""
+    if config.users is None:
+        return _prepare_log(config)
+    dataset = cached_dataset(config.data, config.data_dir)
+    user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
+    feeding = user.unbiased() if config.learn_from == "no-bias" else user
+    seed = config.training.seed
+    initial = initial_ranker(dataset, share=config.share, seed=seed)
+    train_log = show(dataset.train, initial(dataset.train.features), items=config.items)
+    validation = _at_most(dataset.validation, MAX_VALIDATION_ROWS)
+    if config.selection.startswith((FEEDBACK, OFF_POLICY)):  # judged by what users do with what they are shown
+        shown = show(validation, initial(validation.features), items=config.items)
+        validation, _ = simulate_log(shown, feeding, seed=seed + 1)
+    return Prepared(train_log, validation, dataset.fingerprint, user, feeding)
+
+
+@lru_cache(maxsize=1)
+def cached_dataset(name: str, data_dir: str | None) -> Dataset:
+    """The data set of the last run stays at hand for the next."""
+    return load_dataset(name, data_dir=data_dir)
+
+
+def read_data(
+    data: str, *, split: str, data_dir: str | Path | None, columns: Mapping[str, Any] | None = None
+) -> tuple[Log, int]:
+    """A log with its columns as they are named, or a split of a data set; and the highest grade."""
+    if data == "synthetic" or data in DATASETS or Path(data).is_dir():
+        dataset = load_dataset(data, data_dir=data_dir)
+        return dataset[split], dataset.max_grade
+    log = read_log(data, **(columns or {}))
+    return log, 4 if log.relevance is None else max(1, int(np.ceil(log.relevance.max())))
+
+
+def _prepare_log(config: RunConfig) -> Prepared:
+    if config.data == "synthetic" or config.data in DATASETS:
+        raise OptionError(f"'{config.data}' has true labels and no feedback", mend="pass --users pbm to simulate it")
+    prepared = split_log(read_log(config.data, **config.columns), config)
+    return replace(prepared, fingerprint=fingerprint(Path(config.data)))
+
+
+def split_log(log: Log, config: RunConfig) -> Prepared:
+    """A log's requests for training, and those held out for validation and test, by the seed."""
+    log, segments = by_segment(log) if config.columns.get("segment") else (log, ())
+    order = np.random.default_rng(config.training.seed).permutation(len(log))
+    held = max(1, round(config.held_out * len(log)))
+    judged = held + (max(1, round(config.judged * len(log))) if config.judged else 0)
+    if judged >= len(log):
+        raise DataError(f"a log needs more than {judged} requests: some are held out", got=len(log))
+    validation = _at_most(log.select(np.sort(order[:held])), MAX_VALIDATION_ROWS)
+    test = log.select(np.sort(order[held:judged])) if config.judged else None
+    learned = log.select(np.sort(order[judged:]))
+    if config.learn_from == "feedback":
+        Label(config.label)(learned.actions)  # refuse labels that cannot be computed before any step is taken
+    return Prepared(learned, validation, f"{len(log)}-{log.rows}", test=test, segments=segments)
+
+
+def _at_most(log: Log, rows: int) -> Log:
+    """The log, or random requests of it with about so many rows."""
+    if log.rows <= rows:
+        return log
+    order = np.random.default_rng(0).permutation(len(log))
+    fits = max(1, int(np.searchsorted(np.cumsum(log.lengths[order]), rows, "right")))
+    return log.select(np.sort(order[:fits]))

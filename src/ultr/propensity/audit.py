@@ -1,0 +1,298 @@
+"""The position bias of a log: estimators side by side, how well each is identified, and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ultr.errors import DataError
+from ultr.examination import logging_score, strata_of
+from ultr.labels import Label
+from ultr.log import Log
+from ultr.pitfalls import Pitfall, find_pitfalls
+from ultr.propensity import estimators
+from ultr.propensity.counts import Impressions, counted, counted_items, impressions, replicates
+from ultr.propensity.identification import Agreement, Estimate, Verdict, agreement, estimate, links, verdict
+from ultr.propensity.likelihood import TUNED, HeldOut
+
+SCALE = 0.7  # of the largest propensity that is written: clicks tell ratios alone
+BUCKETS = 20  # of the regression's relevance, where its likelihood is compared
+SAME_FEATURES = 0.5  # of the rows of an item that recurs, for its relevance to be its own
+SEGMENTS = 10
+CLEAR_GAIN = 1e-3  # of held-out likelihood, by features
+
+
+@dataclass(frozen=True, eq=False)
+class BiasReport:
+    """What a log tells of examination."""
+
+    label: str
+    requests: int
+    positions: np.ndarray
+    impressions: np.ndarray
+    rate: np.ndarray  # share of impressions with positive feedback
+    reference: int  # the position that θ is relative to
+    estimates: Mapping[str, Estimate]
+    agreements: list[Agreement]
+    verdict: Verdict
+    pitfalls: list[Pitfall]
+    links: Mapping[str, Any] | None = None  # between positions, through items
+    explained: float | None = None  # share of the order that features explain
+    sampled_requests: int = 0  # that estimates from features rest on
+    notes: tuple[str, ...] = ()
+    segments: Mapping[str, BiasReport] = field(default_factory=dict)
+
+    @property
+    def anchor(self) -> Estimate | None:
+        """The estimate to go by."""
+        return None if self.verdict.anchor is None else self.estimates[self.verdict.anchor]
+
+    def propensities(self) -> dict[int, float]:
+        """θ by position with its largest value at 0.7, as `--propensities` takes it; of positions where it is told."""
+        if self.anchor is None:
+            return {}
+        theta = self.anchor.theta
+        told = np.isfinite(theta)
+        scaled = SCALE * theta / np.nanmax(theta)
+        return {int(k): float(v) for k, v in zip(self.positions[told], scaled[told], strict=True)}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "label": self.label,
+            "requests": self.requests,
+            "positions": self.positions.tolist(),
+            "impressions": self.impressions.tolist(),
+            "rate": self.rate.tolist(),
+            "reference": self.reference,
+            "estimates": {name: _estimate_json(found) for name, found in self.estimates.items()},
+            "agreements": [asdict(found) for found in self.agreements],
+            "links": self.links,
+            "order_explained_by_features": self.explained,
+            "sampled_requests": self.sampled_requests,
+            "verdict": {**asdict(self.verdict), "advice": self.verdict.advice},
+            "pitfalls": [asdict(found) for found in self.pitfalls],
+            "notes": list(self.notes),
+            "segments": {name: report.to_json() for name, report in self.segments.items()},
+        }
+
+
+def _estimate_json(found: Estimate) -> dict[str, Any]:
+    def plain(values: np.ndarray) -> list[float | None]:
+        return [float(v) if np.isfinite(v) else None for v in values]
+
+    return {
+        "theta": plain(found.theta),
+        "low": plain(found.low),
+        "high": plain(found.high),
+        "held_out_log_likelihood": found.held_out,
+    }
+
+
+def audit(
+    log: Log,
+    *,
+    label: str = "click",
+    sample: Log | None = None,
+    known: Mapping[Any, float] | None = None,
+    bootstrap: int = 100,
+    seed: int = 0,
+) -> BiasReport:
+    """Estimate examination by position in every way that the log allows, and judge what came of it.
+
+    Estimates from features rest on `sample`, some of the log's requests, where features of all are not at hand.
+    `known` propensities are by position, or by `position@segment`.
+    """
+    if sample is None and log.feature_names:
+        sample = log
+    known = {str(slot): theta for slot, theta in (known or {}).items()}
+    log = log.without_features()
+    labels = np.asarray(Label(label)(log.actions)) > 0
+    pitfalls = find_pitfalls(log, labels, sample=sample)
+    report = _audit(log, label, labels, sample, known, bootstrap, seed)
+    if "segment" in log.context:
+        report = replace(report, segments=_by_segment(log, label, labels, sample, known, bootstrap, seed))
+    return replace(report, pitfalls=pitfalls)
+
+
+def _by_segment(
+    log: Log,
+    label: str,
+    clicked: np.ndarray,
+    sample: Log | None,
+    known: Mapping[str, float],
+    bootstrap: int,
+    seed: int,
+) -> dict[str, BiasReport]:
+    """The same for the segments with most requests."""
+    names, marks = _names(log)
+    counts = pc.value_counts(names).to_pylist()
+    largest = sorted(counts, key=lambda count: -count["counts"])[:SEGMENTS]
+    found = {}
+    for count in largest:
+        name = count["values"]
+        part = marks == name
+        rows = np.repeat(part, log.lengths)
+        if not clicked[rows].any():
+            continue
+        own = None if sample is None else sample.select(_names(sample)[1] == name)
+        own = own if own is not None and len(own) else None
+        its = {slot.removesuffix(f"@{name}"): theta for slot, theta in known.items()}
+        found[str(name)] = _audit(log.select(part), label, clicked[rows], own, its, bootstrap, seed)
+    return found
+
+
+def _names(log: Log) -> tuple[pa.Array, np.ndarray]:
+    names = pc.fill_null(log.context["segment"].cast(pa.string()), "")
+    return names, names.to_numpy(zero_copy_only=False)
+
+
+def _audit(
+    log: Log,
+    label: str,
+    clicked: np.ndarray,
+    sample: Log | None,
+    known: Mapping[str, float],
+    bootstrap: int,
+    seed: int,
+) -> BiasReport:
+    if not clicked.any():
+        raise DataError("there is no positive feedback in the log", got=f"label '{label}'", mend="check --label")
+    seen = impressions(log, clicked, seed=seed)
+    width, groups = len(seen.positions), int(seen.group.max()) + 1
+    shown = np.bincount(seen.place, seen.row_weights(), width)
+    rate = np.bincount(seen.place, seen.row_weights() * clicked, width) / shown
+    reference = int((rate * shown).argmax())
+    weights = replicates(groups, bootstrap, seed=seed)
+    estimates: dict[str, Estimate] = {}
+    notes: list[str] = []
+    values = np.array([known.get(str(k), np.nan) for k in seen.positions.tolist()])
+    if np.isfinite(values).any():
+        estimates["known"] = estimate("known", np.tile(values, (bootstrap + 1, 1)), reference)
+    graph = _count_estimates(seen, sample, weights, reference, estimates, notes, seed)
+    explained, tells = None, False
+    if sample is not None:
+        explained, tells = _feature_estimates(seen, sample, label, bootstrap, reference, estimates, seed)
+    pairs = [(a, b) for i, a in enumerate(estimates.values()) for b in list(estimates.values())[i + 1 :]]
+    agreements = [found for a, b in pairs if (found := agreement(a, b, seen.positions)) is not None]
+    return BiasReport(
+        label=label,
+        requests=len(log),
+        positions=seen.positions,
+        impressions=shown,
+        rate=rate,
+        reference=int(seen.positions[reference]),
+        estimates=estimates,
+        agreements=agreements,
+        verdict=verdict(estimates, agreements, impressions=shown, rate=rate, explained=explained, features_tell=tells),
+        pitfalls=[],
+        links=graph,
+        explained=explained,
+        sampled_requests=0 if sample is None else len(sample),
+        notes=tuple(notes),
+    )
+
+
+def _count_estimates(
+    seen: Impressions,
+    sample: Log | None,
+    weights: np.ndarray,
+    reference: int,
+    estimates: dict[str, Estimate],
+    notes: list[str],
+    seed: int,
+) -> Mapping[str, Any] | None:
+    """Add what interventions tell: random order, and items at several positions; gives the links between positions."""
+    early = (np.arange(len(weights)) < TUNED * len(weights)).astype(float)[:, None]  # the requests that others judge
+    fitted: dict[str, np.ndarray] = {name: found.theta for name, found in estimates.items()}
+    if seen.randomised is not None and seen.clicked[rows := seen.of_rows(seen.randomised)].any():
+        estimates["randomised"] = estimate("randomised", estimators.rates(seen, rows, weights), reference)
+        fitted["randomised"] = estimators.rates(seen, rows, early)[0]
+    if sample is not None and "query" not in sample.context and _features_change(sample):
+        notes.append(
+            "items recur with other features, so that their relevance is not theirs alone: they are not compared "
+            "across positions (a column `query`, or an item id for each context, would allow it)"
+        )
+        seen = replace(seen, items=None)
+    counts = counted_items(seen, seed=seed)
+    graph = None
+    if counts is not None:
+        if counts.share < 1:
+            notes.append(f"items: {counts.share:.1%} of those that were clicked and shown at several positions")
+        estimates["harvest"] = estimate("harvest", estimators.harvest(counts, weights, seed=seed), reference)
+        estimates["items"] = estimate("items", estimators.position_based(counts, weights), reference)
+        fitted["harvest"] = estimators.harvest(counts, early, seed=seed)[0]
+        fitted["items"] = estimators.position_based(counts, early)[0]
+        graph = links(estimators.pair_clicks(counts, weights[:, 0], seed=seed), seen.positions)
+    if seen.items is not None:
+        judge = HeldOut(seen, seen.items, seed=seed)
+        for name, theta in fitted.items():
+            if np.isfinite(theta).any():
+                estimates[name] = replace(estimates[name], held_out=judge.score(theta))
+    return graph
+
+
+def _features_change(sample: Log) -> bool:
+    """Whether items that recur mostly have other features each time."""
+    if sample.item_ids is None or not sample.feature_names:
+        return False
+    codes = sample.item_ids.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    order = np.argsort(codes, kind="stable")[:200_000]
+    again = np.flatnonzero(codes[order][1:] == codes[order][:-1])
+    if not len(again):
+        return False
+    alike = (sample.features[order[again]] == sample.features[order[again + 1]]).all(1)
+    return bool(alike.mean() < SAME_FEATURES)
+
+
+def _feature_estimates(
+    seen: Impressions,
+    sample: Log,
+    label: str,
+    bootstrap: int,
+    reference: int,
+    estimates: dict[str, Estimate],
+    seed: int,
+) -> tuple[float, bool]:
+    """Add what features tell; gives the share of the order they explain, and whether they explain clicks."""
+    clicked = np.asarray(Label(label)(sample.actions)) > 0
+    own = impressions(sample, clicked, seed=seed)
+    at = np.searchsorted(seen.positions, own.positions)
+    categories = {sample.feature_names.index(n): len(values) + 1 for n, values in sample.vocabularies.items()}
+    found = logging_score(sample, seed=seed, categories=categories)
+    strata = strata_of(sample, found.score, clicks=float(clicked.sum())).numpy()
+    weights = replicates(int(own.group.max()) + 1, bootstrap, seed=seed + 1)
+    early = (np.arange(len(weights)) < TUNED * len(weights)).astype(float)[:, None]
+    counts = counted(own, strata)
+    _add(estimates, "strata", estimators.position_based(counts, weights), at, seen, reference)
+    judge = HeldOut(own, strata, seed=seed)
+    score = judge.score(estimators.position_based(counts, early)[0])
+    estimates["strata"] = replace(estimates["strata"], held_out=score)
+    numeric = [i for i in range(len(sample.feature_names)) if i not in categories]
+    features = sample.features[:, numeric]
+    features = (features - features.mean(0)) / np.maximum(features.std(0), 1e-9)
+    theta, logit = estimators.regression(own, features, weights)
+    _add(estimates, "regression", theta, at, seen, reference)
+    edges = np.quantile(logit, np.linspace(0, 1, BUCKETS + 1)[1:-1])
+    bucketed = HeldOut(own, np.searchsorted(edges, logit), seed=seed).score(theta[0])
+    estimates["regression"] = replace(estimates["regression"], held_out=bucketed)
+    flat = HeldOut(own, np.zeros(sample.rows, np.int64), seed=seed).score(theta[0])
+    return found.explained, bool(bucketed > flat + CLEAR_GAIN * abs(flat))
+
+
+def _add(
+    estimates: dict[str, Estimate],
+    name: str,
+    theta: np.ndarray,
+    at: np.ndarray,
+    seen: Impressions,
+    reference: int,
+) -> None:
+    """An estimate from a sample, whose positions are some of the log's."""
+    draws = np.full((len(theta), len(seen.positions)), np.nan)
+    draws[:, at] = theta
+    estimates[name] = estimate(name, draws, reference)

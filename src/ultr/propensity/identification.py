@@ -1,0 +1,204 @@
+"""How well examination is told by a log, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
+
+NORMAL = 1.959964  # of a 95% interval
+ALIKE = 0.05  # estimators that differ by less need no test
+SHARP = 0.25  # relative half-width of an interval that is good enough to correct by
+WANTED = 0.10  # that a randomised slice should give
+MOST_IMPRESSIONS = 0.95  # of all impressions must be at positions that are known so well
+FEW_LINKS = 10.0  # clicks on either side of a link between positions
+OPEN_ORDER = 0.5  # share of the order that features may explain where they are to be told from position
+RANDOM_ORDER = 0.02
+IDENTIFIED, CARE, NOT = "identified", "identified with care", "not identified"
+ADVICE = {
+    IDENTIFIED: "correct for it",
+    CARE: "correct for it with care",
+    NOT: "collect a little randomisation first",
+}
+INTERVENED = ("known", "randomised", "harvest", "items")  # in order of trust; the others rest on features alone
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """θ relative to the reference position, with 95% intervals, and what it rests on."""
+
+    name: str
+    theta: np.ndarray  # [positions], NaN where it is not told
+    low: np.ndarray
+    high: np.ndarray
+    logs: np.ndarray  # [1 + replicates, positions]
+    held_out: float | None = None  # log-likelihood of a held-out impression
+
+    @property
+    def half_width(self) -> np.ndarray:
+        """Of the interval, relatively; infinite where there is none."""
+        width = np.expm1((np.log(self.high) - np.log(self.low)) / 2)
+        return np.where(np.isfinite(width), width, np.inf)
+
+
+def estimate(name: str, draws: np.ndarray, reference: int, held_out: float | None = None) -> Estimate:
+    """From θ of the log and of its bootstrap replicates, up to their scales; intervals are normal in log θ."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(draws) - np.log(draws[:, [reference]])
+    logs[~np.isfinite(logs)] = np.nan
+    point = logs[0]
+    told = np.isfinite(logs[1:]).mean(0) >= 0.8 if len(logs) > 1 else np.zeros(len(point), bool)
+    spread = np.full(len(point), np.nan)
+    if told.any():
+        spread[told] = np.nanstd(logs[1:, told], axis=0, ddof=1)
+    return Estimate(
+        name,
+        np.exp(point),
+        np.exp(point - NORMAL * spread),
+        np.exp(point + NORMAL * spread),
+        logs,
+        held_out,
+    )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether two estimators say the same of θ, as far as their common sampling error tells."""
+
+    first: str
+    second: str
+    largest: float  # relative difference
+    position: int
+    agree: bool
+
+
+def agreement(a: Estimate, b: Estimate, positions: np.ndarray) -> Agreement | None:
+    """A simultaneous test over positions: replicates were drawn alike, so that their differences can be compared."""
+    both = np.isfinite(a.logs[0]) & np.isfinite(b.logs[0])
+    number = min(len(a.logs), len(b.logs))
+    difference = (a.logs[:number] - b.logs[:number])[:, both]
+    if both.sum() < 2:
+        return None
+    point = difference[0]
+    largest = int(np.abs(point).argmax())
+    found = float(np.expm1(np.abs(point[largest])))
+    spread = np.nanstd(difference[1:], axis=0, ddof=1) if number > 2 else np.zeros(len(point))
+    sure = spread > 0
+    agree = found <= ALIKE
+    if sure.any() and not agree:
+        errors = np.abs(difference[1:, sure] - point[sure]) / spread[sure]
+        critical = max(NORMAL, float(np.nanquantile(np.nanmax(errors, axis=1), 0.95)))
+        agree = bool((np.abs(point[sure]) <= np.maximum(critical * spread[sure], np.log1p(ALIKE))).all())
+    return Agreement(a.name, b.name, found, int(positions[both][largest]), agree)
+
+
+def links(wins: np.ndarray, positions: np.ndarray) -> dict[str, Any]:
+    """How positions hang together through items that were shown at both of two: components, and the weakest link."""
+    strength = np.minimum(wins, wins.T)
+    linked = strength >= FEW_LINKS
+    number, part = connected_components(linked, directed=False)
+    tree = minimum_spanning_tree(np.where(linked, -strength, 0)).tocoo()
+    weakest = int(tree.data.argmax()) if len(tree.data) else None
+    return {
+        "components": [positions[part == i].tolist() for i in range(number)],
+        "weakest": None
+        if weakest is None
+        else {
+            "positions": sorted(int(positions[i]) for i in (tree.row[weakest], tree.col[weakest])),
+            "clicks": float(-tree.data[weakest]),
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What can be done with the log as it is, why, and what randomisation would give."""
+
+    status: str
+    anchor: str | None  # the estimator to go by
+    reasons: tuple[str, ...]
+    requests_needed: int  # in random order
+
+    @property
+    def advice(self) -> str:
+        return ADVICE[self.status]
+
+
+def verdict(
+    estimates: Mapping[str, Estimate],
+    agreements: list[Agreement],
+    *,
+    impressions: np.ndarray,
+    rate: np.ndarray,
+    explained: float | None,
+    features_tell: bool,
+) -> Verdict:
+    """By what is best identified: interventions first, features alone only where they leave the order open."""
+    share = impressions / impressions.sum()
+    anchor = next((name for name in INTERVENED if name in estimates and _told(estimates[name], share) > 0.5), None)
+    reasons = []
+    if anchor == "items" and "harvest" in estimates:
+        anchor = "harvest"
+    if anchor is not None:
+        chosen = estimates[anchor]
+        sharp = float(share[chosen.half_width <= SHARP].sum()) if anchor != "known" else 1.0
+        status = IDENTIFIED if sharp >= MOST_IMPRESSIONS else CARE
+        reasons.append(_words(anchor))
+        if status == CARE:
+            wide = f"but only {sharp:.0%} of impressions are at positions where it is known to within {SHARP:.0%}"
+            reasons.append(wide)
+        against = [
+            a
+            for a in agreements
+            if anchor in (a.first, a.second) and {a.first, a.second} <= {*INTERVENED} and not a.agree
+        ]
+        for a in against:
+            status = CARE
+            reasons.append(f"{a.first} and {a.second} differ by {a.largest:.0%} at position {a.position}")
+    elif explained is None:
+        status = NOT
+        reasons.append("no item was shown at several positions, no order was random, and there are no features")
+    elif explained < RANDOM_ORDER and features_tell:
+        status, anchor = IDENTIFIED, _best_of_features(estimates)
+        reasons.append("features tell clicks but nothing of the order: it is as good as random")
+    elif explained < OPEN_ORDER:
+        status, anchor = CARE, _best_of_features(estimates)
+        reasons.append(f"it rests on features alone, which explain {explained:.0%} of the order that was shown")
+    else:
+        status, anchor = NOT, _best_of_features(estimates)
+        reasons.append(
+            f"features explain {explained:.0%} of the order, and no item was shown at several positions: "
+            "what stands higher may be seen more or be better, and nothing tells which"
+        )
+    theta = estimates[anchor].theta if anchor is not None else rate / rate.max()
+    return Verdict(status, anchor, tuple(reasons), _requests_needed(theta, rate))
+
+
+def _told(found: Estimate, share: np.ndarray) -> float:
+    return float(share[np.isfinite(found.theta)].sum())
+
+
+def _words(anchor: str) -> str:
+    return {
+        "known": "propensities are known",
+        "randomised": "some of the traffic was in random order",
+        "harvest": "items were shown at several positions",
+    }[anchor]
+
+
+def _best_of_features(estimates: Mapping[str, Estimate]) -> str | None:
+    return next((name for name in ("strata", "regression") if name in estimates), None)
+
+
+def _requests_needed(theta: np.ndarray, rate: np.ndarray) -> int:
+    """Requests in random order that would tell θ_k/θ_ref to within `WANTED` at every position that is clicked."""
+    known = np.isfinite(theta) & (theta > 0) & (rate > 0)
+    if known.sum() < 2:
+        return 0
+    relevance = float(np.mean(rate[known] / theta[known]))
+    chance = np.clip(theta[known] * relevance, 1e-6, 1)
+    variance = (1 - chance) / chance
+    return int(np.ceil((variance.max() + variance[theta[known].argmax()]) / np.log1p(WANTED) ** 2 * NORMAL**2))
