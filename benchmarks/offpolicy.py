@@ -128,7 +128,7 @@ def _judged(found: list[dict[str, OffPolicyValue]], truth: dict[str, float]) -> 
         "order": int((orders == right).all(1).sum()),
         "covered": {name: int((np.abs(values[name] - truth[name]) <= widths[name]).sum()) for name in truth},
         "pairs": pairs,
-        "loss": round(100 * float(1 - chosen.mean() / max(truth.values())), 3),
+        "loss": round(100 * float((max(truth.values()) - chosen).mean() / max(truth.values())), 3),
         "bias": percent({name: values[name].mean() - truth[name] for name in truth}),
         "deviation": percent({name: values[name].std() for name in truth}),
         "half_width": percent({name: widths[name].mean() for name in truth}),

@@ -258,6 +258,21 @@ def test_self_normalisation_mends_what_the_clip_takes_from_items_of_equal_worth(
         assert off_policy_value(uneven, scores, estimator=name, direct=direct, **shared).value == pytest.approx(ips)
 
 
+def test_the_interval_of_a_self_normalised_value_is_that_of_a_jackknife():
+    log = small_log([5] * 150)
+    scores = np.random.default_rng(9).normal(size=log.rows)
+    shared = {"theta": GAPS, "label": "click + dwell", "estimator": "snips", "clip": 1.0, "k": 3}
+    found = off_policy_value(log, scores, **shared)
+    without = np.array(
+        [
+            off_policy_value(log.select(kept := np.arange(150) != i), scores[np.repeat(kept, 5)], **shared).value
+            for i in range(150)
+        ]
+    )
+    jackknife = np.sqrt(149 / 150 * np.square(without - without.mean()).sum())
+    assert found.per_request.std(ddof=1) / np.sqrt(150) == pytest.approx(jackknife, rel=0.05)
+
+
 def test_effective_clicks_clipped_places_and_coverage_are_counted():
     log = replace(small_log([2, 2], ids=(1, 2)), actions={"click": np.array([1, 1, 0, 1], np.float32)})
     shared = {"theta": {1: 0.8, 2: 0.2}, "label": "click", "k": 4}

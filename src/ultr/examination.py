@@ -146,7 +146,7 @@ def read_propensities(path: str | Path) -> dict[str, float]:
     keys = [str(position) for position in positions]
     if "segment" in table.column_names:
         names = table["segment"].cast(pa.string()).to_pylist()
-        keys = [f"{key}@{name or ''}" for key, name in zip(keys, names, strict=True)]
+        keys = [f"{key}@{name}" if name else key for key, name in zip(keys, names, strict=True)]
     if len(set(keys)) < len(keys):
         raise DataError("each position should be there once, or once a segment", where=path)
     return dict(zip(keys, values, strict=True))

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import Phase, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from propensity.worlds import THETA, small_log, world
@@ -196,7 +196,9 @@ def test_a_sample_that_lacks_a_position_tells_of_the_others():
     part = part.regroup(np.flatnonzero(part.positions < 5), np.arange(601) * 4)
     report = audit(log.without_features(), sample=part, bootstrap=10)
     np.testing.assert_array_equal(np.isfinite(report.estimates["strata"].theta), [True] * 4 + [False])
-    assert list(report.propensities()) == [1, 2, 3, 4]
+    told = report.propensities()
+    assert list(told) == [1, 2, 3, 4, 5]
+    assert told[5] == told[4]  # that of the position beside it
 
 
 def test_the_largest_propensity_is_seven_tenths():
@@ -288,8 +290,7 @@ def test_reports_are_json_without_nan():
     assert set(report["agreements"][0]) == {"first", "second", "largest", "position", "agree"}
 
 
-@pytest.mark.xfail(strict=True, reason="NaN where too little is held out, warnings where replicates tell nothing")
-@settings(max_examples=30, phases=[Phase.generate])
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), requests=st.integers(1, 60), weights=st.booleans(), queries=st.booleans())
 def test_any_small_log_has_a_report(seed, requests, weights, queries):
     log = small_log(seed, requests=requests, weights=weights, queries=queries)
@@ -318,12 +319,10 @@ def test_positions_that_do_not_hang_together_are_not_identified():
     np.testing.assert_array_equal(np.isfinite(report.estimates["items"].theta), [True] * 2 + [False] * 3)
 
 
-@pytest.mark.xfail(strict=True, reason="it is said that no item was shown at several positions")
 def test_the_reason_is_that_positions_do_not_hang_together():
     assert "no item was shown at several positions" not in audit(two_parts(), bootstrap=20).verdict.reasons[0]
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeWarning, reason="a sample without a click has no theta to judge")
 def test_a_sample_without_a_click_tells_nothing():
     log = world("random", requests=600, features=3)
     none = replace(log.select(np.arange(50)), actions={"click": np.zeros(250, np.float32)})

@@ -81,7 +81,6 @@ def test_a_log_without_item_ids_has_no_items_to_count():
     assert counted_items(seen_in(replace(small_log(0), item_ids=None))) is None
 
 
-@pytest.mark.xfail(strict=True, reason="items without an id are taken for one item")
 def test_items_without_an_id_are_not_one_item():
     log = small_log(1, requests=40)
     assert counted_items(seen_in(replace(log, item_ids=pa.nulls(log.rows, pa.int64())))) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from ultr.propensity import BiasReport
 
 MOST_ROWS = 30  # positions that are printed
+TRAINS_WITH = ("request", "position", "features", "categorical", "actions", "segment")
 
 
 def bias(
@@ -58,6 +60,7 @@ def bias(
     from ultr.files import refuse_existing
     from ultr.labels import DEFAULT_LABEL
     from ultr.propensity import audit
+    from ultr.propensity.identification import NOT
     from ultr.propensity.reading import read_for_audit
 
     if out is not None:
@@ -89,10 +92,12 @@ def bias(
     words.print(f"{light!r}; feedback: {plain(label)} > 0", soft_wrap=True)
     _print(report)
     for name, part in report.segments.items():
-        _print_estimates(part, title=f"Segment '{name}' ({part.requests:,} requests): {part.verdict.status}")
-    if out is not None and report.anchor is not None:
-        train = f"ultr train {log} --propensities {out}/propensities.csv --out run"
-        words.print(f"wrote {out}\nnext: {train}", soft_wrap=True)
+        _print_estimates(part, title=f"Segment '{plain(name)}' ({part.requests:,} requests): {part.verdict.status}")
+    if out is not None:
+        words.print(f"wrote {out}", soft_wrap=True)
+    if out is not None and report.verdict.status != NOT:
+        options = "".join(f" --{name} {value}" for name, value in given.items() if name in TRAINS_WITH)
+        words.print(f"next: ultr train {log} --propensities {out}/propensities.csv{options} --out run", soft_wrap=True)
 
 
 def _print(report: BiasReport) -> None:
@@ -164,12 +169,12 @@ def _write(report: BiasReport, out: Path, *, overwrite: bool) -> None:
 
     with atomic_path(out, overwrite=overwrite, folder=True) as folder:
         write_json(folder / "bias.json", report.to_json())
-        lines = ["position,propensity", *(f"{k},{v:.6g}" for k, v in report.propensities().items())]
-        if report.segments:
-            tables = [(name, part.propensities()) for name, part in report.segments.items()]
-            rows = [f"{k},{v:.6g},{name}" for name, table in tables for k, v in table.items()]
-            lines = ["position,propensity,segment", *rows]
-        (folder / "propensities.csv").write_text("\n".join(lines) + "\n")
+        tables = {"": report.propensities(), **{name: part.propensities() for name, part in report.segments.items()}}
+        rows = [(k, f"{v:.6g}", name) for name, table in tables.items() for k, v in table.items()]
+        columns = 3 if report.segments else 2  # without a segment: for those that have no rows of their own
+        with (folder / "propensities.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerows(row[:columns] for row in [("position", "propensity", "segment"), *rows])
         panels = []
         for head, part in {"all": report, **report.segments}.items():
             found = [

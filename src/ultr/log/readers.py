@@ -86,7 +86,7 @@ def read_log(
         return _read_parquet([path], named, where=path, missing=missing)
     if kind == "CSV":
         return _read_csv(path, named, missing)
-    with _as_data_error(path, kind):
+    with as_data_error(path, kind):
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     return _from_table(table, named, where=path, missing=missing)
 
@@ -94,7 +94,7 @@ def read_log(
 def _read_csv(path: Path, named: dict[str, Any], missing: Missing) -> Log:
     """CSV or TSV, gzipped or not. Ids are read as text first, so that 007 and 7, or two long hashes, stay apart."""
     compression = "gzip" if path.suffix.lower() == ".gz" else None
-    with _as_data_error(path, "CSV"):
+    with as_data_error(path, "CSV"):
         with pa.input_stream(str(path), compression=compression) as stream:
             first_line = stream.read(1 << 20).split(b"\n")[0].decode("utf-8-sig").rstrip("\r")
         delimiter = "\t" if ".tsv" in path.name.lower() else max(",;\t|", key=first_line.count)
@@ -102,7 +102,7 @@ def _read_csv(path: Path, named: dict[str, Any], missing: Missing) -> Log:
     columns = resolve_columns(pa.schema([(name, pa.float64()) for name in names]), where=path, **named)
     texts = (columns.context.get("query"), columns.context.get("segment"))
     ids = [n for n in (columns.request, columns.item, *texts, *columns.categorical) if n is not None]
-    with _as_data_error(path, "CSV"):
+    with as_data_error(path, "CSV"):
         table = pa.csv.read_csv(
             pa.input_stream(str(path), compression=compression),
             read_options=pa.csv.ReadOptions(column_names=names, skip_rows=1),
@@ -185,12 +185,12 @@ def _read_folder(folder: Path, named: dict[str, Any], missing: Missing) -> Log:
 
 
 def _read_parquet(paths: list[Path], named: dict[str, Any], *, where: Path, missing: Missing) -> Log:
-    with _as_data_error(paths[0], "Parquet"):
+    with as_data_error(paths[0], "Parquet"):
         schema = pq.read_schema(paths[0])
     columns: Columns = resolve_columns(schema, where=paths[0], **named)
     tables = []
     for path in paths:
-        with _as_data_error(path, "Parquet"):
+        with as_data_error(path, "Parquet"):
             own = pq.read_schema(path)
             if (own.metadata or {}).get(FEATURE_NAMES_KEY) != (schema.metadata or {}).get(FEATURE_NAMES_KEY):
                 raise DataError("its features are not those of the first shard", where=path, mend="write shards alike")
@@ -199,14 +199,14 @@ def _read_parquet(paths: list[Path], named: dict[str, Any], *, where: Path, miss
                     f"lacks the column '{lacking[0]}' of the first shard", where=path, mend="write shards alike"
                 )
             tables.append(pq.read_table(path, columns=columns.used, memory_map=True, partitioning=None))
-    with _as_data_error(where, "shards of one log"):
+    with as_data_error(where, "shards of one log"):
         table = tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")
     table, unused = table.replace_schema_metadata(schema.metadata), columns.unused(schema.names)
     return log_from_table(table, columns, where=where, missing=missing, unused=unused)
 
 
 @contextmanager
-def _as_data_error(path: Path, kind: str) -> Iterator[None]:
+def as_data_error(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:

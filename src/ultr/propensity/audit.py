@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultr.errors import DataError
-from ultr.examination import logging_score, strata_of
+from ultr.examination import LEAST, logging_score, strata_of
 from ultr.labels import Label
 from ultr.log import Log
 from ultr.pitfalls import Pitfall, find_pitfalls
@@ -53,13 +53,18 @@ class BiasReport:
         return None if self.verdict.anchor is None else self.estimates[self.verdict.anchor]
 
     def propensities(self) -> dict[int, float]:
-        """θ by position with its largest value at 0.7, as `--propensities` takes it; of positions where it is told."""
+        """θ by position with its largest value at 0.7, as `--propensities` takes it; where it is not told, that of the
+        positions around.
+        """
         if self.anchor is None:
             return {}
         theta = self.anchor.theta
         told = np.isfinite(theta)
-        scaled = SCALE * theta / np.nanmax(theta)
-        return {int(k): float(v) for k, v in zip(self.positions[told], scaled[told], strict=True)}
+        if not told.any():
+            return {}
+        filled = np.exp(np.interp(np.arange(len(theta)), np.flatnonzero(told), np.log(theta[told])))
+        scaled = np.clip(SCALE * filled / filled.max(), LEAST, SCALE)
+        return {int(k): float(v) for k, v in zip(self.positions, scaled, strict=True)}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -89,7 +94,7 @@ def _estimate_json(found: Estimate) -> dict[str, Any]:
         "theta": plain(found.theta),
         "low": plain(found.low),
         "high": plain(found.high),
-        "held_out_log_likelihood": found.held_out,
+        "held_out_log_likelihood": None if found.held_out is None else plain(np.array([found.held_out]))[0],
     }
 
 
@@ -188,7 +193,15 @@ def _audit(
         reference=int(seen.positions[reference]),
         estimates=estimates,
         agreements=agreements,
-        verdict=verdict(estimates, agreements, impressions=shown, rate=rate, explained=explained, features_tell=tells),
+        verdict=verdict(
+            estimates,
+            agreements,
+            impressions=shown,
+            requests=float(len(log) if log.weights is None else log.weights.sum()),
+            rate=rate,
+            explained=explained,
+            features_tell=tells,
+        ),
         pitfalls=[],
         links=graph,
         explained=explained,
@@ -228,11 +241,11 @@ def _count_estimates(
         fitted["harvest"] = estimators.harvest(counts, early, seed=seed)[0]
         fitted["items"] = estimators.position_based(counts, early)[0]
         graph = links(estimators.pair_clicks(counts, weights[:, 0], seed=seed), seen.positions)
-    if seen.items is not None:
+    if seen.items is not None and fitted:
         judge = HeldOut(seen, seen.items, seed=seed)
+        common = np.isfinite(list(fitted.values())).all(0)  # positions where all can be judged alike
         for name, theta in fitted.items():
-            if np.isfinite(theta).any():
-                estimates[name] = replace(estimates[name], held_out=judge.score(theta))
+            estimates[name] = replace(estimates[name], held_out=judge.score(np.where(common, theta, np.nan)))
     return graph
 
 

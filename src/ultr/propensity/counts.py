@@ -68,7 +68,10 @@ def _item_codes(log: Log) -> np.ndarray | None:
     """A number for each item; the same item under another query is another, as it is relevant to another thing."""
     if log.item_ids is None:
         return None
-    items = _codes(log.item_ids)
+    items = _codes(log.item_ids).astype(np.int64)
+    if log.item_ids.null_count:  # of which nothing is known to recur
+        unknown = pc.is_null(log.item_ids).to_numpy(zero_copy_only=False)
+        items[unknown] = items.max() + 1 + np.arange(int(unknown.sum()))
     if "query" not in log.context:
         return items
     queries = _codes(log.context["query"])

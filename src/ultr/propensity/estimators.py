@@ -71,13 +71,14 @@ def harvest(counts: Counts, weights: np.ndarray, *, seed: int = 0) -> np.ndarray
     Bradley-Terry model, whose likelihood has one maximum; the relevance of a pair's items is not fitted but conditioned
     out.
     """
-    return np.array([bradley_terry(pair_clicks(counts, column, seed=seed)) for column in weights.T])
+    anchor = int(np.bincount(counts.places, counts.weighed(weights[:, 0])[1], counts.size[1]).argmax())
+    return np.array([bradley_terry(pair_clicks(counts, column, seed=seed), anchor) for column in weights.T])
 
 
-def bradley_terry(wins: np.ndarray) -> np.ndarray:
-    """The strengths under which k beats k' as often as it did; NaN outside the largest set that is linked."""
+def bradley_terry(wins: np.ndarray, anchor: int = 0) -> np.ndarray:
+    """The strengths under which k beats k' as often as it did; NaN where comparisons do not link it to the anchor."""
     games = wins + wins.T
-    inside = _linked(wins)
+    inside = _linked(wins, anchor)
     theta = np.full(len(wins), np.nan)
     if inside.sum() < 2:
         return theta
@@ -97,13 +98,10 @@ def bradley_terry(wins: np.ndarray) -> np.ndarray:
     return theta
 
 
-def _linked(wins: np.ndarray) -> np.ndarray:
-    """The largest set of positions in which every one has won, by some way of comparisons, over every other."""
-    reach = (wins > 0) | np.eye(len(wins), dtype=bool)
-    for _ in range(int(np.ceil(np.log2(max(2, len(wins)))))):
-        reach = (reach.astype(float) @ reach.astype(float)) > 0
-    mutual = reach & reach.T
-    return np.asarray(mutual[mutual.sum(1).argmax()])
+def _linked(wins: np.ndarray, anchor: int) -> np.ndarray:
+    """The positions that have won over the anchor and lost to it, by some way of comparisons."""
+    part = connected_components(wins > 0, connection="strong")[1]
+    return np.asarray(part == part[anchor])
 
 
 def position_based(counts: Counts, weights: np.ndarray) -> np.ndarray:
@@ -135,8 +133,8 @@ def _conditional(
     clicks = np.bincount(places, clicked, width)
     anchor = int(clicks.argmax())
     together = sparse.csr_matrix((np.ones(len(places)), (strata, places)), (size, width))
-    part = connected_components((together.T @ together) > 0, directed=False)[1]
-    told = (part == part[anchor]) & (clicks > 0)
+    won = sparse.csr_matrix((clicked > 0, (strata, places)), (size, width), dtype=float)
+    told = _linked((won.T @ together).toarray(), anchor)
     free = told & (np.arange(width) != anchor)
     log_theta = np.where(told, 0.0 if start is None else start, -40.0)
     for _ in range(NEWTON):

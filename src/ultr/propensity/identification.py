@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
 
+TOLD = 0.8  # share of replicates that must tell a position for it to have an interval
 NORMAL = 1.959964  # of a 95% interval
 ALIKE = 0.05  # estimators that differ by less need no test
 SHARP = 0.25  # relative half-width of an interval that is good enough to correct by
@@ -23,7 +24,7 @@ ADVICE = {
     CARE: "correct for it with care",
     NOT: "collect a little randomisation first",
 }
-INTERVENED = ("known", "randomised", "harvest", "items")  # in order of trust; the others rest on features alone
+INTERVENED = ("known", "randomised", "harvest", "items")  # in order of trust; others rest on features alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,7 @@ def estimate(name: str, draws: np.ndarray, reference: int, held_out: float | Non
         logs = np.log(draws) - np.log(draws[:, [reference]])
     logs[~np.isfinite(logs)] = np.nan
     point = logs[0]
-    told = np.isfinite(logs[1:]).mean(0) >= 0.8 if len(logs) > 1 else np.zeros(len(point), bool)
+    told = np.isfinite(logs[1:]).mean(0) >= TOLD if len(logs) > 1 else np.zeros(len(point), bool)
     spread = np.full(len(point), np.nan)
     if told.any():
         spread[told] = np.nanstd(logs[1:, told], axis=0, ddof=1)
@@ -77,20 +78,24 @@ class Agreement:
 
 def agreement(a: Estimate, b: Estimate, positions: np.ndarray) -> Agreement | None:
     """A simultaneous test over positions: replicates were drawn alike, so that their differences can be compared."""
-    both = np.isfinite(a.logs[0]) & np.isfinite(b.logs[0])
     number = min(len(a.logs), len(b.logs))
-    difference = (a.logs[:number] - b.logs[:number])[:, both]
+    difference = a.logs[:number] - b.logs[:number]
+    both = np.isfinite(difference[0]) & (np.isfinite(difference).mean(0) >= TOLD)
     if both.sum() < 2:
         return None
+    difference = difference[:, both]
+    whole = np.isfinite(difference).all(1)
+    whole[0] = True
+    difference = difference[whole]  # replicates that tell all positions
     point = difference[0]
     largest = int(np.abs(point).argmax())
     found = float(np.expm1(np.abs(point[largest])))
-    spread = np.nanstd(difference[1:], axis=0, ddof=1) if number > 2 else np.zeros(len(point))
+    spread = difference[1:].std(0, ddof=1) if len(difference) > 2 else np.zeros(len(point))
     sure = spread > 0
     agree = found <= ALIKE
     if sure.any() and not agree:
         errors = np.abs(difference[1:, sure] - point[sure]) / spread[sure]
-        critical = max(NORMAL, float(np.nanquantile(np.nanmax(errors, axis=1), 0.95)))
+        critical = max(NORMAL, float(np.quantile(errors.max(1), 0.95)))
         agree = bool((np.abs(point[sure]) <= np.maximum(critical * spread[sure], np.log1p(ALIKE))).all())
     return Agreement(a.name, b.name, found, int(positions[both][largest]), agree)
 
@@ -132,6 +137,7 @@ def verdict(
     agreements: list[Agreement],
     *,
     impressions: np.ndarray,
+    requests: float,
     rate: np.ndarray,
     explained: float | None,
     features_tell: bool,
@@ -140,8 +146,6 @@ def verdict(
     share = impressions / impressions.sum()
     anchor = next((name for name in INTERVENED if name in estimates and _told(estimates[name], share) > 0.5), None)
     reasons = []
-    if anchor == "items" and "harvest" in estimates:
-        anchor = "harvest"
     if anchor is not None:
         chosen = estimates[anchor]
         sharp = float(share[chosen.half_width <= SHARP].sum()) if anchor != "known" else 1.0
@@ -158,23 +162,26 @@ def verdict(
         for a in against:
             status = CARE
             reasons.append(f"{a.first} and {a.second} differ by {a.largest:.0%} at position {a.position}")
-    elif explained is None:
+    elif explained is None or (explained < RANDOM_ORDER and not features_tell):
         status = NOT
-        reasons.append("no item was shown at several positions, no order was random, and there are no features")
-    elif explained < RANDOM_ORDER and features_tell:
+        reasons.append(f"{_lacking(estimates)}, and no features tell of relevance")
+    elif explained < RANDOM_ORDER:
         status, anchor = IDENTIFIED, _best_of_features(estimates)
-        reasons.append("features tell clicks but nothing of the order: it is as good as random")
+        reasons.append(
+            "features tell clicks but nothing of the order: it is as good as random, unless something that is no "
+            "feature decided it"
+        )
     elif explained < OPEN_ORDER:
         status, anchor = CARE, _best_of_features(estimates)
         reasons.append(f"it rests on features alone, which explain {explained:.0%} of the order that was shown")
     else:
         status, anchor = NOT, _best_of_features(estimates)
         reasons.append(
-            f"features explain {explained:.0%} of the order, and no item was shown at several positions: "
+            f"features explain {explained:.0%} of the order, and {_lacking(estimates)}: "
             "what stands higher may be seen more or be better, and nothing tells which"
         )
     theta = estimates[anchor].theta if anchor is not None else rate / rate.max()
-    return Verdict(status, anchor, tuple(reasons), _requests_needed(theta, rate))
+    return Verdict(status, anchor, tuple(reasons), _requests_needed(theta, rate, impressions / requests))
 
 
 def _told(found: Estimate, share: np.ndarray) -> float:
@@ -186,19 +193,26 @@ def _words(anchor: str) -> str:
         "known": "propensities are known",
         "randomised": "some of the traffic was in random order",
         "harvest": "items were shown at several positions",
+        "items": "items were shown at several positions",
     }[anchor]
+
+
+def _lacking(estimates: Mapping[str, Estimate]) -> str:
+    if "harvest" in estimates:
+        return "the items that were shown at several positions do not link most of them"
+    return "no item was shown at several positions and no order was random"
 
 
 def _best_of_features(estimates: Mapping[str, Estimate]) -> str | None:
     return next((name for name in ("strata", "regression") if name in estimates), None)
 
 
-def _requests_needed(theta: np.ndarray, rate: np.ndarray) -> int:
+def _requests_needed(theta: np.ndarray, rate: np.ndarray, shown: np.ndarray) -> int:
     """Requests in random order that would tell θ_k/θ_ref to within `WANTED` at every position that is clicked."""
     known = np.isfinite(theta) & (theta > 0) & (rate > 0)
     if known.sum() < 2:
         return 0
     relevance = float(np.mean(rate[known] / theta[known]))
     chance = np.clip(theta[known] * relevance, 1e-6, 1)
-    variance = (1 - chance) / chance
+    variance = (1 - chance) / chance / np.minimum(shown[known], 1)  # not every request shows every position
     return int(np.ceil((variance.max() + variance[theta[known].argmax()]) / np.log1p(WANTED) ** 2 * NORMAL**2))

@@ -37,13 +37,10 @@ class HeldOut:
             for mark in (np.ones(len(cells)), clicked)
         )
 
-    @property
-    def train_groups(self) -> float:
-        """Share of the groups of requests, from the first, that θ may be fitted to."""
-        return TUNED
-
     def score(self, theta: np.ndarray) -> float:
         """The mean log-likelihood of an impression of the judging requests; positions without θ are left out."""
+        if not np.isfinite(theta).any():
+            return float("nan")
         told = np.isfinite(theta)[self.places]
         here = np.where(told, (theta / np.nanmax(theta))[self.places], 1.0)
         shown, clicked = self.shown * told, self.clicked * told

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ultr.log import Log, read_log
+from ultr.log.readers import as_data_error, file_kind
 from ultr.log.schema import resolve_columns
 
 SAMPLE_ROWS = 200_000
@@ -26,8 +27,11 @@ def read_for_audit(
     A large Parquet log is read twice, features only in the second pass and only those of the sample are kept.
     """
     shards = _shards(Path(source))
-    large = bool(shards) and sum(pq.ParquetFile(shard).metadata.num_rows for shard in shards) > WHOLE_ROWS
-    if not large:
+    for shard in shards:
+        file_kind(shard)  # is it what its name says?
+    with as_data_error(Path(source), "Parquet"):
+        rows = sum(pq.ParquetFile(shard).metadata.num_rows for shard in shards)
+    if rows <= WHOLE_ROWS:
         log = read_log(source, **columns)
         if not log.feature_names:
             return log, None
@@ -36,7 +40,8 @@ def read_for_audit(
     found = resolve_columns(pq.read_schema(shards[0]), where=source, **columns)
     if not found.features and not found.categorical:
         return light, None
-    first = read_log(pq.ParquetFile(shards[0]).read_row_group(0, columns=found.used).slice(0, 1), **columns)
+    filled = next(shard for shard in shards if pq.ParquetFile(shard).metadata.num_rows)
+    first = read_log(pq.ParquetFile(filled).read_row_group(0, columns=found.used).slice(0, 1), **columns)
     chosen = _sampled(light, len(first.feature_names), sample_rows, seed)
     ids = light.request_ids.take(pa.array(chosen))
     parts = []
