@@ -22,10 +22,10 @@ from ultr.simulate import EYE_TRACKING
 
 QUERIES, CANDIDATES, SHOWN, FEATURES = 60, 20, 10, 8
 THETA = np.array(EYE_TRACKING)
-WORLDS = ("random", "rankers", "deterministic")
+WORLDS = {"random": 10_000, "rankers": 25_000, "deterministic": 5_000}  # requests
 
 
-def world(kind: str, *, seed: int = 0, requests: int = 8000) -> Log:
+def world(kind: str, *, seed: int = 0, requests: int = 5000) -> Log:
     """A log of position-based users; relevance is a function of features with noise that no feature shows."""
     rng = np.random.default_rng(seed)
     fresh = kind == "deterministic"
@@ -61,7 +61,8 @@ def world(kind: str, *, seed: int = 0, requests: int = 8000) -> Log:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replications", type=int, default=100)
-    parser.add_argument("--requests", type=int, default=8000)
+    parser.add_argument("--requests", type=int, default=0, help="of each log; 0: as many as the world asks for")
+    parser.add_argument("--features", action="store_true", help="in all worlds, not in `deterministic` alone")
     parser.add_argument("--bootstrap", type=int, default=100)
     parser.add_argument("--worlds", default=",".join(WORLDS))
     options = parser.parse_args()
@@ -71,7 +72,10 @@ def main() -> None:
         errors: dict[str, list[np.ndarray]] = {}
         started = time.monotonic()
         for seed in range(options.replications):
-            report = audit(world(kind, seed=seed, requests=options.requests), bootstrap=options.bootstrap, seed=seed)
+            log = world(kind, seed=seed, requests=options.requests or WORLDS[kind])
+            if kind != "deterministic" and not options.features:  # what counts tell is to be judged
+                log = log.without_features()
+            report = audit(log, bootstrap=options.bootstrap, seed=seed)
             verdicts[report.verdict.status] += 1
             reference = report.positions.tolist().index(report.reference)
             true = THETA / THETA[reference]

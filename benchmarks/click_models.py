@@ -28,7 +28,7 @@ import numpy as np
 
 from ultr.labels import Label
 from ultr.propensity.counts import Impressions, counted_items, impressions
-from ultr.propensity.estimators import position_based, harvest
+from ultr.propensity.estimators import harvest, position_based
 from ultr.propensity.likelihood import ROWS, TRAINED, TUNED, HeldOut
 from ultr.propensity.reading import read_for_audit
 

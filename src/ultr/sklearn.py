@@ -25,10 +25,12 @@ from ultr.log.readers import as_table
 from ultr.log.schema import Columns, resolve_columns
 from ultr.methods import thresholds
 from ultr.models import load_model
+from ultr.offpolicy import off_policy_value
 from ultr.preparing import AUTO, DEFAULT_METHOD, RunConfig
 from ultr.runs import run_training
 from ultr.training import Progress, TrainingOptions
 
+CLIP = 10.0  # of the weights of held-out feedback
 ROW = "ultr.row"  # a column of row numbers, by which a log's rows are found again
 
 
@@ -189,7 +191,8 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
             return float(np.average(figures, weights=log.weights))
         log = read_log(_numbered(table), **{**named, **self._features, "item": ROW})
         theta = {int(k): float(v) for k, v in (self.propensities or {}).items()} or _theta(log, label)
-        return _held_out_value(log, scores[np.asarray(log.item_ids)], label, theta)
+        own = scores[np.asarray(log.item_ids)]
+        return off_policy_value(log, own, theta=theta, label=label, estimator="clipped", clip=CLIP).value
 
     def _as_fitted(self, X: Any, **given: Any) -> tuple[pa.Table, Columns, dict[str, Any]]:
         """X with what is given beside it, or else named as it was to `fit`; which column is what; and the names."""
@@ -311,21 +314,3 @@ def _theta(log: Log, label: Label) -> dict[int, float]:
     categories = {log.feature_names.index(name): len(values) + 1 for name, values in log.vocabularies.items()}
     found = estimate_examination(log, label, categories=categories)
     return dict(zip(found.positions, found.theta.tolist(), strict=True))
-
-
-def _held_out_value(log: Log, scores: np.ndarray, label: Label, theta: Mapping[int, float]) -> float:
-    """The mean over requests of Σ_i [new rank of i <= 10] c_i min(θ(new position) / θ(position), 10).
-
-    The item ranked n-th takes the n-th position of its request; ties are broken at random.
-    """
-    if log.positions is None:
-        raise DataError("feedback is judged by where it was shown, and there are no positions", mend="name the column")
-    ids, place = np.unique(log.positions, return_inverse=True)
-    if lacking := [k for k in ids.tolist() if k not in theta]:
-        raise DataError("a position has no propensity", got=lacking[0], mend="give one for every position shown")
-    examined = np.array([theta[k] for k in ids.tolist()])[place]
-    ranks = _new_ranks(log, scores, ties=np.random.default_rng(0).permutation(log.rows))
-    new = examined[np.repeat(log.offsets[:-1], log.lengths) + ranks - 1]  # rows are in the order of positions
-    weights = np.where(ranks <= 10, np.minimum(new / examined, 10), 0.0)
-    values = np.add.reduceat(weights * label(log.actions), log.offsets[:-1])
-    return float(np.average(values, weights=log.weights))

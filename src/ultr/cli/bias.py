@@ -121,15 +121,16 @@ def _print(report: BiasReport) -> None:
         )
     for pitfall in report.pitfalls:
         words.print(
-            f"[yellow]warning:[/] {plain(pitfall.name)}: {plain(pitfall.what)} {plain(pitfall.mend)}", soft_wrap=True
+            f"[yellow]warning:[/] {plain(pitfall.name)}: {plain(pitfall.what)}; {plain(pitfall.mend)}", soft_wrap=True
         )
     verdict = report.verdict
     why = "; ".join(verdict.reasons)
     words.print(f"[bold]verdict: {verdict.status}[/] - {verdict.advice}: {plain(why)}", soft_wrap=True)
     if verdict.requests_needed:
-        share = verdict.requests_needed / report.requests
+        times = verdict.requests_needed / report.requests
+        share = f"{times:.1%} of as many as here" if times < 1 else f"{times:.1f} times as many as here"
         words.print(
-            f"{verdict.requests_needed:,} requests in random order ({share:.1%} of as many as here) would tell "
+            f"{verdict.requests_needed:,} requests in random order ({share}) would tell "
             "examination to within 10% at every position",
             soft_wrap=True,
         )
