@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--data", default="synthetic")
     parser.add_argument("--label", default=DEFAULT_LABEL)
     parser.add_argument("--replications", type=int, default=100)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--sessions", type=int, default=12_000, help="of a replication, half of them for θ")
     parser.add_argument("--bootstrap", type=int, default=20, help="replicates of θ")
     parser.add_argument("--clip", type=float, default=CLIP)
@@ -56,7 +57,8 @@ def main() -> None:
         for name, scores in rankers.items()
     }
     logged = logging_score(shown).score  # from the lists alone, and so the same in every replication
-    found = [_replication(shown, rankers, logged, user, options, seed) for seed in range(options.replications)]
+    seeds = range(options.first_seed, options.first_seed + options.replications)
+    found = [_replication(shown, rankers, logged, user, options, seed) for seed in seeds]
     report = {estimator: _judged([each[estimator] for each in found], truth) for estimator in ESTIMATORS}
     seconds = round(time.perf_counter() - begun, 1)
     print(json.dumps({**vars(options), "seconds": seconds, "truth": truth, **report}, indent=1))

@@ -74,7 +74,7 @@ def test_propensities_are_written_as_training_takes_them(ultr, path, tmp_path):
     found = read_propensities(out / "propensities.csv")
     assert list(map(str, found)) == ["1", "2", "3", "4", "5"]
     report = json.loads((out / "bias.json").read_text())
-    theta = np.array(report["estimates"]["harvest"]["theta"])
+    theta = np.array(report["estimates"]["items"]["theta"])
     np.testing.assert_allclose(list(found.values()), 0.7 * theta / theta.max(), rtol=1e-5)
     drawing = ElementTree.parse(out / "bias.svg").getroot()  # noqa: S314 - our own file
     assert drawing.tag.endswith("svg")
@@ -225,7 +225,7 @@ def test_examination_of_a_search_engine_is_identified(ultr, real_data):
     done = ultr("bias", real_data("yandex-clicks") / "impressions.csv.gz", "--bootstrap", 40, "--json")
     report = json.loads(done.stdout)
     assert report["verdict"]["status"] == "identified"
-    assert report["verdict"]["anchor"] == "harvest"
+    assert report["verdict"]["anchor"] == "items"
     found = {(a["first"], a["second"]): a["agree"] for a in report["agreements"]}
     assert found["harvest", "items"]
     theta = np.array(report["estimates"]["harvest"]["theta"])

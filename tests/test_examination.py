@@ -193,7 +193,7 @@ def test_propensities_are_read_and_checked(tmp_path):
     path.write_text("position,propensity,segment\n1,1,phone\n1,0.5,desk\n")
     assert read_propensities(path) == {"1@phone": 1.0, "1@desk": 0.5}
     for text, match in {
-        "position,theta\n1,1\n": "columns position and propensity",
+        "position,theta\n1,1\n": "columns position, propensity",
         "position,propensity\n1,0\n": "above 0",
         "position,propensity\n1,1.5\n": "at most 1",
         "position,propensity\nfirst,0.5\n": "numbers",

@@ -56,7 +56,7 @@ def test_rankers_that_differ_and_swaps_identify_examination():
     log = world("rankers", features=3)
     report = audit(log, bootstrap=40)
     assert report.verdict.status in (IDENTIFIED, CARE)
-    assert report.verdict.anchor == "harvest"
+    assert report.verdict.anchor == "items"
     assert all(covers(report.estimates[name]) for name in ("harvest", "items"))
     naive = report.rate / report.rate[0]
     assert np.abs(naive / RELATIVE - 1).mean() > 2 * np.abs(report.anchor.theta / RELATIVE - 1).mean()
@@ -159,7 +159,7 @@ def test_propensities_may_be_known_by_segment():
     known = {f"{k + 1}@phone": float(v) for k, v in enumerate(THETA * KEEP)}
     report = audit(with_segments(world("random"), KEEP), known=known, bootstrap=20)
     assert "known" not in report.estimates
-    assert report.segments["desk"].verdict.anchor == "harvest"
+    assert report.segments["desk"].verdict.anchor == "items"
     assert report.segments["phone"].verdict.anchor == "known"
     np.testing.assert_allclose(report.segments["phone"].anchor.theta, RELATIVE * KEEP)
 
@@ -327,4 +327,4 @@ def test_a_sample_without_a_click_tells_nothing():
     log = world("random", requests=600, features=3)
     none = replace(log.select(np.arange(50)), actions={"click": np.zeros(250, np.float32)})
     report = audit(log.without_features(), sample=none, bootstrap=10)
-    assert report.verdict.anchor == "harvest"
+    assert report.verdict.anchor == "items"

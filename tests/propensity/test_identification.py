@@ -73,14 +73,14 @@ THETA = np.array([1, 0.6, 0.4, 0.2])
 
 
 @pytest.mark.parametrize("common", [0.0, 0.5])
-def test_estimators_that_err_by_chance_are_said_to_differ_once_in_twenty_times(common):
+def test_estimators_that_err_by_chance_are_said_to_differ_once_in_a_hundred_times(common):
     """Errors that both share do not tell them apart, and are no excuse for a difference."""
     differ = []
-    for seed in range(200):
+    for seed in range(400):
         shared = common * np.random.default_rng(10_000 + seed).normal(size=(101, 4))
         pair = [drawn(THETA, 0.15, seed=2 * seed + i, common=shared) for i in range(2)]
         differ.append(not agreement(*pair, POSITIONS).agree)
-    assert 0.01 <= np.mean(differ) <= 0.1
+    assert 0 < np.mean(differ) <= 0.03
 
 
 def test_estimators_that_are_far_apart_differ_and_the_largest_difference_is_said():
@@ -181,7 +181,7 @@ def test_random_order_goes_before_items_that_recur():
 
 def test_harvesting_that_is_sharp_identifies():
     found = judged([sharp("harvest"), sharp("items")])
-    assert (found.status, found.anchor) == (IDENTIFIED, "harvest")
+    assert (found.status, found.anchor) == (IDENTIFIED, "items")
     assert found.reasons == ("items were shown at several positions",)
 
 

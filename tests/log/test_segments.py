@@ -1,0 +1,61 @@
+"""Positions that differ by segment."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from ultr.errors import DataError
+from ultr.log import read_log
+from ultr.log.segments import by_segment, slot
+
+TABLE = pa.table(
+    {
+        "request": [1, 1, 2, 2, 3],
+        "position": [2, 1, 1, 2, 1],
+        "click": [0, 1, 0, 0, 1],
+        "device": ["phone", "phone", "desk", "desk", None],
+    }
+)
+
+
+def test_a_position_of_another_segment_is_another_place_and_lists_keep_their_order():
+    log, names = by_segment(read_log(TABLE, segment="device"))
+    assert names == ("", "desk", "phone")
+    assert [slot(k, names) for k in log.positions.tolist()] == ["1@phone", "2@phone", "1@desk", "2@desk", "1@"]
+    assert (log.positions[:-1:2] < log.positions[1::2]).all()
+
+
+def test_without_segments_a_position_is_its_number():
+    assert slot(3) == "3"
+
+
+def test_logs_without_segments_and_huge_positions_are_refused():
+    with pytest.raises(DataError, match="no segments"):
+        by_segment(read_log(TABLE))
+    huge = TABLE.set_column(1, "position", pa.array([2, 1, 1, 2, 1 << 20]))
+    with pytest.raises(DataError, match="should be below"):
+        by_segment(read_log(huge, segment="device"))
+
+
+def test_a_segment_is_said_of_whole_requests():
+    mixed = TABLE.set_column(3, "device", pa.array(["phone", "desk", "desk", "desk", "desk"]))
+    with pytest.raises(DataError, match="one value per request"):
+        read_log(mixed, segment="device")
+
+
+def test_what_is_said_of_requests_is_selected_and_written_with_them():
+    table = TABLE.append_column("query", pa.array(["a", "a", "b", "b", "c"]))
+    table = table.append_column("randomised", pa.array([1, 1, 0, 0, 0]))
+    log = read_log(table, segment="device")
+    chosen = read_log(log.select([2, 0]).to_table(), segment="segment")
+    assert {name: values.to_pylist() for name, values in chosen.context.items()} == {
+        "query": ["c", "a"],
+        "segment": [None, "phone"],
+        "randomised": [False, True],
+    }
+
+
+def test_a_query_that_differs_within_a_request_is_none():
+    table = TABLE.append_column("query", pa.array(["a", "b", "b", "b", "c"]))
+    assert "query" not in read_log(table).context
