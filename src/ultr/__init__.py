@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from ultr.lists import ListBatches, Lists
     from ultr.log import Log, read_log, write_log
     from ultr.models import Model, load_model
+    from ultr.offpolicy import compare_values, fit_direct, off_policy_value
     from ultr.preparing import RunConfig
+    from ultr.propensity import BiasReport, audit
     from ultr.runs import run_training
     from ultr.simulate import User, make_user, simulate_log
     from ultr.sklearn import UnbiasedRanker
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULE_OF = {
+    "BiasReport": "propensity",
     "Dataset": "datasets",
     "Dwell": "dwell",
     "Label": "labels",
@@ -38,11 +41,15 @@ _MODULE_OF = {
     "UltrError": "errors",
     "UnbiasedRanker": "sklearn",
     "User": "simulate",
+    "audit": "propensity",
+    "compare_values": "offpolicy",
     "evaluate_scores": "evaluation",
+    "fit_direct": "offpolicy",
     "load_dataset": "datasets",
     "load_model": "models",
     "make_user": "simulate",
     "mean_with_interval": "evaluation",
+    "off_policy_value": "offpolicy",
     "paired_test": "evaluation",
     "ranking_svm": "datasets",
     "read_log": "log",
@@ -53,6 +60,7 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "BiasReport",
     "Dataset",
     "Dwell",
     "Label",
@@ -66,11 +74,15 @@ __all__ = [
     "UnbiasedRanker",
     "User",
     "__version__",
+    "audit",
+    "compare_values",
     "evaluate_scores",
+    "fit_direct",
     "load_dataset",
     "load_model",
     "make_user",
     "mean_with_interval",
+    "off_policy_value",
     "paired_test",
     "ranking_svm",
     "read_log",

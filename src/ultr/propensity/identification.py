@@ -79,7 +79,11 @@ class Agreement:
 
 
 def agreement(a: Estimate, b: Estimate, positions: np.ndarray) -> Agreement | None:
-    """A simultaneous test over positions: replicates were drawn alike, so that their differences can be compared."""
+    """A simultaneous test over positions by the differences between replicates.
+
+    Those of estimates from counts were drawn alike, so that errors which both share cancel; those from features were
+    drawn apart, so that the test errs towards agreement.
+    """
     number = min(len(a.logs), len(b.logs))
     difference = a.logs[:number] - b.logs[:number]
     both = np.isfinite(difference[0]) & (np.isfinite(difference).mean(0) >= TOLD)

@@ -1,0 +1,80 @@
+"""Time and memory of `ultr bias` on a log that is larger than memory should hold.
+
+    python benchmarks/large_log.py --rows 20000000 --folder /somewhere/with/5GB
+
+Lists of ten out of twenty candidates of 200,000 items with 50 features, by a noisy ranker; position-based users.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ultr.simulate import EYE_TRACKING
+
+ITEMS, FEATURES, SHOWN, CANDIDATES, BLOCK = 200_000, 50, 10, 20, 20_000
+
+
+def write(path: Path, rows: int) -> None:
+    rng = np.random.default_rng(0)
+    taste, other = rng.normal(size=(2, FEATURES)) / np.sqrt(FEATURES)
+    items = rng.normal(size=(ITEMS, FEATURES)).astype(np.float32)
+    beta, score = 1 / (1 + np.exp(2 - 2 * items @ taste)), items @ (taste + other)
+    writer = None
+    for first in range(0, rows // SHOWN, BLOCK):
+        candidates = rng.integers(0, ITEMS, (BLOCK, CANDIDATES))
+        noisy = score[candidates] + 0.5 * rng.normal(size=candidates.shape)
+        shown = np.take_along_axis(candidates, np.argsort(-noisy, axis=1)[:, :SHOWN], axis=1)
+        clicked = rng.random(shown.shape) < np.array(EYE_TRACKING) * beta[shown]
+        features = pa.FixedSizeListArray.from_arrays(pa.array(items[shown.reshape(-1)].reshape(-1)), FEATURES)
+        table = pa.table(
+            {
+                "request": np.repeat(np.arange(first, first + BLOCK), SHOWN),
+                "item": shown.reshape(-1),
+                "position": np.tile(np.arange(1, SHOWN + 1), BLOCK),
+                "click": clicked.reshape(-1).astype(np.int8),
+                "features": features.cast(pa.list_(pa.float32())),
+            }
+        )
+        writer = writer or pq.ParquetWriter(path, table.schema, compression="lz4")
+        writer.write_table(table)
+    if writer is not None:
+        writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=20_000_000)
+    parser.add_argument("--folder", type=Path, default=None, help="where the log is kept; a temporary one if not given")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        path = (options.folder or Path(temporary)) / f"log-{options.rows}.parquet"
+        if not path.exists():
+            write(path, options.rows)
+        started = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "ultr", "bias", str(path), "--json"], capture_output=True, text=True, check=True
+        )
+        report = json.loads(done.stdout)
+        figures = {
+            "rows": options.rows,
+            "file GB": round(path.stat().st_size / 1e9, 2),
+            "seconds": round(time.monotonic() - started, 1),
+            "peak GiB": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 2),
+            "verdict": report["verdict"]["status"],
+        }
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
