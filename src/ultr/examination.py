@@ -43,6 +43,7 @@ MUCH_OPEN = 0.2  # of the order of items, in nats, of what is open without any s
 CLEARLY_MORE = 0.02  # of the same, that a network must explain beyond a linear score
 NETWORK = {"hidden": (128, 64), "dropout": 0.1}
 NETWORK_RATE, NETWORK_STEPS, NETWORK_LOOKS, NETWORK_PATIENCE = 3e-3, 1000, 50, 3
+SETTLED = 1e-6  # the largest relative change of θ in an iteration that is no more worth making
 LEAST = 1e-3  # rarer examination cannot be told from none
 START = 0.7  # of θ where it is largest: leaves room on either side, as clicks do not tell the scale
 
@@ -309,9 +310,7 @@ def fit_cells(
     *,
     size: tuple[int, int],
     trust: bool = False,
-    tolerance: float = 1e-6,
     iterations: int = 6000,
-    start: Fit | None = None,
 ) -> Fit:
     """Free-parameter EM for P(c>0) = θ_k β_s + ζ_k (1 - β_s) from counts in cells (s, k); without trust ζ = 0.
 
@@ -323,14 +322,11 @@ def fit_cells(
     missed = shown - clicked
     by_stratum, by_place = (sums_by_cell(shown, index, n) for index, n in zip((strata, places), size, strict=True))
     seen, filled = by_place > 0, by_stratum > 0
-    if start is None:
-        rate = quotient(sums_by_cell(clicked, places, size[1]), by_place)
-        theta = torch.where(seen, START * quotient(rate, rate.max()), START).clamp(LEAST, START)
-        zeta = 0.3 * theta if trust else torch.zeros_like(theta)
-        expected = sums_by_cell(shown * theta[places], strata, size[0])
-        beta = quotient(sums_by_cell(clicked, strata, size[0]), expected).clamp(0.01, 0.99)
-    else:
-        theta, zeta, beta = start.theta.double(), start.zeta.double(), start.beta.double()
+    rate = quotient(sums_by_cell(clicked, places, size[1]), by_place)
+    theta = torch.where(seen, START * quotient(rate, rate.max()), START).clamp(LEAST, START)
+    zeta = 0.3 * theta if trust else torch.zeros_like(theta)
+    expected = sums_by_cell(shown * theta[places], strata, size[0])
+    beta = quotient(sums_by_cell(clicked, strata, size[0]), expected).clamp(0.01, 0.99)
     sure, never = torch.tensor(True), torch.tensor(False)
 
     def step(theta: Tensor, zeta: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -349,7 +345,7 @@ def fit_cells(
         return _likelihood(clicked, missed, theta[places], zeta[places], beta[strata])
 
     moved, made = float("inf"), 0
-    while made < iterations and moved > tolerance:
+    while made < iterations and moved > SETTLED:
         once = step(theta, zeta, beta)
         twice = step(*once)
         point, first, second = (torch.cat(parameters) for parameters in ((theta, zeta, beta), once, twice))

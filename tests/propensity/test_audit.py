@@ -328,3 +328,12 @@ def test_a_sample_without_a_click_tells_nothing():
     none = replace(log.select(np.arange(50)), actions={"click": np.zeros(250, np.float32)})
     report = audit(log.without_features(), sample=none, bootstrap=10)
     assert report.verdict.anchor == "items"
+
+
+def test_features_that_say_nothing_are_not_thought_to_by_rows_they_were_fitted_to():
+    log = world("random", features=3, requests=300)
+    noise = np.random.default_rng(0).normal(size=(log.rows, 60)).astype(np.float32)
+    log = replace(log, features=noise, feature_names=tuple(f"x{i}" for i in range(60)), item_ids=None, context={})
+    report = audit(log, bootstrap=10)
+    assert report.verdict.status == NOT
+    assert report.estimates["regression"].held_out < report.estimates["strata"].held_out + 0.01

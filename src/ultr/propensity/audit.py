@@ -98,6 +98,13 @@ def _estimate_json(found: Estimate) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class _Asked:
+    label: str
+    bootstrap: int
+    seed: int
+
+
 def audit(
     log: Log,
     *,
@@ -118,20 +125,15 @@ def audit(
     log = log.without_features()
     labels = np.asarray(Label(label)(log.actions)) > 0
     pitfalls = find_pitfalls(log, labels, sample=sample)
-    report = _audit(log, label, labels, sample, known, bootstrap, seed)
+    asked = _Asked(label, bootstrap, seed)
+    report = _audit(log, labels, sample, known, asked)
     if "segment" in log.context:
-        report = replace(report, segments=_by_segment(log, label, labels, sample, known, bootstrap, seed))
+        report = replace(report, segments=_by_segment(log, labels, sample, known, asked))
     return replace(report, pitfalls=pitfalls)
 
 
 def _by_segment(
-    log: Log,
-    label: str,
-    clicked: np.ndarray,
-    sample: Log | None,
-    known: Mapping[str, float],
-    bootstrap: int,
-    seed: int,
+    log: Log, clicked: np.ndarray, sample: Log | None, known: Mapping[str, float], asked: _Asked
 ) -> dict[str, BiasReport]:
     """The same for the segments with most requests."""
     names, marks = _names(log)
@@ -147,7 +149,7 @@ def _by_segment(
         own = None if sample is None else sample.select(_names(sample)[1] == name)
         own = own if own is not None and len(own) else None
         its = {slot.removesuffix(f"@{name}"): theta for slot, theta in known.items()}
-        found[str(name)] = _audit(log.select(part), label, clicked[rows], own, its, bootstrap, seed)
+        found[str(name)] = _audit(log.select(part), clicked[rows], own, its, asked)
     return found
 
 
@@ -156,36 +158,28 @@ def _names(log: Log) -> tuple[pa.Array, np.ndarray]:
     return names, names.to_numpy(zero_copy_only=False)
 
 
-def _audit(
-    log: Log,
-    label: str,
-    clicked: np.ndarray,
-    sample: Log | None,
-    known: Mapping[str, float],
-    bootstrap: int,
-    seed: int,
-) -> BiasReport:
+def _audit(log: Log, clicked: np.ndarray, sample: Log | None, known: Mapping[str, float], asked: _Asked) -> BiasReport:
     if not clicked.any():
-        raise DataError("there is no positive feedback in the log", got=f"label '{label}'", mend="check --label")
-    seen = impressions(log, clicked, seed=seed)
+        raise DataError("there is no positive feedback in the log", got=f"label '{asked.label}'", mend="check --label")
+    seen = impressions(log, clicked, seed=asked.seed)
     width, groups = len(seen.positions), int(seen.group.max()) + 1
     shown = np.bincount(seen.place, seen.row_weights(), width)
     rate = np.bincount(seen.place, seen.row_weights() * clicked, width) / shown
     reference = int((rate * shown).argmax())
-    weights = replicates(groups, bootstrap, seed=seed)
+    weights = replicates(groups, asked.bootstrap, seed=asked.seed)
     estimates: dict[str, Estimate] = {}
     notes: list[str] = []
     values = np.array([known.get(str(k), np.nan) for k in seen.positions.tolist()])
     if np.isfinite(values).any():
-        estimates["known"] = estimate("known", np.tile(values, (bootstrap + 1, 1)), reference)
-    graph = _count_estimates(seen, sample, weights, reference, estimates, notes, seed)
+        estimates["known"] = estimate("known", np.tile(values, (asked.bootstrap + 1, 1)), reference)
+    graph = _count_estimates(seen, sample, weights, reference, estimates, notes, asked.seed)
     explained, tells = None, False
     if sample is not None:
-        explained, tells = _feature_estimates(seen, sample, label, bootstrap, reference, estimates, seed)
+        explained, tells = _feature_estimates(seen, sample, reference, estimates, asked)
     pairs = [(a, b) for i, a in enumerate(estimates.values()) for b in list(estimates.values())[i + 1 :]]
     agreements = [found for a, b in pairs if (found := agreement(a, b, seen.positions)) is not None]
     return BiasReport(
-        label=label,
+        label=asked.label,
         requests=len(log),
         positions=seen.positions,
         impressions=shown,
@@ -265,20 +259,19 @@ def _features_change(sample: Log) -> bool:
 def _feature_estimates(
     seen: Impressions,
     sample: Log,
-    label: str,
-    bootstrap: int,
     reference: int,
     estimates: dict[str, Estimate],
-    seed: int,
+    asked: _Asked,
 ) -> tuple[float, bool]:
     """Add what features tell; gives the share of the order they explain, and whether they explain clicks."""
-    clicked = np.asarray(Label(label)(sample.actions)) > 0
+    seed = asked.seed
+    clicked = np.asarray(Label(asked.label)(sample.actions)) > 0
     own = impressions(sample, clicked, seed=seed)
     at = np.searchsorted(seen.positions, own.positions)
     categories = {sample.feature_names.index(n): len(values) + 1 for n, values in sample.vocabularies.items()}
     found = logging_score(sample, seed=seed, categories=categories)
     strata = strata_of(sample, found.score, clicks=float(clicked.sum())).numpy()
-    weights = replicates(int(own.group.max()) + 1, bootstrap, seed=seed + 1)
+    weights = replicates(int(own.group.max()) + 1, asked.bootstrap, seed=seed + 1)
     early = (np.arange(len(weights)) < TUNED * len(weights)).astype(float)[:, None]
     counts = counted(own, strata)
     _add(estimates, "strata", estimators.position_based(counts, weights), at, seen, reference)
@@ -288,12 +281,13 @@ def _feature_estimates(
     numeric = [i for i in range(len(sample.feature_names)) if i not in categories]
     features = sample.features[:, numeric]
     features = (features - features.mean(0)) / np.maximum(features.std(0), 1e-9)
-    theta, logit = estimators.regression(own, features, weights)
+    theta, _ = estimators.regression(own, features, weights)
     _add(estimates, "regression", theta, at, seen, reference)
+    log_theta, logit = estimators.fitted_regression(own, features, early[:, 0])  # which has not seen what judges it
     edges = np.quantile(logit, np.linspace(0, 1, BUCKETS + 1)[1:-1])
-    bucketed = HeldOut(own, np.searchsorted(edges, logit), seed=seed).score(theta[0])
+    bucketed = HeldOut(own, np.searchsorted(edges, logit), seed=seed).score(np.exp(log_theta))
     estimates["regression"] = replace(estimates["regression"], held_out=bucketed)
-    flat = HeldOut(own, np.zeros(sample.rows, np.int64), seed=seed).score(theta[0])
+    flat = HeldOut(own, np.zeros(sample.rows, np.int64), seed=seed).score(np.exp(log_theta))
     return found.explained, bool(bucketed > flat + CLEAR_GAIN * abs(flat))
 
 

@@ -160,9 +160,18 @@ def regression(seen: Impressions, features: np.ndarray, weights: np.ndarray) -> 
     The likelihood that regression-EM climbs, climbed by L-BFGS; replicates are one step of Fisher's scoring from its
     top. Also gives the logit of relevance by row.
     """
+    log_theta, logit = fitted_regression(seen, features, np.ones(len(weights)))
+    chance = np.minimum(np.exp(log_theta)[seen.place] / (1 + np.exp(-logit)), 1 - 1e-6)
+    return np.exp(log_theta + _one_step(seen, features, logit, chance, weights)), logit
+
+
+def fitted_regression(
+    seen: Impressions, features: np.ndarray, group_weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log θ by position and the logit of relevance by row, fitted to requests as much as their groups weigh."""
     x = torch.from_numpy(features)
     place, clicked = torch.from_numpy(seen.place.astype(np.int64)), torch.from_numpy(seen.clicked)
-    each = torch.from_numpy(seen.row_weights()).float()
+    each = torch.from_numpy(seen.row_weights() * seen.of_rows(group_weights[seen.group])).float()
     width = len(seen.positions)
     rate = torch.bincount(place, each * clicked, width) / torch.bincount(place, each, width).clamp(min=1e-9)
     coefficients = torch.zeros(x.shape[1] + 1, requires_grad=True)
@@ -181,10 +190,7 @@ def regression(seen: Impressions, features: np.ndarray, weights: np.ndarray) -> 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         logit = x @ coefficients[1:] + coefficients[0]
-        top = log_theta.clamp(max=0)
-        chance = (top[place].exp() * logit.sigmoid()).clamp(max=1 - 1e-6)
-    moves = _one_step(seen, features, logit.numpy(), chance.numpy(), weights)
-    return np.exp(top.double().numpy() + moves), logit.numpy()
+    return log_theta.detach().clamp(max=0).double().numpy(), logit.clamp(-30, 30).numpy()
 
 
 def _one_step(
