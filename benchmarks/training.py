@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ultr.datasets import ranking_svm, show
 from ultr.datasets.synthetic import make_synthetic
+from ultr.feeding import Feed
 from ultr.labels import Label
 from ultr.lists import ListBatches
 from ultr.methods import METHODS, MethodInputs, make_method
@@ -30,7 +31,7 @@ from ultr.methods.base import Learner
 from ultr.methods.bias_model import BiasModel
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.simulate import User
-from ultr.training import Feed, TrainingOptions, TrainingState, start, take_step
+from ultr.training import TrainingOptions, TrainingState, start, take_step
 
 LISTS, ITEMS = 256, 10
 BOUND = 1.3  # of the passes of its networks

@@ -18,9 +18,9 @@ SOURCE = ROOT / "src" / "ultr"
 # From the bottom up; a module imports only from layers below its own (or from its own package).
 LAYERS = [
     {"errors"},
-    {"files"},
+    {"files", "labels", "memory", "processes"},
     {"log", "dwell"},
-    {"labels", "lists"},
+    {"lists"},
     {"simulate"},
     {"metrics"},
     {"evaluation", "datasets", "pitfalls"},
@@ -28,6 +28,7 @@ LAYERS = [
     {"examination", "offpolicy"},
     {"propensity"},
     {"methods"},
+    {"feeding"},
     {"training"},
     {"preparing"},
     {"checkpoint"},
@@ -75,9 +76,10 @@ def test_logs_need_no_torch():
 
 def test_every_third_party_import_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = project["dependencies"] + project["optional-dependencies"]["movielens"]
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *extras["movielens"], *extras["prepare"], *extras["spark"]]
     names = {re.split(r"[<>=\[ ]", dependency)[0] for dependency in declared}
-    module_of = {"scikit-learn": "sklearn"}
+    module_of = {"scikit-learn": "sklearn", "ibis-framework": "ibis"}
     allowed = {module_of.get(name, name) for name in names} | {"ultr"} | set(sys.stdlib_module_names)
     for path in SOURCE.rglob("*.py"):
         for name in imports_of(path):

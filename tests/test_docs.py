@@ -1,4 +1,4 @@
-"""Every example in the documents is run: Python blocks in order, and `ultr` lines of console blocks."""
+"""Every example in the documents is run: Python blocks in order, and `ultr` and `torchrun` lines of console blocks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def test_examples_run(path, tmp_path, monkeypatch):
         if language == "python":
             exec(compile(text, path.name, "exec"), names)  # noqa: S102
             continue
-        for line in re.findall(r"^\$ (ultr .*)$", text, re.MULTILINE):
+        for line in re.findall(r"^\$ ((?:ultr|torchrun) .*)$", text, re.MULTILINE):
+            module, *arguments = shlex.split(line.replace("torchrun", "torch.distributed.run", 1))
             done = subprocess.run(
-                [sys.executable, "-m", *shlex.split(line)], capture_output=True, text=True, check=False
+                [sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, f"{line}\n{done.stderr}"
 

@@ -20,7 +20,7 @@ from ultr.errors import DataError, OptionError, OutputError, UltrError
 from ultr.log import read_log, write_log
 from ultr.methods import METHODS, make_method
 from ultr.models import load_model, write_scores
-from ultr.preparing import RunConfig, prepare
+from ultr.preparing import Prepared, RunConfig, prepare
 from ultr.runs import best_evaluation, method_inputs, run_training
 from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions, start
@@ -103,11 +103,12 @@ def test_two_processes_do_not_train_in_one_folder(log_path, tmp_path):
 def test_a_checkpoint_brings_back_every_bit(optimizer, tmp_path):
     log, _ = simulate_log(make_shown_log(), User())
     options = TrainingOptions(optimizer=optimizer, device="cpu", batch=8)
-    inputs = method_inputs(config("x"), log)
+    inputs = method_inputs(config("x"), Prepared(log, log, ""))
 
     def state_after(steps, state):
+        from ultr.feeding import Feed
         from ultr.lists import ListBatches
-        from ultr.training import Feed, take_step
+        from ultr.training import take_step
 
         feed = Feed(ListBatches(log), batch=8, seed=0)
         while state.step < steps:

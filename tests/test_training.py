@@ -8,12 +8,13 @@ import torch
 
 from conftest import make_shown_log
 from ultr.errors import DataError, OptionError
+from ultr.feeding import Feed, step_seed
 from ultr.labels import Label
 from ultr.lists import ListBatches
 from ultr.methods import MethodInputs, make_method
 from ultr.rankers import FeatureEncoder, make_ranker, score_rows
 from ultr.simulate import User, simulate_log
-from ultr.training import Feed, TrainingOptions, choose_device, start, step_seed, take_step, train
+from ultr.training import TrainingOptions, choose_device, start, take_step, train
 
 CPU = torch.device("cpu")
 

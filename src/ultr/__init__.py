@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ultr.labels import Label
     from ultr.lists import ListBatches, Lists
     from ultr.log import Log, read_log, write_log
+    from ultr.log.prepare import prepare_lists
     from ultr.models import Model, load_model
     from ultr.offpolicy import compare_values, fit_direct, off_policy_value
     from ultr.preparing import RunConfig
@@ -51,6 +52,7 @@ _MODULE_OF = {
     "mean_with_interval": "evaluation",
     "off_policy_value": "offpolicy",
     "paired_test": "evaluation",
+    "prepare_lists": "log.prepare",
     "ranking_svm": "datasets",
     "read_log": "log",
     "run_training": "runs",
@@ -84,6 +86,7 @@ __all__ = [
     "mean_with_interval",
     "off_policy_value",
     "paired_test",
+    "prepare_lists",
     "ranking_svm",
     "read_log",
     "run_training",

@@ -7,6 +7,7 @@ UltrError
 │   └── ColumnError      a column is missing, misspelt or holds bad values
 ├── LabelError           a label expression cannot be parsed or computed      (exit 1)
 ├── OutputError          an output exists already or cannot be written        (exit 1)
+├── ProcessError         another process of the same training was lost        (exit 1)
 ├── UnfinishedError      the time given is up; what is done is kept           (exit 3)
 └── MissingExtraError    an optional dependency is not installed              (exit 1)
 """
@@ -53,6 +54,10 @@ class LabelError(UltrError):
 
 
 class OutputError(UltrError):
+    pass
+
+
+class ProcessError(UltrError):
     pass
 
 

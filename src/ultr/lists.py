@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ultr.errors import DataError
 from ultr.log import Log
+
+
+class Part(NamedTuple):
+    """Requests of a batch that follow one another and belong to one of its parts, by its number."""
+
+    number: int
+    requests: int
+    longest: int  # of their lists
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +39,7 @@ class Lists:
     positions: Tensor | None = None  # [requests, length] int64
     actions: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [requests, length]
     relevance: Tensor | None = None  # [requests, length]
+    parts: tuple[Part, ...] = ()  # of the whole batch of a step, that these lists are; none where it is no step's
 
     def __len__(self) -> int:
         return len(self.where)
@@ -49,6 +61,38 @@ class Lists:
     def with_actions(self, actions: Mapping[str, Tensor]) -> Lists:
         """The same lists with other feedback."""
         return replace(self, actions=dict(actions))
+
+    def in_parts(self, parts: tuple[Part, ...]) -> Lists:
+        """The same lists as parts of the batch of a step."""
+        return replace(self, parts=parts)
+
+    def to(self, device: torch.device | str) -> Lists:
+        """The same lists on a device."""
+        moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved, actions={name: values.to(device) for name, values in self.actions.items()})
+
+    @staticmethod
+    def together(several: Sequence[Lists]) -> Lists:
+        """Several as one, padded to the longest; they have the same fields."""
+        if len(several) == 1:
+            return several[0]
+        longest = max(lists.where.shape[1] for lists in several)
+
+        def padded(values: Tensor) -> Tensor:
+            short = longest - values.shape[1]
+            return pad(values, (0, 0, 0, short) if values.ndim == 3 else (0, short)) if short else values
+
+        def joined(name: str) -> Tensor | None:
+            values = [getattr(lists, name) for lists in several]
+            return None if values[0] is None else torch.cat([padded(v) for v in values])
+
+        tensors = {name: joined(name) for name in ("features", "where", "positions", "relevance")}
+        actions = {name: torch.cat([padded(lists.actions[name]) for lists in several]) for name in several[0].actions}
+        weights, parts = (
+            torch.cat([lists.weights for lists in several]),
+            tuple(p for lists in several for p in lists.parts),
+        )
+        return Lists(**tensors, weights=weights, actions=actions, parts=parts)  # type: ignore[arg-type]
 
     @staticmethod
     def from_log(log: Log, *, device: torch.device | str = "cpu") -> Lists:
@@ -73,9 +117,12 @@ class ListBatches:
         self._relevance = None if log.relevance is None else self._tensor(log.relevance)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
+        values = np.ascontiguousarray(values)
+        if values.flags.writeable:
+            return torch.from_numpy(values).to(self.device)
         with warnings.catch_warnings():  # memory-mapped data cannot be written, and nothing here writes it
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+            return torch.from_numpy(values).to(self.device)
 
     def __len__(self) -> int:
         """The number of requests."""
@@ -84,6 +131,20 @@ class ListBatches:
     @property
     def has_actions(self) -> bool:
         return bool(self._actions)
+
+    def without_features(self) -> ListBatches:
+        """The same requests, where only what was shown and done is looked at."""
+        light = copy(self)
+        light._features = self._features[:, :0]
+        return light
+
+    def batch(self, requests: Tensor, parts: Iterable[tuple[int, int]]) -> Lists:
+        """The lists of the given requests, which are parts of a step's batch: number and requests of each."""
+        found, first = [], 0
+        for number, count in parts:
+            found.append(Part(number, count, int(self._lengths[requests[first : first + count]].max())))
+            first += count
+        return self[requests].in_parts(tuple(found))
 
     def __getitem__(self, requests: Tensor) -> Lists:
         """The lists of the given requests, in the given order."""

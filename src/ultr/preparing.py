@@ -4,29 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from ultr import __version__
 from ultr.datasets import DATASETS, Dataset, initial_ranker, load_dataset, show
 from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation import FEEDBACK, OFF_POLICY, parse_any_metric
+from ultr.feeding import Feed, Feeding, Stream
 from ultr.files import fingerprint
 from ultr.labels import DEFAULT_LABEL, Label
+from ultr.lists import ListBatches
 from ultr.log import Log, read_log
 from ultr.log.segments import by_segment
+from ultr.log.shards import Shards, is_lists
+from ultr.memory import available_memory
+from ultr.processes import local_size
 from ultr.simulate import User, make_user, simulate_log
-from ultr.training import TrainingOptions
+from ultr.training import Streamed, TrainingOptions, choose_device
 
 FORMAT = 1
 LearnFrom = Literal["feedback", "truth", "no-bias"]
 DEFAULT_METHOD = "pairwise-em"
 AUTO = "auto"  # selection: off policy from a log, on the feedback of users where they are simulated
+Streaming = Literal["auto", "yes", "no"]
 MAX_VALIDATION_ROWS = 100_000  # evaluated often while training; enough to tell rankers apart
+SAMPLE_ROWS, SAMPLE_BYTES = 1_000_000, 256 << 20  # of shards, where all of a log is asked for: to find examination by
+MEMORY_SHARE = 0.5  # of what there is, that lists may take before they are streamed
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,8 @@ class RunConfig:
     held_out: float = 0.2  # share of a log's requests kept for validation
     judged: float = 0.0  # share of a log's requests kept for test, which neither training nor selection sees
     select: str = AUTO
+    stream: Streaming = "auto"  # prepared lists: read while training, or first into memory; auto: by what fits
+    workers: int = 0  # threads that read while training; 0: as cores allow
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
     def __post_init__(self) -> None:
@@ -60,6 +72,10 @@ class RunConfig:
         if not (self.held_out > 0 and self.judged >= 0 and self.held_out + self.judged < 1):
             got = f"{self.held_out} and {self.judged}"
             raise OptionError("the shares for validation and test should be between 0 and 1 and leave some", got=got)
+        if self.stream not in get_args(Streaming):
+            raise OptionError("'stream' should be auto, yes or no", got=f"'{self.stream}'")
+        if self.workers < 0:
+            raise OptionError("'workers' should be 0 or more", got=self.workers)
         if self.learn_from == "no-bias" and self.users is None:
             raise OptionError("a no-bias bound needs simulated users", mend="pass --users pbm")
         Label(self.label)
@@ -99,6 +115,16 @@ class Prepared:
     feeding_user: User | None = None  # whose fresh feedback is learned from
     test: Log | None = None  # of a log, if a share of it is to be judged on
     segments: tuple[str, ...] = ()  # that examination differs between
+    positions: tuple[int, ...] | None = None  # and actions that are 0 or 1, where they are known of all requests
+    binary: tuple[str, ...] | None = None
+    stream: Streamed | None = None  # what is learned from where it does not fit in memory: `train` is a sample of it
+
+    def feed(self, options: TrainingOptions) -> Feeding:
+        """The lists of each step."""
+        if self.stream is not None:
+            return self.stream.feed(options)
+        lists = ListBatches(self.train, device=choose_device(options.device))
+        return Feed(lists, batch=options.batch, seed=options.seed, user=self.feeding_user)
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -128,7 +154,9 @@ def read_data(
     data: str, *, split: str, data_dir: str | Path | None, columns: Mapping[str, Any] | None = None
 ) -> tuple[Log, int]:
     """A log with its columns as they are named, or a split of a data set; and the highest grade."""
-    if data == "synthetic" or data in DATASETS or Path(data).is_dir():
+    if is_lists(data):
+        data = str(Path(data) / split)
+    elif data == "synthetic" or data in DATASETS or (Path(data).is_dir() and not is_lists(Path(data).parent)):
         dataset = load_dataset(data, data_dir=data_dir)
         return dataset[split], dataset.max_grade
     log = read_log(data, **(columns or {}))
@@ -138,8 +166,68 @@ def read_data(
 def _prepare_log(config: RunConfig) -> Prepared:
     if config.data == "synthetic" or config.data in DATASETS:
         raise OptionError(f"'{config.data}' has true labels and no feedback", mend="pass --users pbm to simulate it")
+    if is_lists(config.data):
+        return _prepare_lists(config)
+    if config.stream == "yes":
+        raise OptionError("only prepared lists are streamed", got=config.data, mend="make them with ultr prepare")
+    _refuse_too_large(Path(config.data))
     prepared = split_log(read_log(config.data, **config.columns), config)
     return replace(prepared, fingerprint=fingerprint(Path(config.data)))
+
+
+def _refuse_too_large(path: Path) -> None:
+    """Say what to do with a log that memory cannot hold, before it is full."""
+    files = [path] if path.suffix.lower() in (".parquet", ".pq") else sorted(path.glob("*.parquet"))
+    try:
+        footers = [pq.read_metadata(file) for file in files]
+    except (pa.ArrowException, OSError):
+        return  # the reader says what is wrong
+    size = sum(footer.row_group(i).total_byte_size for footer in footers for i in range(footer.num_row_groups))
+    if size > available_memory():
+        got = f"{size / 2**30:.1f} GiB where {available_memory() / 2**30:.1f} are free"
+        raise DataError("the log does not fit in memory", where=path, got=got, mend="make lists with ultr prepare")
+
+
+def _prepare_lists(config: RunConfig) -> Prepared:
+    """The splits of prepared lists: in memory, or a sample of what is learned from, and a stream of it."""
+    shards = Shards(config.data)
+    about, seed = shards.manifest, config.training.seed
+    rows = min(SAMPLE_ROWS, SAMPLE_BYTES // shards.row_bytes)
+    validation = _at_most(Shards(config.data, "validation").sample(MAX_VALIDATION_ROWS, 0), MAX_VALIDATION_ROWS)
+    test = Shards(config.data, "test").sample(rows, 0) if config.judged else None
+    streamed = config.stream == "yes" or (config.stream == "auto" and not _fits(shards))
+    learned = shards.sample(rows, seed) if streamed else shards.read_all()
+    if config.learn_from == "feedback":
+        Label(config.label)(learned.actions)
+    segments: tuple[str, ...] = ()
+    if config.columns.get("segment"):
+        learned, segments = by_segment(learned)
+    view = partial(_viewed, segments=segments)
+    validation = view(validation)
+
+    def feed(options: TrainingOptions) -> Feeding:
+        device = choose_device(options.device)
+        return Stream(shards, batch=options.batch, seed=options.seed, device=device, workers=config.workers, view=view)
+
+    return Prepared(
+        learned,
+        validation,
+        shards.fingerprint,
+        test=None if test is None else view(test),
+        segments=segments,
+        positions=None if segments else about.positions,
+        binary=about.binary,
+        stream=Streamed(feed, validation) if streamed else None,
+    )
+
+
+def _viewed(log: Log, segments: tuple[str, ...]) -> Log:
+    return by_segment(log, segments)[0] if segments else log
+
+
+def _fits(shards: Shards) -> bool:
+    """Whether all requests, once for each process on this machine, leave memory for the rest."""
+    return shards.rows * shards.row_bytes * local_size() < MEMORY_SHARE * available_memory()
 
 
 def split_log(log: Log, config: RunConfig) -> Prepared:

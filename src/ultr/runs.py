@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,31 @@ from ultr.checkpoint import (
 )
 from ultr.errors import DataError, LabelError, OutputError
 from ultr.evaluation import FEEDBACK, OFF_POLICY
+from ultr.feeding import Feeding
 from ultr.files import atomic_path
 from ultr.judging import Judge, figures_of, load_judge, make_judge
 from ultr.labels import Label
-from ultr.lists import ListBatches
 from ultr.log import Log
 from ultr.log.segments import slot
+from ultr.log.shards import is_lists
 from ultr.methods import Method, MethodInputs, make_method, thresholds
 from ultr.models import save_model
 from ultr.preparing import AUTO, DEFAULT_METHOD, Prepared, RunConfig, prepare, split_log
+from ultr.processes import (
+    check_alike,
+    first_says,
+    is_first,
+    job,
+    joined,
+    joined_shares,
+    own_share,
+    restarts,
+    size,
+    wait_for_all,
+)
 from ultr.rankers import score_rows
 from ultr.simulate import User
 from ultr.training import (
-    Feed,
     Progress,
     TrainingOptions,
     TrainingState,
@@ -51,13 +64,15 @@ from ultr.training import (
     train,
 )
 
+JOB = ".job"  # so that processes started again tell their own run from one that was there before
 BIAS_BATCHES = 20  # of lists in which a bias model is looked at
 
 
-def method_inputs(
-    config: RunConfig, log: Log, user: User | None = None, segments: tuple[str, ...] = ()
-) -> MethodInputs:
-    positions = () if log.positions is None else tuple(np.unique(log.positions).tolist())
+def method_inputs(config: RunConfig, prepared: Prepared) -> MethodInputs:
+    log, user, segments, positions = prepared.train, prepared.feeding_user, prepared.segments, prepared.positions
+    if positions is None:
+        positions = () if log.positions is None else tuple(np.unique(log.positions).tolist())
+    binary = _binary(log) if prepared.binary is None else prepared.binary
     return MethodInputs(
         label=Label(config.label),
         features=len(log.feature_names),
@@ -68,7 +83,7 @@ def method_inputs(
         truth=config.learn_from == "truth",
         propensities=_known(config.propensities, positions, segments),
         feature_names=log.feature_names,
-        binary=_binary(log) if user is None else user.binary_actions,
+        binary=binary if user is None else user.binary_actions,
     )
 
 
@@ -110,8 +125,27 @@ def run_training(
 
     A `log` that is at hand is learned from in place of the one that the configuration names. Bias models are looked for
     and left in the folder `shared`, if given, for runs that differ in what comes after; `on_first` hears of their fit.
+
+    Of several processes, all take part and the first writes. Where torchrun has started them again, they resume.
     """
-    if out.exists() and not (resume or overwrite):
+    with joined(config.training.device):
+        resume = first_says(resume or (restarts() > 0 and _began(out) == job()))
+        return _run(config, out, resume, overwrite, warm_start, shared, log, checkpoint_seconds, on_first, on_progress)
+
+
+def _run(
+    config: RunConfig,
+    out: Path,
+    resume: bool,
+    overwrite: bool,
+    warm_start: Path | None,
+    shared: Path | None,
+    log: Log | None,
+    checkpoint_seconds: float,
+    on_first: Callable[[Progress], None],
+    on_progress: Callable[[Progress], None],
+) -> Path:
+    if is_first() and out.exists() and not (resume or overwrite):
         raise OutputError("output exists already", where=out, mend="pass --resume or --overwrite, or another path")
     if resume and (out / "model").is_dir():
         return out
@@ -119,27 +153,38 @@ def run_training(
         config = RunConfig.from_json(read_json(out / "config.json"), where=out)
     # What cannot be used is refused before anything is written.
     prepared = prepare(config) if log is None else split_log(log, config)
+    if is_lists(config.data):
+        config = replace(config, stream="no" if prepared.stream is None else "yes")  # also when it goes on
+        check_alike(int(prepared.stream is None), "whether lists are read into memory")
     torch.manual_seed(config.training.seed)
-    method = make_method(
-        config.method,
-        method_inputs(config, prepared.train, prepared.feeding_user, prepared.segments),
-        **config.method_options,
-    )
+    method = make_method(config.method, method_inputs(config, prepared), **config.method_options)
     if warm_start is not None:
         _start_from(method, warm_start)
     state = start(method, prepared.train, config.training)
     begun_before = out.exists()
     try:
-        with locked(out):
-            if overwrite and not resume:
-                _empty(out)
-            write_json(out / "config.json", config.to_json())
+        with locked(out) if is_first() else nullcontext():
+            if is_first():
+                if overwrite and not resume:
+                    _empty(out)
+                if size() > 1:
+                    (out / JOB).write_text(job())
+                write_json(out / "config.json", config.to_json())
+            wait_for_all()
             _train(config, prepared, method, state, out, shared, checkpoint_seconds, on_first, on_progress)
     except (DataError, LabelError):
-        if not (begun_before or (out / "checkpoints").is_dir() or read_metrics(out)):
+        if is_first() and not (begun_before or (out / "checkpoints").is_dir() or read_metrics(out)):
             shutil.rmtree(out, ignore_errors=True)  # it learned nothing: the same command can be given again, mended
         raise
     return out
+
+
+def _began(run: Path) -> str | None:
+    """Which torchrun began a run, if one did."""
+    try:
+        return (run / JOB).read_text()
+    except OSError:
+        return None
 
 
 def _empty(run: Path) -> None:
@@ -159,26 +204,25 @@ def _train(
     on_first: Callable[[Progress], None],
     on_progress: Callable[[Progress], None],
 ) -> None:
-    if not load_checkpoint(out, state):
+    goes_on = load_checkpoint(out, state)
+    check_alike(state.step if goes_on else -1, "the step they go on from")
+    if not goes_on:
         _fit_first(config, prepared, method, shared, on_first)
-        if method.first() is not None:
+        if method.first() is not None and is_first():
             save_checkpoint(out, state)
-    rewind_metrics(out, state.step)
+    if is_first():
+        rewind_metrics(out, state.step)
     device = choose_device(config.training.device)
-    feed = Feed(
-        ListBatches(prepared.train, device=device),
-        batch=config.training.batch,
-        seed=config.training.seed,
-        user=prepared.feeding_user,
-    )
+    feed = prepared.feed(config.training)
     select, judge = config.selection, _judge(config, prepared, out, shared)
+    rows = own_share(prepared.validation.rows)
 
     def evaluate(method: Method) -> dict[str, float]:
         method.eval()
-        scores = score_rows(method.score, prepared.validation.features, device=device)
+        scores = score_rows(method.score, prepared.validation.features[rows], device=device)
         return mean_figures(
             prepared.validation,
-            scores,
+            joined_shares(scores, prepared.validation.rows, device),
             [select],
             user=prepared.user,
             label=config.label,
@@ -190,12 +234,20 @@ def _train(
     for progress in train(
         state, feed, evaluate, config.training, select=select, larger_is_better=not _less_is_better(select)
     ):
-        append_metrics(out, {"step": progress.step, "loss": progress.loss, **progress.figures})
-        if time.monotonic() - saved >= checkpoint_seconds:
-            save_checkpoint(out, state)
-            saved = time.monotonic()
+        if is_first():
+            append_metrics(out, {"step": progress.step, "loss": progress.loss, **progress.figures})
+            if time.monotonic() - saved >= checkpoint_seconds:
+                save_checkpoint(out, state)
+                saved = time.monotonic()
         on_progress(progress)
     method.load_state_dict(state.best_weights)
+    if is_first():
+        _finish(config, prepared, method, feed, out)
+    wait_for_all()
+
+
+def _finish(config: RunConfig, prepared: Prepared, method: Method, feed: Feeding, out: Path) -> None:
+    """Write what was learned."""
     if (bias := method.bias(feed(step) for step in range(BIAS_BATCHES))) is not None:
         cut = thresholds(config.method, config.label, config.method_options)
         if prepared.segments:
@@ -203,20 +255,29 @@ def _train(
         write_json(out / "bias.json", {**bias, "label": f"{config.label} > 0" if cut else config.label})
     save_model(out / "model", method, prepared.train, data=prepared.fingerprint)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    (out / JOB).unlink(missing_ok=True)
 
 
 def _judge(config: RunConfig, prepared: Prepared, out: Path, shared: Path | None) -> Judge | None:
     """What the run is selected by off policy, if it is: kept with it, and shared between runs of the same requests."""
     if not config.selection.startswith(OFF_POLICY):
         return None
-    if (judge := load_judge(out / "judge")) is not None:
-        return judge
+    if not is_first():
+        wait_for_all()
+    if (judge := load_judge(out / "judge")) is None:
+        judge = _new_judge(config, prepared, out, shared)
+    if is_first():
+        wait_for_all()
+    return judge
+
+
+def _new_judge(config: RunConfig, prepared: Prepared, out: Path, shared: Path | None) -> Judge:
     alike = replace(config, method=DEFAULT_METHOD, ranker="mlp", learn_from="feedback")
     kept = None if shared is None else shared / f"judge-{_key(alike, {})}"
     if kept is not None and (judge := load_judge(kept)) is not None:
         judge.save(out / "judge")
         return judge
-    inputs = method_inputs(config, prepared.train, prepared.feeding_user, prepared.segments)
+    inputs = method_inputs(config, prepared)
     judge = make_judge(
         prepared.train,
         label=config.label,
@@ -252,7 +313,8 @@ def _fit_first(
     model = method.first()
 
     def fit() -> None:
-        fit_first(method, prepared.train, config.training, user=prepared.feeding_user, on_progress=on_progress)
+        user, stream = prepared.feeding_user, prepared.stream
+        fit_first(method, prepared.train, config.training, user=user, stream=stream, on_progress=on_progress)
 
     if shared is None or model is None:
         fit()

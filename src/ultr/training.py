@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from ultr.errors import DataError, OptionError, nearest
+from ultr.feeding import Feed, Feeding, step_seed
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
 from ultr.methods.base import Learner, Method
-from ultr.rankers import FeatureEncoder
+from ultr.processes import average_gradients, is_first, local_rank, take_from_first
+from ultr.rankers import Dropout, FeatureEncoder, Masks
 from ultr.simulate import User
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -79,7 +82,7 @@ BIAS_TRAINING = TrainingOptions(lr=0.03, evaluate_every=25, patience=40)
 
 def choose_device(name: str) -> torch.device:
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = f"cuda:{local_rank() % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -87,58 +90,6 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise OptionError("this machine has no usable GPU", got=f"--device {name}", mend="use --device cpu")
     return device
-
-
-def step_seed(seed: int, step: int, purpose: int) -> int:
-    """A seed of its own for each step and purpose."""
-    return int(np.random.SeedSequence((seed, step, purpose)).generate_state(1, np.uint64)[0] >> 1)
-
-
-class Feed:
-    """Batches of lists by the number of the step: each request once before any comes again, in an order by the seed.
-
-    With a `user`, feedback is drawn anew for every step; otherwise it is that of the log. `requests` are those that are
-    taken, by their number; all if not given.
-    """
-
-    def __init__(
-        self,
-        lists: ListBatches,
-        *,
-        batch: int,
-        seed: int,
-        user: User | None = None,
-        requests: np.ndarray | None = None,
-    ) -> None:
-        self._lists = lists
-        self._requests = torch.arange(len(lists)) if requests is None else torch.from_numpy(requests)
-        self._batch, self._seed, self._user = min(batch, len(self._requests)), seed, user
-        self._generator = torch.Generator(lists.device)
-        self._order: dict[int, Tensor] = {}
-        if user is None and not lists.has_actions:
-            raise DataError("the log has no actions to learn from", mend="name them with --actions, or pass --users")
-
-    def __call__(self, step: int) -> Lists:
-        first = step * self._batch
-        wanted = np.arange(first, first + self._batch)
-        passes = wanted // len(self._requests)
-        requests = torch.cat(
-            [self._pass(p)[wanted[passes == p] % len(self._requests)] for p in np.unique(passes).tolist()]
-        )
-        lists = self._lists[requests]
-        if self._user is None:
-            return lists
-        self._generator.manual_seed(step_seed(self._seed, step, 1))
-        relevance, positions = lists.true_relevance, lists.shown_positions
-        feedback = self._user.sample(relevance, positions, self._generator, where=lists.where, check=False)
-        return lists.with_actions(feedback.actions)
-
-    def _pass(self, number: int) -> Tensor:
-        if number not in self._order:
-            generator = torch.Generator().manual_seed(step_seed(self._seed, number, 0))
-            self._order = {n: order for n, order in self._order.items() if n == number - 1}
-            self._order[number] = self._requests[torch.randperm(len(self._requests), generator=generator)]
-        return self._order[number]
 
 
 @dataclass
@@ -164,6 +115,14 @@ class Progress:
     improved: bool
 
 
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """Requests that do not fit in memory: what steps are fed by, and some that are no part of it."""
+
+    feed: Callable[[TrainingOptions], Feeding]
+    held_out: Log
+
+
 def start(method: Learner, train: Log, options: TrainingOptions) -> TrainingState:
     """A method ready for training: features normalised by the training log, on its device, with an optimizer."""
     if not train.feature_names:
@@ -182,7 +141,7 @@ def start(method: Learner, train: Log, options: TrainingOptions) -> TrainingStat
 
 def train(
     state: TrainingState,
-    feed: Callable[[int], Lists],
+    feed: Feeding,
     evaluate: Callable[[Any], dict[str, float]],
     options: TrainingOptions,
     *,
@@ -225,13 +184,18 @@ def fit_first(
     options: TrainingOptions,
     *,
     user: User | None = None,
+    stream: Streamed | None = None,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> None:
     """Let a method learn what comes before its ranker: from the whole log, then step by step, as far as held-out
     requests gain by it. Its rate and steps are its own, so that those of the ranker can be tuned apart.
+
+    Where the log is a sample of a `stream`, the steps are taken on that.
     """
     seed, device = options.seed, choose_device(options.device)
-    method.prepare(log, user=user, sessions=options.bias_steps * options.batch, seed=seed)
+    if is_first():
+        method.prepare(log, user=user, sessions=options.bias_steps * options.batch, seed=seed)
+    take_from_first(method.state_dict().values())
     model = method.first()
     if model is None or next(model.parameters(), None) is None:
         return
@@ -243,11 +207,16 @@ def fit_first(
         device=options.device,
         precision=options.precision,
     )
-    order = np.random.default_rng(seed).permutation(len(log))
-    held = max(1, round(BIAS_HELD_OUT * len(log)))
-    learned = np.sort(order[held:]) if held < len(log) else None
-    lists = ListBatches(log, device=device)
-    judged = Feed(lists, batch=256, seed=own.seed, user=user, requests=np.sort(order[:held]))
+    if stream is None:
+        order = np.random.default_rng(seed).permutation(len(log))
+        held = max(1, round(BIAS_HELD_OUT * len(log)))
+        learned = np.sort(order[held:]) if held < len(log) else None
+        lists = ListBatches(log, device=device)
+        feed: Feeding = Feed(lists, batch=own.batch, seed=own.seed, user=user, requests=learned)
+        judged = Feed(lists, batch=256, seed=own.seed, user=user, requests=np.sort(order[:held]))
+    else:
+        feed, held = stream.feed(own), len(stream.held_out)
+        judged = Feed(ListBatches(stream.held_out, device=device), batch=256, seed=own.seed)
     judged_lists = [judged(step) for step in range(max(1, min(8, held // 128)))]
     state = start(model, log, own)
 
@@ -255,7 +224,6 @@ def fit_first(
         model.eval()
         return dict(model.held_out_figures(judged_lists))
 
-    feed = Feed(lists, batch=own.batch, seed=own.seed, user=user, requests=learned)
     for progress in train(state, feed, evaluate, own, select="likelihood"):
         on_progress(progress)
     model.load_state_dict(state.best_weights)
@@ -265,17 +233,16 @@ def take_step(state: TrainingState, lists: Lists, options: TrainingOptions) -> T
     """One step of the method and its optimizer; the loss stays on the device."""
     method, optimizer = state.method, state.optimizer
     method.train()
-    if any(isinstance(module, torch.nn.Dropout) for module in method.modules()):
-        torch.manual_seed(step_seed(options.seed, state.step, 2))
     for group in optimizer.param_groups:
         group["lr"] = options.rate_at(state.step)
     with torch.no_grad():
         method.update(lists)
-    bf16 = options.precision == "bf16"
-    with torch.autocast(lists.where.device.type, dtype=torch.bfloat16, enabled=bf16):
+    bf16 = torch.autocast(lists.where.device.type, dtype=torch.bfloat16, enabled=options.precision == "bf16")
+    with drawn_for(method, lists, options.seed, state.step), bf16:
         loss = method.loss(lists)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
+    loss = average_gradients(method.parameters(), loss, lists.weights.sum())  # every loss is a mean by these weights
     if options.clip:
         # Each network is clipped apart: one with large gradients must not slow the others.
         for network in method.children():
@@ -284,3 +251,23 @@ def take_step(state: TrainingState, lists: Lists, options: TrainingOptions) -> T
     optimizer.step()
     state.step += 1
     return loss.detach()
+
+
+@contextmanager
+def drawn_for(method: Learner, lists: Lists, seed: int, step: int) -> Iterator[None]:
+    """Let what is drawn in a step follow from the seed, its number and the part of the batch."""
+    own = step_seed(seed, step, 2, lists.parts[0].number if lists.parts else 0)
+    if lists.where.is_cuda:
+        torch.cuda.manual_seed(own)
+    torch.default_generator.manual_seed(own)  # torch.manual_seed would note a stack trace each time, for a GPU to come
+    dropouts = [module for module in method.modules() if isinstance(module, Dropout)]
+    if dropouts and lists.parts:
+        seeds = [step_seed(seed, step, 2, 1 + part.number) for part in lists.parts]
+        masks = Masks(lists.parts, seeds, lists.where.device)
+        for module in dropouts:
+            module.masks = masks
+    try:
+        yield
+    finally:
+        for module in dropouts:
+            module.masks = None

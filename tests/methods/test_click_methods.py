@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from conftest import make_shown_log
 from ultr.errors import OptionError
 from ultr.examination import LEAST
+from ultr.feeding import Feed
 from ultr.labels import DEFAULT_LABEL, Label
 from ultr.lists import ListBatches, Lists
 from ultr.methods import Method, MethodInputs, make_method, thresholds
@@ -25,7 +26,7 @@ from ultr.methods.pairwise_debias import LEAST as LEAST_RATIO
 from ultr.methods.pairwise_debias import MOST as MOST_RATIO
 from ultr.methods.position_model import FORGET, WARM_UP
 from ultr.simulate import User, simulate_log
-from ultr.training import Feed, TrainingOptions, start, take_step
+from ultr.training import TrainingOptions, start, take_step
 
 NAMES = ("dla", "regression-em", "pairwise-debias", "ipw-pointwise", "ipw-listwise", "affine")
 IDS = (3, 70, 500, 1200)

@@ -12,6 +12,7 @@ import torch
 from conftest import make_shown_log
 from ultr.errors import OptionError
 from ultr.evaluation import evaluate_scores
+from ultr.feeding import Feed
 from ultr.labels import Label
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
@@ -19,7 +20,7 @@ from ultr.methods import METHODS, Method, MethodInputs, make_method
 from ultr.methods.base import FeedbackMethod
 from ultr.rankers import score_rows
 from ultr.simulate import User, simulate_log
-from ultr.training import Feed, TrainingOptions, fit_first, start, take_step, train
+from ultr.training import TrainingOptions, fit_first, start, take_step, train
 
 FEATURES = 5
 

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from ultr.evaluation import evaluate_scores, paired_test
+from ultr.feeding import Feed
 from ultr.labels import Label
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
 from ultr.methods import MethodInputs, make_method
 from ultr.rankers import score_rows
 from ultr.simulate import EYE_TRACKING, TrustUser, User, default_mistrust, default_trust, simulate_log
-from ultr.training import Feed, TrainingOptions, fit_first, start, take_step
+from ultr.training import TrainingOptions, fit_first, start, take_step
 
 FEATURES, ITEMS, REQUESTS, STEPS = 5, 10, 1500, 600
 POSITIONS = tuple(range(1, ITEMS + 1))

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 
 import typer
 
-from ultr.cli import bias, data, experiments, learning
+from ultr.cli import bias, data, experiments, judging, learning, prepare
 from ultr.cli.common import plain, words
-from ultr.errors import UltrError
+from ultr.errors import ProcessError, UltrError
 
+SPEAK_AFTER = 2.0  # seconds
 COMMANDS = (
     data.demo,
     data.describe,
     data.simulate,
+    prepare.prepare,
     bias.bias,
     learning.train,
-    learning.evaluate,
-    learning.score,
+    judging.evaluate,
+    judging.score,
     learning.compare,
     experiments.reproduce,
 )
@@ -47,7 +51,10 @@ def main() -> None:
     try:
         app()
     except UltrError as error:
-        words.print(f"[bold red]error:[/] {plain(str(error))}", soft_wrap=True)
+        if isinstance(error, ProcessError):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun is ending us already, and can wait a moment
+        if not isinstance(error, ProcessError) or os.environ.get("RANK", "0") in ("0", "1"):  # two are enough to hear
+            _say(f"[bold red]error:[/] {plain(str(error))}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         words.print("interrupted")
@@ -58,5 +65,15 @@ def main() -> None:
         if os.environ.get("ULTR_DEBUG"):
             raise
         text = f"{type(error).__name__}: {error}"
-        words.print(f"[bold red]internal error:[/] {plain(text)}\nset ULTR_DEBUG=1 to see where", soft_wrap=True)
+        _say(f"[bold red]internal error:[/] {plain(text)}\nset ULTR_DEBUG=1 to see where")
         sys.exit(1)
+
+
+def _say(what: str) -> None:
+    """A last word. Of several processes, the others wait a little: where the first fails alike, it has said so."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        words.quiet = False
+        what = f"process {rank}: {what}"
+        time.sleep(SPEAK_AFTER)
+    words.print(what, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,6 +33,10 @@ CategoricalColumns = Annotated[
 SegmentColumn = Annotated[
     str | None, typer.Option("--segment", help="Column by whose values examination differs, such as the device.")
 ]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder of data sets (or ULTR_DATA).")]
+Eta = Annotated[float, typer.Option("--eta", help="Severity of simulated position bias.")]
+Epsilon = Annotated[float, typer.Option("--epsilon", help="Click noise of simulated users.")]
 ActionColumns = Annotated[str | None, typer.Option("--actions", help="Action columns, comma-separated.")]
 
 
@@ -45,7 +50,7 @@ def progress_bar() -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=words, disable=not words.is_terminal)
+    return Progress(*columns, console=words, disable=words.quiet or not words.is_terminal)
 
 
 def plain(text: str) -> str:

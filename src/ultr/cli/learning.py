@@ -1,8 +1,9 @@
-"""Commands that learn and judge: train, evaluate, score, compare."""
+"""Commands that learn: train, compare."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,10 @@ from rich.table import Table
 from ultr.cli.common import (
     ActionColumns,
     CategoricalColumns,
+    DataDir,
+    Device,
+    Epsilon,
+    Eta,
     FeatureColumns,
     Json,
     Overwrite,
@@ -37,7 +42,13 @@ UsersOption = Annotated[
     str | None,
     typer.Option("--users", help="Draw fresh feedback each step from users: pbm, trust, cascade, clickbait."),
 ]
-LabelOption = Annotated[str, typer.Option("--label", help="The label, an expression over actions.")]
+LabelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--label",
+        help="The label, an expression over actions; if not given, that of prepared lists, or click + dwell / exp(3).",
+    ),
+]
 RankerOption = Annotated[str, typer.Option("--ranker", help="mlp or linear.")]
 Hidden = Annotated[str, typer.Option("--hidden", help="Hidden layers of the mlp, comma-separated.")]
 Dropout = Annotated[float, typer.Option("--dropout", help="Dropout of the mlp.")]
@@ -59,18 +70,17 @@ Select = Annotated[
         help="Metric the best step is chosen by; auto: off-policy-reward@10 on a log; ndcg@10 reads true labels.",
     ),
 ]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1.")]
+Stream = Annotated[
+    str, typer.Option("--stream", help="Read prepared lists while training: yes, no, or auto, if they are too large.")
+]
+Workers = Annotated[int, typer.Option("--workers", help="Threads that read while training; 0: as cores allow.", min=0)]
 Precision = Annotated[str, typer.Option("--precision", help="float32 or bf16.")]
-DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder of data sets (or ULTR_DATA).")]
 BiasSteps = Annotated[int, typer.Option("--bias-steps", help="Steps, at most, of the bias model before the ranker.")]
 Propensities = Annotated[
     Path | None, typer.Option("--propensities", help="Known examination: a table with position,propensity.")
 ]
-Eta = Annotated[float, typer.Option("--eta", help="Severity of simulated position bias.")]
-Epsilon = Annotated[float, typer.Option("--epsilon", help="Click noise of simulated users.")]
 
 SELECT = "auto"
-LABEL = "click + dwell / exp(3)"
 
 
 def train(
@@ -87,7 +97,7 @@ def train(
     ] = None,
     propensities: Propensities = None,
     learn_from: Annotated[str, typer.Option(help="feedback; or, as bounds, truth or no-bias.")] = "feedback",
-    label: LabelOption = LABEL,
+    label: LabelOption = None,
     ranker: RankerOption = "mlp",
     hidden: Hidden = "512,256,128",
     dropout: Dropout = 0.0,
@@ -114,6 +124,8 @@ def train(
     categorical: CategoricalColumns = None,
     actions: ActionColumns = None,
     segment: SegmentColumn = None,
+    stream: Stream = "auto",
+    workers: Workers = 0,
     device: Device = "auto",
     precision: Precision = "float32",
     seed: Seed = 0,
@@ -125,6 +137,7 @@ def train(
     """Train a ranker from a log, or from data with simulated users, into a run directory."""
     from ultr.runs import best_evaluation, run_training
 
+    words.quiet = os.environ.get("RANK", "0") != "0"  # of several processes, the first speaks
     config = _config({**locals()})
     _say_thresholds(config.label, {method: (method, config.method_options)})
     with progress_bar() as bar:
@@ -200,7 +213,7 @@ def _config(options: dict[str, Any]) -> RunConfig:
         method_options=parse_options(method, given),
         propensities=None if propensities is None else read_propensities(propensities),
         learn_from=options.get("learn_from", "feedback"),
-        label=options["label"],
+        label=options["label"] or _own_label(options["data"]),
         ranker=options["ranker"],
         ranker_options=ranker_options,
         columns={name: value for name, value in columns.items() if value is not None},
@@ -208,93 +221,18 @@ def _config(options: dict[str, Any]) -> RunConfig:
         user_options={"eta": options["eta"], "epsilon": options["epsilon"]} if options["users"] else {},
         data_dir=None if data_dir is None else str(data_dir),
         select=options["select"],
+        stream=options["stream"],
+        workers=options["workers"],
         training=TrainingOptions(**training),
     )
 
 
-def _columns_of(run: Path, categorical: list[str], metrics: list[str]) -> dict[str, Any]:
-    """The parts that columns of the run's own log were given by name, where feedback in another like it is judged."""
-    from ultr.checkpoint import read_json
-    from ultr.evaluation import FEEDBACK, OFF_POLICY
-    from ultr.preparing import RunConfig
+def _own_label(data: str) -> str:
+    """The label that lists were prepared with, or the usual one."""
+    from ultr.labels import DEFAULT_LABEL
+    from ultr.log.shards import Manifest, is_lists
 
-    config = RunConfig.from_json(read_json(run / "config.json"), where=run)
-    logged = config.users is None and any(name.startswith((FEEDBACK, OFF_POLICY)) for name in metrics)
-    named = dict(config.columns) if logged else {}
-    return {**named, "categorical": named.get("categorical") or categorical or None}
-
-
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="A finished run.")],
-    data: Annotated[str, typer.Argument(help="A log with true labels or feedback, or a data set.")],
-    metrics: Annotated[
-        str,
-        typer.Option(help="Comma-separated; off-policy-reward@10 corrects logged feedback, feedback-ndcg@10 does not."),
-    ] = "ndcg@10",
-    split: Annotated[str, typer.Option(help="Of a data set: train, validation or test.")] = "test",
-    users: Annotated[str, typer.Option(help="Who is shown the ranking, for reward.")] = "pbm",
-    eta: Eta = 1.0,
-    epsilon: Epsilon = 0.1,
-    data_dir: DataDir = None,
-    device: Device = "auto",
-    as_json: Json = False,
-) -> None:
-    """Judge a run on data: means over requests with 95% intervals."""
-    from ultr.evaluation import OFF_POLICY, Mean, mean_with_interval
-    from ultr.judging import figures_of, load_judge
-    from ultr.log.segments import by_segment
-    from ultr.models import load_model
-    from ultr.preparing import read_data
-    from ultr.simulate import make_user
-
-    model = load_model(run)
-    names = [name.strip() for name in metrics.split(",")]
-    columns = _columns_of(run, list(model.vocabularies), names)
-    log, max_grade = read_data(data, split=split, data_dir=data_dir, columns=columns)
-    user = make_user(users, eta=eta, epsilon=epsilon, max_grade=max_grade)
-    scores, judge = model.score(log, device=device), load_judge(run / "judge")
-    segments: tuple[str, ...] = ()
-    if columns.get("segment"):
-        log, segments = by_segment(log)
-    figures = figures_of(log, scores, names, user=user, label=model.label, judge=judge, segments=segments)
-    means = {name: mean_with_interval(values, log.weights) for name, values in figures.items()}
-    for name in names:
-        if name.startswith(OFF_POLICY) and judge is not None:
-            found = judge.value(log, scores, name, label=model.label, segments=segments)
-            means[name] = Mean(found.value, found.low, found.high, len(log))
-            words.print(f"{name}: as much as {found.effective_clicks:,.0f} clicks of equal weight tell")
-    if as_json:
-        print(json.dumps({name: mean.mean for name, mean in means.items()}))
-        return
-    table = Table(title=f"{run} on {data} ({len(log):,} requests)", title_justify="left")
-    for heading in ("metric", "mean", "95% interval"):
-        table.add_column(heading, justify="right")
-    for name, mean in means.items():
-        table.add_row(name, f"{mean.mean:.4f}", f"{mean.low:.4f} to {mean.high:.4f}")
-    print_table(table)
-
-
-def score(
-    run: Annotated[Path, typer.Argument(help="A finished run.")],
-    candidates: Annotated[
-        Path, typer.Argument(help="Rows to score: a log's columns; no position or action is needed.")
-    ],
-    out: Annotated[Path, typer.Option(help="The scores to write (Parquet).")],
-    request: RequestColumn = None,
-    features: FeatureColumns = None,
-    device: Device = "auto",
-    overwrite: Overwrite = False,
-) -> None:
-    """Score items with a run: the request, item and position of each row, and its score."""
-    from ultr.files import refuse_existing
-    from ultr.log import read_log
-    from ultr.models import load_model, write_scores
-
-    refuse_existing(out, overwrite=overwrite)
-    model = load_model(run)
-    log = read_log(candidates, request=request, features=features, categorical=list(model.vocabularies), actions=[])
-    write_scores(log, model.score(log, device=device), out, overwrite=overwrite)
-    words.print(f"wrote {out}: {log.rows:,} scores", soft_wrap=True)
+    return "label" if is_lists(data) and Manifest.load(Path(data)).label is not None else DEFAULT_LABEL
 
 
 def compare(
@@ -311,7 +249,7 @@ def compare(
     jobs: Annotated[
         int, typer.Option(help="Runs side by side; 0: as many as there are cores, ten at most.", min=0)
     ] = 0,
-    label: LabelOption = LABEL,
+    label: LabelOption = None,
     ranker: RankerOption = "mlp",
     hidden: Hidden = "512,256,128",
     dropout: Dropout = 0.0,
@@ -337,6 +275,8 @@ def compare(
     categorical: CategoricalColumns = None,
     actions: ActionColumns = None,
     segment: SegmentColumn = None,
+    stream: Stream = "auto",
+    workers: Workers = 0,
     device: Device = "auto",
     precision: Precision = "float32",
     as_json: Json = False,

@@ -32,7 +32,7 @@ from ultr.labels import Label
 from ultr.log import Log
 from ultr.methods import make_method
 from ultr.models import load_model
-from ultr.preparing import RunConfig, cached_dataset
+from ultr.preparing import Prepared, RunConfig, cached_dataset
 from ultr.runs import method_inputs, run_training
 from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions
@@ -278,7 +278,7 @@ def _check_methods(traffic: Traffic) -> None:
     log = traffic.learned_from([traffic.served(traffic.shown(None), 0, 0)])
     for bucket in range(len(traffic.options.entries)):
         config = traffic.options.config(bucket, 1, traffic.seed)
-        make_method(config.method, method_inputs(config, log), **config.method_options)
+        make_method(config.method, method_inputs(config, Prepared(log, log, "")), **config.method_options)
 
 
 def _same_options(traffic: Traffic, folder: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -16,6 +18,15 @@ from ultr.log.table import FEATURE_NAMES_KEY, Log
 
 Missing = Literal["refuse", "keep"]
 MAX_CATEGORIES = 1 << 24  # codes are kept as float32
+
+
+@contextmanager
+def as_data_error(path: Path, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        brief = " ".join(str(error).split())[:200]
+        raise DataError(f"cannot be read as {kind} ({brief})", where=path, mend="check or rewrite the file") from error
 
 
 def log_from_table(

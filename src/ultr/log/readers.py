@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ import pyarrow.parquet as pq
 
 from ultr.errors import ColumnError, DataError, OptionError
 from ultr.files import content_kind, existing_file
-from ultr.log.build import Missing, log_from_table
+from ultr.log.build import Missing, as_data_error, log_from_table
 from ultr.log.schema import Columns, resolve_columns
+from ultr.log.shards import SPLITS, Shards, is_lists
 from ultr.log.svmlight import read_svmlight
 from ultr.log.table import FEATURE_NAMES_KEY, Log
 
@@ -74,6 +74,8 @@ def read_log(
     if not isinstance(source, str | Path):
         return _from_table(as_table(source), named, where=f"the {type(source).__name__}", missing=missing)
     path = Path(source)
+    if is_lists(path) or (path.name in SPLITS and is_lists(path.parent)):
+        return _read_lists(path, named)
     if path.is_dir():
         return _read_folder(path, named, missing)
     path = existing_file(path)
@@ -89,6 +91,20 @@ def read_log(
     with as_data_error(path, kind):
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     return _from_table(table, named, where=path, missing=missing)
+
+
+def _read_lists(path: Path, named: dict[str, Any]) -> Log:
+    """A folder that `ultr prepare` wrote, of which the split for training is read; or a split of it."""
+    shards = Shards(path) if is_lists(path) else Shards(path.parent, path.name)
+    own = {"actions": shards.manifest.actions, "features": ("features",), "categorical": shards.manifest.categorical}
+    for part, name in named.items():
+        asked = [] if name is None else name.split(",") if isinstance(name, str) else list(name)
+        if asked and set(asked) != set(own.get(part, (part,))):
+            got = f"{part}={','.join(asked)}"
+            raise OptionError(
+                "lists that were prepared have names of their own", where=path, got=got, mend="leave it out"
+            )
+    return shards.read_all()
 
 
 def _read_csv(path: Path, named: dict[str, Any], missing: Missing) -> Log:
@@ -203,12 +219,3 @@ def _read_parquet(paths: list[Path], named: dict[str, Any], *, where: Path, miss
         table = tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")
     table, unused = table.replace_schema_metadata(schema.metadata), columns.unused(schema.names)
     return log_from_table(table, columns, where=where, missing=missing, unused=unused)
-
-
-@contextmanager
-def as_data_error(path: Path, kind: str) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        brief = " ".join(str(error).split())[:200]
-        raise DataError(f"cannot be read as {kind} ({brief})", where=path, mend="check or rewrite the file") from error

@@ -7,6 +7,7 @@ not show keeps what is known of it, and regresses the networks on the posteriors
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from ultr.bias import (
     preference_target,
     released_target,
     relevance_posterior,
-    sums_by_cell,
     trust_terms,
     updated,
 )
@@ -30,8 +30,9 @@ from ultr.examination import Examination
 from ultr.lists import Lists
 from ultr.losses import gaps, lambdarank_weights, preferred_pairs, reduced
 from ultr.methods.base import MethodInputs
-from ultr.methods.position_model import FORGET, PositionModel, average_in
+from ultr.methods.position_model import FORGET, PositionModel, means_of_all, sums_in_cells
 from ultr.metrics import batch_innermost
+from ultr.processes import summed
 from ultr.rankers import FeatureEncoder, make_ranker
 
 NETWORK = {"hidden": (128, 64), "dropout": 0.3}
@@ -145,11 +146,11 @@ class BiasModel(PositionModel):
         return torch.bernoulli(probability) if self.sampled else probability
 
     def _row_weights(self, place: Tensor, lists: Lists) -> Tensor:
-        """1/θ_k with a mean of one: a row has as much to say of β where it is rarely examined as where it always is."""
-        theta = self.theta[place]
-        weights = torch.where(lists.where, 1 / theta.clamp(min=LEAST_WEIGHED * self.theta.max()), 0.0)
-        by_request = lists.weights[:, None]
-        return weights * ((by_request * lists.where).sum() / (by_request * weights).sum().clamp(min=1e-9))
+        """1/θ_k with a mean of one over the log: a row says as much of β where it is rarely examined as where it is."""
+        weights = 1 / self.theta.clamp(min=LEAST_WEIGHED * self.theta.max())
+        shown = torch.where(self.shown.any(), self.shown, 1.0)
+        weights = weights * (shown.sum() / (shown * weights).sum())
+        return torch.where(lists.where, weights[place], 0.0)
 
     def _pairs(
         self, lists: Lists, labels: Tensor, place: Tensor, beta: Tensor, gap: Tensor
@@ -176,44 +177,60 @@ class BiasModel(PositionModel):
         labels, place = self.labels(lists), self.index(lists.shown_positions)
         with self.without_dropout():
             logit, log_value, preference = self.predictions(lists.features)
-        beta, positive = logit.sigmoid(), labels > 0
+        beta, positive, size = logit.sigmoid(), labels > 0, len(self.index)
         weights = lists.weights[:, None] * lists.where
-        self.updates += 1
         seen = examined_zero_terms(positive, self.theta[place], beta)
         values = torch.where(positive, labels, 0.0), torch.where(positive, log_value.exp(), 0.0)
-        average_in(self.item_sums, (*seen, *values), place, weights, self.updates)
+        parts = [(sums_in_cells((*seen, *values), place, weights, size), weights)]
+        if self.theta_from == "regression":
+            parts.append((sums_in_cells(self.theta_terms(positive, place, beta), place, weights, size), weights))
+        if self.pairs:
+            pair, preferred, counts = self._pairs(lists, labels, place, beta, gaps(preference))
+            counts, cells = counts * lists.weights[:, None, None], batch_innermost(place)
+            cells = cells[..., :, None] * size + cells[..., None, :]
+            terms = trust_terms(preferred, pair_posterior(pair))
+            parts.append((sums_in_cells(terms, cells, counts, size * size), counts))
+        self._average_in(means_of_all(*parts))
+
+    def _average_in(self, means: list[Tensor]) -> None:
+        """Take the means of a batch, of all processes, into those before: of items, of θ and of pairs, as asked for."""
+        self.updates += 1
+        self.item_sums.lerp_(means[0], self.updates.pow(-FORGET))
         examined, zeros, value, predicted = self.item_sums
         self.theta_minus.copy_(updated(examined, zeros, self.theta_minus))
         if self.scaled_values:
             rho = updated(value, predicted, self.rho).clamp(0.01, 100)
             self.rho.copy_(rho / rho[self.theta.argmax()])
         if self.theta_from == "regression":
-            self.regress(positive, place, beta, weights)
+            self.regress(means[1])
         if self.pairs:
-            pair, preferred, counts = self._pairs(lists, labels, place, beta, gaps(preference))
-            self._update_trust(pair, preferred, counts * lists.weights[:, None, None], batch_innermost(place))
-
-    def _update_trust(self, pair: PairModel, preferred: Tensor, counts: Tensor, place: Tensor) -> None:
-        cells = place[..., :, None] * len(self.index) + place[..., None, :]
-        terms = torch.stack(trust_terms(preferred, pair_posterior(pair))) * (counts / counts.sum().clamp(min=1e-9))
-        sums = torch.stack([sums_by_cell(term, cells, len(self.index) ** 2) for term in terms])
-        self.pair_sums.lerp_(sums, self.updates.pow(-FORGET))
-        right, all_right, wrong, all_wrong = self.pair_sums.view(4, *self.plus.shape)
-        self.plus.copy_(updated(right, all_right, self.plus).clamp(0.01, 0.99))
-        self.minus.copy_(torch.minimum(updated(wrong, all_wrong, self.minus).clamp(0.01, 0.99), self.plus))
+            self.pair_sums.lerp_(means[-1], self.updates.pow(-FORGET))
+            right, all_right, wrong, all_wrong = self.pair_sums.view(4, *self.plus.shape)
+            self.plus.copy_(updated(right, all_right, self.plus).clamp(0.01, 0.99))
+            self.minus.copy_(torch.minimum(updated(wrong, all_wrong, self.minus).clamp(0.01, 0.99), self.plus))
 
     @torch.no_grad()
     def held_out_figures(self, batches: list[Lists]) -> dict[str, float]:
         """The mean log-likelihood of a list; that of clicks is kept beside what one β for all comes to."""
         parts = [self.log_likelihood(lists) for lists in batches]
-        lists_of = sum(len(lists) for lists in batches)
-        figures = {name: float(sum(part[name].sum() for part in parts) / lists_of) for name in parts[0]}
-        clicked = float(sum((self.labels(lists) > 0)[lists.where].sum() for lists in batches))
-        exposure = float(sum(self.theta[self.index(lists.shown_positions)][lists.where].sum() for lists in batches))
+        exposures = (self.theta[self.index(lists.shown_positions)][lists.where] for lists in batches)
+        count, clicked, exposure, *found = self._over_all(
+            [len(lists) for lists in batches],
+            ((self.labels(lists) > 0)[lists.where].sum() for lists in batches),
+            (exposure.sum() for exposure in exposures),
+            *([part[name].sum() for part in parts] for name in parts[0]),
+        )
+        figures = {name: total / count for name, total in zip(parts[0], found, strict=True)}
         beta = torch.tensor(min(0.999, max(1e-6, clicked / max(exposure, 1e-9))), device=self.theta.device)
-        constant = float(sum(self._click_likelihood(lists, beta).sum() for lists in batches) / lists_of)
-        self.held_out.copy_(torch.tensor([figures["clicks"], constant]))
+        (constant,) = self._over_all(self._click_likelihood(lists, beta).sum() for lists in batches)
+        self.held_out.copy_(torch.tensor([figures["clicks"], constant / count]))
         return {"likelihood": sum(figures.values()), **figures}
+
+    def _over_all(self, *quantities: Iterable[Tensor | int]) -> list[float]:
+        """The sum of each quantity over batches, and over processes."""
+        sums = [float(sum(values)) for values in quantities]
+        totals: list[float] = summed(torch.tensor(sums, device=self.theta.device)).tolist()
+        return totals
 
     def _click_likelihood(self, lists: Lists, beta: Tensor) -> Tensor:
         place = self.index(lists.shown_positions)

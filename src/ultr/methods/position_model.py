@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from ultr.examination import LEAST, Examination, estimate_examination
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.base import ClickMethod, Learner, MethodInputs, PositionIndex
+from ultr.processes import summed
 from ultr.simulate import User
 
 SCALE = 0.7  # of θ where it is largest, which clicks cannot tell
@@ -34,9 +36,20 @@ THETA_FROM = {
 
 def average_in(sums: Tensor, terms: Iterable[Tensor], place: Tensor, weights: Tensor, updates: Tensor) -> None:
     """Average the sums by place of a batch's terms, `updates` batches having come with it, into those before."""
-    shares = weights / weights.sum().clamp(min=1e-9)
-    found = torch.stack([sums_by_cell(term * shares, place, sums.shape[1]) for term in terms])
-    sums.lerp_(found, updates.pow(-FORGET))
+    (means,) = means_of_all((sums_in_cells(terms, place, weights, sums.shape[1]), weights))
+    sums.lerp_(means, updates.pow(-FORGET))
+
+
+def sums_in_cells(terms: Iterable[Tensor], cells: Tensor, weights: Tensor, size: int) -> Tensor:
+    """The sums of each term by cell [terms, size], by weight."""
+    return torch.stack([sums_by_cell(term * weights, cells, size) for term in terms])
+
+
+def means_of_all(*parts: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Sums over a batch of what has the given weights, as means, over the batches of all processes; in one exchange."""
+    flat = [values for found, weights in parts for values in (found.view(-1), weights.sum().view(1))]
+    totals = iter(torch.split(summed(torch.cat(flat)), [len(values) for values in flat]))
+    return [next(totals).view_as(found) / next(totals).clamp(min=1e-9) for found, _ in parts]
 
 
 def scale_option(text: str) -> float | str:
@@ -66,6 +79,7 @@ class PositionModel(Learner):
     moved: Tensor
     impressions: Tensor
     clicks: Tensor
+    shown: Tensor
 
     def __init__(
         self,
@@ -96,6 +110,7 @@ class PositionModel(Learner):
             "moved": torch.zeros(()),  # of θ, relatively, in its last iteration
             "impressions": torch.zeros(size),  # that θ was estimated from, by position
             "clicks": torch.zeros(size),
+            "shown": torch.zeros(size),  # impressions in the log, by position
         }
         for name, value in buffers.items():
             self.register_buffer(name, value)
@@ -105,6 +120,11 @@ class PositionModel(Learner):
 
     def estimate(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
         """Take θ and ζ from the log, unless they are known or come with the networks."""
+        if log.positions is not None:
+            rows = np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths)
+            ids, place = np.unique(log.positions, return_inverse=True)
+            shown = torch.from_numpy(np.bincount(place, rows))
+            self.shown[self.index(torch.from_numpy(ids).to(self.index.ids.device))] = shown.to(self.shown)
         if self.theta_from in ("regression", "known"):
             return
         found = estimate_examination(
@@ -132,11 +152,13 @@ class PositionModel(Learner):
             getattr(self, name)[places] = values.to(self.theta)
         self.moved.fill_(examination.moved)
 
-    def regress(self, positive: Tensor, place: Tensor, beta: Tensor, weights: Tensor) -> None:
-        """A step of θ, given what was clicked and how relevant it is; the count of updates has been raised before."""
-        clicked = positive.to(beta.dtype)
-        terms = torch.ones_like(beta), clicked, *scoring_terms(positive, self.theta[place], beta)
-        average_in(self.sums, terms, place, weights, self.updates)
+    def theta_terms(self, positive: Tensor, place: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+        """What a step of θ follows from: shown, clicked, and the two terms of scoring."""
+        return torch.ones_like(beta), positive.to(beta.dtype), *scoring_terms(positive, self.theta[place], beta)
+
+    def regress(self, means: Tensor) -> None:
+        """A step of θ, given the means of its terms by place; the count of updates has been raised before."""
+        self.sums.lerp_(means, self.updates.pow(-FORGET))
         shown, clicks, scored, expected = self.sums
         warm = self.updates <= WARM_UP
         theta = torch.where(warm, quotient(clicks, shown), updated(scored, expected, self.theta))

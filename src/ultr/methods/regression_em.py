@@ -12,7 +12,7 @@ from ultr.bias import relevance_posterior
 from ultr.lists import Lists
 from ultr.losses import logistic_loss
 from ultr.methods.base import ClickMethod, MethodInputs, one_of
-from ultr.methods.position_model import SCALE, PositionModel, scale_option
+from ultr.methods.position_model import SCALE, PositionModel, means_of_all, scale_option, sums_in_cells
 
 
 class RegressionEM(ClickMethod):
@@ -41,8 +41,10 @@ class RegressionEM(ClickMethod):
         with self.without_dropout():
             beta = self.score(lists.features).sigmoid()
         self.positions.updates += 1
-        place = self.positions.index(lists.shown_positions)
-        self.positions.regress(self.clicked(lists), place, beta, lists.weights[:, None] * lists.where)
+        place, weights = self.positions.index(lists.shown_positions), lists.weights[:, None] * lists.where
+        terms = self.positions.theta_terms(self.clicked(lists), place, beta)
+        (means,) = means_of_all((sums_in_cells(terms, place, weights, len(self.positions.index)), weights))
+        self.positions.regress(means)
 
     def loss(self, lists: Lists) -> Tensor:
         logits = self.score(lists.features)

@@ -21,7 +21,7 @@ from ultr.log import Log
 from ultr.losses import logistic_loss, pointwise_loss, product_logistic_loss
 from ultr.methods.base import FeedbackMethod, MethodInputs, PositionIndex, PositionTable, at_least, one_of
 from ultr.methods.position_model import numbers
-from ultr.rankers import FeatureEncoder, Synthesised
+from ultr.rankers import Dropout, FeatureEncoder, Synthesised
 from ultr.simulate import User, simulate_log
 
 DIMENSIONS, UNITS = 8, 16  # of a tower that takes in context
@@ -57,7 +57,7 @@ class Tower(nn.Module):
                 mend = nearest(name, inputs.feature_names)
                 raise OptionError(f"no feature '{name}' to enter the tower as context", mend=mend)
         self.index = PositionIndex(inputs.positions)
-        self.hide = nn.Dropout(dropout)
+        self.hide = Dropout(dropout)
         size = len(self.index) + 1  # the last is for a position that is hidden
         self.table = PositionTable(size)
         self.embedding: nn.Module | None = None

@@ -11,7 +11,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ultr.log import Log, read_log
-from ultr.log.readers import as_data_error, file_kind
+from ultr.log.build import as_data_error
+from ultr.log.readers import file_kind
 from ultr.log.schema import resolve_columns
 
 SAMPLE_ROWS = 200_000

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ultr.errors import OptionError, nearest
+from ultr.rankers.dropout import Dropout, Masks
 from ultr.rankers.encoder import FeatureEncoder
 from ultr.rankers.linear import LinearRanker
 from ultr.rankers.mlp import MLPRanker
@@ -20,9 +21,11 @@ from ultr.rankers.synthesised import Synthesised
 
 __all__ = [
     "RANKERS",
+    "Dropout",
     "FeatureEncoder",
     "LinearRanker",
     "MLPRanker",
+    "Masks",
     "Synthesised",
     "WithConstants",
     "make_ranker",

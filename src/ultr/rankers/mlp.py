@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from ultr.errors import OptionError
+from ultr.rankers.dropout import Dropout
 from ultr.rankers.encoder import FeatureEncoder
 
 Norm = Literal["none", "layer"]
@@ -43,7 +44,7 @@ class MLPRanker(nn.Module):
                 layers.append(nn.LayerNorm(size_out))
             layers.append(nn.ELU())
             if dropout:
-                layers.append(nn.Dropout(dropout))
+                layers.append(Dropout(dropout))
         self.layers = nn.Sequential(*layers, nn.Linear(hidden[-1], outputs))
 
     def forward(self, features: Tensor) -> Tensor:

@@ -1,0 +1,164 @@
+"""The rows that lists are made of, as one Ibis expression that any engine evaluates: filters, types, hashes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from ultr.errors import ColumnError, OptionError, nearest
+from ultr.log.schema import Columns
+
+CONDITION = re.compile(r"\s*(?P<column>.+?)\s*(?P<op>==|!=|<=|>=|=|<|>)\s*(?P<value>.*?)\s*", re.DOTALL)
+COMPARE = {"==": "__eq__", "=": "__eq__", "!=": "__ne__", "<": "__lt__", "<=": "__le__", ">": "__gt__", ">=": "__ge__"}
+
+
+def filtered(table: Any, conditions: Iterable[str]) -> Any:
+    """The rows that meet every condition, `COLUMN OP VALUE`; one that compares with a missing value is not met."""
+    for condition in conditions:
+        match = CONDITION.fullmatch(condition)
+        if match is None:
+            raise OptionError("a condition reads COLUMN OP VALUE", got=f"'{condition}'", mend="e.g. 'country = de'")
+        name = match["column"]
+        if name not in table.columns:
+            raise ColumnError(f"no column '{name}' for the condition '{condition}'", mend=nearest(name, table.columns))
+        column, value = _comparable(table[name], match["value"], condition)
+        table = table.filter(getattr(column, COMPARE[match["op"]])(value))
+    return table
+
+
+def _comparable(column: Any, text: str, condition: str) -> tuple[Any, Any]:
+    """The column and the value to compare it with, which is read as what the column holds."""
+    kind = column.type()
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    try:
+        if kind.is_string():
+            return column, text
+        if kind.is_boolean():
+            return column, {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind.is_integer() and re.fullmatch(r"[+-]?\d+", text):
+            return column, int(text)
+        if kind.is_numeric():
+            return column.cast("float64"), float(text)
+        if kind.is_timestamp() or kind.is_date():
+            return column.cast("timestamp"), utc_time(text)
+    except (KeyError, ValueError) as error:
+        holds = "true or false" if kind.is_boolean() else "numbers" if kind.is_numeric() else "times such as 2024-05-31"
+        raise OptionError(f"condition '{condition}' compares with {holds}", got=f"'{text}'") from error
+    raise OptionError(f"condition '{condition}' is on a column that cannot be compared", got=f"type {kind}")
+
+
+def utc_time(text: str) -> datetime:
+    """A time as ISO 8601 writes it, in UTC where it says no zone."""
+    time = datetime.fromisoformat(text)
+    return time if time.tzinfo is None else time.astimezone(UTC).replace(tzinfo=None)
+
+
+def id_column(column: Any, *, what: str, where: object) -> Any:
+    """Ids as whole numbers or as text, alike on every engine."""
+    kind = column.type()
+    if kind.is_integer() and not kind.is_uint64():
+        return column.cast("int64")
+    whole = kind.is_uint64() or (kind.is_decimal() and kind.scale == 0) or kind.is_boolean() or kind.is_uuid()
+    if kind.is_string() or whole:
+        return column.cast("string")
+    name = column.get_name()
+    raise ColumnError(
+        f"{what} column '{name}' should hold text or whole numbers",
+        where=where,
+        got=f"type {kind}",
+        mend="convert the column",
+    )
+
+
+def number_column(column: Any, *, what: str, where: object) -> Any:
+    kind = column.type()
+    if not (kind.is_numeric() or kind.is_boolean()):
+        name = column.get_name()
+        raise ColumnError(f"{what} column '{name}' should hold numbers", where=where, got=f"type {kind}")
+    return column.cast("float64")
+
+
+def impressions(table: Any, columns: Columns, *, time: str | None, where: object) -> Any:
+    """One row per item shown, in columns of known names and types: numbers are not checked and not rounded yet."""
+    refuse_lists(table, columns, where)
+    request = id_column(table[columns.request], what="request", where=where)
+    position = table[columns.position]
+    whole = position.type().is_integer()
+    chosen = {
+        "digest": request.cast("string").hexdigest("md5"),
+        "request": request,
+        "position": position.cast("int64") if whole else number_column(position, what="position", where=where),
+    }
+    if columns.item is not None:
+        chosen["item"] = id_column(table[columns.item], what="item", where=where)
+    for i, name in enumerate(columns.actions):
+        chosen[f"action_{i}"] = number_column(table[name], what="action", where=where)
+    for part in ("relevance", "weight"):
+        if (name := getattr(columns, part)) is not None:
+            chosen[part] = number_column(table[name], what=part, where=where)
+    for part, name in columns.context.items():
+        if part == "randomised":
+            chosen[part] = number_column(table[name], what=part, where=where) != 0
+        else:
+            chosen[part] = id_column(table[name], what=part, where=where)
+    if time is not None:
+        chosen["time"] = _seconds(table[time], where)
+    for i, name in enumerate(columns.categorical):
+        chosen[f"category_{i}"] = id_column(table[name], what="categorical", where=where).cast("string")
+    if columns.features:
+        chosen["features"] = _features(table, columns.features, where)
+    return table.select(**chosen)
+
+
+def refuse_lists(table: Any, columns: Columns, where: object) -> None:
+    nested = [n for n in columns.used if n not in columns.features and table[n].type().is_array()]
+    if nested:
+        raise ColumnError(
+            f"'{nested[0]}' holds lists; prepare takes one row per item shown",
+            where=where,
+            mend="such a log is grouped already: read it with ultr train, or flatten it first",
+        )
+
+
+def _seconds(column: Any, where: object) -> Any:
+    """A time in whole seconds, or the number below where it is a number."""
+    kind = column.type()
+    if kind.is_integer():
+        return column.cast("int64")
+    if kind.is_timestamp() or kind.is_date():
+        column = column.cast("timestamp").epoch_seconds()
+    elif not kind.is_numeric():
+        got, mend = f"type {kind}", "convert the column"
+        raise ColumnError(f"time column '{column.get_name()}' should hold times", where=where, got=got, mend=mend)
+    return column.cast("float64").floor().cast("int64")
+
+
+def _features(table: Any, names: Sequence[str], where: object) -> Any:
+    """All features of an item as one array, in the order of their names."""
+    import ibis
+
+    parts: list[Any] = []
+    scalars: list[Any] = []
+    for name in names:
+        column = table[name]
+        kind = column.type()
+        value = kind.value_type if kind.is_array() else kind
+        if not (value.is_numeric() or value.is_boolean()):
+            raise ColumnError(f"feature column '{name}' should hold numbers", where=where, got=f"type {kind}")
+        if kind.is_array():
+            parts += [ibis.array(scalars)] if scalars else []
+            parts.append(column.cast("array<float32>"))
+            scalars = []
+        else:
+            scalars.append(column.cast("float32"))
+    parts += [ibis.array(scalars)] if scalars else []
+    return parts[0] if len(parts) == 1 else parts[0].concat(*parts[1:])
+
+
+def rounded(rows: Any) -> Any:
+    """The rows as they are nested, after their numbers were checked."""
+    numbers = [n for n in rows.columns if n.startswith("action_") or n in ("relevance", "weight")]
+    return rows.mutate(position=rows.position.cast("int64"), **{name: rows[name].cast("float32") for name in numbers})
