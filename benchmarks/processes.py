@@ -3,7 +3,8 @@
     python benchmarks/processes.py --processes 2 --folder /tmp/processes
 
 Trains the same steps on the same lists by `torchrun` and in one process, the whole run each: the bias model, then the
-ranker. Compared are requests a second of both, examination and trust, and scores up to a constant.
+ranker. Compared are requests a second of both, with what the cores give to processes that never wait for one another;
+examination and trust, and scores up to a constant.
 """
 
 from __future__ import annotations
@@ -65,6 +66,29 @@ def train(options: argparse.Namespace, out: Path) -> None:
         (out / "speeds.json").write_text(json.dumps(speeds))
 
 
+PRODUCTS = """
+import time, torch
+torch.set_num_threads(1)
+x, w = torch.randn(1280, 512), torch.randn(512, 256)
+start, done = time.perf_counter(), 0
+while time.perf_counter() - start < 4:
+    x @ w
+    done += 1
+print(done)
+"""
+
+
+def ceiling(processes: int) -> float:
+    """How much more matrix products so many processes make that have nothing to do with one another."""
+
+    def products(count: int) -> int:
+        command = [sys.executable, "-c", PRODUCTS]
+        running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+        return sum(int(process.communicate()[0]) for process in running)
+
+    return products(processes) / products(1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("processes"))
@@ -102,6 +126,9 @@ def main() -> None:
     if min(map(min, speeds)):
         ratios = [b / a for a, b in zip(*speeds, strict=True)]
         print(f"{options.processes} processes / one: bias model {ratios[0]:.2f}, ranker {ratios[1]:.2f}")
+        print(
+            f"the same of bare matrix products, which is what the machine has to give: {ceiling(options.processes):.2f}"
+        )
     one, other = (json.loads((run / "bias.json").read_text()) for run in runs)
     for name in ("theta", "eps_plus", "eps_minus"):
         if name in one:
