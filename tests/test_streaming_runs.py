@@ -265,3 +265,16 @@ def test_a_log_that_memory_cannot_hold_is_sent_to_prepare(tmp_path, monkeypatch)
     monkeypatch.setattr(ultr.preparing, "available_memory", lambda: 1000)
     with pytest.raises(DataError, match=r"does not fit in memory.*ultr prepare"):
         prepare(RunConfig(str(tmp_path / "log.parquet")))
+
+
+@pytest.mark.parametrize(
+    ("named", "mend"),
+    [
+        ({"features": "f1"}, "use features"),
+        ({"segment": "device"}, "use segment"),
+        ({"actions": "click"}, "click,dwell"),
+    ],
+)
+def test_names_that_lists_do_not_have_are_refused_and_not_passed_over(named, mend, lists):
+    with pytest.raises(OptionError, match=f"names of their own, got .*{mend}"):
+        prepare(RunConfig(str(lists), columns=named))

@@ -191,6 +191,7 @@ def _refuse_too_large(path: Path) -> None:
 def _prepare_lists(config: RunConfig) -> Prepared:
     """The splits of prepared lists: in memory, or a sample of what is learned from, and a stream of it."""
     shards = Shards(config.data)
+    shards.check_names(config.columns)
     about, seed = shards.manifest, config.training.seed
     rows = min(SAMPLE_ROWS, SAMPLE_BYTES // shards.row_bytes)
     validation = _at_most(Shards(config.data, "validation").sample(MAX_VALIDATION_ROWS, 0), MAX_VALIDATION_ROWS)

@@ -35,7 +35,8 @@ def joined(device: str = "auto") -> Iterator[None]:
     own_gpu = device != "cpu" and torch.cuda.is_available() and local_size() <= torch.cuda.device_count()
     with _meeting():
         store = _meet("nccl" if own_gpu else "gloo")
-    before = signal.signal(signal.SIGTERM, _told_to_stop) if in_main_thread() else None
+    in_main_thread = threading.current_thread() is threading.main_thread()  # the only one that signals reach
+    before = signal.signal(signal.SIGTERM, _told_to_stop) if in_main_thread else None
     try:
         yield
     except Exception as error:
@@ -63,10 +64,6 @@ def _meet(backend: str) -> Any:
     number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
     return store
-
-
-def in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _told_to_stop(*_: object) -> None:

@@ -130,53 +130,39 @@ def run_training(
     """
     with joined(config.training.device):
         resume = first_says(resume or (restarts() > 0 and _began(out) == job()))
-        return _run(config, out, resume, overwrite, warm_start, shared, log, checkpoint_seconds, on_first, on_progress)
-
-
-def _run(
-    config: RunConfig,
-    out: Path,
-    resume: bool,
-    overwrite: bool,
-    warm_start: Path | None,
-    shared: Path | None,
-    log: Log | None,
-    checkpoint_seconds: float,
-    on_first: Callable[[Progress], None],
-    on_progress: Callable[[Progress], None],
-) -> Path:
-    if is_first() and out.exists() and not (resume or overwrite):
-        raise OutputError("output exists already", where=out, mend="pass --resume or --overwrite, or another path")
-    if resume and (out / "model").is_dir():
+        if is_first() and out.exists() and not (resume or overwrite):
+            raise OutputError("output exists already", where=out, mend="pass --resume or --overwrite, or another path")
+        if resume and (out / "model").is_dir():
+            return out
+        if resume and (out / "config.json").is_file():
+            config = RunConfig.from_json(read_json(out / "config.json"), where=out)
+        # What cannot be used is refused before anything is written.
+        prepared = prepare(config) if log is None else split_log(log, config)
+        if log is None and is_lists(config.data):
+            config = replace(config, stream="no" if prepared.stream is None else "yes")  # also when it goes on
+            check_alike(int(prepared.stream is None), "whether lists are read into memory")
+        torch.manual_seed(config.training.seed)
+        method = make_method(config.method, method_inputs(config, prepared), **config.method_options)
+        if warm_start is not None:
+            _start_from(method, warm_start)
+        state = start(method, prepared.train, config.training)
+        begun_before = out.exists()
+        try:
+            with locked(out) if is_first() else nullcontext():
+                if is_first():
+                    if overwrite and not resume:
+                        _empty(out)
+                    if size() > 1:
+                        (out / JOB).write_text(job())
+                    write_json(out / "config.json", config.to_json())
+                wait_for_all()
+                _train(config, prepared, method, state, out, shared, checkpoint_seconds, on_first, on_progress)
+        except (DataError, LabelError):
+            if is_first() and not (begun_before or (out / "checkpoints").is_dir() or read_metrics(out)):
+                # It learned nothing: the same command can be given again, mended.
+                shutil.rmtree(out, ignore_errors=True)
+            raise
         return out
-    if resume and (out / "config.json").is_file():
-        config = RunConfig.from_json(read_json(out / "config.json"), where=out)
-    # What cannot be used is refused before anything is written.
-    prepared = prepare(config) if log is None else split_log(log, config)
-    if is_lists(config.data):
-        config = replace(config, stream="no" if prepared.stream is None else "yes")  # also when it goes on
-        check_alike(int(prepared.stream is None), "whether lists are read into memory")
-    torch.manual_seed(config.training.seed)
-    method = make_method(config.method, method_inputs(config, prepared), **config.method_options)
-    if warm_start is not None:
-        _start_from(method, warm_start)
-    state = start(method, prepared.train, config.training)
-    begun_before = out.exists()
-    try:
-        with locked(out) if is_first() else nullcontext():
-            if is_first():
-                if overwrite and not resume:
-                    _empty(out)
-                if size() > 1:
-                    (out / JOB).write_text(job())
-                write_json(out / "config.json", config.to_json())
-            wait_for_all()
-            _train(config, prepared, method, state, out, shared, checkpoint_seconds, on_first, on_progress)
-    except (DataError, LabelError):
-        if is_first() and not (begun_before or (out / "checkpoints").is_dir() or read_metrics(out)):
-            shutil.rmtree(out, ignore_errors=True)  # it learned nothing: the same command can be given again, mended
-        raise
-    return out
 
 
 def _began(run: Path) -> str | None:

@@ -20,6 +20,7 @@ from ultr.log.shards import SPLITS, Shards, is_lists
 from ultr.log.svmlight import read_svmlight
 from ultr.log.table import FEATURE_NAMES_KEY, Log
 
+MISSING_VALUES = ["", "NA", "N/A", "NULL", "null", "nan", "NaN"]  # in CSV files
 SUFFIXES = {
     ".parquet": "Parquet",
     ".pq": "Parquet",
@@ -96,25 +97,23 @@ def read_log(
 def _read_lists(path: Path, named: dict[str, Any]) -> Log:
     """A folder that `ultr prepare` wrote, of which the split for training is read; or a split of it."""
     shards = Shards(path) if is_lists(path) else Shards(path.parent, path.name)
-    own = {"actions": shards.manifest.actions, "features": ("features",), "categorical": shards.manifest.categorical}
-    for part, name in named.items():
-        asked = [] if name is None else name.split(",") if isinstance(name, str) else list(name)
-        if asked and set(asked) != set(own.get(part, (part,))):
-            got = f"{part}={','.join(asked)}"
-            raise OptionError(
-                "lists that were prepared have names of their own", where=path, got=got, mend="leave it out"
-            )
+    shards.check_names(named)
     return shards.read_all()
 
 
-def _read_csv(path: Path, named: dict[str, Any], missing: Missing) -> Log:
-    """CSV or TSV, gzipped or not. Ids are read as text first, so that 007 and 7, or two long hashes, stay apart."""
+def csv_form(path: Path) -> tuple[str | None, str, list[str]]:
+    """How a CSV file is written: its compression, its delimiter, and the names of its columns."""
     compression = "gzip" if path.suffix.lower() == ".gz" else None
     with as_data_error(path, "CSV"):
         with pa.input_stream(str(path), compression=compression) as stream:
             first_line = stream.read(1 << 20).split(b"\n")[0].decode("utf-8-sig").rstrip("\r")
         delimiter = "\t" if ".tsv" in path.name.lower() else max(",;\t|", key=first_line.count)
-        names = [name.strip() for name in next(csv.reader([first_line], delimiter=delimiter))]
+        return compression, delimiter, [name.strip() for name in next(csv.reader([first_line], delimiter=delimiter))]
+
+
+def _read_csv(path: Path, named: dict[str, Any], missing: Missing) -> Log:
+    """CSV or TSV, gzipped or not. Ids are read as text first, so that 007 and 7, or two long hashes, stay apart."""
+    compression, delimiter, names = csv_form(path)
     columns = resolve_columns(pa.schema([(name, pa.float64()) for name in names]), where=path, **named)
     texts = (columns.context.get("query"), columns.context.get("segment"))
     ids = [n for n in (columns.request, columns.item, *texts, *columns.categorical) if n is not None]
@@ -127,7 +126,7 @@ def _read_csv(path: Path, named: dict[str, Any], missing: Missing) -> Log:
                 column_types={name: pa.string() for name in ids},
                 include_columns=columns.used,
                 strings_can_be_null=True,
-                null_values=["", "NA", "N/A", "NULL", "null", "nan", "NaN"],
+                null_values=MISSING_VALUES,
             ),
         )
     for name in ids:

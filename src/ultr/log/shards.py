@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ultr.errors import DataError
+from ultr.errors import DataError, OptionError
 from ultr.files import atomic_path
 from ultr.log.build import as_data_error, check_features
 from ultr.log.schema import CONTEXT
@@ -136,6 +136,17 @@ class Shards:
         files = sorted((path.name, path.stat().st_size) for path in (self.folder / self.split).glob("*.parquet"))
         content = [(self.folder / MANIFEST).read_text(), files]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+    def check_names(self, named: Mapping[str, Any]) -> None:
+        """Refuse names for parts that are not those the lists have; what was chosen, was chosen in preparing them."""
+        about = self.manifest
+        own = {"actions": about.actions, "features": ("features",), "categorical": tuple(about.categorical)}
+        for part, name in named.items():
+            asked = [] if name is None else name.split(",") if isinstance(name, str) else list(name)
+            names = own.get(part, (part,))
+            if asked and set(asked) != set(names):
+                got, mend = f"{part}={','.join(asked)}", f"use {','.join(names) or 'none'}, or prepare them otherwise"
+                raise OptionError("prepared lists have names of their own", where=self.folder, got=got, mend=mend)
 
     def read(self, group: RowGroup) -> Log:
         """The requests of a piece."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import glob
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ import pyarrow.parquet as pq
 from ultr.errors import ColumnError, DataError
 from ultr.files import existing_file
 from ultr.log.build import as_data_error
-from ultr.log.readers import file_kind
+from ultr.log.readers import MISSING_VALUES, csv_form, file_kind
 from ultr.log.table import FEATURE_NAMES_KEY
 
 PARQUET = (".parquet", ".pq")
-MISSING_VALUES = ["", "NA", "N/A", "NULL", "null", "nan", "NaN"]  # as `read_log` takes them
 BLOCK_BYTES = 16 << 20
 
 
@@ -77,12 +75,7 @@ def _common_schema(files: Sequence[Path]) -> pa.Schema:
 
 def _converted(path: Path, target: Path, ids: Callable[[pa.Schema], Iterable[str | None]]) -> Path:
     """A CSV file as Parquet, piece by piece."""
-    compression = "gzip" if path.suffix.lower() == ".gz" else None
-    with as_data_error(path, "CSV"):
-        with pa.input_stream(str(path), compression=compression) as stream:
-            first_line = stream.read(1 << 20).split(b"\n")[0].decode("utf-8-sig").rstrip("\r")
-        delimiter = "\t" if ".tsv" in path.name.lower() else max(",;\t|", key=first_line.count)
-        names = [name.strip() for name in next(csv.reader([first_line], delimiter=delimiter))]
+    compression, delimiter, names = csv_form(path)
     texts = ids(pa.schema([(name, pa.float64()) for name in names]))
     types = {name: pa.string() for name in texts if name is not None}
 
