@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -9,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from ultr.cli import main
 from ultr.log import Log
 
 settings.register_profile("ultr", deadline=None, derandomize=True, max_examples=60)
@@ -39,6 +42,21 @@ def real_data():
         return path
 
     return find
+
+
+@pytest.fixture
+def ultr(monkeypatch, capsys):
+    """The command line in this process, as another would take seconds to start."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", ["ultr", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        printed = capsys.readouterr()
+        return SimpleNamespace(returncode=end.value.code or 0, stdout=printed.out, stderr=printed.err)
+
+    return run
 
 
 @pytest.fixture

@@ -34,6 +34,8 @@ LAYERS = [
     {"checkpoint"},
     {"judging"},
     {"models"},
+    {"stages"},
+    {"boosting"},
     {"runs"},
     {"compare", "sklearn"},
     {"plots"},
@@ -77,7 +79,7 @@ def test_logs_need_no_torch():
 def test_every_third_party_import_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    declared = [*project["dependencies"], *extras["movielens"], *extras["prepare"], *extras["spark"]]
+    declared = [*project["dependencies"], *extras["movielens"], *extras["prepare"], *extras["spark"], *extras["trees"]]
     names = {re.split(r"[<>=\[ ]", dependency)[0] for dependency in declared}
     module_of = {"scikit-learn": "sklearn", "ibis-framework": "ibis"}
     allowed = {module_of.get(name, name) for name in names} | {"ultr"} | set(sys.stdlib_module_names)

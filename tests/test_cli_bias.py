@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -14,25 +12,13 @@ import pytest
 
 from propensity.worlds import THETA, world
 from ultr import examination
-from ultr.cli import main
 from ultr.examination import read_propensities
 from ultr.log import write_log
 
 
-@pytest.fixture
-def ultr(monkeypatch, capsys):
-    """The command line in this process, as another would take seconds to start."""
+@pytest.fixture(autouse=True)
+def linear_logging_score(monkeypatch):
     monkeypatch.setattr(examination, "MUCH_OPEN", np.inf)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: object) -> SimpleNamespace:
-        monkeypatch.setattr(sys, "argv", ["ultr", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        printed = capsys.readouterr()
-        return SimpleNamespace(returncode=end.value.code or 0, stdout=printed.out, stderr=printed.err)
-
-    return run
 
 
 @pytest.fixture

@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from ultr.cli import main
 from ultr.log.shards import Manifest
-
-
-@pytest.fixture
-def ultr(monkeypatch, capsys):
-    """The command line in this process, as another would take seconds to start."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: object) -> SimpleNamespace:
-        monkeypatch.setattr(sys, "argv", ["ultr", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        printed = capsys.readouterr()
-        return SimpleNamespace(returncode=end.value.code or 0, stdout=printed.out, stderr=printed.err)
-
-    return run
 
 
 @pytest.fixture

@@ -27,11 +27,16 @@ from ultr.judging import load_judge
 from ultr.methods import parse_options
 from ultr.models import load_model
 from ultr.preparing import RunConfig, cached_dataset, prepare
-from ultr.runs import best_evaluation, mean_figures, run_training, with_training
+from ultr.rankers import RANKERS
+from ultr.rankers.boosters import BOOSTERS, is_trees
+from ultr.runs import best_evaluation, run_training, with_training
 from ultr.simulate import make_user
+from ultr.stages import mean_figures
+from ultr.training import usual_training
 
 JUDGED = 0.2  # share of a log's requests that only the final figures see
 DEFAULT_RATES = (0.005, 0.01, 0.02, 0.05)
+TREE_RATES = (0.05, 0.1)
 
 
 @dataclass(frozen=True)
@@ -42,18 +47,31 @@ class Entry:
     method: str
     learn_from: str
     options: Mapping[str, Any]
+    ranker: str = ""  # none: that of the comparison
 
     @staticmethod
-    def parse(text: str) -> Entry:
+    def parse(text: str, ranker: str = "mlp") -> Entry:
+        """Read a row whose ranker, unless it names one (`:ranker=lightgbm`), is that of the comparison."""
         name, _, rest = text.strip().partition(":")
         parts = [part for part in rest.split(":") if part]
-        own = [part for part in parts if not part.startswith("from=")]
-        learn_from = [part.removeprefix("from=") for part in parts if part not in own]
-        options = parse_options(name, own, beside=["from"])
-        return Entry(text.strip(), name, learn_from[-1] if learn_from else "feedback", options)
+        own = [part for part in parts if not part.startswith(("from=", "ranker="))]
+        learn_from = [part.removeprefix("from=") for part in parts if part.startswith("from=")]
+        rankers = [part.removeprefix("ranker=") for part in parts if part.startswith("ranker=")]
+        known = [*RANKERS, *BOOSTERS]
+        if rankers and rankers[-1] not in known:
+            raise OptionError(f"no ranker '{rankers[-1]}'", mend=nearest(rankers[-1], known))
+        chosen = rankers[-1] if rankers else ""
+        options = parse_options(name, own, beside=["from", "ranker"], ranker=chosen or ranker)
+        return Entry(text.strip(), name, learn_from[-1] if learn_from else "feedback", options, chosen)
 
     def config(self, base: RunConfig, lr: float, seed: int) -> RunConfig:
-        config = replace(base, method=self.method, method_options=self.options, learn_from=self.learn_from)  # type: ignore[arg-type]
+        own = {} if self.ranker in ("", base.ranker) else {"ranker": self.ranker, "ranker_options": {}}
+        options = {"method": self.method, "method_options": self.options, "learn_from": self.learn_from, **own}
+        config = replace(base, **options)  # type: ignore[arg-type]
+        if is_trees(config.ranker) != is_trees(base.ranker):  # a step of trees is a round: another budget
+            usual = usual_training(config.ranker)
+            budget = {name: getattr(usual, name) for name in ("steps", "evaluate_every", "patience")}
+            config = with_training(config, **budget)
         return with_training(config, lr=lr, seed=seed)
 
 
@@ -142,7 +160,7 @@ class Plan:
     entries: Sequence[Entry]
     out: Path
     seeds: int = 5
-    rates: Sequence[float] = DEFAULT_RATES  # to choose from, by validation
+    rates: Sequence[float] = ()  # to choose from, by validation; none: the usual ones of its ranker
     rate_of: Mapping[str, float] = field(default_factory=dict)  # by entry, where it is chosen already
     tuning_seeds: int = 1
     metrics: Sequence[str] = ("ndcg@10", "reward@10")
@@ -153,17 +171,22 @@ class Plan:
         if self.reference and self.reference not in names:
             mend = nearest(self.reference, names)
             raise OptionError(f"the reference '{self.reference}' is not among the methods", mend=mend)
-        if self.seeds < 1 or not self.rates or self.tuning_seeds < 1:
-            got = f"{self.seeds} seeds, {len(self.rates)} rates"
-            raise OptionError("a comparison needs one seed and one rate or more", got=got)
+        if self.seeds < 1 or self.tuning_seeds < 1:
+            raise OptionError("a comparison needs one seed or more", got=f"{self.seeds} seeds")
 
     @property
     def tuning(self) -> range:
-        return range(min(self.tuning_seeds, self.seeds)) if len(self.rates) > 1 else range(0)
+        return range(min(self.tuning_seeds, self.seeds))
+
+    def rates_for(self, entry: Entry) -> Sequence[float]:
+        return self.rates or (TREE_RATES if is_trees(entry.ranker or self.base.ranker) else DEFAULT_RATES)
 
     def tuning_tasks(self) -> list[RunTask]:
         entries = [entry for entry in self.entries if entry.text not in self.rate_of]
-        return [self._task(e, lr, seed, ()) for lr in self.rates for e in entries for seed in self.tuning]
+        tried = [(e, lr) for e in entries if len(self.rates_for(e)) > 1 for lr in self.rates_for(e)]
+        return [
+            self._task(e, lr, seed, ()) for e, lr in sorted(tried, key=lambda pair: pair[1]) for seed in self.tuning
+        ]
 
     def final_tasks(self, rate_of: Mapping[str, float]) -> list[RunTask]:
         chosen = [(e, rate_of[e.text], seed) for e in self.entries for seed in range(self.seeds)]
@@ -182,10 +205,11 @@ class Plan:
             best = [best_evaluation(run_folder(self.out, entry, lr, seed)) for seed in self.tuning]
             return float(np.mean([line[select] for select, line in best]))
 
-        if len(self.rates) == 1:
-            return self.rates[0]
+        rates = self.rates_for(entry)
+        if len(rates) == 1:
+            return rates[0]
         less_is_better = self.base.selection.removeprefix(FEEDBACK) == "arp"
-        return min(self.rates, key=validated) if less_is_better else max(self.rates, key=validated)
+        return min(rates, key=validated) if less_is_better else max(rates, key=validated)
 
     def result(self, rate_of: Mapping[str, float]) -> Comparison:
         """What the finished runs come to."""
@@ -207,19 +231,22 @@ def compare(
     out: Path,
     *,
     seeds: int = 5,
-    rates: Sequence[float] = DEFAULT_RATES,
+    rates: Sequence[float] = (),
     tuning_seeds: int = 1,
     metrics: Sequence[str] | None = None,
     reference: str | None = None,
     jobs: int = 0,
     on_done: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Comparison:
-    """Tune each method's learning rate on validation, run it with all seeds, and compare on test."""
+    """Tune each method's learning rate on validation, run it with all seeds, and compare on test.
+
+    Rates that are not given are the usual ones of each ranker.
+    """
     base = replace(base, select=base.selection)  # the same for all, bounds among them
     metrics = list(metrics or ([base.select] if base.users is None else ["ndcg@10", "reward@10"]))
     if base.users is None:
         base = replace(base, judged=JUDGED)
-    entries = [Entry.parse(text) for text in methods]
+    entries = [Entry.parse(text, base.ranker) for text in methods]
     plan = Plan(
         base,
         entries,

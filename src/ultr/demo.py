@@ -15,8 +15,9 @@ from ultr.log import Log, write_log
 from ultr.log.summary import by_position
 from ultr.models import load_model
 from ultr.preparing import RunConfig
-from ultr.runs import mean_figures, run_training
+from ultr.runs import run_training
 from ultr.simulate import User, simulate_log
+from ultr.stages import mean_figures
 from ultr.training import TrainingOptions
 
 

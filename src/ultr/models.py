@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +20,10 @@ from ultr.errors import DataError
 from ultr.files import atomic_path
 from ultr.labels import Label
 from ultr.log import Log
-from ultr.methods import Method
+from ultr.log.build import Missing
+from ultr.methods import Method, MethodInputs
 from ultr.rankers import FeatureEncoder, Synthesised, WithConstants, make_ranker, score_rows
+from ultr.rankers.boosters import BOOSTERS, Booster, TreeRanker, is_trees
 from ultr.training import choose_device
 
 FORMAT = 1
@@ -34,6 +37,11 @@ class Model:
     feature_names: tuple[str, ...]
     label: str
     vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> its values, as for Log
+
+    @property
+    def missing(self) -> Missing:
+        """Whether missing values are kept, as trees have branches for them, or refused."""
+        return "keep" if isinstance(self.ranker, TreeRanker) else "refuse"
 
     def score(self, log: Log, *, device: str = "cpu") -> np.ndarray:
         """A score for each row of a log with the same features, in any order."""
@@ -89,6 +97,39 @@ def save_model(folder: Path, method: Method, log: Log, *, data: str) -> None:
         write_json(temporary / "model.json", description)
 
 
+def save_trees(folder: Path, booster: Booster, rounds: int, inputs: MethodInputs, log: Log, *, data: str) -> None:
+    """Write what scoring needs of trees: the library's own file, and what its columns are."""
+    description = {
+        "format": FORMAT,
+        "ranker": inputs.ranker,
+        "feature_names": list(log.feature_names),
+        "vocabularies": {name: values.to_pylist() for name, values in log.vocabularies.items()},
+        "label": inputs.label.expression,
+        "data": data,
+        "rounds": rounds,
+    }
+    with atomic_path(folder, overwrite=True, folder=True) as temporary:
+        booster.save(temporary / booster.FILE, rounds=rounds)
+        description["sha256"] = _sha256(temporary / booster.FILE)
+        write_json(temporary / "model.json", description)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _load_trees(folder: Path, about: Mapping[str, Any], categorical: tuple[int, ...]) -> TreeRanker:
+    """Trees from a library's file, which must be the one that was written: libraries do not check all they read."""
+    library = BOOSTERS[about["ranker"]]
+    path = folder / library.FILE
+    if not path.is_file() or _sha256(path) != about["sha256"]:
+        raise DataError(
+            "the trees are not those that were written", where=path, mend="train again, or restore the file"
+        )
+    return TreeRanker(library.load(path, categorical))
+
+
 def load_model(run: str | Path) -> Model:
     """The model of a finished run."""
     folder = Path(run) / "model"
@@ -96,9 +137,12 @@ def load_model(run: str | Path) -> Model:
     if about.get("format") != FORMAT:
         raise DataError("the model is of another version", where=folder, got=about.get("format"), mend="train again")
     try:
-        names, constants = tuple(about["feature_names"]), int(about["constants"])
+        names, constants = tuple(about["feature_names"]), int(about.get("constants", 0))
         vocabularies = {name: pa.array(values, pa.string()) for name, values in about["vocabularies"].items()}
         categories = {names.index(name): len(values) + 1 for name, values in vocabularies.items()}
+        if is_trees(about["ranker"]):
+            trees = _load_trees(folder, about, tuple(sorted(categories)))
+            return Model(trees.eval(), names, str(about["label"]), vocabularies)
         encoder = FeatureEncoder(len(names) + constants, categories)
         label, binary = Label(about["label"]), about.get("binary")
         outputs = 1 if binary is None else len(label.actions)

@@ -22,10 +22,12 @@ from ultr.files import fingerprint
 from ultr.labels import DEFAULT_LABEL, Label
 from ultr.lists import ListBatches
 from ultr.log import Log, read_log
+from ultr.log.build import Missing
 from ultr.log.segments import by_segment
 from ultr.log.shards import Shards, is_lists
 from ultr.memory import available_memory
 from ultr.processes import local_size
+from ultr.rankers.boosters import is_trees, library_version
 from ultr.simulate import User, make_user, simulate_log
 from ultr.training import Streamed, TrainingOptions, choose_device
 
@@ -36,6 +38,7 @@ AUTO = "auto"  # selection: off policy from a log, on the feedback of users wher
 Streaming = Literal["auto", "yes", "no"]
 MAX_VALIDATION_ROWS = 100_000  # evaluated often while training; enough to tell rankers apart
 SAMPLE_ROWS, SAMPLE_BYTES = 1_000_000, 256 << 20  # of shards, where all of a log is asked for: to find examination by
+TREE_SESSIONS = 20_000  # of simulated users, that trees learn from
 MEMORY_SHARE = 0.5  # of what there is, that lists may take before they are streamed
 
 
@@ -61,6 +64,8 @@ class RunConfig:
     judged: float = 0.0  # share of a log's requests kept for test, which neither training nor selection sees
     select: str = AUTO
     stream: Streaming = "auto"  # prepared lists: read while training, or first into memory; auto: by what fits
+    sessions: int = 0  # drawn once from simulated users; 0: fresh feedback each step, or for trees as many as usual
+    bias: str | None = None  # a run, or its bias.json, to take what is known of bias from
     workers: int = 0  # threads that read while training; 0: as cores allow
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
@@ -74,12 +79,21 @@ class RunConfig:
             raise OptionError("the shares for validation and test should be between 0 and 1 and leave some", got=got)
         if self.stream not in get_args(Streaming):
             raise OptionError("'stream' should be auto, yes or no", got=f"'{self.stream}'")
+        if self.sessions < 0:
+            raise OptionError("'sessions' should be 0 or more", got=self.sessions)
+        if self.bias is not None and self.propensities is not None:
+            raise OptionError("examination is known from propensities or from a bias, not both", mend="leave one out")
         if self.workers < 0:
             raise OptionError("'workers' should be 0 or more", got=self.workers)
         if self.learn_from == "no-bias" and self.users is None:
             raise OptionError("a no-bias bound needs simulated users", mend="pass --users pbm")
         Label(self.label)
         parse_any_metric(self.selection)
+
+    @property
+    def sessions_drawn(self) -> int:
+        """How many sessions of simulated users there are; 0 where they are asked at each step."""
+        return self.sessions or (TREE_SESSIONS if self.users is not None and is_trees(self.ranker) else 0)
 
     @property
     def selection(self) -> str:
@@ -90,7 +104,8 @@ class RunConfig:
         return f"{OFF_POLICY}reward@10" if own else f"{FEEDBACK}ndcg@10"
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "ultr": __version__, "torch": torch.__version__, **asdict(self)}
+        versions = {"ultr": __version__, "torch": torch.__version__, **library_version(self.ranker)}
+        return {"format": FORMAT, **versions, **asdict(self)}
 
     @staticmethod
     def from_json(content: Mapping[str, Any], *, where: object = None) -> RunConfig:
@@ -133,14 +148,18 @@ def prepare(config: RunConfig) -> Prepared:
         return _prepare_log(config)
     dataset = cached_dataset(config.data, config.data_dir)
     user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
-    feeding = user.unbiased() if config.learn_from == "no-bias" else user
+    feeding: User | None = user.unbiased() if config.learn_from == "no-bias" else user
     seed = config.training.seed
     initial = initial_ranker(dataset, share=config.share, seed=seed)
     train_log = show(dataset.train, initial(dataset.train.features), items=config.items)
     validation = _at_most(dataset.validation, MAX_VALIDATION_ROWS)
     if config.selection.startswith((FEEDBACK, OFF_POLICY)):  # judged by what users do with what they are shown
         shown = show(validation, initial(validation.features), items=config.items)
-        validation, _ = simulate_log(shown, feeding, seed=seed + 1)
+        validation, _ = simulate_log(shown, feeding or user, seed=seed + 1)
+    if config.sessions_drawn:
+        order = np.random.default_rng(seed).permutation(len(train_log))
+        drawn = train_log.select(np.resize(order, config.sessions_drawn))
+        train_log, feeding = simulate_log(drawn, feeding or user, seed=seed)[0], None
     return Prepared(train_log, validation, dataset.fingerprint, user, feeding)
 
 
@@ -171,7 +190,8 @@ def _prepare_log(config: RunConfig) -> Prepared:
     if config.stream == "yes":
         raise OptionError("only prepared lists are streamed", got=config.data, mend="make them with ultr prepare")
     _refuse_too_large(Path(config.data))
-    prepared = split_log(read_log(config.data, **config.columns), config)
+    missing: Missing = "keep" if is_trees(config.ranker) else "refuse"
+    prepared = split_log(read_log(config.data, missing=missing, **config.columns), config)
     return replace(prepared, fingerprint=fingerprint(Path(config.data)))
 
 

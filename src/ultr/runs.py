@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from ultr.boosting import TreeRun
 from ultr.checkpoint import (
     append_metrics,
     load_checkpoint,
@@ -24,22 +23,16 @@ from ultr.checkpoint import (
     read_metrics,
     rewind_metrics,
     save_checkpoint,
-    save_tensors,
-    waiting_for,
     write_json,
 )
-from ultr.errors import DataError, LabelError, OutputError
-from ultr.evaluation import FEEDBACK, OFF_POLICY
+from ultr.errors import DataError, LabelError, OptionError, OutputError
 from ultr.feeding import Feeding
-from ultr.files import atomic_path
-from ultr.judging import Judge, figures_of, load_judge, make_judge
-from ultr.labels import Label
 from ultr.log import Log
-from ultr.log.segments import slot
 from ultr.log.shards import is_lists
-from ultr.methods import Method, MethodInputs, make_method, thresholds
+from ultr.methods import Method, make_method
+from ultr.methods.bias_model import BiasModel
 from ultr.models import save_model
-from ultr.preparing import AUTO, DEFAULT_METHOD, Prepared, RunConfig, prepare, split_log
+from ultr.preparing import Prepared, RunConfig, prepare, split_log
 from ultr.processes import (
     check_alike,
     first_says,
@@ -53,59 +46,17 @@ from ultr.processes import (
     wait_for_all,
 )
 from ultr.rankers import score_rows
-from ultr.simulate import User
+from ultr.rankers.boosters import is_trees
+from ultr.stages import BIAS, evaluator, fit_before, judge_of, less_is_better, method_inputs, save_bias, write_bias
 from ultr.training import (
     Progress,
-    TrainingOptions,
     TrainingState,
     choose_device,
-    fit_first,
     start,
     train,
 )
 
 JOB = ".job"  # so that processes started again tell their own run from one that was there before
-BIAS_BATCHES = 20  # of lists in which a bias model is looked at
-
-
-def method_inputs(config: RunConfig, prepared: Prepared) -> MethodInputs:
-    log, user, segments, positions = prepared.train, prepared.feeding_user, prepared.segments, prepared.positions
-    if positions is None:
-        positions = () if log.positions is None else tuple(np.unique(log.positions).tolist())
-    binary = _binary(log) if prepared.binary is None else prepared.binary
-    return MethodInputs(
-        label=Label(config.label),
-        features=len(log.feature_names),
-        positions=positions,
-        categories={log.feature_names.index(n): len(values) + 1 for n, values in log.vocabularies.items()},
-        ranker=config.ranker,
-        ranker_options=config.ranker_options,
-        truth=config.learn_from == "truth",
-        propensities=_known(config.propensities, positions, segments),
-        feature_names=log.feature_names,
-        binary=binary if user is None else user.binary_actions,
-    )
-
-
-def _known(
-    propensities: Mapping[str, float] | None, positions: tuple[int, ...], segments: tuple[str, ...]
-) -> dict[int, float] | None:
-    """Known examination by position id; positions of all segments may share theirs."""
-    if propensities is None:
-        return None
-    found = {}
-    for position in positions:
-        names = slot(position, segments), slot(position, segments).partition("@")[0]
-        known = next((propensities[name] for name in names if name in propensities), None)
-        if known is None:
-            raise DataError("a position has no propensity", got=names[0], mend="give one for every position shown")
-        found[position] = known
-    return found
-
-
-def _binary(log: Log) -> tuple[str, ...]:
-    """The actions of a log that are 0 or 1."""
-    return tuple(name for name, values in log.actions.items() if bool(np.isin(values, (0, 1)).all()))
 
 
 def run_training(
@@ -142,10 +93,7 @@ def run_training(
             config = replace(config, stream="no" if prepared.stream is None else "yes")  # also when it goes on
             check_alike(int(prepared.stream is None), "whether lists are read into memory")
         torch.manual_seed(config.training.seed)
-        method = make_method(config.method, method_inputs(config, prepared), **config.method_options)
-        if warm_start is not None:
-            _start_from(method, warm_start)
-        state = start(method, prepared.train, config.training)
+        learn = learner_of(config, prepared, warm_start)
         begun_before = out.exists()
         try:
             with locked(out) if is_first() else nullcontext():
@@ -156,7 +104,7 @@ def run_training(
                         (out / JOB).write_text(job())
                     write_json(out / "config.json", config.to_json())
                 wait_for_all()
-                _train(config, prepared, method, state, out, shared, checkpoint_seconds, on_first, on_progress)
+                learn(out, shared, checkpoint_seconds, on_first, on_progress)
         except (DataError, LabelError):
             if is_first() and not (begun_before or (out / "checkpoints").is_dir() or read_metrics(out)):
                 # It learned nothing: the same command can be given again, mended.
@@ -179,6 +127,18 @@ def _empty(run: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def learner_of(config: RunConfig, prepared: Prepared, warm_start: Path | None = None) -> Callable[..., None]:
+    """What learns as configured into a folder, with all its options checked."""
+    if is_trees(config.ranker):
+        if warm_start is not None:
+            raise OptionError("a warm start is for networks", mend="leave --warm-start out")
+        return TreeRun(config, prepared).learn
+    method = make_method(config.method, method_inputs(config, prepared), **config.method_options)
+    if warm_start is not None:
+        _start_from(method, warm_start)
+    return partial(_train, config, prepared, method, start(method, prepared.train, config.training))
+
+
 def _train(
     config: RunConfig,
     prepared: Prepared,
@@ -193,32 +153,24 @@ def _train(
     goes_on = load_checkpoint(out, state)
     check_alike(state.step if goes_on else -1, "the step they go on from")
     if not goes_on:
-        _fit_first(config, prepared, method, shared, on_first)
+        fit_before(config, prepared, method, shared, on_first)
         if method.first() is not None and is_first():
             save_checkpoint(out, state)
     if is_first():
         rewind_metrics(out, state.step)
     device = choose_device(config.training.device)
     feed = prepared.feed(config.training)
-    select, judge = config.selection, _judge(config, prepared, out, shared)
+    select, judged = config.selection, evaluator(config, prepared, judge_of(config, prepared, out, shared))
     rows = own_share(prepared.validation.rows)
 
     def evaluate(method: Method) -> dict[str, float]:
         method.eval()
         scores = score_rows(method.score, prepared.validation.features[rows], device=device)
-        return mean_figures(
-            prepared.validation,
-            joined_shares(scores, prepared.validation.rows, device),
-            [select],
-            user=prepared.user,
-            label=config.label,
-            judge=judge,
-            segments=prepared.segments,
-        )
+        return judged(joined_shares(scores, prepared.validation.rows, device))
 
     saved = time.monotonic()
     for progress in train(
-        state, feed, evaluate, config.training, select=select, larger_is_better=not _less_is_better(select)
+        state, feed, evaluate, config.training, select=select, larger_is_better=not less_is_better(select)
     ):
         if is_first():
             append_metrics(out, {"step": progress.step, "loss": progress.loss, **progress.figures})
@@ -234,111 +186,19 @@ def _train(
 
 def _finish(config: RunConfig, prepared: Prepared, method: Method, feed: Feeding, out: Path) -> None:
     """Write what was learned."""
-    if (bias := method.bias(feed(step) for step in range(BIAS_BATCHES))) is not None:
-        cut = thresholds(config.method, config.label, config.method_options)
-        if prepared.segments:
-            bias["positions"] = [slot(position, prepared.segments) for position in bias["positions"]]
-        write_json(out / "bias.json", {**bias, "label": f"{config.label} > 0" if cut else config.label})
+    write_bias(config, prepared, method.bias, feed, out)
+    if isinstance(model := method.first(), BiasModel):
+        save_bias(out / BIAS, model)
     save_model(out / "model", method, prepared.train, data=prepared.fingerprint)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
     (out / JOB).unlink(missing_ok=True)
 
 
-def _judge(config: RunConfig, prepared: Prepared, out: Path, shared: Path | None) -> Judge | None:
-    """What the run is selected by off policy, if it is: kept with it, and shared between runs of the same requests."""
-    if not config.selection.startswith(OFF_POLICY):
-        return None
-    if not is_first():
-        wait_for_all()
-    if (judge := load_judge(out / "judge")) is None:
-        judge = _new_judge(config, prepared, out, shared)
-    if is_first():
-        wait_for_all()
-    return judge
-
-
-def _new_judge(config: RunConfig, prepared: Prepared, out: Path, shared: Path | None) -> Judge:
-    alike = replace(config, method=DEFAULT_METHOD, ranker="mlp", learn_from="feedback")
-    kept = None if shared is None else shared / f"judge-{_key(alike, {})}"
-    if kept is not None and (judge := load_judge(kept)) is not None:
-        judge.save(out / "judge")
-        return judge
-    inputs = method_inputs(config, prepared)
-    judge = make_judge(
-        prepared.train,
-        label=config.label,
-        known=inputs.propensities,
-        segments=prepared.segments,
-        categories=inputs.categories,
-        user=prepared.feeding_user,
-        sessions=config.training.bias_steps * config.training.batch,
-        seed=config.training.seed,
-    )
-    for folder in (out / "judge", kept):
-        if folder is not None:
-            judge.save(folder)
-    return judge
-
-
-def _key(config: RunConfig, settings: Mapping[str, Any]) -> str:
-    """The same for runs that have their data, seed and these settings in common."""
-    own = config.training
-    training = TrainingOptions(seed=own.seed, batch=own.batch, bias_steps=own.bias_steps)
-    about = asdict(replace(config, method_options={}, ranker_options={}, select=AUTO, training=training))
-    return hashlib.sha256(json.dumps([about, settings], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _fit_first(
-    config: RunConfig,
-    prepared: Prepared,
-    method: Method,
-    shared: Path | None,
-    on_progress: Callable[[Progress], None],
-) -> None:
-    """Fit what comes before the ranker, or take it from a run with the same data, seed and options of it."""
-    model = method.first()
-
-    def fit() -> None:
-        user, stream = prepared.feeding_user, prepared.stream
-        fit_first(method, prepared.train, config.training, user=user, stream=stream, on_progress=on_progress)
-
-    if shared is None or model is None:
-        fit()
-        return
-    key = _key(config, model.settings())
-    with waiting_for(shared / key):
-        kept = shared / f"{key}.safetensors"
-        if kept.is_file():
-            model.load_state_dict(load_tensors(kept))
-            return
-        fit()
-        with atomic_path(kept, overwrite=True) as temporary:
-            save_tensors(temporary, model.state_dict())
-
-
-def mean_figures(
-    log: Log,
-    scores: np.ndarray,
-    metrics: list[str],
-    *,
-    user: User | None,
-    label: str,
-    judge: Judge | None = None,
-    segments: tuple[str, ...] = (),
-) -> dict[str, float]:
-    figures = figures_of(log, scores, metrics, user=user, label=label, judge=judge, segments=segments)
-    return {name: float(np.average(values, weights=log.weights)) for name, values in figures.items()}
-
-
 def best_evaluation(run: Path) -> tuple[str, dict[str, Any]]:
     """The selection metric of a run, and its best evaluation by it."""
     select = RunConfig.from_json(read_json(run / "config.json"), where=run).selection
-    choose = min if _less_is_better(select) else max
+    choose = min if less_is_better(select) else max
     return select, choose(read_metrics(run), key=lambda line: float(line[select]))
-
-
-def _less_is_better(metric: str) -> bool:
-    return metric.removeprefix(FEEDBACK) == "arp"
 
 
 def _start_from(method: Method, run: Path) -> None:

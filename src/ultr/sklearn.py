@@ -27,8 +27,9 @@ from ultr.methods import thresholds
 from ultr.models import load_model
 from ultr.offpolicy import off_policy_value
 from ultr.preparing import AUTO, DEFAULT_METHOD, RunConfig
+from ultr.rankers.boosters import is_trees
 from ultr.runs import run_training
-from ultr.training import Progress, TrainingOptions
+from ultr.training import Progress, TrainingOptions, usual_training
 
 CLIP = 10.0  # of the weights of held-out feedback
 ROW = "ultr.row"  # a column of row numbers, by which a log's rows are found again
@@ -44,6 +45,9 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
     called `feature_0`, `feature_1`, ...; request and position then lie beside it in `fit`, or are columns by number:
 
     >>> ranker = UnbiasedRanker(label="click", request=0, position=1)
+
+    `ranker="lightgbm"` or `"xgboost"` learns trees, with `ranker_options` as parameters of the library. What is left at
+    None is as usual for the ranker: 1000 steps at a rate of 0.02 for networks, up to 500 rounds at 0.1 for trees.
 
     Cross-validation should keep requests whole (`cv=GroupKFold(5)`, `groups=frame["request"]`). It tells `score` of
     request and position if they are columns of X, or by metadata routing (`set_score_request(request=True, ...)`).
@@ -61,15 +65,16 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         propensities: Mapping[int, float] | None = None,
         label: str = DEFAULT_LABEL,
         ranker: str = "mlp",
+        ranker_options: Mapping[str, Any] | None = None,
         hidden: Sequence[int] = (512, 256, 128),
         dropout: float = 0.0,
-        lr: float = 0.02,
-        steps: int = 1000,
+        lr: float | None = None,
+        steps: int | None = None,
         batch: int = 256,
         optimizer: str = "adagrad",
         weight_decay: float = 0.0,
-        evaluate_every: int = 50,
-        patience: int = 0,
+        evaluate_every: int | None = None,
+        patience: int | None = None,
         bias_steps: int = 3000,
         select: str = AUTO,
         held_out: float = 0.2,
@@ -82,7 +87,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         categorical: Sequence[str] | str | None = None,
     ) -> None:
         self.method, self.method_options, self.propensities, self.label = method, method_options, propensities, label
-        self.ranker, self.hidden, self.dropout = ranker, hidden, dropout
+        self.ranker, self.ranker_options, self.hidden, self.dropout = ranker, ranker_options, hidden, dropout
         self.lr, self.steps, self.batch, self.optimizer, self.weight_decay = lr, steps, batch, optimizer, weight_decay
         self.evaluate_every, self.patience, self.bias_steps = evaluate_every, patience, bias_steps
         self.select, self.held_out, self.device, self.random_state = select, held_out, device, random_state
@@ -114,7 +119,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         if y is not None:
             table, named["actions"] = _with_feedback(table, y, Label(self.label))
         columns = resolve_columns(table.schema, where=f"the {type(X).__name__}", **named)
-        log = read_log(table, **named)
+        log = read_log(table, missing="keep" if is_trees(self.ranker) else "refuse", **named)
         self._train(log)
         self._features: dict[str, Any] = {"features": list(columns.features), "categorical": list(columns.categorical)}
         self._named = {part: value for part, value in chosen.items() if _beside(part, value) is None}
@@ -138,7 +143,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         used = [*features["features"], *features["categorical"]]
         if lacking := [name for name in used if name not in table.column_names]:
             raise DataError(f"the frame lacks the feature '{lacking[0]}' that the model was trained on")
-        log = read_log(_numbered(table.select(used)), request=ROW, actions=[], **features)
+        log = read_log(_numbered(table.select(used)), request=ROW, actions=[], missing=model.missing, **features)
         return model.score(replace(log, feature_names=model.feature_names), device=self.device)
 
     def rank(self, X: Any, *, request: Any = None) -> Any:
@@ -189,7 +194,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
             log = read_log(judged, request=parts.request, weight=parts.weight, relevance="relevance", item=ROW)
             figures = evaluate_scores(log, scores[np.asarray(log.item_ids)], "ndcg@10")["ndcg@10"]
             return float(np.average(figures, weights=log.weights))
-        log = read_log(_numbered(table), **{**named, **self._features, "item": ROW})
+        log = read_log(_numbered(table), missing=self.model_.missing, **{**named, **self._features, "item": ROW})
         theta = {int(k): float(v) for k, v in (self.propensities or {}).items()} or _theta(log, label)
         own = scores[np.asarray(log.item_ids)]
         return off_policy_value(log, own, theta=theta, label=label, estimator="clipped", clip=CLIP).value
@@ -204,16 +209,18 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
     def _train(self, log: Log) -> None:
         seed = self.random_state
         seed = int(seed) if isinstance(seed, int | np.integer) else int(check_random_state(seed).randint(1 << 31))
-        training = {f.name: getattr(self, f.name) for f in fields(TrainingOptions) if hasattr(self, f.name)}
+        given = {f.name: getattr(self, f.name, None) for f in fields(TrainingOptions)}
+        training = {name: value for name, value in given.items() if value is not None}
+        network = {"hidden": tuple(self.hidden), "dropout": self.dropout} if self.ranker == "mlp" else {}
         config = RunConfig(
             data="",
             method_options=dict(self.method_options or {}),
             propensities={str(k): float(v) for k, v in (self.propensities or {}).items()} or None,
-            ranker_options={} if self.ranker == "linear" else {"hidden": tuple(self.hidden), "dropout": self.dropout},
-            training=TrainingOptions(**training, seed=seed),
+            ranker_options={**network, **(self.ranker_options or {})},
+            training=replace(usual_training(self.ranker), **training, seed=seed),
             **{name: getattr(self, name) for name in ("method", "label", "ranker", "held_out", "select")},
         )
-        if thresholds(config.method, config.label, config.method_options):
+        if thresholds(config.method, config.label, config.method_options, ranker=config.ranker):
             what = f"'{config.method}' is for clicks: '{config.label}' counts as 1 where it is above zero"
             warnings.warn(what, stacklevel=3)
         seen: list[Progress] = []

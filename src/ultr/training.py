@@ -23,6 +23,7 @@ from ultr.log import Log
 from ultr.methods.base import Learner, Method
 from ultr.processes import average_gradients, is_first, local_rank, take_from_first
 from ultr.rankers import Dropout, FeatureEncoder, Masks
+from ultr.rankers.boosters import is_trees
 from ultr.simulate import User
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -77,7 +78,13 @@ class TrainingOptions:
         return self.lr * warm * shape
 
 
+TREE_TRAINING = TrainingOptions(steps=500, lr=0.1, evaluate_every=10, patience=5)
 BIAS_TRAINING = TrainingOptions(lr=0.03, evaluate_every=25, patience=40)
+
+
+def usual_training(ranker: str) -> TrainingOptions:
+    """How a ranker, by its name, is trained where nothing else is said: a step of trees is a round."""
+    return TREE_TRAINING if is_trees(ranker) else TrainingOptions()
 
 
 def choose_device(name: str) -> torch.device:
@@ -208,12 +215,10 @@ def fit_first(
         precision=options.precision,
     )
     if stream is None:
-        order = np.random.default_rng(seed).permutation(len(log))
-        held = max(1, round(BIAS_HELD_OUT * len(log)))
-        learned = np.sort(order[held:]) if held < len(log) else None
-        lists = ListBatches(log, device=device)
+        learned, judged_requests = held_out_requests(log, seed)
+        lists, held = ListBatches(log, device=device), len(judged_requests)
         feed: Feeding = Feed(lists, batch=own.batch, seed=own.seed, user=user, requests=learned)
-        judged = Feed(lists, batch=256, seed=own.seed, user=user, requests=np.sort(order[:held]))
+        judged = Feed(lists, batch=256, seed=own.seed, user=user, requests=judged_requests)
     else:
         feed, held = stream.feed(own), len(stream.held_out)
         judged = Feed(ListBatches(stream.held_out, device=device), batch=256, seed=own.seed)
@@ -227,6 +232,21 @@ def fit_first(
     for progress in train(state, feed, evaluate, own, select="likelihood"):
         on_progress(progress)
     model.load_state_dict(state.best_weights)
+
+
+def held_out_requests(log: Log, seed: int) -> tuple[np.ndarray | None, np.ndarray]:
+    """The requests a bias model learns from, None where that is all, and those it is judged by.
+
+    A request that stands in the log several times is on one side alone.
+    """
+    which = np.unique(np.asarray(log.request_ids), return_inverse=True)[1]
+    requests = int(which.max()) + 1
+    order = np.random.default_rng(seed).permutation(requests)
+    held = max(1, round(BIAS_HELD_OUT * requests))
+    if requests == len(log):
+        return (np.sort(order[held:]) if held < requests else None), np.sort(order[:held])
+    is_held = np.isin(which, order[:held])
+    return (np.flatnonzero(~is_held) if held < requests else None), np.flatnonzero(is_held)
 
 
 def take_step(state: TrainingState, lists: Lists, options: TrainingOptions) -> Tensor:

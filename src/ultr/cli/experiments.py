@@ -16,7 +16,7 @@ from ultr.errors import OptionError, UnfinishedError, nearest
 
 def reproduce(
     experiments: Annotated[
-        str, typer.Argument(help="Comma-separated: table1, table2, figure3, figure4, figure5, live; or all.")
+        str, typer.Argument(help="Comma-separated: table1, table2, figure3, figure4, figure5, live, trees; or all.")
     ],
     out: Annotated[Path, typer.Option(help="Folder of the results; what is finished there is not run again.")] = Path(
         "reproduce"

@@ -61,7 +61,7 @@ def evaluate(
     model = load_model(run)
     names = [name.strip() for name in metrics.split(",")]
     columns = _columns_of(run, list(model.vocabularies), names)
-    log, max_grade = read_data(data, split=split, data_dir=data_dir, columns=columns)
+    log, max_grade = read_data(data, split=split, data_dir=data_dir, columns={**columns, "missing": model.missing})
     user = make_user(users, eta=eta, epsilon=epsilon, max_grade=max_grade)
     scores, judge = model.score(log, device=device), load_judge(run / "judge")
     segments: tuple[str, ...] = ()
@@ -103,6 +103,13 @@ def score(
 
     refuse_existing(out, overwrite=overwrite)
     model = load_model(run)
-    log = read_log(candidates, request=request, features=features, categorical=list(model.vocabularies), actions=[])
+    log = read_log(
+        candidates,
+        request=request,
+        features=features,
+        categorical=list(model.vocabularies),
+        actions=[],
+        missing=model.missing,
+    )
     write_scores(log, model.score(log, device=device), out, overwrite=overwrite)
     words.print(f"wrote {out}: {log.rows:,} scores", soft_wrap=True)

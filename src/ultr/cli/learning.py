@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,19 +50,42 @@ LabelOption = Annotated[
         help="The label, an expression over actions; if not given, that of prepared lists, or click + dwell / exp(3).",
     ),
 ]
-RankerOption = Annotated[str, typer.Option("--ranker", help="mlp or linear.")]
+RankerOption = Annotated[str, typer.Option("--ranker", help="mlp, linear, lightgbm or xgboost.")]
+RankerOptions = Annotated[
+    list[str] | None,
+    typer.Option("--ranker-option", help="A parameter of LightGBM or XGBoost, as key=value; may be repeated."),
+]
+Sessions = Annotated[
+    int,
+    typer.Option(
+        "--sessions", help="With --users: draw so many once; 0: afresh each step, or 20,000 for trees.", min=0
+    ),
+]
+BiasOption = Annotated[
+    str | None, typer.Option("--bias", help="A run, or its bias.json, to take what is known of bias from.")
+]
 Hidden = Annotated[str, typer.Option("--hidden", help="Hidden layers of the mlp, comma-separated.")]
 Dropout = Annotated[float, typer.Option("--dropout", help="Dropout of the mlp.")]
 Norm = Annotated[str, typer.Option("--norm", help="Normalisation of the mlp's layers: none or layer.")]
-Steps = Annotated[int, typer.Option("--steps", help="Training steps.")]
+Steps = Annotated[
+    int | None, typer.Option("--steps", help="Training steps, or rounds of trees.", show_default="1000, or 500 rounds")
+]
 Batch = Annotated[int, typer.Option("--batch", help="Lists a step.")]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="adagrad, adam or adamw.")]
 Schedule = Annotated[str, typer.Option("--schedule", help="Of the learning rate: constant, cosine or linear.")]
 Clip = Annotated[float, typer.Option("--clip", help="Gradient norm to clip at; 0: none.")]
 WeightDecay = Annotated[float, typer.Option("--weight-decay", help="Weight decay.")]
-EvaluateEvery = Annotated[int, typer.Option("--evaluate-every", help="Steps between evaluations.")]
+EvaluateEvery = Annotated[
+    int | None,
+    typer.Option("--evaluate-every", help="Steps between evaluations.", show_default="50, or 10 rounds"),
+]
 Patience = Annotated[
-    int, typer.Option("--patience", help="Stop after so many evaluations without improvement; 0: never.")
+    int | None,
+    typer.Option(
+        "--patience",
+        help="Stop after so many evaluations without improvement; 0: never.",
+        show_default="0, or 5 for trees",
+    ),
 ]
 Select = Annotated[
     str,
@@ -96,25 +120,28 @@ def train(
         list[str] | None, typer.Option(help="Another option of the method, as key=value; may be repeated.")
     ] = None,
     propensities: Propensities = None,
+    bias: BiasOption = None,
     learn_from: Annotated[str, typer.Option(help="feedback; or, as bounds, truth or no-bias.")] = "feedback",
     label: LabelOption = None,
     ranker: RankerOption = "mlp",
+    ranker_option: RankerOptions = None,
     hidden: Hidden = "512,256,128",
     dropout: Dropout = 0.0,
     norm: Norm = "none",
-    steps: Steps = 1000,
+    steps: Steps = None,
     batch: Batch = 256,
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.02,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="0.02, or 0.1 for trees")] = None,
     optimizer: Optimizer = "adagrad",
     schedule: Schedule = "constant",
     warmup: Annotated[int, typer.Option(help="Steps over which the learning rate rises.")] = 0,
     clip: Clip = 5.0,
     weight_decay: WeightDecay = 0.0,
-    evaluate_every: EvaluateEvery = 50,
-    patience: Patience = 0,
+    evaluate_every: EvaluateEvery = None,
+    patience: Patience = None,
     bias_steps: BiasSteps = 3000,
     select: Select = SELECT,
     users: UsersOption = None,
+    sessions: Sessions = 0,
     eta: Eta = 1.0,
     epsilon: Epsilon = 0.1,
     data_dir: DataDir = None,
@@ -139,7 +166,8 @@ def train(
 
     words.quiet = os.environ.get("RANK", "0") != "0"  # of several processes, the first speaks
     config = _config({**locals()})
-    _say_thresholds(config.label, {method: (method, config.method_options)})
+    _say_thresholds(config.label, {method: (method, config.method_options, config.ranker)})
+    steps = config.training.steps
     with progress_bar() as bar:
         task = bar.add_task(method, total=steps, figure="")
 
@@ -167,13 +195,16 @@ def train(
     words.print(f"next: ultr score {out} CANDIDATES --out scores.parquet", soft_wrap=True)
 
 
-def _say_thresholds(label: str, methods: Mapping[str, tuple[str, Mapping[str, Any]]]) -> None:
+def _say_thresholds(label: str, methods: Mapping[str, tuple[str, Mapping[str, Any], str]]) -> None:
     """Which methods, by the name they go under, take of the label no more than whether it is above zero."""
     from ultr.methods import thresholds
 
-    if names := [shown for shown, (method, options) in methods.items() if thresholds(method, label, options)]:
+    cut = [
+        shown for shown, (name, options, ranker) in methods.items() if thresholds(name, label, options, ranker=ranker)
+    ]
+    if cut:
         what = f"for clicks alone, so that '{label}' counts as 1 where it is above zero"
-        words.print(f"{', '.join(names)}: {what}", soft_wrap=True)
+        words.print(f"{', '.join(cut)}: {what}", soft_wrap=True)
 
 
 def _say_warnings(run: Path) -> None:
@@ -188,7 +219,8 @@ def _config(options: dict[str, Any]) -> RunConfig:
     from ultr.examination import read_propensities
     from ultr.methods import parse_options
     from ultr.preparing import DEFAULT_METHOD, RunConfig
-    from ultr.training import TrainingOptions
+    from ultr.rankers.boosters import is_trees, parse_parameters
+    from ultr.training import TrainingOptions, usual_training
 
     ranker_options: dict[str, Any] = {}
     if options["ranker"] == "mlp":
@@ -199,9 +231,14 @@ def _config(options: dict[str, Any]) -> RunConfig:
                 "--hidden should be whole numbers, comma-separated", got=f"'{options['hidden']}'"
             ) from error
         ranker_options = {"hidden": sizes, "dropout": options["dropout"], "norm": options["norm"]}
+    given_to_ranker = options.get("ranker_option") or []
+    if is_trees(options["ranker"]):
+        ranker_options = parse_parameters(given_to_ranker)
+    elif given_to_ranker:
+        raise OptionError("--ranker-option is for trees", mend="use --hidden, --dropout and --norm")
     parts = ("request", "position", "features", "categorical", "actions", "segment")
     columns = {name: options.get(name) for name in parts}
-    training = {name: options[name] for name in TrainingOptions.__dataclass_fields__ if name in options}
+    training = {name: options[name] for name in TrainingOptions.__dataclass_fields__ if options.get(name) is not None}
     data_dir, propensities = options["data_dir"], options["propensities"]
     method = options.get("method", DEFAULT_METHOD)
     given = list(options.get("option") or [])
@@ -210,8 +247,10 @@ def _config(options: dict[str, Any]) -> RunConfig:
     return RunConfig(
         data=options["data"],
         method=method,
-        method_options=parse_options(method, given),
+        method_options=parse_options(method, given, ranker=options["ranker"]),
         propensities=None if propensities is None else read_propensities(propensities),
+        bias=options["bias"],
+        sessions=options["sessions"],
         learn_from=options.get("learn_from", "feedback"),
         label=options["label"] or _own_label(options["data"]),
         ranker=options["ranker"],
@@ -223,7 +262,7 @@ def _config(options: dict[str, Any]) -> RunConfig:
         select=options["select"],
         stream=options["stream"],
         workers=options["workers"],
-        training=TrainingOptions(**training),
+        training=replace(usual_training(options["ranker"]), **training),
     )
 
 
@@ -240,7 +279,13 @@ def compare(
     methods: Annotated[str, typer.Option(help="Comma-separated; a bound is lambdarank:from=no-bias or :from=truth.")],
     out: Annotated[Path, typer.Option(help="Folder of the comparison; what is finished there is not run again.")],
     seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 5,
-    lrs: Annotated[str, typer.Option(help="Learning rates to choose from, on validation.")] = "0.005,0.01,0.02,0.05",
+    lrs: Annotated[
+        str | None,
+        typer.Option(
+            help="Learning rates to choose from, on validation.",
+            show_default="0.005,0.01,0.02,0.05; 0.05,0.1 for trees",
+        ),
+    ] = None,
     tuning_seeds: Annotated[int, typer.Option(help="Seeds the rate is chosen with.")] = 1,
     metrics: Annotated[str | None, typer.Option(help="Judged on test, comma-separated.")] = None,
     reference: Annotated[
@@ -251,21 +296,24 @@ def compare(
     ] = 0,
     label: LabelOption = None,
     ranker: RankerOption = "mlp",
+    ranker_option: RankerOptions = None,
     hidden: Hidden = "512,256,128",
     dropout: Dropout = 0.0,
     norm: Norm = "none",
-    steps: Steps = 1000,
+    steps: Steps = None,
     batch: Batch = 256,
     optimizer: Optimizer = "adagrad",
     schedule: Schedule = "constant",
     clip: Clip = 5.0,
     weight_decay: WeightDecay = 0.0,
-    evaluate_every: EvaluateEvery = 50,
-    patience: Patience = 0,
+    evaluate_every: EvaluateEvery = None,
+    patience: Patience = None,
     bias_steps: BiasSteps = 3000,
     propensities: Propensities = None,
+    bias: BiasOption = None,
     select: Select = SELECT,
     users: UsersOption = None,
+    sessions: Sessions = 0,
     eta: Eta = 1.0,
     epsilon: Epsilon = 0.1,
     data_dir: DataDir = None,
@@ -288,12 +336,12 @@ def compare(
 
     base = _config({**locals()})
     try:
-        rates = [float(rate) for rate in lrs.split(",")]
+        rates = [] if lrs is None else [float(rate) for rate in lrs.split(",")]
     except ValueError as error:
         raise OptionError("--lrs should be numbers, comma-separated", got=f"'{lrs}'") from error
     names = [name for name in methods.split(",") if name.strip()]
-    entries = [Entry.parse(name) for name in names]
-    _say_thresholds(base.label, {entry.text: (entry.method, entry.options) for entry in entries})
+    entries = [Entry.parse(name, base.ranker) for name in names]
+    _say_thresholds(base.label, {e.text: (e.method, e.options, e.ranker or base.ranker) for e in entries})
     with progress_bar() as bar:
         task = bar.add_task("runs", total=None, figure="")
 

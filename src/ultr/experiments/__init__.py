@@ -8,6 +8,7 @@ from ultr.experiments.abtest import live_test
 from ultr.experiments.figures import figure3, figure4, figure5
 from ultr.experiments.lab import FULL, QUICK, Budget, Lab, Outcome
 from ultr.experiments.tables import table1, table2
+from ultr.experiments.trees import tree_tables
 
 __all__ = ["EXPERIMENTS", "FULL", "QUICK", "Budget", "Lab", "Outcome"]
 
@@ -18,4 +19,5 @@ EXPERIMENTS: dict[str, Callable[[Lab], Outcome]] = {
     "figure4": figure4,
     "figure5": figure5,
     "live": live_test,
+    "trees": tree_tables,
 }

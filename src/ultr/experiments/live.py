@@ -30,10 +30,9 @@ from ultr.errors import OptionError, OutputError, UnfinishedError, nearest
 from ultr.experiments.lift import lifts_between, over_runs
 from ultr.labels import Label
 from ultr.log import Log
-from ultr.methods import make_method
 from ultr.models import load_model
 from ultr.preparing import Prepared, RunConfig, cached_dataset
-from ultr.runs import method_inputs, run_training
+from ultr.runs import learner_of, run_training
 from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions
 
@@ -278,7 +277,7 @@ def _check_methods(traffic: Traffic) -> None:
     log = traffic.learned_from([traffic.served(traffic.shown(None), 0, 0)])
     for bucket in range(len(traffic.options.entries)):
         config = traffic.options.config(bucket, 1, traffic.seed)
-        make_method(config.method, method_inputs(config, Prepared(log, log, "")), **config.method_options)
+        learner_of(config, Prepared(log, log, ""))
 
 
 def _same_options(traffic: Traffic, folder: Path) -> None:

@@ -96,7 +96,8 @@ def _outcome(
         f"{lab.seeds} runs, rate from {', '.join(f'{r:g}' for r in b.rates)} by validation, {network}, "
         f"{b.steps} steps of 256 lists. Mean ± deviation over runs; * differs from the reference, p < 0.05, paired."
     )
-    sections = [about, *(_section(world, result, rows) for world, result in found.items())]
+    titles = {world: TITLES.get(world.data, world.data) for world in found}
+    sections = [about, *(table_section(titles[world], world, result, rows) for world, result in found.items())]
     figures: dict[str, Any] = {
         world.data: {**result.to_json(), "paper": _printed(rows, world.data)} for world, result in found.items()
     }
@@ -107,7 +108,7 @@ def _printed(rows: Sequence[TableRow], data: str) -> dict[str, Any]:
     return {row.entry: [list(pair) for pair in row.printed[data]] for row in rows if data in row.printed}
 
 
-def _section(world: World, result: Comparison, rows: Sequence[TableRow]) -> str:
+def table_section(title: str, world: World, result: Comparison, rows: Sequence[TableRow]) -> str:
     """A data set's table: what was found, and what was printed, each with the gain over the reference."""
     in_paper = any(world.data in row.printed for row in rows)
     metrics = [metric.capitalize().replace("Ndcg", "NDCG") for metric in world.metrics]
@@ -135,4 +136,4 @@ def _section(world: World, result: Comparison, rows: Sequence[TableRow]) -> str:
                 cells += [f"{mean:.4f} ± {deviation:.4f}" for mean, deviation in printed]
                 cells.append(f"{printed[-1][0] / reference.printed[world.data][-1][0] - 1:+.2%}")
         lines.append(cells)
-    return f"## {TITLES.get(world.data, world.data)}\n\n" + markdown_table(heads, lines)
+    return f"## {title}\n\n" + markdown_table(heads, lines)

@@ -357,7 +357,7 @@ def check_features(matrix: np.ndarray, names: list[str], *, where: object, missi
         row, column = (int(i) for i in np.argwhere(bad)[0])
         mend = "fill or clip them (values beyond 3.4e38 do not fit float32)"
         if missing == "refuse" and np.isnan(matrix[row, column]):
-            mend = "fill them, or pass missing='keep' if the ranker can handle missing values"
+            mend = "fill them, or use --ranker lightgbm or xgboost (missing='keep'), which can handle them"
         raise ColumnError(
             f"feature '{names[column]}' has values that are not finite",
             where=where,

@@ -18,8 +18,20 @@ from ultr.methods.pointwise import Pointwise
 from ultr.methods.position_feature import PositionFeature
 from ultr.methods.regression_em import RegressionEM
 from ultr.methods.towers import PalClick, PalClickDwell, PalSynthesize, SumClick, SumSynthesize
+from ultr.methods.trees import TREE_METHODS, TreeMethod
+from ultr.rankers.boosters import is_trees
 
-__all__ = ["METHODS", "Method", "MethodInputs", "make_method", "parse_options", "thresholds"]
+__all__ = [
+    "METHODS",
+    "TREE_METHODS",
+    "Method",
+    "MethodInputs",
+    "TreeMethod",
+    "make_method",
+    "make_tree_method",
+    "parse_options",
+    "thresholds",
+]
 
 METHODS: dict[str, type[Method]] = {
     "affine": Affine,
@@ -40,20 +52,28 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
-def _method(name: str) -> type[Method]:
-    if name not in METHODS:
-        raise OptionError(f"no method '{name}'", mend=nearest(name, METHODS))
-    return METHODS[name]
+def _method(name: str, ranker: str = "mlp") -> type[Method] | type[TreeMethod]:
+    table: Mapping[str, type[Method] | type[TreeMethod]] = TREE_METHODS if is_trees(ranker) else METHODS
+    if name not in table:
+        what = f"no method '{name}'" + (f" for {ranker}" if name in METHODS else "")
+        raise OptionError(what, mend=nearest(name, table))
+    return table[name]
 
 
-def thresholds(name: str, label: str, options: Mapping[str, Any]) -> bool:
+def thresholds(name: str, label: str, options: Mapping[str, Any], *, ranker: str = "mlp") -> bool:
     """Whether a method takes of this label no more than whether it is above zero."""
-    return _method(name).CLICKS_ALONE and options.get("labels") != "values" and Label(label).expression != "click"
+    if Label(label).expression == "click":
+        return False
+    if options.get("labels") == "click":
+        return True
+    return _method(name, ranker).CLICKS_ALONE and options.get("labels") != "values"
 
 
-def parse_options(name: str, texts: Iterable[str], *, beside: Iterable[str] = ()) -> dict[str, Any]:
+def parse_options(
+    name: str, texts: Iterable[str], *, beside: Iterable[str] = (), ranker: str = "mlp"
+) -> dict[str, Any]:
     """Options of a method from texts that read key=value; `beside` are options of others that may have been meant."""
-    known, found = _method(name).OPTIONS, {}
+    known, found = _method(name, ranker).OPTIONS, {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
@@ -67,6 +87,16 @@ def parse_options(name: str, texts: Iterable[str], *, beside: Iterable[str] = ()
 
 def make_method(name: str, inputs: MethodInputs, **options: Any) -> Method:
     """A method by its name in the table `METHODS`, with the options it takes."""
-    texts = {key: "+".join(value) if isinstance(value, list | tuple) else value for key, value in options.items()}
-    given = parse_options(name, (f"{key}={value}" for key, value in texts.items()))
+    given = _read(name, options, "mlp")
     return METHODS[name](inputs, **given)
+
+
+def make_tree_method(name: str, inputs: MethodInputs, **options: Any) -> TreeMethod:
+    """A method by its name in the table `TREE_METHODS`, with the options it takes."""
+    given = _read(name, options, inputs.ranker)
+    return TREE_METHODS[name](inputs, **given)
+
+
+def _read(name: str, options: Mapping[str, Any], ranker: str) -> dict[str, Any]:
+    texts = {key: "+".join(value) if isinstance(value, list | tuple) else value for key, value in options.items()}
+    return parse_options(name, (f"{key}={value}" for key, value in texts.items()), ranker=ranker)

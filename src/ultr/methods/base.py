@@ -32,6 +32,7 @@ class MethodInputs:
     categories: Mapping[int, int] = field(default_factory=dict)  # place of a categorical feature -> its size
     ranker: str = "mlp"
     ranker_options: Mapping[str, Any] = field(default_factory=dict)
+    bias_ranker: str | None = None  # of a bias model; if not given, as the ranker
     truth: bool = False  # learn from true labels: an upper bound
     propensities: Mapping[int, float] | None = None  # known examination by position id
     feature_names: tuple[str, ...] = ()

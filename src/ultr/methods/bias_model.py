@@ -71,9 +71,11 @@ class BiasModel(PositionModel):
     ) -> None:
         super().__init__(inputs, scale=scale, theta_from=theta_from, trust_in_clicks=trust_in_clicks)
         self.scaled_values, self.pairs, self.sampled, self.released = scaled_values, pairs, sampled, released
-        options = NETWORK if inputs.ranker == "mlp" else {}
+        kind = inputs.bias_ranker or inputs.ranker
         encoder = FeatureEncoder(inputs.features, inputs.categories)
-        self.network = make_ranker(inputs.ranker, encoder, outputs=3, **options)  # logit of β, log of μ, g
+        self.network = make_ranker(
+            kind, encoder, outputs=3, **(NETWORK if kind == "mlp" else {})
+        )  # logit of β, log of μ, g
         size = len(self.index)
         buffers = {
             "rho": torch.ones(size),
@@ -146,11 +148,18 @@ class BiasModel(PositionModel):
         return torch.bernoulli(probability) if self.sampled else probability
 
     def _row_weights(self, place: Tensor, lists: Lists) -> Tensor:
-        """1/θ_k with a mean of one over the log: a row says as much of β where it is rarely examined as where it is."""
+        return torch.where(lists.where, self.row_weights(place), 0.0)
+
+    def row_weights(self, place: Tensor) -> Tensor:
+        """1/θ_k with a mean of one over the log: a row says as much of β where it is rarely examined as where it is.
+
+        All rows weigh the same while θ is regressed: weights that follow it would draw it down.
+        """
+        if self.theta_from == "regression":
+            return torch.ones_like(self.theta)[place]
         weights = 1 / self.theta.clamp(min=LEAST_WEIGHED * self.theta.max())
         shown = torch.where(self.shown.any(), self.shown, 1.0)
-        weights = weights * (shown.sum() / (shown * weights).sum())
-        return torch.where(lists.where, weights[place], 0.0)
+        return (weights * (shown.sum() / (shown * weights).sum()))[place]
 
     def _pairs(
         self, lists: Lists, labels: Tensor, place: Tensor, beta: Tensor, gap: Tensor
@@ -205,9 +214,13 @@ class BiasModel(PositionModel):
             self.regress(means[1])
         if self.pairs:
             self.pair_sums.lerp_(means[-1], self.updates.pow(-FORGET))
-            right, all_right, wrong, all_wrong = self.pair_sums.view(4, *self.plus.shape)
-            self.plus.copy_(updated(right, all_right, self.plus).clamp(0.01, 0.99))
-            self.minus.copy_(torch.minimum(updated(wrong, all_wrong, self.minus).clamp(0.01, 0.99), self.plus))
+            self.take_trust()
+
+    def take_trust(self) -> None:
+        """ε⁺ and ε⁻ from their sums; ε⁻ is held where it would pass ε⁺."""
+        right, all_right, wrong, all_wrong = self.pair_sums.view(4, *self.plus.shape)
+        self.plus.copy_(updated(right, all_right, self.plus).clamp(0.01, 0.99))
+        self.minus.copy_(torch.minimum(updated(wrong, all_wrong, self.minus).clamp(0.01, 0.99), self.plus))
 
     @torch.no_grad()
     def held_out_figures(self, batches: list[Lists]) -> dict[str, float]:

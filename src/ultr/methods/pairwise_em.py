@@ -130,9 +130,12 @@ class PairwiseEM(Method):
 
     def expected_value(self, lists: Lists, labels: Tensor) -> Tensor:
         """r̂ = E[r | c, x, k]: P(r>0 | c) times c/ρ_k where there is feedback, else times μ(x)."""
+        logit, log_value, _ = self.bias_model.predictions(lists.features)
+        return self.expected_value_of(labels, self.bias_model.index(lists.shown_positions), logit, log_value)
+
+    def expected_value_of(self, labels: Tensor, place: Tensor, logit: Tensor, log_value: Tensor) -> Tensor:
+        """The same, where the places of positions and what the networks predict are at hand."""
         model = self.bias_model
-        place = model.index(lists.shown_positions)
-        logit, log_value, _ = model.predictions(lists.features)
         relevant = relevance_posterior(labels > 0, model.theta[place], logit.sigmoid(), model.zeta[place])
         return relevant * torch.where(labels > 0, labels / model.rho[place], log_value.exp())
 

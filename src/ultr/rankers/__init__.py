@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ultr.errors import OptionError, nearest
+from ultr.rankers.boosters import BOOSTERS
 from ultr.rankers.dropout import Dropout, Masks
 from ultr.rankers.encoder import FeatureEncoder
 from ultr.rankers.linear import LinearRanker
@@ -38,7 +39,7 @@ RANKERS: dict[str, Callable[..., nn.Module]] = {"linear": LinearRanker, "mlp": M
 def make_ranker(name: str, encoder: FeatureEncoder, **options: Any) -> nn.Module:
     """A ranker by its name in the table `RANKERS`."""
     if name not in RANKERS:
-        raise OptionError(f"no ranker '{name}'", mend=nearest(name, RANKERS))
+        raise OptionError(f"no ranker '{name}'", mend=nearest(name, [*RANKERS, *BOOSTERS]))
     return RANKERS[name](encoder, **options)
 
 
@@ -62,9 +63,9 @@ class WithConstants(nn.Module):
 def score_rows(
     score: Callable[[Tensor], Tensor], features: np.ndarray, *, device: torch.device | str = "cpu", block: int = 1 << 15
 ) -> np.ndarray:
-    """Scores of rows, block by block."""
-    scores = np.empty(len(features), np.float32)
-    for first in range(0, len(features), block):
+    """Scores of rows, block by block; of several outputs each, if the ranker has them."""
+    scores = []
+    for first in range(0, max(1, len(features)), block):
         rows = torch.from_numpy(np.array(features[first : first + block])).to(device)
-        scores[first : first + block] = score(rows).float().cpu().numpy()
-    return scores
+        scores.append(score(rows).float().cpu().numpy())
+    return np.concatenate(scores)

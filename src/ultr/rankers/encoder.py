@@ -13,7 +13,8 @@ LIMIT = 10.0  # standardised features are clipped here: one outlier should not d
 
 
 class FeatureEncoder(nn.Module):
-    """Numbers are standardised, (x - mean) / deviation, and clipped; categories are embedded.
+    """Numbers are standardised, (x - mean) / deviation, and clipped, missing ones stand at the mean; categories are
+    embedded.
 
     A categorical feature is a column of codes 0 to its size - 1, where 0 stands for what was never seen in training.
     `categories` maps its place among the features to its size. `only` keeps to the features at these places.
@@ -48,15 +49,16 @@ class FeatureEncoder(nn.Module):
         """
         columns = self.numeric.cpu().numpy()
         columns = columns[columns < matrix.shape[1]]
-        total, squares = np.zeros(len(columns)), np.zeros(len(columns))
+        total, squares, known = np.zeros(len(columns)), np.zeros(len(columns)), np.zeros(len(columns), np.int64)
         block = max(1, NUMBERS_AT_ONCE // max(1, matrix.shape[1]))
         for start in range(0, len(matrix), block):
             rows = matrix[start : start + block][:, columns].astype(np.float64)
-            total += rows.sum(0)
-        mean = total / max(1, len(matrix))
+            total += np.nansum(rows, 0)
+            known += (~np.isnan(rows)).sum(0)
+        mean = total / np.maximum(1, known)
         for start in range(0, len(matrix), block):
-            squares += np.square(matrix[start : start + block][:, columns] - mean).sum(0)
-        deviation = np.sqrt(squares / max(1, len(matrix)))
+            squares += np.nansum(np.square(matrix[start : start + block][:, columns] - mean), 0)
+        deviation = np.sqrt(squares / np.maximum(1, known))
         constant = deviation <= 1e-6 * np.maximum(1e-6, np.abs(mean))
         inverse = np.where(constant, 0.0, 1 / np.where(constant, 1.0, deviation))  # constant features say nothing
         self.mean[: len(columns)] = torch.from_numpy(mean)
@@ -64,7 +66,7 @@ class FeatureEncoder(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         numbers = features if len(self.numeric) == self.features else features[..., self.numeric]
-        numbers = ((numbers - self.mean) * self.inverse_deviation).clamp(-LIMIT, LIMIT)
+        numbers = ((numbers - self.mean) * self.inverse_deviation).nan_to_num(nan=0.0).clamp(-LIMIT, LIMIT)
         if not self.categories:
             return numbers
         embedded = [

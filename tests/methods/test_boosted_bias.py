@@ -1,0 +1,180 @@
+"""A bias model of trees: what it recovers of a simulated world, and its files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from ultr.errors import DataError
+from ultr.labels import Label
+from ultr.lists import Lists
+from ultr.log import Log
+from ultr.methods import MethodInputs
+from ultr.methods.bias_model import BiasModel
+from ultr.methods.boosted_bias import BoostedOutputs, fit_boosted
+from ultr.simulate import EYE_TRACKING, make_user, simulate_log
+
+REQUESTS, ITEMS, HELD = 3000, 8, 600
+THETA = np.array(EYE_TRACKING[:ITEMS])
+CODES = 4
+
+
+def world(user: str = "pbm", seed: int = 0) -> Log:
+    """Relevance by the first feature and a category; lists in an order that half follows it."""
+    rng = np.random.default_rng(seed)
+    rows = REQUESTS * ITEMS
+    features = rng.normal(size=(rows, 3)).astype(np.float32)
+    features[:, 2] = rng.integers(1, CODES, rows)
+    worth = features[:, 0] + (features[:, 2] == 2)
+    logged = (worth + rng.normal(size=rows)).reshape(REQUESTS, ITEMS)
+    order = (np.argsort(-logged, axis=1) + ITEMS * np.arange(REQUESTS)[:, None]).ravel()
+    log = Log(
+        features=features[order],
+        offsets=np.arange(0, rows + 1, ITEMS),
+        request_ids=pa.array(range(REQUESTS)),
+        feature_names=("x", "noise", "kind"),
+        positions=np.tile(np.arange(1, ITEMS + 1), REQUESTS),
+        relevance=np.clip(np.round(1.5 + 1.5 * worth[order]), 0, 4).astype(np.float32),
+    )
+    return simulate_log(log, make_user(user), seed=seed)[0]
+
+
+def fitted(log: Log, *, positions=tuple(range(1, ITEMS + 1)), rounds: int = 20, seed: int = 0, **options) -> BiasModel:
+    inputs = MethodInputs(Label(), 3, positions, {2: CODES}, ranker="linear", bias_ranker="mlp", **known(options))
+    model = BiasModel(inputs, **options).eval()
+    model.estimate(log, user=None, sessions=0, seed=seed)
+    learned, held = log.select(np.arange(HELD, REQUESTS)), log.select(np.arange(HELD))
+    labels = np.asarray(Label()(learned.actions), np.float32)
+    judged = [Lists.from_log(held)]
+    fit_boosted(model, learned, labels, judged=judged, categorical=(2,), rounds=rounds, seed=seed)
+    return model
+
+
+def known(options: dict) -> dict:
+    """Examination as it is, unless it is to be found."""
+    if options.get("theta_from") == "regression":
+        return {}
+    return {"propensities": dict(zip(range(1, ITEMS + 1), THETA.tolist(), strict=True))}
+
+
+@torch.no_grad()
+def beta_of(model: BiasModel, log: Log) -> np.ndarray:
+    return model.predictions(torch.from_numpy(log.features))[0].sigmoid().numpy()
+
+
+@pytest.fixture(scope="module")
+def log() -> Log:
+    return world()
+
+
+@pytest.fixture(scope="module")
+def found(log) -> BiasModel:
+    return fitted(log, rounds=250)
+
+
+def test_beta_is_recovered(log, found):
+    with_features, constant = found.held_out.tolist()
+    assert with_features > constant + 0.1
+    truth = make_user("pbm").attracted(torch.from_numpy(log.relevance)).numpy()
+    held = slice(0, HELD * ITEMS)
+    beta = beta_of(found, log)[held]
+    assert np.corrcoef(beta, truth[held])[0, 1] > 0.85
+    assert beta.mean() == pytest.approx(truth[held].mean(), rel=0.1)
+
+
+def test_values_are_recovered(log, found):
+    """E[c | c > 0] by features, as the mean of clicks in tenths of what is predicted."""
+    label = np.asarray(Label()(log.actions))[: HELD * ITEMS]
+    with torch.no_grad():
+        value = found.predictions(torch.from_numpy(log.features[: HELD * ITEMS]))[1].exp().numpy()
+    clicked = label > 0
+    order = np.argsort(value[clicked])
+    low, high = np.array_split(label[clicked][order], 3)[::2]
+    assert high.mean() > 1.3 * low.mean()
+    assert value[clicked].mean() == pytest.approx(label[clicked].mean(), rel=0.15)
+
+
+def test_theta_is_recovered_where_the_order_is_partly_random(log):
+    model = fitted(log, theta_from="regression", scale=EYE_TRACKING[0], rounds=100)
+    theta = model.theta.numpy()
+    assert theta.max() == pytest.approx(EYE_TRACKING[0])
+    assert np.abs(theta / THETA - 1)[:6].max() < 0.25
+    assert np.abs(theta / THETA - 1).max() < 0.45  # where a click is rare, the form of beta has its say
+    assert (model.theta_minus.numpy() <= theta + 1e-6).all()
+
+
+def test_positions_never_shown_keep_what_they_had(log):
+    model = fitted(log, positions=(*range(1, ITEMS + 1), 99), theta_from="regression", scale=0.6, rounds=10)
+    assert model.theta[-1] == pytest.approx(0.6)
+    assert model.theta[:-1].max() == pytest.approx(0.6)
+
+
+def test_trust_in_pairs_is_learned(log):
+    model = fitted(world("trust"), pairs=True, rounds=15)
+    assert (model.plus >= model.minus).all()
+    assert model.plus.max() <= 0.99
+    assert model.minus.min() >= 0.01
+    apart = ~torch.eye(ITEMS, dtype=torch.bool)
+    assert (model.plus[apart] != 0.95).any()
+    outputs = model.predictions(torch.from_numpy(log.features))
+    assert len(np.unique(outputs[2].numpy())) > 10
+    assert all(torch.isfinite(values).all() for values in outputs)
+
+
+def test_values_may_be_scaled_by_position(log):
+    model = fitted(log, scaled_values=True, rounds=10)
+    assert model.rho[model.theta.argmax()] == 1
+    np.testing.assert_allclose(model.rho[:4], 1, atol=0.35)  # this user dwells as long anywhere
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_outputs_are_saved_and_read_again(pairs, log, tmp_path):
+    model = fitted(log, pairs=pairs, rounds=5)
+    assert not BoostedOutputs.is_at(tmp_path)
+    model.network.save(tmp_path)
+    assert BoostedOutputs.is_at(tmp_path)
+    features = torch.from_numpy(log.features[:80].copy())
+    features[0, 2] = 0
+    again = BoostedOutputs.load(tmp_path, (2,))
+    assert again(features.view(10, ITEMS, 3)).shape == (10, ITEMS, 3)
+    torch.testing.assert_close(again(features), model.network(features), rtol=0, atol=0)
+    assert (again.boosters[2] is not None) == pairs
+
+
+def test_one_seed_gives_the_same_bits(log):
+    features = torch.from_numpy(log.features)
+    first, same = (fitted(log, pairs=True, rounds=5) for _ in range(2))
+    assert torch.equal(first.network(features), same.network(features))
+    assert torch.equal(first.plus, same.plus)
+
+
+def test_requests_count_by_weight(log):
+    """A request of weight two is one that stands there twice; a weight of all changes nothing."""
+    few = log.select(np.arange(REQUESTS) % 2 == 0)
+    ones = fitted_on(few)
+    assert torch.allclose(ones, fitted_on(replace(few, weights=np.ones(len(few), np.float32))))
+    doubled = np.where(np.arange(len(few)) % 3, 1, 2)
+    weighed = fitted_on(replace(few, weights=doubled.astype(np.float32)))
+    np.testing.assert_allclose(weighed, fitted_on(few.select(np.repeat(np.arange(len(few)), doubled))), atol=1e-5)
+    assert not torch.allclose(ones, weighed, atol=1e-3)
+
+
+def fitted_on(log: Log) -> torch.Tensor:
+    """θ by regression after a few rounds of trees with one split each, so that sums are all that decides."""
+    model = BiasModel(MethodInputs(Label(), 3, tuple(range(1, ITEMS + 1))), theta_from="regression").eval()
+    labels = np.asarray(Label()(log.actions), np.float32)
+    signs = replace(log, features=np.where([True, False, False], log.features > 0, 0).astype(np.float32))
+    fit_boosted(model, signs, labels, judged=[Lists.from_log(signs)], categorical=(), rounds=3, seed=0)
+    return model.theta
+
+
+def test_positions_are_needed(log):
+    model = BiasModel(MethodInputs(Label(), 3, (1,)))
+    with pytest.raises(DataError, match="--position"):
+        fit_boosted(
+            model, replace(log, positions=None), np.zeros(log.rows), judged=[], categorical=(), rounds=1, seed=0
+        )
