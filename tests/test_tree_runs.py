@@ -160,6 +160,8 @@ def test_trees_of_a_bias_model_are_taken_over_too(log_path, tmp_path):
         ({"ranker_options": {"objective": "binary"}}, "not set by hand"),
         ({"ranker_options": {"num_leafs": 3}}, "no parameter 'num_leafs'; did you mean"),
         ({"method": "lambdarank"}, "whole numbers up to 30.*labels=buckets"),
+        ({"ranker_options": {"num_leaves": 1}}, r"LightGBM: Check failed.*num_leaves"),
+        ({"ranker": "xgboost", "ranker_options": {"max_depth": "abc"}}, r"XGBoost: Invalid Parameter.*max_depth"),
         ({"bias": "x", "propensities": {"1": 0.5}}, "not both"),
         ({"stream": "yes"}, "only prepared lists are streamed"),
         ({"sessions": -1}, "'sessions' should be 0 or more"),
@@ -177,6 +179,15 @@ def test_a_log_without_any_pair_is_refused(log_path, tmp_path):
     write_log(replace(log, actions=actions), tmp_path / "none.parquet")
     with pytest.raises(DataError, match="no two items of a request differ"):
         run_training(config(tmp_path / "none.parquet", method_options={"loss": "ipw"}), tmp_path / "run")
+
+
+@pytest.mark.parametrize("em", ["network", "trees"])
+def test_features_that_do_not_vary_are_refused(em, log_path, tmp_path):
+    log = read_log(log_path)
+    write_log(replace(log, features=np.ones_like(log.features)), tmp_path / "flat.parquet")
+    with pytest.raises(DataError, match=r"no feature to split rows by.*check that features vary"):
+        run_training(config(tmp_path / "flat.parquet", method_options={"em": em}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_warm_starts_processes_and_streams_are_for_networks(log_path, tmp_path, monkeypatch):

@@ -63,7 +63,8 @@ class TreeRun:
             raise OptionError("trees are grown by one process", mend="leave torchrun out; all cores are used")
         if prepared.stream is not None:
             raise OptionError("trees hold the whole log in memory", mend="pass --stream no, or a smaller log")
-        check_parameters(config.ranker, config.ranker_options)
+        width = prepared.train.features.shape[1]
+        check_parameters(config.ranker, config.ranker_options, features=width)
         self.config, self.prepared = config, prepared
         self.method: TreeMethod = make_tree_method(
             config.method, method_inputs(config, prepared), **config.method_options

@@ -22,7 +22,7 @@ import numpy as np
 
 from ultr.checkpoint import read_json, write_json
 from ultr.errors import OptionError, UltrError, UnfinishedError, nearest
-from ultr.evaluation import FEEDBACK, PairedTest, mean_with_interval, paired_test
+from ultr.evaluation import PairedTest, mean_with_interval, paired_test
 from ultr.judging import load_judge
 from ultr.methods import parse_options
 from ultr.models import load_model
@@ -31,7 +31,7 @@ from ultr.rankers import RANKERS
 from ultr.rankers.boosters import BOOSTERS, is_trees
 from ultr.runs import best_evaluation, run_training, with_training
 from ultr.simulate import make_user
-from ultr.stages import mean_figures
+from ultr.stages import less_is_better, mean_figures
 from ultr.training import usual_training
 
 JUDGED = 0.2  # share of a log's requests that only the final figures see
@@ -208,8 +208,7 @@ class Plan:
         rates = self.rates_for(entry)
         if len(rates) == 1:
             return rates[0]
-        less_is_better = self.base.selection.removeprefix(FEEDBACK) == "arp"
-        return min(rates, key=validated) if less_is_better else max(rates, key=validated)
+        return min(rates, key=validated) if less_is_better(self.base.selection) else max(rates, key=validated)
 
     def result(self, rate_of: Mapping[str, float]) -> Comparison:
         """What the finished runs come to."""

@@ -105,7 +105,7 @@ def run_training(
                     write_json(out / "config.json", config.to_json())
                 wait_for_all()
                 learn(out, shared, checkpoint_seconds, on_first, on_progress)
-        except (DataError, LabelError):
+        except (DataError, LabelError, OptionError):
             if is_first() and not (begun_before or (out / "checkpoints").is_dir() or read_metrics(out)):
                 # It learned nothing: the same command can be given again, mended.
                 shutil.rmtree(out, ignore_errors=True)

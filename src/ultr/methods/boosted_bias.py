@@ -23,7 +23,14 @@ from ultr.examination import LEAST
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.bias_model import BiasModel
-from ultr.rankers.boosters import Booster, LightGBM, TreeRows, lightgbm_data, lightgbm_parameters
+from ultr.rankers.boosters import (
+    Booster,
+    LightGBM,
+    TreeRows,
+    lightgbm_data,
+    lightgbm_parameters,
+    refusal_of_lightgbm,
+)
 from ultr.rankers.trees import kernels, use_threads
 
 TREES = {"num_leaves": 31, "min_data_in_leaf": 100, "lambda_l2": 1.0}
@@ -96,8 +103,13 @@ class Ensemble:
             gradient, curvature = derivatives(self.scores)
             return gradient.numpy().astype(np.float32), curvature.clamp(min=SMALLEST_CURVATURE).numpy().astype("f4")
 
-        if self.growing:
-            self.trees.update(fobj=told)
+        import lightgbm
+
+        try:
+            if self.growing:
+                self.trees.update(fobj=told)
+        except lightgbm.basic.LightGBMError as error:
+            raise refusal_of_lightgbm(error) from error
 
     def look(self, figure: float, features: np.ndarray) -> bool:
         """Whether held-out requests gained; where they have not for long, it goes back to where they had."""
@@ -135,10 +147,6 @@ def fit_boosted(
     import lightgbm
 
     starts = em.starts()
-    try:
-        data.construct()
-    except lightgbm.basic.LightGBMError as error:
-        raise DataError(f"LightGBM: {error}", mend="check the features: are all of them constant?") from error
     outputs = [
         Ensemble(lightgbm.Booster(parameters, data), start, torch.full_like(label, start), categorical)
         for start in starts[: 2 + model.pairs]

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ultr.errors import DataError, MissingExtraError, OptionError, nearest
-from ultr.rankers.trees import PairwiseObjective, use_threads
+from ultr.errors import DataError, MissingExtraError, OptionError, UltrError, nearest
+from ultr.rankers.trees import PairwiseObjective
 
 PLAIN_NAME = re.compile(r"[\w.-]+")
 
@@ -39,7 +39,11 @@ class TreeRows:
     @property
     def plain_names(self) -> list[str] | None:
         """The names of features, if both libraries take them."""
-        plain = len(set(self.names)) == len(self.names) and all(PLAIN_NAME.fullmatch(name) for name in self.names)
+        plain = (
+            bool(self.names)
+            and len(set(self.names)) == len(self.names)
+            and all(PLAIN_NAME.fullmatch(name) for name in self.names)
+        )
         return list(self.names) if plain else None
 
 
@@ -131,8 +135,7 @@ class LightGBM(Booster):
                 callbacks=[after],
             )
         except lightgbm.basic.LightGBMError as error:
-            what = " ".join(str(error).split())
-            raise OptionError(f"LightGBM: {what}", mend="check --ranker-option and --option") from error
+            raise refusal_of_lightgbm(error) from error
 
     @classmethod
     def load(cls, path: Path, categorical: tuple[int, ...] = ()) -> Booster:
@@ -163,6 +166,14 @@ class LightGBM(Booster):
                 num_threads=torch.get_num_threads(),
             )
         )
+
+
+def refusal_of_lightgbm(error: Exception) -> UltrError:
+    """What to say where LightGBM refuses rows or parameters."""
+    if "num_features" in str(error):
+        mend = "check that features vary, and that there are more rows than two leaves must have"
+        return DataError("LightGBM finds no feature to split rows by", mend=mend)
+    return OptionError(f"LightGBM: {' '.join(str(error).split())}", mend="check --ranker-option and --option")
 
 
 def lightgbm_data(rows: TreeRows) -> Any:
@@ -302,8 +313,8 @@ def _library(ranker: str) -> Any:
     return (_lightgbm if ranker == "lightgbm" else _xgboost)()
 
 
-def check_parameters(ranker: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse what is not the user's to set, and libraries that are not there."""
+def check_parameters(ranker: str, parameters: Mapping[str, Any], *, features: int = 1) -> None:
+    """Refuse what is not the user's to set, values the library refuses, and libraries that are not there."""
     kind = BOOSTERS[ranker]
     _library(ranker)
     names = _names_of_lightgbm() if ranker == "lightgbm" else {}
@@ -317,6 +328,11 @@ def check_parameters(ranker: str, parameters: Mapping[str, Any]) -> None:
         if own in ("boosting", "booster") and value not in ("gbdt", "gbtree", "goss"):
             mend = "leave it out: what is grown must not change later"
             raise OptionError(f"'{name}={value}' cannot be evaluated round by round", mend=mend)
+    if parameters:  # a round on random rows, before anything long is done with them
+        rng = np.random.default_rng(0)
+        rows = TreeRows(rng.random((200, features), np.float32), None, (), label=rng.random(200, np.float32))
+        squared = {"objective": "regression" if ranker == "lightgbm" else "reg:squarederror"}
+        kind.grow(rows, Boosting(1, 0.1, parameters=parameters, own=squared), lambda *_: True)
 
 
 def parse_parameters(texts: Iterable[str]) -> dict[str, Any]:
@@ -374,15 +390,3 @@ def _xgboost() -> Any:
     except ImportError as error:
         raise MissingExtraError("the ranker xgboost", package="xgboost", extra="trees") from error
     return xgboost
-
-
-__all__ = [
-    "BOOSTERS",
-    "Booster",
-    "Boosting",
-    "TreeRanker",
-    "TreeRows",
-    "check_parameters",
-    "is_trees",
-    "use_threads",
-]

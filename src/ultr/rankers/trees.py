@@ -9,7 +9,6 @@ with the rows alone, whatever the length of lists. One objective serves LightGBM
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
@@ -130,6 +129,3 @@ def kernels() -> Any:
     except ImportError as error:
         raise MissingExtraError("training trees", package="numba", extra="trees") from error
     return pair_kernels
-
-
-Objective = Callable[[np.ndarray, object], tuple[np.ndarray, np.ndarray]]
