@@ -61,7 +61,7 @@ def test_every_library_has_all_it_offers_and_nothing_twice():
 def test_all_are_given_the_same_and_quickly_less(made):
     _, plans = made(lambda _: 1.0)
     assert {plan.seeds for plan in plans} == {5}
-    assert {(plan.base.data, plan.base.sessions) for plan in plans} == {("ml-1m", 30_000), ("synthetic", 20_000)}
+    assert {(plan.base.data, plan.base.sessions) for plan in plans} == {("ml-1m", 60_000), ("synthetic", 20_000)}
     assert {plan.base.ranker for plan in plans} == {"lightgbm"}
     assert {plan.base.select for plan in plans} == {"reward@10", "ndcg@10"}
     assert len({plan.out for plan in plans}) == 4

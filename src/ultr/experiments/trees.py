@@ -14,7 +14,7 @@ from ultr.plots import write_dot_plot
 from ultr.training import TREE_TRAINING
 
 RUNS = 5
-SESSIONS, MORE_SESSIONS = 20_000, {"ml-1m": 30_000}  # of users, drawn once
+SESSIONS, MORE_SESSIONS = 20_000, {"ml-1m": 60_000}  # of users, drawn once
 QUICK_SESSIONS, QUICK_ROUNDS = 2_000, 50
 OURS = {"lightgbm": "pairwise-em", "xgboost": "pairwise-em:ranker=xgboost"}
 
