@@ -18,28 +18,29 @@ SOURCE = ROOT / "src" / "ultr"
 # From the bottom up; a module imports only from layers below its own (or from its own package).
 LAYERS = [
     {"errors"},
-    {"files", "labels", "memory", "processes"},
+    {"files", "labels", "memory", "processes", "exported"},
     {"log", "dwell"},
     {"lists"},
     {"simulate"},
     {"metrics"},
     {"evaluation", "datasets", "pitfalls"},
     {"rankers", "losses", "bias"},
-    {"examination", "offpolicy"},
+    {"examination", "offpolicy", "onnx_trees"},
     {"propensity"},
     {"methods"},
     {"feeding"},
     {"training"},
     {"preparing"},
-    {"checkpoint"},
+    {"checkpoint", "commands"},
     {"judging"},
     {"models"},
-    {"stages"},
+    {"stages", "outcomes", "scoring"},
     {"boosting"},
     {"runs"},
-    {"compare", "sklearn"},
-    {"plots"},
-    {"demo", "experiments"},
+    {"compare", "sklearn", "model_card", "tensorboard"},
+    {"export"},
+    {"plots", "serving"},
+    {"demo", "experiments", "report"},
     {"cli"},
     {"__main__"},
 ]
@@ -79,9 +80,10 @@ def test_logs_need_no_torch():
 def test_every_third_party_import_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    declared = [*project["dependencies"], *extras["movielens"], *extras["prepare"], *extras["spark"], *extras["trees"]]
+    used = ("movielens", "prepare", "spark", "trees", "export", "serve", "tensorboard")
+    declared = [*project["dependencies"], *(name for extra in used for name in extras[extra])]
     names = {re.split(r"[<>=\[ ]", dependency)[0] for dependency in declared}
-    module_of = {"scikit-learn": "sklearn", "ibis-framework": "ibis"}
+    module_of = {"scikit-learn": "sklearn", "ibis-framework": "ibis", "prometheus-client": "prometheus_client"}
     allowed = {module_of.get(name, name) for name in names} | {"ultr"} | set(sys.stdlib_module_names)
     for path in SOURCE.rglob("*.py"):
         for name in imports_of(path):

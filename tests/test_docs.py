@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-import ultr
+import ultr as package
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-MODULES = sorted(m.name for m in pkgutil.walk_packages(ultr.__path__, "ultr.") if "main" not in m.name)
+MODULES = sorted(m.name for m in pkgutil.walk_packages(package.__path__, "ultr.") if "main" not in m.name)
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_examples_run(path, tmp_path, monkeypatch):
+def test_examples_run(path, ultr, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for language, text in BLOCK.findall(path.read_text()):
@@ -30,10 +30,12 @@ def test_examples_run(path, tmp_path, monkeypatch):
             exec(compile(text, path.name, "exec"), names)  # noqa: S102
             continue
         for line in re.findall(r"^\$ ((?:ultr|torchrun) .*)$", text, re.MULTILINE):
-            module, *arguments = shlex.split(line.replace("torchrun", "torch.distributed.run", 1))
-            done = subprocess.run(
-                [sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False
-            )
+            program, *arguments = shlex.split(line)
+            if program == "ultr":
+                done = ultr(*arguments)
+            else:
+                command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
 
 

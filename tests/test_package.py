@@ -36,4 +36,5 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path):
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "demo" / "log.parquet").is_file()
+    assert (tmp_path / "demo" / "report.html").is_file()  # for which the wheel must hold its template
     assert (site / "ultr" / "py.typed").is_file()

@@ -19,7 +19,7 @@ from ultr.checkpoint import load_checkpoint, locked, read_metrics, save_checkpoi
 from ultr.errors import DataError, OptionError, OutputError, UltrError
 from ultr.log import read_log, write_log
 from ultr.methods import METHODS, make_method
-from ultr.models import load_model, write_scores
+from ultr.models import load_model
 from ultr.preparing import Prepared, RunConfig, prepare
 from ultr.runs import best_evaluation, method_inputs, run_training
 from ultr.simulate import User, simulate_log
@@ -48,7 +48,8 @@ def files_of(run) -> set[str]:
 def test_a_run_holds_what_it_should_and_scores(method, log_path, tmp_path):
     run = run_training(config(log_path, method=method), tmp_path / "run")
     written = {".lock", "config.json", "metrics.jsonl", "model/model.json", "model/weights.safetensors"}
-    written |= {"judge/judge.json", "judge/direct.safetensors"}
+    written |= {"judge/judge.json", "judge/direct.safetensors", "model/rows.safetensors"}
+    written |= {"outcome/outcome.json", "outcome/requests.parquet"}
     learns_bias = method not in ("pointwise", "lambdarank", "position-feature")
     written |= {"bias.json"} if learns_bias else set()
     written |= {"bias/weights.safetensors"} if method == "pairwise-em" else set()
@@ -295,14 +296,6 @@ def test_what_is_no_run_or_a_damaged_one_is_refused(log_path, tmp_path):
     (run / "model" / "model.json").write_text('{"format": 99}')
     with pytest.raises(DataError, match="of another version"):
         load_model(run)
-
-
-def test_scores_are_written_with_the_keys_of_their_rows(log_path, tmp_path):
-    log = read_log(log_path)
-    write_scores(log, np.arange(log.rows, dtype=np.float32), tmp_path / "scores.parquet")
-    table = pq.read_table(tmp_path / "scores.parquet")
-    assert table.column_names == ["request", "position", "score"]
-    assert table["score"].to_pylist() == list(range(log.rows))
 
 
 def test_a_run_whose_bias_cannot_be_estimated_leaves_nothing_behind(log_path, tmp_path):

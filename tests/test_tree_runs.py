@@ -63,7 +63,8 @@ def files_of(run) -> set[str]:
 )
 def test_a_run_holds_what_it_should_and_the_library_reads_its_model(ranker, method, options, log_path, tmp_path):
     run = run_training(config(log_path, ranker, method=method, method_options=options), tmp_path / "run")
-    model, common = {"model/model.json", f"model/{FILES[ranker]}"}, {".lock", "config.json", "metrics.jsonl"}
+    model = {"model/model.json", "model/rows.safetensors", f"model/{FILES[ranker]}"}
+    common = {".lock", "config.json", "metrics.jsonl", "outcome/outcome.json", "outcome/requests.parquet"}
     found = files_of(run) - common - model
     assert not common - files_of(run)
     assert ("bias.json" in found) == (method == "pairwise-em")

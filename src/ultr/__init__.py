@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ultr.dwell import Dwell
     from ultr.errors import UltrError
     from ultr.evaluation import evaluate_scores, mean_with_interval, paired_test
+    from ultr.export import export_run
+    from ultr.exported import load_exported
     from ultr.labels import Label
     from ultr.lists import ListBatches, Lists
     from ultr.log import Log, read_log, write_log
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from ultr.offpolicy import compare_values, fit_direct, off_policy_value
     from ultr.preparing import RunConfig
     from ultr.propensity import BiasReport, audit
+    from ultr.report import write_report
     from ultr.runs import run_training
+    from ultr.scoring import score_file
     from ultr.simulate import User, make_user, simulate_log
     from ultr.sklearn import UnbiasedRanker
     from ultr.training import TrainingOptions
@@ -45,8 +49,10 @@ _MODULE_OF = {
     "audit": "propensity",
     "compare_values": "offpolicy",
     "evaluate_scores": "evaluation",
+    "export_run": "export",
     "fit_direct": "offpolicy",
     "load_dataset": "datasets",
+    "load_exported": "exported",
     "load_model": "models",
     "make_user": "simulate",
     "mean_with_interval": "evaluation",
@@ -56,9 +62,11 @@ _MODULE_OF = {
     "ranking_svm": "datasets",
     "read_log": "log",
     "run_training": "runs",
+    "score_file": "scoring",
     "show": "datasets",
     "simulate_log": "simulate",
     "write_log": "log",
+    "write_report": "report",
 }
 
 __all__ = [
@@ -79,8 +87,10 @@ __all__ = [
     "audit",
     "compare_values",
     "evaluate_scores",
+    "export_run",
     "fit_direct",
     "load_dataset",
+    "load_exported",
     "load_model",
     "make_user",
     "mean_with_interval",
@@ -90,9 +100,11 @@ __all__ = [
     "ranking_svm",
     "read_log",
     "run_training",
+    "score_file",
     "show",
     "simulate_log",
     "write_log",
+    "write_report",
 ]
 
 

@@ -23,6 +23,7 @@ from ultr.methods.boosted_bias import fit_boosted
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.trees import TreeMethod, TreePairwiseEM, TreeTask
 from ultr.models import save_trees
+from ultr.outcomes import write_outcome
 from ultr.preparing import Prepared, RunConfig
 from ultr.processes import size
 from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, check_parameters
@@ -92,7 +93,8 @@ class TreeRun:
         task = self.method.task(prepared.train)
         state, start = self._begun(out, task)
         rewind_metrics(out, state.done)
-        evaluate = evaluator(config, prepared, judge_of(config, prepared, out, shared))
+        judge = judge_of(config, prepared, out, shared)
+        evaluate = evaluator(config, prepared, judge)
         options, select = config.training, config.selection
         validation = prepared.validation.features
         scores, grown = np.zeros(len(validation)), None
@@ -129,6 +131,7 @@ class TreeRun:
         if state.done < options.steps and not (options.patience and state.waited >= options.patience):
             self.library.grow(task.rows, how, after_round, start=start)
         if grown is not None:
+            write_outcome(config, prepared, grown.predict(validation, 0, state.best_round), judge, out)
             self._finish(out, grown, state.best_round)
 
     # --- What comes first -----------------------------------------------------------------------------------------
@@ -193,5 +196,6 @@ class TreeRun:
             ListBatches(prepared.train, device=self.device), batch=config.training.batch, seed=config.training.seed
         )
         write_bias(config, prepared, self.method.bias, feed, out)
-        save_trees(out / "model", booster, rounds, self.method.inputs, prepared.train, data=prepared.fingerprint)
+        inputs, data = self.method.inputs, prepared.fingerprint
+        save_trees(out / "model", booster, rounds, inputs, prepared.train, data=data, held_out=prepared.validation)
         shutil.rmtree(out / "checkpoints", ignore_errors=True)

@@ -77,6 +77,7 @@ class Learned:
     outcomes: list[Outcome]  # the ranker in production, without correction, with it, and without position bias
     theta: np.ndarray  # by position, relative to the first, as learned
     true_theta: np.ndarray
+    runs: list[Path]
 
 
 def run_learning(out: Path, *, seed: int = 0, steps: int = 300) -> Learned:
@@ -89,6 +90,7 @@ def run_learning(out: Path, *, seed: int = 0, steps: int = 300) -> Learned:
         return Outcome(name, figures["ndcg@10"], figures["reward@10"])
 
     outcomes = [outcome("the ranker that wrote the log", ranking_svm(data.train, seed=seed)(data.test.features))]
+    runs = []
     for name, method, learn_from in (
         ("LambdaRank on the feedback", "lambdarank", "feedback"),
         ("pairwise-em on the feedback", "pairwise-em", "feedback"),
@@ -105,8 +107,8 @@ def run_learning(out: Path, *, seed: int = 0, steps: int = 300) -> Learned:
                 steps=steps, bias_steps=1000, batch=128, lr=0.05, evaluate_every=50, seed=seed, device="cpu"
             ),
         )
-        run = run_training(config, out / f"run-{method}-{learn_from}", overwrite=True)
-        outcomes.append(outcome(name, load_model(run).score(data.test)))
+        runs.append(run_training(config, out / f"run-{method}-{learn_from}", overwrite=True))
+        outcomes.append(outcome(name, load_model(runs[-1]).score(data.test)))
     bias = read_json(out / "run-pairwise-em-feedback" / "bias.json")
     theta, truth = np.array(bias["theta"]), user.theta(torch.tensor(bias["positions"])).numpy()
-    return Learned(outcomes, theta / theta[0], truth / truth[0])
+    return Learned(outcomes, theta / theta[0], truth / truth[0], runs)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
 from torch import nn
 
@@ -27,6 +26,7 @@ from ultr.rankers.boosters import BOOSTERS, Booster, TreeRanker, is_trees
 from ultr.training import choose_device
 
 FORMAT = 1
+ROWS, ROWS_KEPT = "rows.safetensors", 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +77,8 @@ class Model:
         return np.asarray(pc.fill_null(found, -1).to_numpy(zero_copy_only=False) + 1)
 
 
-def save_model(folder: Path, method: Method, log: Log, *, data: str) -> None:
-    """Write what scoring needs of a method that has learned from a log."""
+def save_model(folder: Path, method: Method, log: Log, *, data: str, held_out: Log | None = None) -> None:
+    """Write what scoring needs of a method that has learned from a log, and some rows of what was held out."""
     serving, inputs = method.serving(), method.inputs
     constants = len(serving.constants) if isinstance(serving, WithConstants) else 0
     description = {
@@ -94,10 +94,20 @@ def save_model(folder: Path, method: Method, log: Log, *, data: str) -> None:
     }
     with atomic_path(folder, overwrite=True, folder=True) as temporary:
         save_tensors(temporary / "weights.safetensors", serving.state_dict())
+        _save_rows(temporary, held_out)
         write_json(temporary / "model.json", description)
 
 
-def save_trees(folder: Path, booster: Booster, rounds: int, inputs: MethodInputs, log: Log, *, data: str) -> None:
+def save_trees(
+    folder: Path,
+    booster: Booster,
+    rounds: int,
+    inputs: MethodInputs,
+    log: Log,
+    *,
+    data: str,
+    held_out: Log | None = None,
+) -> None:
     """Write what scoring needs of trees: the library's own file, and what its columns are."""
     description = {
         "format": FORMAT,
@@ -111,7 +121,31 @@ def save_trees(folder: Path, booster: Booster, rounds: int, inputs: MethodInputs
     with atomic_path(folder, overwrite=True, folder=True) as temporary:
         booster.save(temporary / booster.FILE, rounds=rounds)
         description["sha256"] = _sha256(temporary / booster.FILE)
+        _save_rows(temporary, held_out)
         write_json(temporary / "model.json", description)
+
+
+def _save_rows(folder: Path, log: Log | None) -> None:
+    """Keep features of rows spread over a log, to try the model on where it goes."""
+    if log is not None and log.rows:
+        rows = log.features[spread(log.rows, ROWS_KEPT)]
+        save_tensors(folder / ROWS, {"features": torch.from_numpy(np.array(rows, np.float32))})
+
+
+def spread(count: int, most: int) -> np.ndarray:
+    """So many places of `count`, at most, evenly spread."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
+
+
+def kept_rows(run: str | Path) -> np.ndarray | None:
+    """The rows [rows, features] that a run has kept of what was held out; None if it keeps none."""
+    path = Path(run) / "model" / ROWS
+    if not path.is_file():
+        return None
+    rows = load_tensors(path).get("features")
+    if rows is None or rows.ndim != 2 or not len(rows):
+        raise DataError("there are no rows of features in it", where=path, mend="train again")
+    return np.asarray(rows.numpy(), np.float32)
 
 
 def _sha256(path: Path) -> str:
@@ -155,10 +189,3 @@ def load_model(run: str | Path) -> Model:
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise DataError(f"the model cannot be loaded ({error})", where=folder, mend="train again") from error
     return Model(ranker.eval(), names, str(about["label"]), vocabularies)
-
-
-def write_scores(log: Log, scores: np.ndarray, path: Path, *, overwrite: bool = False) -> None:
-    """The keys of each row and its score, as Parquet."""
-    keys = replace(log.without_features(), actions={}, weights=None).to_table()
-    with atomic_path(path, overwrite=overwrite) as temporary:
-        pq.write_table(keys.append_column("score", pa.array(scores)), temporary)

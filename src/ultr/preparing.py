@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -133,6 +133,14 @@ class Prepared:
     positions: tuple[int, ...] | None = None  # and actions that are 0 or 1, where they are known of all requests
     binary: tuple[str, ...] | None = None
     stream: Streamed | None = None  # what is learned from where it does not fit in memory: `train` is a sample of it
+    initial: Callable[[np.ndarray], np.ndarray] | None = None  # the ranker that showed a data set
+
+    def logged_scores(self) -> np.ndarray | None:
+        """Scores by which validation is in its logged order, if it has one."""
+        log = self.validation
+        if log.positions is not None:  # in whose order rows are
+            return np.repeat(log.offsets[:-1], log.lengths) - np.arange(log.rows, dtype=np.float64)
+        return None if self.initial is None else self.initial(log.features)
 
     def feed(self, options: TrainingOptions) -> Feeding:
         """The lists of each step."""
@@ -160,7 +168,7 @@ def prepare(config: RunConfig) -> Prepared:
         order = np.random.default_rng(seed).permutation(len(train_log))
         drawn = train_log.select(np.resize(order, config.sessions_drawn))
         train_log, feeding = simulate_log(drawn, feeding or user, seed=seed)[0], None
-    return Prepared(train_log, validation, dataset.fingerprint, user, feeding)
+    return Prepared(train_log, validation, dataset.fingerprint, user, feeding, initial=initial)
 
 
 @lru_cache(maxsize=1)

@@ -32,6 +32,7 @@ from ultr.log.shards import is_lists
 from ultr.methods import Method, make_method
 from ultr.methods.bias_model import BiasModel
 from ultr.models import save_model
+from ultr.outcomes import write_outcome
 from ultr.preparing import Prepared, RunConfig, prepare, split_log
 from ultr.processes import (
     check_alike,
@@ -160,7 +161,8 @@ def _train(
         rewind_metrics(out, state.step)
     device = choose_device(config.training.device)
     feed = prepared.feed(config.training)
-    select, judged = config.selection, evaluator(config, prepared, judge_of(config, prepared, out, shared))
+    select, judge = config.selection, judge_of(config, prepared, out, shared)
+    judged = evaluator(config, prepared, judge)
     rows = own_share(prepared.validation.rows)
 
     def evaluate(method: Method) -> dict[str, float]:
@@ -180,6 +182,9 @@ def _train(
         on_progress(progress)
     method.load_state_dict(state.best_weights)
     if is_first():
+        method.eval()
+        scores = score_rows(method.score, prepared.validation.features, device=device)
+        write_outcome(config, prepared, scores, judge, out)
         _finish(config, prepared, method, feed, out)
     wait_for_all()
 
@@ -189,7 +194,8 @@ def _finish(config: RunConfig, prepared: Prepared, method: Method, feed: Feeding
     write_bias(config, prepared, method.bias, feed, out)
     if isinstance(model := method.first(), BiasModel):
         save_bias(out / BIAS, model)
-    save_model(out / "model", method, prepared.train, data=prepared.fingerprint)
+    held_out = prepared.validation
+    save_model(out / "model", method, prepared.train, data=prepared.fingerprint, held_out=held_out)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
     (out / JOB).unlink(missing_ok=True)
 

@@ -9,7 +9,7 @@ import time
 
 import typer
 
-from ultr.cli import bias, data, experiments, judging, learning, prepare
+from ultr.cli import bias, data, experiments, judging, learning, prepare, reporting, serving, shipping
 from ultr.cli.common import plain, words
 from ultr.errors import ProcessError, UltrError
 
@@ -24,6 +24,9 @@ COMMANDS = (
     judging.evaluate,
     judging.score,
     learning.compare,
+    reporting.report,
+    shipping.export,
+    serving.serve,
     experiments.reproduce,
 )
 

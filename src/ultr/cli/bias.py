@@ -21,6 +21,7 @@ from ultr.cli.common import (
     RequestColumn,
     Seed,
     SegmentColumn,
+    pages_can_be_made,
     plain,
     print_table,
     words,
@@ -48,7 +49,7 @@ def bias(
     segment: SegmentColumn = None,
     randomised: Annotated[str | None, typer.Option(help="Column that marks requests in random order.")] = None,
     propensities: Annotated[Path | None, typer.Option(help="Known examination: position,propensity.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for propensities.csv, bias.json and bias.svg.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for propensities.csv, bias.json and bias.html.")] = None,
     bootstrap: Annotated[int, typer.Option(help="Replicates that intervals rest on.", min=10)] = 100,
     sample: Annotated[int, typer.Option(help="Rows that estimates from features rest on.", min=1000)] = 200_000,
     seed: Seed = 0,
@@ -85,7 +86,7 @@ def bias(
         known = None if propensities is None else read_propensities(propensities)
         report = audit(light, label=label, sample=some, known=known, bootstrap=bootstrap, seed=seed)
     if out is not None:
-        _write(report, out, overwrite=overwrite)
+        _write(report, out, str(log), overwrite=overwrite)
     if as_json:
         print(json.dumps(report.to_json()))
         return
@@ -162,11 +163,11 @@ def _cell(theta: float, low: float, high: float) -> str:
     return f"{theta:.3f}" + (plain(f" [{low:.3f}, {high:.3f}]") if low < high else "")
 
 
-def _write(report: BiasReport, out: Path, *, overwrite: bool) -> None:
-    """The report as data, the propensities as `--propensities` takes them, and a plot."""
+def _write(report: BiasReport, out: Path, source: str, *, overwrite: bool) -> None:
+    """The report as data, the propensities as `--propensities` takes them, and a page."""
     from ultr.checkpoint import write_json
     from ultr.files import atomic_path
-    from ultr.plots import Line, Panel, write_line_plot
+    from ultr.report import write_bias_page
 
     with atomic_path(out, overwrite=overwrite, folder=True) as folder:
         write_json(folder / "bias.json", report.to_json())
@@ -176,19 +177,5 @@ def _write(report: BiasReport, out: Path, *, overwrite: bool) -> None:
         with (folder / "propensities.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerows(row[:columns] for row in [("position", "propensity", "segment"), *rows])
-        panels = []
-        for head, part in {"all": report, **report.segments}.items():
-            found = [
-                Line(name, e.theta.tolist(), e.low.tolist(), e.high.tolist()) for name, e in part.estimates.items()
-            ]
-            rate = part.rate / part.rate.max()
-            panels.append(
-                Panel(
-                    head,
-                    part.positions.tolist(),
-                    "position",
-                    "relative to the first",
-                    [*found, Line("feedback rate", rate.tolist())],
-                )
-            )
-        write_line_plot(folder / "bias.svg", panels)
+        if pages_can_be_made():
+            write_bias_page(report.to_json(), folder / "bias.html", source=source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -51,6 +52,14 @@ def progress_bar() -> Progress:
         TimeRemainingColumn(),
     )
     return Progress(*columns, console=words, disable=words.quiet or not words.is_terminal)
+
+
+def pages_can_be_made() -> bool:
+    """Whether what pages need is installed; if not, it is said, as work that is done should not end in a refusal."""
+    lacking = [name for name in ("jinja2", "plotly") if find_spec(name) is None]
+    if lacking:
+        words.print(f"no page was written: pip install {' '.join(lacking)}")
+    return not lacking
 
 
 def plain(text: str) -> str:

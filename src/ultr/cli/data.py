@@ -17,6 +17,7 @@ from ultr.cli.common import (
     PositionColumn,
     RequestColumn,
     Seed,
+    pages_can_be_made,
     plain,
     print_table,
     words,
@@ -35,6 +36,7 @@ def demo(
 ) -> None:
     """See position bias and what it costs: generated data, simulated users, a ranker that believes their log."""
     from ultr.demo import run_demo, run_learning
+    from ultr.report import write_report
 
     with words.status("generating data and drawing clicks ..."):
         result = run_demo(out, seed=seed)
@@ -42,6 +44,7 @@ def demo(
         _print_bias(result)
     with words.status("learning from the feedback, without and with correction, and without position bias ..."):
         learned = run_learning(out, seed=seed)
+    page = write_report(learned.runs, out / "report.html", overwrite=True) if pages_can_be_made() else None
     if as_json:
         columns = ("positions", "examined", "clicked", "looks", "truth")
         figures: dict[str, Any] = {name: getattr(result, name).tolist() for name in columns}
@@ -50,7 +53,10 @@ def demo(
         return
     _print_learned(learned)
     log = out / "log.parquet"
-    words.print(f"\nwrote {log}: {result.log!r}\nnext: ultr train {log} --out my-run", soft_wrap=True)
+    words.print(f"\nwrote {log}: {result.log!r}", soft_wrap=True)
+    if page is not None:
+        words.print(f"wrote {page}: open it in a browser to see what was learned", soft_wrap=True)
+    words.print(f"next: ultr train {log} --out my-run", soft_wrap=True)
 
 
 def _print_learned(learned: Learned) -> None:

@@ -19,6 +19,7 @@ from ultr.cli.common import (
     Overwrite,
     RequestColumn,
     print_table,
+    progress_bar,
     words,
 )
 
@@ -90,26 +91,27 @@ def score(
     candidates: Annotated[
         Path, typer.Argument(help="Rows to score: a log's columns; no position or action is needed.")
     ],
-    out: Annotated[Path, typer.Option(help="The scores to write (Parquet).")],
+    out: Annotated[Path, typer.Option(help="The scores to write (.parquet, .csv).")],
     request: RequestColumn = None,
     features: FeatureColumns = None,
     device: Device = "auto",
     overwrite: Overwrite = False,
 ) -> None:
-    """Score items with a run: the request, item and position of each row, and its score."""
-    from ultr.files import refuse_existing
-    from ultr.log import read_log
-    from ultr.models import load_model, write_scores
+    """Score items with a run: the request, item and position of each row, and its score. Files may be of any size."""
+    from ultr.models import load_model
+    from ultr.scoring import score_file
 
-    refuse_existing(out, overwrite=overwrite)
     model = load_model(run)
-    log = read_log(
-        candidates,
-        request=request,
-        features=features,
-        categorical=list(model.vocabularies),
-        actions=[],
-        missing=model.missing,
-    )
-    write_scores(log, model.score(log, device=device), out, overwrite=overwrite)
-    words.print(f"wrote {out}: {log.rows:,} scores", soft_wrap=True)
+    with progress_bar() as bar:
+        task = bar.add_task("rows", total=None, figure="")
+        scores = score_file(
+            model,
+            candidates,
+            out,
+            request=request,
+            features=features,
+            overwrite=overwrite,
+            device=device,
+            on_progress=lambda done, rows: bar.update(task, completed=done, total=rows),
+        )
+    words.print(f"wrote {out}: {scores:,} scores", soft_wrap=True)

@@ -26,6 +26,7 @@ from ultr.cli.common import (
     RequestColumn,
     Seed,
     SegmentColumn,
+    pages_can_be_made,
     print_table,
     progress_bar,
     words,
@@ -160,12 +161,17 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     overwrite: Overwrite = False,
     checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints, at least.")] = 10.0,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write evaluations and bias to RUN/tensorboard too.")
+    ] = False,
 ) -> None:
     """Train a ranker from a log, or from data with simulated users, into a run directory."""
     from ultr.runs import best_evaluation, run_training
+    from ultr.tensorboard import Board
 
     words.quiet = os.environ.get("RANK", "0") != "0"  # of several processes, the first speaks
     config = _config({**locals()})
+    board = Board(out, writes=not words.quiet) if tensorboard else None
     _say_thresholds(config.label, {method: (method, config.method_options, config.ranker)})
     steps = config.training.steps
     with progress_bar() as bar:
@@ -174,6 +180,8 @@ def train(
         def show(progress: Any) -> None:
             figures = " ".join(f"{name} {value:.4f}" for name, value in progress.figures.items())
             bar.update(task, description=method, completed=progress.step, total=steps, figure=figures)
+            if board is not None:
+                board(progress)
 
         def show_first(progress: Any) -> None:
             figures = f"held-out log-likelihood {progress.figures['likelihood']:.4f}"
@@ -189,9 +197,12 @@ def train(
             on_first=show_first,
             on_progress=show,
         )
+    if board is not None:
+        board.finish()
     _say_warnings(out)
     chosen_by, best = best_evaluation(out)
     words.print(f"wrote {out}: best {chosen_by} {best[chosen_by]:.4f} at step {best['step']}", soft_wrap=True)
+    words.print(f"look at it: ultr report {out}", soft_wrap=True)
     words.print(f"next: ultr score {out} CANDIDATES --out scores.parquet", soft_wrap=True)
 
 
@@ -332,7 +343,7 @@ def compare(
     """Compare methods fairly: each tuned alike on validation, the same seeds, paired tests on test."""
     from ultr.compare import Entry
     from ultr.compare import compare as run_comparison
-    from ultr.plots import write_dot_plot
+    from ultr.report import write_comparison_page
 
     base = _config({**locals()})
     try:
@@ -360,12 +371,14 @@ def compare(
             jobs=jobs,
             on_done=show,
         )
-    write_dot_plot(out / "comparison.svg", result)
+    if has_page := pages_can_be_made():
+        write_comparison_page(out, out / "comparison.html", overwrite=True)
     if as_json:
         print(json.dumps(result.to_json()))
         return
     _print_comparison(result)
-    words.print(f"wrote {out / 'comparison.json'} and {out / 'comparison.svg'}", soft_wrap=True)
+    page = f" and {out / 'comparison.html'}" if has_page else ""
+    words.print(f"wrote {out / 'comparison.json'}{page}", soft_wrap=True)
 
 
 def _print_comparison(result: Comparison) -> None:

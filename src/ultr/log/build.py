@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,10 +18,27 @@ from ultr.log.table import FEATURE_NAMES_KEY, Log
 
 Missing = Literal["refuse", "keep"]
 MAX_CATEGORIES = 1 << 24  # codes are kept as float32
+ROWS_AT_ONCE = 2048  # of columns that are set side by side: they stay in the processor's cache
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a file, for messages: they name the file and count its rows from the first."""
+
+    path: object
+    rows_before: int
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+def _row(where: object, row: int) -> int:
+    """The number of a row, from 1, in all that is read."""
+    return row + 1 + (where.rows_before if isinstance(where, Piece) else 0)
 
 
 @contextmanager
-def as_data_error(path: Path, kind: str) -> Iterator[None]:
+def as_data_error(path: object, kind: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -30,12 +47,21 @@ def as_data_error(path: Path, kind: str) -> Iterator[None]:
 
 
 def log_from_table(
-    table: pa.Table, columns: Columns, *, where: object, missing: Missing = "refuse", unused: Iterable[str] = ()
+    table: pa.Table,
+    columns: Columns,
+    *,
+    where: object,
+    missing: Missing = "refuse",
+    unused: Iterable[str] = (),
+    gather: bool = True,
 ) -> Log:
-    """Check every column, gather the rows of each request and order them by position."""
+    """Check every column, gather the rows of each request and order them by position.
+
+    Without `gather` rows stay as they come, each as a request of its own.
+    """
     if missing not in get_args(Missing):
         raise OptionError("missing should be 'refuse' or 'keep'", got=repr(missing))
-    table = _one_row_per_item(table, columns, where)
+    table = one_row_per_item(table, columns, where)
     if table.num_rows == 0:
         raise DataError("there are no rows", where=where, mend="check the filter or query that made it")
     requests = _combined(table[columns.request])
@@ -44,7 +70,7 @@ def log_from_table(
     if requests.null_count:
         _refuse_nulls(requests, columns.request, where)
     try:
-        order, offsets, first_rows = _group(requests)
+        order, offsets, first_rows = _group(requests, gather)
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
         got = f"type {requests.type}"
         raise ColumnError(
@@ -114,7 +140,7 @@ def _is_list(kind: pa.DataType) -> bool:
     return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 
 
-def _one_row_per_item(table: pa.Table, columns: Columns, where: object) -> pa.Table:
+def one_row_per_item(table: pa.Table, columns: Columns, where: object) -> pa.Table:
     """Tables with one row per request hold lists; flatten them to one row per item. Others pass as they are."""
     table = table.select(columns.used)
     whole = [n for n in columns.used if n not in columns.features and _is_list(table.schema.field(n).type)]
@@ -136,7 +162,7 @@ def _one_row_per_item(table: pa.Table, columns: Columns, where: object) -> pa.Ta
             raise ColumnError(
                 f"'{name}' should have as many values as '{nested[0]}' in every row",
                 where=where,
-                got=f"{counts[row]} and {lengths[row]} in row {row + 1}",
+                got=f"{counts[row]} and {lengths[row]} in row {_row(where, row)}",
             )
         flat[name] = pc.list_flatten(column)
     rows = pa.array(np.repeat(np.arange(table.num_rows), lengths))
@@ -148,19 +174,21 @@ def _one_row_per_item(table: pa.Table, columns: Columns, where: object) -> pa.Ta
 def _refuse_nulls(column: Any, name: str, where: object) -> None:
     row = int(np.flatnonzero(pc.is_null(column).to_numpy(zero_copy_only=False))[0])
     raise ColumnError(
-        f"column '{name}' has {column.null_count} missing values (first in row {row + 1})",
+        f"column '{name}' has {column.null_count} missing values (first in row {_row(where, row)})",
         where=where,
         mend="fill them or drop those rows",
     )
 
 
-def _group(requests: Any) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+def _group(requests: Any, gather: bool) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
     """Row order that makes each request's rows adjacent (None: they are), offsets, and a first row of each request.
 
     Requests keep the order of their first appearance. Only the ends of runs are compared, so a log that is grouped
     already costs one pass.
     """
     rows = len(requests)
+    if not gather:
+        return None, np.arange(rows + 1), np.arange(rows)
     changes = pc.not_equal(requests.slice(1), requests.slice(0, rows - 1)).to_numpy(zero_copy_only=False)
     starts = np.concatenate([[0], np.flatnonzero(changes) + 1])
     runs = requests.take(pa.array(starts)).dictionary_encode()
@@ -178,18 +206,18 @@ def _positions(column: pa.ChunkedArray, name: str, where: object) -> np.ndarray:
     values = _numeric(column, name, "position", where)
     whole = values.astype(np.int64) if values.dtype.kind != "f" or np.isfinite(values).all() else None
     if whole is None or (whole != values).any():
-        wrong = np.flatnonzero(~np.isfinite(values) if whole is None else whole != values)[0]
+        wrong = int(np.flatnonzero(~np.isfinite(values) if whole is None else whole != values)[0])
         raise ColumnError(
             f"positions in column '{name}' should be whole numbers",
             where=where,
-            got=f"{values[wrong]} in row {wrong + 1}",
+            got=f"{values[wrong]} in row {_row(where, wrong)}",
         )
     if (whole < 0).any():
         wrong = int(np.flatnonzero(whole < 0)[0])
         raise ColumnError(
             f"positions in column '{name}' should not be negative",
             where=where,
-            got=f"{whole[wrong]} in row {wrong + 1}",
+            got=f"{whole[wrong]} in row {_row(where, wrong)}",
             mend="drop the rows if it marks items that were not shown",
         )
     return whole
@@ -223,12 +251,8 @@ def _order_by_position(
 def _numeric(column: pa.ChunkedArray, name: str, what: str, where: object) -> np.ndarray:
     values = _combined(column)
     kind = values.type
-    if not (
-        pa.types.is_integer(kind)
-        or pa.types.is_floating(kind)
-        or pa.types.is_boolean(kind)
-        or pa.types.is_decimal(kind)
-    ):
+    numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
+    if not any(test(kind) for test in numbers):
         raise ColumnError(f"{what} column '{name}' should hold numbers", where=where, got=f"type {kind}")
     if values.null_count:
         _refuse_nulls(values, name, where)
@@ -247,7 +271,7 @@ def _non_negative(column: pa.ChunkedArray, name: str, what: str, where: object) 
         raise ColumnError(
             f"{what} column '{name}' should be finite and not negative in every row",
             where=where,
-            got=f"{_combined(column)[row].as_py()} in row {row + 1} ({int((~fine).sum())} such rows)",
+            got=f"{_combined(column)[row].as_py()} in row {_row(where, row)} ({int((~fine).sum())} such rows)",
             mend="clean the column or leave it out",
         )
     return values
@@ -300,14 +324,19 @@ def _features(
             block = _feature_column(column, name, where)[:, None]
             labels.append(name)
         blocks.append(block)
-    if len(blocks) == 1:
-        matrix = blocks[0]
-    elif blocks:
-        matrix = np.concatenate(blocks, axis=1)
-    else:
-        matrix = np.empty((table.num_rows, 0), np.float32)
+    matrix = blocks[0] if len(blocks) == 1 else _side_by_side(blocks, table.num_rows)
     check_features(matrix, labels, where=where, missing=missing)
     return matrix, tuple(labels)
+
+
+def _side_by_side(blocks: list[np.ndarray], rows: int) -> np.ndarray:
+    matrix = np.empty((rows, sum(block.shape[1] for block in blocks)), np.float32)
+    for start in range(0, rows, ROWS_AT_ONCE):
+        chosen, place = slice(start, start + ROWS_AT_ONCE), 0
+        for block in blocks:
+            matrix[chosen, place : place + block.shape[1]] = block[chosen]
+            place += block.shape[1]
+    return matrix
 
 
 def _codes(column: pa.ChunkedArray, name: str, where: object) -> tuple[np.ndarray, Any]:
@@ -357,10 +386,10 @@ def check_features(matrix: np.ndarray, names: list[str], *, where: object, missi
         row, column = (int(i) for i in np.argwhere(bad)[0])
         mend = "fill or clip them (values beyond 3.4e38 do not fit float32)"
         if missing == "refuse" and np.isnan(matrix[row, column]):
-            mend = "fill them, or use --ranker lightgbm or xgboost (missing='keep'), which can handle them"
+            mend = "fill them, or train with --ranker lightgbm or xgboost (missing='keep'), which can handle them"
         raise ColumnError(
             f"feature '{names[column]}' has values that are not finite",
             where=where,
-            got=f"{matrix[row, column]} in row {row + 1} ({int(bad[:, column].sum())} such rows)",
+            got=f"{matrix[row, column]} in row {_row(where, row)} ({int(bad[:, column].sum())} such rows)",
             mend=mend,
         )

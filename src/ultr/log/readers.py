@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def read_log(
     if is_lists(path) or (path.name in SPLITS and is_lists(path.parent)):
         return _read_lists(path, named)
     if path.is_dir():
-        return _read_folder(path, named, missing)
+        return _read_parquet(shards_in(path), named, where=path, missing=missing)
     path = existing_file(path)
     kind = file_kind(path)
     if kind == "SVMlight":
@@ -115,27 +115,36 @@ def _read_csv(path: Path, named: dict[str, Any], missing: Missing) -> Log:
     """CSV or TSV, gzipped or not. Ids are read as text first, so that 007 and 7, or two long hashes, stay apart."""
     compression, delimiter, names = csv_form(path)
     columns = resolve_columns(pa.schema([(name, pa.float64()) for name in names]), where=path, **named)
-    texts = (columns.context.get("query"), columns.context.get("segment"))
-    ids = [n for n in (columns.request, columns.item, *texts, *columns.categorical) if n is not None]
+    ids = [*csv_ids(columns), *columns.categorical]
+    settings = csv_settings(delimiter, names, dict.fromkeys(ids, pa.string()), include=columns.used)
     with as_data_error(path, "CSV"):
-        table = pa.csv.read_csv(
-            pa.input_stream(str(path), compression=compression),
-            read_options=pa.csv.ReadOptions(column_names=names, skip_rows=1),
-            parse_options=pa.csv.ParseOptions(delimiter=delimiter),
-            convert_options=pa.csv.ConvertOptions(
-                column_types={name: pa.string() for name in ids},
-                include_columns=columns.used,
-                strings_can_be_null=True,
-                null_values=MISSING_VALUES,
-            ),
-        )
+        table = pa.csv.read_csv(pa.input_stream(str(path), compression=compression), **settings)
     for name in ids:
         place = table.schema.get_field_index(name)
-        table = table.set_column(place, name, _whole_numbers(table[name]))
+        table = table.set_column(place, name, whole_numbers(table[name]))
     return log_from_table(table, columns, where=path, missing=missing, unused=columns.unused(names))
 
 
-def _whole_numbers(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+def csv_ids(columns: Columns) -> list[str]:
+    """The columns whose values name something."""
+    named = (columns.request, columns.item, columns.context.get("query"), columns.context.get("segment"))
+    return [name for name in named if name is not None]
+
+
+def csv_settings(
+    delimiter: str, names: list[str], types: dict[str, Any], *, include: Sequence[str] = (), block_bytes: int = 1 << 20
+) -> dict[str, Any]:
+    """How Arrow should read a CSV file with these columns, all of them or some."""
+    return {
+        "read_options": pa.csv.ReadOptions(column_names=names, skip_rows=1, block_size=block_bytes),
+        "parse_options": pa.csv.ParseOptions(delimiter=delimiter),
+        "convert_options": pa.csv.ConvertOptions(
+            column_types=types, include_columns=include, strings_can_be_null=True, null_values=MISSING_VALUES
+        ),
+    }
+
+
+def whole_numbers(texts: Any) -> Any:
     """Texts as whole numbers, if every one is written as one would write that number."""
     try:
         numbers = texts.cast(pa.int64())
@@ -187,7 +196,8 @@ def _from_table(table: pa.Table, named: dict[str, Any], *, where: object, missin
     return log_from_table(table, columns, where=where, missing=missing, unused=unused)
 
 
-def _read_folder(folder: Path, named: dict[str, Any], missing: Missing) -> Log:
+def shards_in(folder: Path) -> list[Path]:
+    """The Parquet files of a folder that holds no other data."""
     files = sorted(p for p in folder.iterdir() if p.is_file() and p.name[0] not in "._")  # others are work in progress
     shards = [p for p in files if p.suffix.lower() in (".parquet", ".pq")]
     if not shards:
@@ -196,23 +206,32 @@ def _read_folder(folder: Path, named: dict[str, Any], missing: Missing) -> Log:
         raise DataError(
             "the folder holds other data beside its shards", where=folder, got=strange[0], mend="move it away"
         )
-    return _read_parquet(shards, named, where=folder, missing=missing)
+    return shards
+
+
+def shard_columns(paths: list[Path], resolve: Callable[[pa.Schema], Columns]) -> tuple[list[pa.Schema], Columns]:
+    """The schema of each shard, and the columns of the first, which the others must have."""
+    schemas: list[pa.Schema] = []
+    for path in paths:
+        with as_data_error(path, "Parquet"):
+            schemas.append(pq.read_schema(path))
+    first = schemas[0]
+    columns = resolve(first)
+    for path, own in zip(paths, schemas, strict=True):
+        if (own.metadata or {}).get(FEATURE_NAMES_KEY) != (first.metadata or {}).get(FEATURE_NAMES_KEY):
+            raise DataError("its features are not those of the first shard", where=path, mend="write shards alike")
+        if lacking := [name for name in columns.used if name not in own.names]:
+            raise ColumnError(
+                f"lacks the column '{lacking[0]}' of the first shard", where=path, mend="write shards alike"
+            )
+    return schemas, columns
 
 
 def _read_parquet(paths: list[Path], named: dict[str, Any], *, where: Path, missing: Missing) -> Log:
-    with as_data_error(paths[0], "Parquet"):
-        schema = pq.read_schema(paths[0])
-    columns: Columns = resolve_columns(schema, where=paths[0], **named)
+    (schema, *_), columns = shard_columns(paths, lambda schema: resolve_columns(schema, where=paths[0], **named))
     tables = []
     for path in paths:
         with as_data_error(path, "Parquet"):
-            own = pq.read_schema(path)
-            if (own.metadata or {}).get(FEATURE_NAMES_KEY) != (schema.metadata or {}).get(FEATURE_NAMES_KEY):
-                raise DataError("its features are not those of the first shard", where=path, mend="write shards alike")
-            if lacking := [name for name in columns.used if name not in own.names]:
-                raise ColumnError(
-                    f"lacks the column '{lacking[0]}' of the first shard", where=path, mend="write shards alike"
-                )
             tables.append(pq.read_table(path, columns=columns.used, memory_map=True, partitioning=None))
     with as_data_error(where, "shards of one log"):
         table = tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from ultr.errors import ColumnError, DataError
 from ultr.files import existing_file
 from ultr.log.build import as_data_error
-from ultr.log.readers import MISSING_VALUES, csv_form, file_kind
+from ultr.log.readers import csv_form, csv_settings, file_kind
 from ultr.log.table import FEATURE_NAMES_KEY
 
 PARQUET = (".parquet", ".pq")
@@ -82,11 +82,7 @@ def _converted(path: Path, target: Path, ids: Callable[[pa.Schema], Iterable[str
     def reader() -> Any:
         return pa.csv.open_csv(
             pa.input_stream(str(path), compression=compression),
-            read_options=pa.csv.ReadOptions(column_names=names, skip_rows=1, block_size=BLOCK_BYTES),
-            parse_options=pa.csv.ParseOptions(delimiter=delimiter),
-            convert_options=pa.csv.ConvertOptions(
-                column_types=types, strings_can_be_null=True, null_values=MISSING_VALUES
-            ),
+            **csv_settings(delimiter, names, types, block_bytes=BLOCK_BYTES),
         )
 
     target.parent.mkdir(parents=True, exist_ok=True)

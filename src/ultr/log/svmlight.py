@@ -21,10 +21,11 @@ import pyarrow.csv
 
 from ultr.errors import DataError
 from ultr.files import existing_file
-from ultr.log.build import check_features
+from ultr.log.build import Piece, check_features
 from ultr.log.table import Log
 
 BLOCK_BYTES = 32 << 20
+STREAM_BYTES = 4 << 20  # a block and what it is parsed with take some twenty times as much
 MAX_INDEX = 1_000_000
 EXACT = 2**53  # numbers pass through double precision
 MAX_BYTES = 1 << 36  # of the matrix
@@ -44,36 +45,69 @@ class _Block:
 def read_svmlight(path: str | Path) -> Log:
     """A log with true relevance and features `1`, `2`, ...; values left out are zero. There are no positions."""
     path = existing_file(path)
-    blocks: list[_Block] = []
-    lines = 0
-    try:
-        with _open(path) as stream:
-            for text in _blocks_of_lines(stream):
-                blocks.append(_parse(text, path, lines))
-                lines += text.count(b"\n")
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            f"the gzip data is damaged ({error})", where=path, mend="fetch or write the file again"
-        ) from error
-    blocks = [block for block in blocks if len(block.grades)]
+    blocks = list(_read(path, BLOCK_BYTES))
     if not blocks:
         raise DataError("there are no rows", where=path, mend=_EXPECTED)
     qids = np.concatenate([block.qids for block in blocks])
     grades = np.concatenate([block.grades for block in blocks])
     features = _dense(blocks)
-    names = [str(i + 1) for i in range(features.shape[1])]
-    check_features(features, names, where=path, missing="refuse")
-    if not ((grades >= 0) & (grades < np.inf)).all():
-        row = int(np.flatnonzero(~((grades >= 0) & (grades < np.inf)))[0])
-        raise DataError("grades should be finite and not negative", where=path, got=f"{grades[row]} in row {row + 1}")
+    names = _checked(features, grades, path, rows_before=0)
     order, offsets, ids = _group(qids)
     return Log(
         features=features if order is None else features[order],
         offsets=offsets,
         request_ids=pa.array(ids),
-        feature_names=tuple(names),
+        feature_names=names,
         relevance=grades if order is None else grades[order],
     )
+
+
+def svmlight_batches(path: Path, *, width: int, numbers: int) -> Iterator[Log]:
+    """The rows as they come, each as a request of its own, some at a time: about so many `numbers`.
+
+    They have features `1` to `width`, whatever others the file has; values left out are zero.
+    """
+    before = 0
+    for block in _read(path, STREAM_BYTES):
+        row_of_value = np.repeat(np.arange(len(block.grades)), block.counts)
+        rows = max(1, numbers // max(1, width))
+        for first in range(0, len(block.grades), rows):
+            grades, qids = block.grades[first : first + rows], block.qids[first : first + rows]
+            inside = slice(*np.searchsorted(row_of_value, (first, first + rows)))
+            known = block.indices[inside] <= width
+            features = np.zeros((len(grades), width), np.float32)
+            places = row_of_value[inside][known] - first, block.indices[inside][known] - 1
+            features[places] = block.values[inside][known]
+            names = _checked(features, grades, path, rows_before=before)
+            yield Log(features, np.arange(len(grades) + 1), pa.array(qids), names, relevance=grades)
+            before += len(grades)
+
+
+def _read(path: Path, block_bytes: int) -> Iterator[_Block]:
+    lines = 0
+    try:
+        with _open(path) as stream:
+            for text in _blocks_of_lines(stream, block_bytes):
+                block = _parse(text, path, lines)
+                lines += text.count(b"\n")
+                if len(block.grades):
+                    yield block
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"the gzip data is damaged ({error})", where=path, mend="fetch or write the file again"
+        ) from error
+
+
+def _checked(features: np.ndarray, grades: np.ndarray, path: Path, *, rows_before: int) -> tuple[str, ...]:
+    """The names of features, which must be finite, as must grades."""
+    names = [str(i + 1) for i in range(features.shape[1])]
+    check_features(features, names, where=Piece(path, rows_before), missing="refuse")
+    fine = (grades >= 0) & (grades < np.inf)
+    if not fine.all():
+        row = int(np.flatnonzero(~fine)[0])
+        got = f"{grades[row]} in row {rows_before + row + 1}"
+        raise DataError("grades should be finite and not negative", where=path, got=got)
+    return tuple(names)
 
 
 def _group(qids: np.ndarray) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
@@ -109,9 +143,9 @@ def _open(path: Path) -> BinaryIO:
     return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
 
 
-def _blocks_of_lines(stream: BinaryIO) -> Iterator[bytes]:
+def _blocks_of_lines(stream: BinaryIO, block_bytes: int) -> Iterator[bytes]:
     rest = b""
-    while read := stream.read(BLOCK_BYTES):
+    while read := stream.read(block_bytes):
         text = rest + read
         end = text.rfind(b"\n") + 1
         rest = text[end:]

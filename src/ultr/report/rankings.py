@@ -1,0 +1,84 @@
+"""Where new rankings differ from the logged one, with example requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ultr.outcomes import Outcome
+from ultr.report.parts import Folded, Grid, Heading, Part, Plot, Section, Table, Text
+from ultr.report.plots import heat_map, histogram
+from ultr.report.run import BEFORE, OLDER, Run
+
+
+def ranking_section(runs: Sequence[Run]) -> Section:
+    told = {run.name: run.outcome for run in runs if run.outcome is not None and "moves" in run.outcome.about}
+    if not told:
+        kept = any(run.outcome is not None for run in runs)
+        return Section("Rankings", [Text("There was no logged ranking." if kept else OLDER)])
+    several = len(told) > 1
+    caption = "Kendall's τ by request: 1 the same order, 0 unrelated, -1 reversed."
+    agreement = {name: outcome.agreement for name, outcome in told.items()}
+    parts: list[Part] = [
+        Text(f"How far the new ranking of the validation requests is from {BEFORE}."),
+        histogram("Agreement", agreement, np.linspace(-1, 1, 21), x="τ", caption=caption),
+        Table(
+            ["run", "mean τ", "first item kept", "requests in the same order"],
+            [[name, *_kept(outcome)] for name, outcome in told.items()],
+        ),
+        Grid([_moves(f"Where items went: {name}" if several else "Where items went", o) for name, o in told.items()]),
+    ]
+    for number, (name, outcome) in enumerate(told.items()):
+        parts.append(Heading(f"Example requests: {name}" if several else "Example requests"))
+        examples = outcome.about["examples"]
+        parts += [_example(example, open_=number == 0 and i == 0) for i, example in enumerate(examples)]
+    return Section("Rankings", parts)
+
+
+def _kept(outcome: Outcome) -> list[str]:
+    known = outcome.agreement[np.isfinite(outcome.agreement)]
+    if not len(known):
+        return ["-", "-", "-"]
+    return [f"{known.mean():.3f}", f"{outcome.about['moves']['first_kept']:.0%}", f"{np.mean(known > 1 - 1e-9):.0%}"]
+
+
+def _moves(title: str, outcome: Outcome) -> Plot:
+    moves = outcome.about["moves"]
+    ranks = [str(k) for k in range(1, moves["deepest"] + 1)]
+    columns = [*ranks, *(["below"] if any(row[-1] > 0 for row in moves["shares"]) else [])]
+    return heat_map(
+        title,
+        [row[: len(columns)] for row in moves["shares"]],
+        columns=columns,
+        rows=ranks,
+        x="new rank",
+        y="logged rank",
+        caption="Share of the items at a logged rank that now stand at each rank.",
+        largest=None,
+    )
+
+
+def _example(example: Mapping[str, Any], *, open_: bool) -> Folded:
+    items = example["items"]
+    extra = [name for name in ("label", "relevance") if name in items[0]]
+    titles = {"label": "logged feedback", "relevance": "true label"}
+    rows = [
+        [
+            item["item"],
+            str(item["after"]),
+            str(item["before"]),
+            _arrow(item["before"] - item["after"]),
+            f"{item['score']:.3f}",
+            *(f"{item[name]:.3g}" for name in extra),
+        ]
+        for item in items
+    ]
+    head = ["item", "new rank", "logged rank", "moved", "score", *(titles[name] for name in extra)]
+    title = f"request {example['request']}: {example['why']} (τ = {example['agreement']:.2f})"
+    return Folded(title, [Table(head, rows)], open=open_)
+
+
+def _arrow(by: int) -> str:
+    return "=" if by == 0 else f"{'▲' if by > 0 else '▼'} {abs(by)}"

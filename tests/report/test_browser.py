@@ -1,0 +1,168 @@
+"""Pages in a browser: all is drawn, tabs and hovering work, both themes, a phone's width, and paper."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ultr.report import write_report
+
+QUIETLY = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+TABS = ["Summary", "Data", "Learning", "Metrics", "Bias", "Rankings", "Configuration"]
+SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+
+
+class Said(list):
+    """What a browser says, and asks for, but for the page itself."""
+
+    def append(self, what: str) -> None:
+        if not what.startswith(("file:", "data:", "blob:")):
+            super().append(what)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no Chromium here: install Debian's package chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="there is no playwright here")
+    with playwright.sync_playwright() as started:
+        found = started.chromium.launch(executable_path=chromium, args=list(QUIETLY))
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def path(runs, tmp_path_factory) -> Path:
+    chosen = [runs[name] for name in ("em", "trust", "towers", "affine", "plain")]
+    return write_report(chosen, tmp_path_factory.mktemp("page") / "report.html")
+
+
+@pytest.fixture
+def opened(browser, path):
+    """A page of five runs at some width, and all that the browser had to say of it."""
+    contexts = []
+
+    def open_(size: str = "desktop", scheme: str = "light", **more):
+        width, height = SIZES[size]
+        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **more)
+        contexts.append(context)
+        page, said = context.new_page(), Said()
+        page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: said.append(f"error: {error}"))
+        page.on("request", lambda request: said.append(request.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector("body[data-ready]")
+        return page, said
+
+    yield open_
+    for context in contexts:
+        context.close()
+
+
+def drawn(page) -> list[bool]:
+    """Of each plot that is in sight, whether it is drawn and fits."""
+    return page.evaluate(
+        """[...document.querySelectorAll('.plot')].filter((p) => p.offsetParent).map(
+            (p) => !!p.querySelector('.main-svg') && p.querySelector('.main-svg').clientWidth <= p.clientWidth + 1)"""
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_plot_is_drawn_in_every_tab_without_a_word(opened, size, scheme):
+    page, said = opened(size, scheme)
+    assert [tab.inner_text() for tab in page.query_selector_all("[role=tab]")] == TABS
+    seen = 0
+    for tab in page.query_selector_all("[role=tab]"):
+        tab.click()
+        assert tab.get_attribute("aria-selected") == "true"
+        assert len(page.query_selector_all("main section:not([hidden])")) == 1
+        assert all(drawn(page))
+        seen += len(drawn(page))
+        assert not page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
+        if shots := os.environ.get("ULTR_SCREENSHOTS"):
+            page.screenshot(path=f"{shots}/{size}-{scheme}-{tab.inner_text()}.png", full_page=True)
+    assert seen == len(page.query_selector_all(".plot")) > 10
+    assert said == []
+
+
+def test_hovering_tells_figures(opened):
+    page, said = opened()
+    page.click("#tab-learning")
+    box = page.query_selector(".plot:visible .nsewdrag").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_selector(".hoverlayer .legend, .hoverlayer .hovertext", timeout=5000)
+    assert said == []
+
+
+def test_keys_go_from_tab_to_tab_and_addresses_lead_to_them(opened, path):
+    page, _ = opened()
+    page.focus("#tab-summary")
+    page.keyboard.press("ArrowRight")
+    assert page.get_attribute("#tab-data", "aria-selected") == "true"
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    assert page.get_attribute("#tab-configuration", "aria-selected") == "true"
+    page.goto(path.as_uri() + "#bias")
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    assert page.get_attribute("#tab-bias", "aria-selected") == "true"
+    assert all(drawn(page))
+
+
+def test_light_and_dark_change_at_a_button(opened):
+    page, said = opened()
+    page.click("#tab-learning")
+
+    def colours() -> tuple[str, str]:
+        paper = "getComputedStyle(document.body).backgroundColor"
+        ink = "getComputedStyle(document.querySelector('#learning .xtick text')).fill"
+        return page.evaluate(paper), page.evaluate(ink)
+
+    light = colours()
+    page.click("#theme")
+    dark = colours()
+    page.click("#theme")
+    assert colours() == light
+    assert light[0] != dark[0]
+    assert light[1] != dark[1]
+    assert said == []
+
+
+def test_on_paper_all_sections_are_there_and_afterwards_as_before(opened, tmp_path):
+    page, said = opened(scheme="dark")
+    page.pdf(path=str(tmp_path / "page.pdf"))
+    assert (tmp_path / "page.pdf").stat().st_size > 50_000
+    assert len(page.query_selector_all("main section:not([hidden])")) == 1
+    page.click("#tab-bias")
+    assert all(drawn(page))
+    assert said == []
+
+
+def test_tables_are_read_without_scripts(opened, browser):
+    page = browser.new_context(java_script_enabled=False).new_page()
+    (address,) = {opened()[0].url}
+    page.goto(address)
+    assert all(section.is_visible() for section in page.query_selector_all("main section"))
+    page.context.close()
+
+
+def test_a_command_can_be_copied(opened):
+    page, said = opened(permissions=["clipboard-read", "clipboard-write"])
+    page.click("#tab-configuration")
+    page.click(".copy >> nth=0")
+    # Not wait_for_function: asked a second time, it evaluates a string, which the page's policy forbids.
+    page.wait_for_selector(".copy:text-is('copied'), .copy:text-is('select it')")
+    assert said == []
