@@ -6,13 +6,21 @@ STAMP  := $(VENV)/.installed
 # Real data for tests that can use it; they skip, saying so, where it is absent.
 export ULTR_DATA ?= $(wildcard ../shared/data)
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-long mutants check bench clean
 
 demo: $(STAMP)
 	$(BIN)/ultr demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# What takes too long for every change: thousands of hostile inputs, hundreds of kills, recovery over many seeds.
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
+
+# Small faults put into the formulas one at a time: do the tests notice?
+mutants: $(STAMP)
+	$(BIN)/python benchmarks/mutants.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

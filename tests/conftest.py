@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,8 +23,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # as do the commands they start
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Tests neither read nor fill the user's cache."""
+def shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests neither read nor fill the user's cache: they have one that they share, across processes."""
+    base = tmp_path_factory.getbasetemp()
+    workers = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    monkeypatch.setenv("ULTR_CACHE", str(workers / "shared-cache"))
+
+
+@pytest.fixture
+def own_cache(shared_cache, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache that no other test sees."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("ULTR_CACHE", str(folder))
     return folder
@@ -57,6 +67,11 @@ def ultr(monkeypatch, capsys):
         return SimpleNamespace(returncode=end.value.code or 0, stdout=printed.out, stderr=printed.err)
 
     return run
+
+
+def some_always(names: Iterable[str], always: Iterable[str]) -> list[Any]:
+    """Parameters of which only some are run with every change."""
+    return [pytest.param(name, marks=() if name in always else pytest.mark.long) for name in names]
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from ultr.bias import (
     paper_weights,
     preference_target,
     quotient,
+    released_target,
     relevance_posterior,
     relevant_though_zero,
     scoring_terms,
@@ -178,6 +179,21 @@ def test_pair_trust_and_pair_examined_equal_enumeration(parameters):
 
 
 @given(st.tuples(*[probabilities] * 5))
+def test_the_released_target_takes_what_was_not_examined_for_a_tossed_coin(parameters):
+    theta_minus, plus, minus, gamma, beta_i = parameters
+
+    def preferred(e_j, above):
+        return (plus if above else minus) if e_j else beta_i
+
+    pair = PairModel(*map(tensor, (1.0, 1.0, plus, minus, gamma, beta_i)))
+    for positive_j in EITHER:
+        states = states_of(1.0 if positive_j else theta_minus, lambda e_j: gamma if e_j else 0.5, preferred)
+        target = released_target(torch.tensor(positive_j), pair, tensor(theta_minus))
+        assert_conditional(target, states, lambda e_j, above, c: above, lambda *state: state[-1])
+        assert target <= 1
+
+
+@given(st.tuples(*[probabilities] * 5))
 def test_the_coherent_preference_equals_enumeration(parameters):
     theta_i, theta_j, beta_i, beta_j, kappa = parameters
     states = states_of(theta_i, theta_j, beta_i, beta_j, kappa)  # e_i, e_j, r_i > 0, r_j > 0, r_i > r_j given both
@@ -189,7 +205,7 @@ def test_the_coherent_preference_equals_enumeration(parameters):
         c_i, c_j = e_i and r_i, e_j and r_j
         return c_i, c_j, c_i and c_j and order
 
-    for label_i, label_j in [(2.0, 1.0), (1.0, 2.0), (1.0, 1.0), (0.5, 0.0), (0.0, 0.0), (0.0, 3.0)]:
+    for label_i, label_j in [(2.0, 1.0), (1.0, 2.0), (1.0, 1.0), (0.5, 0.0), (0.0, 0.0), (0.0, 0.5)]:
         seen = label_i > 0, label_j > 0, label_i > label_j > 0
         value = coherent_preference(tensor(label_i), tensor(label_j), *map(tensor, parameters))
         assert_conditional(value, states, above, lambda *state, seen=seen: kind(*state) == seen, within=1e-9)
@@ -302,6 +318,16 @@ def test_single_and_double_precision_agree_where_an_item_is_almost_surely_seen_o
     torch.testing.assert_close(narrow, exact_weights(positive, wide[2], *wide[:2]), rtol=1e-6, atol=0)
     narrow = relevance_posterior(positive, theta, beta, zeta).double()
     torch.testing.assert_close(narrow, relevance_posterior(positive, *wide), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", EDGES)
+def test_the_target_of_a_sure_preference_is_never_above_one_by_rounding(dtype):
+    theta_i, theta_j, plus, minus, beta_i = uniform(np.random.default_rng(6), 5, 2000).to(dtype)
+    pair = PairModel(theta_i, theta_j, plus, minus, torch.ones_like(plus), beta_i)
+    for preferred in EITHER:
+        target = preference_target(torch.tensor(preferred), pair.gamma, pair_posterior(pair))
+        assert_probabilities(target)
+        torch.testing.assert_close(target, torch.ones_like(target))
 
 
 @given(st.floats(5e-324, 1.0), probabilities, inside, inside, st.booleans())

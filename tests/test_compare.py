@@ -84,7 +84,6 @@ def test_methods_on_a_log_are_judged_on_requests_that_selection_never_saw(tmp_pa
     assert result.rows[0].figures["feedback-ndcg@10"] == [pytest.approx(expected["feedback-ndcg@10"])]
 
 
-@pytest.mark.slow
 def test_processes_side_by_side_give_the_same_figures(tmp_path):
     alone = compare(BASE, ["pointwise"], tmp_path / "one", seeds=2, rates=[0.01], jobs=1)
     beside = compare(BASE, ["pointwise"], tmp_path / "two", seeds=2, rates=[0.01], jobs=2)

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,16 @@ import ultr as package
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+LONG = {"reproduce.md", "scale.md", "trees.md"}
 MODULES = sorted(m.name for m in pkgutil.walk_packages(package.__path__, "ultr.") if "main" not in m.name)
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def marked(path: Path) -> Any:
+    return pytest.param(path, id=path.name, marks=pytest.mark.long if path.name in LONG else ())
+
+
+@pytest.mark.parametrize("path", [marked(path) for path in DOCUMENTS])
 def test_examples_run(path, ultr, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}

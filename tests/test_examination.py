@@ -121,6 +121,7 @@ def test_the_logging_score_is_recovered_from_the_order_alone(monkeypatch):
     assert found.explained > 0.9
 
 
+@pytest.mark.long
 def test_an_order_that_is_not_linear_is_recovered_by_a_network(monkeypatch):
     log, logged = confounded_log(linear=False)
     score = recovered_score(log)
@@ -149,6 +150,7 @@ def test_a_network_that_explains_no_more_is_not_used(monkeypatch):
     np.testing.assert_array_equal(found.score, recovered_score(shuffled).score)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_theta_is_recovered_from_lists_in_a_rankers_order_and_in_random_order(shuffled):
     log, _ = confounded_log(requests=5000)
@@ -194,11 +196,11 @@ def test_propensities_are_read_and_checked(tmp_path):
     assert read_propensities(path) == {"1@phone": 1.0, "1@desk": 0.5}
     for text, match in {
         "position,theta\n1,1\n": "columns position, propensity",
-        "position,propensity\n1,0\n": "above 0",
+        "position,propensity\n1,0\n": "from 1e-06",
         "position,propensity\n1,1.5\n": "at most 1",
         "position,propensity\nfirst,0.5\n": "numbers",
         "position,propensity\n1,0.5\n1,0.6\n": "once",
-        "position,propensity\n1,\n": "above 0",
+        "position,propensity\n1,\n": "from 1e-06",
         "": "empty",
     }.items():
         path.write_text(text)

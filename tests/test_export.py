@@ -21,11 +21,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import make_shown_log
+from conftest import make_shown_log, some_always
 from ultr import export
 from ultr.errors import DataError, MissingExtraError, OutputError, UltrError
 from ultr.export import check_parity, export_run, onnx_bytes
 from ultr.exported import is_exported, load_exported, onnx_scores, onnx_session
+from ultr.formats import load_json
 from ultr.labels import Label
 from ultr.log import Log, write_log
 from ultr.methods import METHODS, MethodInputs, make_method
@@ -99,7 +100,7 @@ def inputs(**changes) -> MethodInputs:
     )
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", some_always(METHODS, {"pairwise-em", "pal-click-dwell", "position-feature"}))
 def test_what_each_method_serves_scores_alike_in_onnx(name):
     torch.manual_seed(1)
     log = coloured_log(unknown=True)
@@ -412,7 +413,7 @@ def test_a_run_is_told_from_an_exported_model(runs):
     ids=str,
 )
 def test_a_description_that_cannot_be_is_refused(changes, folders, tmp_path):
-    about = {**json.loads((folders["mlp"] / "model.json").read_text()), **changes}
+    about = {**load_json(folders["mlp"] / "model.json"), **changes}
     (tmp_path / "model.json").write_text(json.dumps(about))
     with pytest.raises(DataError):
         load_exported(tmp_path)

@@ -93,6 +93,7 @@ def test_what_is_not_a_label_is_refused(expression, message):
         ("1 / click", r"inf where click=0"),
         ("log(dwell)", "-inf where dwell=0"),
         ("click / 0", "nan where click=0"),
+        ("click + 1 / 0", "nan where click=0"),
         ("click * (-1) ** 0.5", "nan where click=0"),
         ("click * 10 ** 1000", "nan where click=0"),
         ("exp(dwell * 100) + click", "inf where dwell=20, click=1"),
@@ -123,3 +124,154 @@ def test_any_text_is_a_label_or_a_label_error(text):
         return
     assert np.isfinite(values).all()
     assert (values >= 0).all()
+
+
+def test_labels_are_known_by_their_expression():
+    label = Label(" click + dwell ")
+    assert label == Label("click + dwell") != Label("click+dwell")
+    assert label != "click + dwell"
+    assert len({label, Label("click + dwell"), Label("click")}) == 2
+    assert repr(label) == "Label('click + dwell')"
+    assert Label.of(label) is label
+    assert Label.of("click + dwell") == label
+    assert Label() == Label("click + dwell / exp(3)")
+
+
+def test_values_are_checked_unless_told_otherwise():
+    np.testing.assert_array_equal(Label("click - 1")(ACTIONS, check=False), CLICK - 1)
+    with pytest.raises(LabelError, match="not negative"):
+        Label("click - 1")(ACTIONS, check=True)
+
+
+def test_a_refusal_shows_the_first_bad_row_and_counts_them():
+    actions = {"click": np.array([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]]), "dwell": np.arange(6.0).reshape(3, 2)}
+    for values in (actions, {name: torch.from_numpy(v) for name, v in actions.items()}):
+        with pytest.raises(LabelError, match=r"got -1.0 where click=0, dwell=3 \(2 such rows\); mend"):
+            Label("click - 1 + 0 * dwell")(values)
+
+
+@pytest.mark.parametrize(
+    ("expression", "taken"),
+    [
+        ("click" + " " * 992 + "+ 1", True),
+        ("click" + " " * 992 + "+ 1 ", True),  # without what surrounds it
+        ("click" + " " * 993 + "+ 1", False),
+        ("(" * 60 + "click" + ")" * 60, True),
+        ("-" * 50 + "click", True),
+        ("-" * 51 + "click", False),
+        ("click" + " + 1" * 50, True),
+        ("click" + " + 1" * 51, False),
+        ("1 + (" * 50 + "click" + ")" * 50, True),
+        ("1 + (" * 51 + "click" + ")" * 51, False),
+        ("abs(" * 50 + "click" + ")" * 50, True),
+        ("abs(" * 51 + "click" + ")" * 51, False),
+    ],
+)
+def test_lengths_and_depths_up_to_their_bounds_are_taken(expression, taken):
+    if taken:
+        assert Label(expression).actions == ("click",)
+    else:
+        with pytest.raises(LabelError, match=r"1 to 1000 characters|nested deeper than 50"):
+            Label(expression)
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("exp()", "gives exp 0 arguments; it takes one"),
+        ("clip(click)", r"it takes clip\(x, low, high\)"),
+        ("clip(click, 0, 1, 2)", "gives clip 4 arguments"),
+        ("max(click)", "it takes two or more"),
+        ("max()", "it takes two or more"),
+        ("None * click", "holds None"),
+        ("b'1' * click", "not a number"),
+        ("2j * click", "not a number"),
+        ("not click", "holds unaryop"),
+        ("+click", "holds unaryop"),
+        ("click in like", "holds compare"),
+        ("click is like", "holds compare"),
+        ("click // 2", "holds binop"),
+        ("exp(*click)", "holds starred"),
+        ("max(click, like, key=click)", "holds call"),
+        ("click.max(like, 1)", "holds call"),
+        ("click\0", "cannot be parsed"),
+        ("click\ud800", "cannot be parsed"),  # half of a pair, which is no text
+        ("click +", "use numbers, action names, .* exp log log1p sqrt abs min max clip"),
+    ],
+)
+def test_a_refusal_says_what_is_not_allowed_and_what_is(expression, message):
+    with pytest.raises(LabelError, match=message):
+        Label(expression)
+
+
+def test_what_is_no_text_is_no_label():
+    with pytest.raises(LabelError, match="a label is an expression, got 3"):
+        Label(3)
+
+
+BOTH = [ACTIONS, {name: torch.from_numpy(values) for name, values in ACTIONS.items()}]
+
+
+@pytest.mark.parametrize("actions", BOTH, ids=["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("click * (2 > 1) + (1 > 2)", CLICK),
+        ("(1 <= 1) * click + (1 < 1) + (1 >= 2)", CLICK),
+        ("click + min(3, 2, 4) + max(1, 5, 2)", CLICK + 7),
+        ("click * max(2 > 1, 0.5) + log(2 > 1)", CLICK),
+        ("clip(3, 0, 2) * click", 2 * CLICK),
+        ("clip(-3, 0, 2) + click", CLICK),
+        ("clip(dwell, click, 1)", np.minimum(np.maximum(DWELL, CLICK), 1)),
+        ("min(dwell, click, like)", np.minimum(np.minimum(DWELL, CLICK), LIKE)),
+        ("max(0.25, click)", np.maximum(CLICK, 0.25)),
+        ("click * sqrt(4) + log(1) + log1p(0) + abs(-1)", 2 * CLICK + 1),
+        ("min(click, 1e400)", CLICK),
+        ("min(click, 1e300)", CLICK),
+        ("click * 1e299 / 1e299", CLICK),
+        (f"min(click, 1{'0' * 400})", CLICK),
+        ("click * (dwell == 0.5) + (click != like)", CLICK * (DWELL == 0.5) + (CLICK != LIKE)),
+        ("(dwell > 0.5) + (dwell < 0.5) + (dwell <= 0)", 1.0 * (DWELL > 0.5) + (DWELL < 0.5) + (DWELL <= 0)),
+        ("2 ** click + click ** 2 + exp(0) * like", 2.0**CLICK + CLICK**2 + LIKE),
+    ],
+)
+def test_numbers_among_themselves_are_as_numbers_among_arrays(expression, expected, actions):
+    np.testing.assert_allclose(np.asarray(Label(expression)(actions)), expected, rtol=1e-12)
+
+
+def test_whole_numbers_and_truth_become_floats_of_the_usual_precision():
+    whole, truth = torch.tensor([3, 0]), torch.tensor([True, False])
+    assert Label("click")({"click": whole}).dtype == torch.get_default_dtype()
+    assert Label("click > 1")({"click": whole}).dtype == torch.get_default_dtype()
+    assert Label("click")({"click": truth}).tolist() == [1, 0]
+    assert Label("click")({"click": whole.to(torch.float16)}).dtype == torch.float16
+    assert Label("click")({"click": np.array([True])}).dtype == np.float64
+    assert Label("click")({"click": np.array([1], np.float32)}).dtype == np.float32
+    assert Label("click > 0")({"click": np.array([1], np.float32)}).dtype == np.float32
+    assert Label("click")({"click": [1, 2]}).tolist() == [1, 2]
+    mixed = Label("click + like")({"click": torch.tensor([1.0]), "like": np.array([2.0])})
+    assert isinstance(mixed, np.ndarray)
+    assert mixed.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        {"click": np.zeros(2), "like": np.zeros(3)},
+        {"click": torch.zeros(2), "like": torch.zeros(2, 1)},
+        {"click": 1.0, "like": 2.0},
+        {"click": torch.zeros(2), "like": torch.zeros(2, dtype=torch.complex64)},
+    ],
+)
+def test_actions_of_other_shapes_or_kinds_are_refused(actions):
+    with pytest.raises(LabelError, match="numbers, as many of each, got click"):
+        Label("click + like")(actions)
+
+
+def test_actions_without_names_are_refused():
+    with pytest.raises(LabelError, match="a mapping from texts to values, got ndarray; pass what was done by its name"):
+        Label("click")(CLICK)
+
+
+def test_only_the_actions_it_reads_are_looked_at():
+    assert Label("click")({"click": np.ones(2), "like": np.zeros(3)}).tolist() == [1, 1]

@@ -61,5 +61,6 @@ def test_memory_mapped_rows_are_taken_without_a_warning(shown_log):
 
 
 def test_other_feedback_replaces_the_old(shown_log):
-    lists = Lists.from_log(shown_log).with_actions({"like": torch.ones(1)})
+    lists = Lists.from_log(shown_log)
+    lists = lists.with_actions({"like": torch.ones(lists.where.shape)})
     assert list(lists.actions) == ["like"]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy, cross_entropy
 
 from ultr.losses import (
+    gaps,
     lambdarank_weights,
     logistic_loss,
     pairwise_loss,
@@ -118,6 +119,17 @@ def test_a_product_with_what_is_certain_is_the_logistic_loss(case):
     torch.testing.assert_close(product_logistic_loss(certain, logits, targets, where=where), expected)
 
 
+@given(batches())
+def test_the_product_loss_is_the_cross_entropy_of_the_product_of_probabilities(case):
+    logits, labels, where = case
+    others, targets = logits.flip(0).mul(0.7), labels / 4
+    by_hand = [
+        float(binary_cross_entropy(a[w].sigmoid() * b[w].sigmoid(), t[w], reduction="sum"))
+        for a, b, t, w in zip(logits, others, targets, where, strict=True)
+    ]
+    assert_means(partial(product_logistic_loss, logits, others, targets, where=where), by_hand)
+
+
 @settings(max_examples=25)
 @given(batches(max_length=4))
 def test_gradients_of_cross_entropies_equal_finite_differences(case):
@@ -179,3 +191,68 @@ def test_the_softmax_loss_has_no_gradient_for_its_weights():
     softmax_loss(scores, item_weights, where=torch.ones(2, 4, dtype=torch.bool)).backward()
     assert item_weights.grad is None
     assert scores.grad.abs().sum() > 0
+
+
+def test_weights_of_pairs_carry_no_gradient():
+    scores, pair_weights = torch.randn(2, 4, requires_grad=True), torch.rand(2, 4, 4, requires_grad=True)
+    pairwise_loss(scores, pair_weights).backward()
+    assert pair_weights.grad is None
+    labels, where = torch.arange(8.0).view(2, 4), torch.ones(2, 4, dtype=torch.bool)
+    assert not lambdarank_weights(scores, labels, where=where).requires_grad
+
+
+def test_lambdarank_has_linear_gains_over_their_ideal_unless_told():
+    scores, labels = torch.tensor([[0.3, 0.2, 0.1]]), torch.tensor([[0.0, 1.0, 3.0]])
+    weights = lambdarank_weights(scores, labels, where=torch.ones_like(labels, dtype=torch.bool))
+    ideal = 3 + 1 / np.log2(3)
+    assert weights[0, 2, 0].item() == pytest.approx(3 * (1 - 1 / np.log2(4)) / ideal)
+    assert weights[0, 0, 2].item() == 0
+
+
+def test_pairs_are_laid_out_for_long_strides_over_the_batch():
+    scores, labels, where = torch.randn(7, 4), torch.arange(28.0).view(7, 4), torch.ones(7, 4, dtype=torch.bool)
+    pairs = gaps(scores), preferred_pairs(labels, where=where), lambdarank_weights(scores, labels, where=where)
+    assert [values.stride(0) for values in pairs] == [1, 1, 1]
+
+
+def every_loss(scores, labels, where, weights=None) -> dict[str, torch.Tensor]:
+    """Each of its own arguments; `labels` in [0, 1]."""
+    common = {"where": where, "weights": weights}
+    pairs = lambdarank_weights(scores, labels, where=where)
+    return {
+        "pointwise": pointwise_loss(scores, labels, **common),
+        "softmax": softmax_loss(scores, labels, **common),
+        "logistic": logistic_loss(scores, labels, **common),
+        "product": product_logistic_loss(scores, 0.5 * scores, labels, **common),
+        "pairwise": pairwise_loss(scores, pairs, **common),
+        "unweighed pairs": pairwise_loss(scores.masked_fill(~where, 0.0), pairs, weights=weights),
+    }
+
+
+def lists_of_lists() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = np.random.default_rng(5)
+    scores, labels = torch.from_numpy(rng.normal(size=(2, 3, 4))), torch.from_numpy(rng.random((2, 3, 4)))
+    return scores, labels, torch.from_numpy(rng.random((2, 3, 4)) < 0.8)
+
+
+def test_the_last_dimension_is_the_list_however_many_come_before():
+    case, weights = lists_of_lists(), torch.arange(1.0, 7.0, dtype=torch.float64)
+    nested = every_loss(*case, weights=weights.view(2, 3))
+    flat = every_loss(*(values.flatten(0, 1) for values in case), weights=weights)
+    single = [every_loss(*(values.flatten(0, 1)[i] for values in case)) for i in range(6)]
+    for name, loss in nested.items():
+        torch.testing.assert_close(loss, flat[name], msg=name)
+        by_request = torch.stack([one[name] for one in single])
+        torch.testing.assert_close(loss, (weights * by_request).sum() / weights.sum(), msg=name)
+
+
+def test_nothing_in_padding_is_read_not_even_what_is_no_number():
+    scores, labels, where = lists_of_lists()
+    nan = torch.full_like(scores, torch.nan)
+    clean = scores.clone().requires_grad_()
+    spoilt = torch.where(where, scores, nan).requires_grad_()
+    for name, loss in every_loss(spoilt, torch.where(where, labels, nan), where).items():
+        expected = every_loss(clean, labels, where)[name]
+        torch.testing.assert_close(loss, expected, msg=name)
+        (found,), (gradient,) = torch.autograd.grad(loss, spoilt), torch.autograd.grad(expected, clean)
+        torch.testing.assert_close(found, gradient, msg=name)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from sklearn.metrics import dcg_score, ndcg_score
 
 from ultr.dwell import Dwell
-from ultr.errors import OptionError
+from ultr.errors import DataError, OptionError
 from ultr.labels import Label
 from ultr.metrics import (
     METRICS,
     arp_metric,
+    batch_innermost,
     dcg_metric,
     mrr_metric,
     ndcg_metric,
@@ -26,7 +27,7 @@ from ultr.metrics import (
     reward_metric,
     sampled_reward_metric,
 )
-from ultr.simulate import CascadeUser, TrustUser, User
+from ultr.simulate import LAST_POSITION, CascadeUser, TrustUser, User
 
 LABEL = Label()
 
@@ -216,6 +217,9 @@ def test_single_precision_does_not_cancel_on_long_lists():
     expected = 15 / np.log2(5001)
     assert dcg_metric(scores, grades).item() == pytest.approx(expected, rel=1e-6)
     assert ndcg_metric(grades, grades, k=10).item() <= 1
+    user = User(epsilon=0.0, examination=[0.7], eta=0.25)
+    reward = reward_metric(scores, grades, user=user, label="click").item()
+    assert reward == pytest.approx((0.7 / LAST_POSITION) ** 0.25, rel=1e-6)
 
 
 def test_cascade_rewards_of_tied_items_average_over_orders_and_do_not_depend_on_the_batch():
@@ -265,3 +269,176 @@ def test_names_with_cut_offs_are_parsed_and_others_refused():
             parse_metric(text)
     with pytest.raises(OptionError, match="no cut-off"):
         arp_metric(torch.zeros(1, 2), torch.zeros(1, 2), k=3)
+
+
+EXTRAS = {"reward": {"user": User(), "label": LABEL}}
+CASES = [(name, EXTRAS.get(name, {})) for name in METRICS] + [("reward", {"user": CascadeUser(), "label": LABEL})]
+
+
+def figures(name: str, scores, grades, where, **options) -> torch.Tensor:
+    return METRICS[name](scores, grades, where=where, **options)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize("k", [None, 2])
+def test_the_last_dimension_is_the_list_however_many_come_before(name, options, k):
+    generator = torch.Generator().manual_seed(6)
+    scores, grades = torch.randint(0, 4, (2, 2, 3, 5), generator=generator).double()
+    where = torch.rand((2, 3, 5), generator=generator) < 0.8
+    where[1, 2] = False
+    cut = {} if name == "arp" else {"k": k}
+    nested = figures(name, scores, grades, where, **options, **cut)
+    assert nested.shape == (2, 3)
+    for index in np.ndindex(2, 3):
+        alone = figures(name, scores[index], grades[index], where[index], **options, **cut)
+        torch.testing.assert_close(nested[index], alone, msg=name)
+    assert nested[1, 2] == 0  # nothing to count
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_items_scored_minus_infinity_stand_last_but_before_padding(name, options):
+    grades = torch.tensor([[1.0, 3.0, 2.0, 4.0]]).double()
+    scores = torch.tensor([[0.0, -torch.inf, 1.0, torch.inf]]).double()
+    where = torch.tensor([[True, True, True, False]])
+    expected = figures(name, torch.tensor([[0.0, -1.0, 1.0]]).double(), grades[:, :3], None, **options)
+    torch.testing.assert_close(figures(name, scores, grades, where, **options), expected)
+
+
+@pytest.mark.parametrize("k", [None, 1, 3, 9])
+def test_cascade_reward_without_ties_is_the_users_expectation_of_the_ranked_list(k):
+    user = CascadeUser()
+    grades, scores = (
+        torch.tensor([[2.0, 9.0, 4.0, 0.0, 1.0]]).double(),
+        torch.tensor([[1.0, 9.0, 3.0, 2.0, 4.0]]).double(),
+    )
+    where = torch.tensor([[True, False, True, True, True]])
+    ranked = torch.tensor([[1.0, 4.0, 0.0, 2.0]]).double()
+    expected = user.expected(ranked, torch.arange(1, 5)[None], LABEL)[:, :k].sum(-1)
+    torch.testing.assert_close(reward_metric(scores, grades, user=user, label=LABEL, k=k, where=where), expected)
+
+
+@pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 3, 6)])
+def test_a_sampled_reward_is_of_the_whole_list_unless_cut_and_never_of_padding(shape):
+    clicks_on_all = User(eta=0.0)
+    where = (torch.arange(6) < 4).expand(shape)  # the highest scores are of padding
+    scores = torch.arange(6.0).expand(shape)
+    grades = torch.where(where, 4.0, torch.nan)
+    for options, shown in [({}, 6), ({"k": 5}, 5), ({"where": where}, 4), ({"where": where, "k": 3}, 3)]:
+        found = sampled_reward_metric(
+            scores,
+            grades if "where" in options else torch.full_like(scores, 4.0),
+            user=clicks_on_all,
+            label="click",
+            generator=torch.Generator().manual_seed(7),
+            **options,
+        )
+        assert torch.equal(found, torch.full(shape[:-1], float(shown)))
+
+
+def test_ties_go_by_slot_or_with_a_generator_to_every_order_alike():
+    tied = torch.zeros(2, 3000, 3)
+    assert torch.equal(ranks_of(tied), torch.arange(1, 4).expand(2, 3000, 3))
+    assert torch.equal(ranks_of(torch.zeros(500)), torch.arange(1, 501))  # long lists are sorted in another way
+    drawn, again = (ranks_of(tied, generator=torch.Generator().manual_seed(8)) for _ in range(2))
+    assert torch.equal(drawn, again)
+    for order in permutations((1, 2, 3)):
+        count = int((drawn == torch.tensor(order)).all(-1).sum())
+        assert abs(count - 1000) < 3.89 * (6000 * 1 / 6 * 5 / 6) ** 0.5  # 99.99%
+    scored = torch.tensor([0.0, 2.0, 2.0, 1.0]).expand(50, 4)
+    drawn = ranks_of(scored, generator=torch.Generator().manual_seed(9))
+    assert drawn[:, [0, 3]].unique(dim=0).tolist() == [[4, 3]]
+    assert drawn[:, 1:3].unique(dim=0).tolist() == [[1, 2], [2, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("largest", [4.0, 0.01])
+def test_a_perfect_ranking_is_one_and_never_above_by_rounding(dtype, largest):
+    grades = torch.rand((2000, 12), generator=torch.Generator().manual_seed(10), dtype=torch.float64)
+    grades = grades.mul(largest).to(dtype)
+    found = ndcg_metric(grades, grades)
+    assert (found <= 1).all()
+    torch.testing.assert_close(found, torch.ones_like(found))
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint8, torch.float64])
+def test_figures_are_of_the_precision_of_the_scores_whatever_that_of_the_labels(name, options, kind):
+    scores, grades = torch.tensor([[3.0, 2.0, 0.0, 2.0]]), torch.tensor([[0.0, 3.0, 1.0, 1.0]])
+    found = METRICS[name](scores, grades.to(kind), **options)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, METRICS[name](scores, grades, **options))
+
+
+@given(case=ranked_lists(), unit=st.sampled_from([0.01, 0.3, 50.0]))
+def test_the_average_relevance_position_does_not_depend_on_the_unit_of_relevance(case, unit):
+    scores, grades, _ = case
+    assert arp_metric(scores, unit * grades).item() == pytest.approx(arp_metric(scores, grades).item())
+
+
+def test_gains_of_fractions_of_a_grade_do_not_cancel():
+    grades = torch.tensor([[1e-6], [0.5], [1.0], [1.5], [60.0]])
+    expected = np.expm1(grades[:, 0].double().numpy() * np.log(2))
+    np.testing.assert_allclose(dcg_metric(torch.zeros(5, 1), grades).numpy(), expected, rtol=1e-6)
+    assert dcg_metric(torch.zeros(5, 1), grades, gain="linear").tolist() == grades[:, 0].tolist()
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_how_scores_lie_in_memory_changes_nothing(name, options):
+    scores, grades = torch.arange(12.0).remainder(5).view(4, 3).T, torch.arange(12.0).remainder(4).view(4, 3).T
+    expected = METRICS[name](scores.contiguous(), grades.contiguous(), **options)
+    torch.testing.assert_close(METRICS[name](scores, grades, **options), expected)
+
+
+def test_gains_of_whole_grades_are_exact():
+    grades = torch.arange(53.0, dtype=torch.float64)[:, None]
+    assert dcg_metric(torch.zeros_like(grades), grades).tolist() == [2**y - 1 for y in range(53)]
+
+
+def test_whole_numbers_are_told_apart_however_large_and_halves_become_single():
+    scores, grades = torch.tensor([[2**24, 2**24 + 1]]), torch.tensor([[0.0, 1.0]])
+    assert mrr_metric(scores, grades).tolist() == [1]
+    assert mrr_metric(scores, grades).dtype == torch.float64
+    assert mrr_metric(torch.zeros(1, 2, dtype=torch.float16), grades).dtype == torch.float32
+
+
+def test_the_first_dimension_is_laid_out_adjacently_and_values_stay():
+    for shape in [(3,), (3, 5), (3, 4, 5)]:
+        values = torch.arange(float(np.prod(shape))).view(shape)
+        laid_out = batch_innermost(values)
+        assert torch.equal(laid_out, values)
+        assert laid_out.stride(0) == 1
+
+
+NUMBERS, TRUE = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("scores", "labels", "options", "message"),
+    [
+        (NUMBERS, NUMBERS[:1], {}, r"of one shape .*'labels': \[1, 3\]"),
+        (NUMBERS, NUMBERS, {"where": TRUE[:, :2]}, r"of one shape .*'where': \[2, 2\]"),
+        (NUMBERS[0, 0], NUMBERS[0, 0], {}, "an item or more"),
+        (NUMBERS[:, :0], NUMBERS[:, :0], {}, "an item or more"),
+        (NUMBERS.to(torch.complex64), NUMBERS, {}, "should be numbers"),
+        (NUMBERS, NUMBERS.to(torch.complex64), {}, "should be numbers"),
+        (NUMBERS, NUMBERS, {"where": NUMBERS}, "true or false"),
+        (NUMBERS, NUMBERS, {"k": 0}, "from 1"),
+        (NUMBERS, NUMBERS, {"gain": "linaer"}, "did you mean 'linear'"),
+        (NUMBERS, NUMBERS + 60.5, {}, "above 60"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(scores, labels, options, message):
+    with pytest.raises((DataError, OptionError), match=message):
+        ndcg_metric(scores, labels, **options)
+
+
+def test_what_just_goes_together_is_taken():
+    assert dcg_metric(NUMBERS[:0], NUMBERS[:0]).shape == (0,)
+    assert precision_metric(NUMBERS, NUMBERS + 1, k=1, where=TRUE).tolist() == [1, 1]
+    assert precision_metric(NUMBERS[:, :1], NUMBERS[:, :1] + 1).tolist() == [1, 1]
+    assert dcg_metric(NUMBERS, NUMBERS + 61, gain="linear", k=1).tolist() == [61, 61]
+    assert parse_metric("dcg@1") == ("dcg", 1)
+    assert parse_metric("dcg@999999") == ("dcg", 999_999)
+    for text in ("dcg@", "dcg@-1", "dcg@1000000", "dcg@1.5"):
+        with pytest.raises(OptionError, match="from 1"):
+            parse_metric(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
 from conftest import make_shown_log
-from ultr.checkpoint import read_metrics
+from ultr.checkpoint import read_json, read_metrics, write_json
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.outcomes import COMPARED_ITEMS, LOGGED, _chosen, _moves, agreements, ranks, read_outcome, write_outcome
@@ -154,12 +153,16 @@ def test_runs_that_left_nothing_and_damage(run, tmp_path):
     shutil.copytree(run, damaged)
     table = pq.read_table(damaged / "outcome" / "requests.parquet")
     pq.write_table(table.drop_columns(["weight"]), damaged / "outcome" / "requests.parquet")
+    with pytest.raises(DataError, match="not as it was written"):
+        read_outcome(damaged)
+    about = read_json(damaged / "outcome" / "outcome.json")
+    del about["sum"]  # as of older runs
+    write_json(damaged / "outcome" / "outcome.json", about)
     with pytest.raises(DataError, match="cannot be read"):
         read_outcome(damaged)
     (damaged / "outcome" / "requests.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match="train again"):
         read_outcome(damaged)
-    about = json.loads((damaged / "outcome" / "outcome.json").read_text())
-    (damaged / "outcome" / "outcome.json").write_text(json.dumps({**about, "format": 99}))
+    write_json(damaged / "outcome" / "outcome.json", {**about, "format": 0})
     with pytest.raises(DataError, match="another version"):
         read_outcome(damaged)

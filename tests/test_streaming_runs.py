@@ -158,7 +158,6 @@ run_training(config(Path(sys.argv[1]), stream="yes"), Path(sys.argv[2]), checkpo
 """
 
 
-@pytest.mark.slow
 def test_a_streaming_run_that_is_killed_goes_on_to_the_same_bits(lists, tmp_path):
     """Threads that read are in the middle of it then."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"

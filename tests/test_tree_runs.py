@@ -124,6 +124,7 @@ def test_the_same_seed_gives_the_same_file(ranker, log_path, tmp_path):
     assert first == second
 
 
+@pytest.mark.long
 def test_what_is_known_of_bias_can_come_from_another_run(log_path, tmp_path):
     first = run_training(config(log_path, propensities=None, select="auto"), tmp_path / "first")
     assert (first / "judge" / "judge.json").is_file()
@@ -176,7 +177,7 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing_behind(changes, match
 
 def test_a_log_without_any_pair_is_refused(log_path, tmp_path):
     log = read_log(log_path)
-    actions = {name: np.zeros_like(values) for name, values in log.actions.items()}
+    actions = {name: np.ones_like(values) for name, values in log.actions.items()}
     write_log(replace(log, actions=actions), tmp_path / "none.parquet")
     with pytest.raises(DataError, match="no two items of a request differ"):
         run_training(config(tmp_path / "none.parquet", method_options={"loss": "ipw"}), tmp_path / "run")

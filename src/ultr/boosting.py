@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from ultr.checkpoint import append_metrics, read_json, rewind_metrics
-from ultr.errors import OptionError
+from ultr.checkpoint import append_metrics, newest_checkpoint, rewind_metrics, write_checkpoint
+from ultr.errors import DataError, OptionError
 from ultr.feeding import Feed
-from ultr.files import atomic_path
 from ultr.lists import ListBatches
 from ultr.methods import make_tree_method
 from ultr.methods.boosted_bias import fit_boosted
@@ -28,6 +27,7 @@ from ultr.preparing import Prepared, RunConfig
 from ultr.processes import size
 from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, check_parameters
 from ultr.rankers.trees import kernels
+from ultr.seals import checksum
 from ultr.stages import (
     BIAS,
     evaluator,
@@ -41,7 +41,6 @@ from ultr.stages import (
 )
 from ultr.training import Progress, choose_device, held_out_requests
 
-FORMAT = 1
 BIAS_ROUNDS = 300  # at most, of a bias model of trees
 
 
@@ -53,7 +52,6 @@ class Rounds:
     best: float = -math.inf
     best_round: int = 0
     waited: int = 0
-    format: int = field(default=FORMAT)
 
 
 class TreeRun:
@@ -173,21 +171,27 @@ class TreeRun:
         """How far the run had come, and its trees; a library's own objective keeps to itself what it had learned of
         positions, so that one starts again.
         """
-        folder = out / "checkpoints" / "rounds"
-        if task.objective is None or not (folder / "state.json").is_file():
+        if task.objective is None:
             shutil.rmtree(out / "checkpoints", ignore_errors=True)
             return Rounds(), None
-        content = read_json(folder / "state.json")
-        if content.get("format") != FORMAT:
-            return Rounds(), None
-        best = content["best"]
-        return Rounds(**{**content, "best": -math.inf if best is None else best}), folder / self.library.FILE
+
+        def read(folder: Path, meta: dict[str, Any]) -> tuple[Rounds, Path]:
+            trees, best = folder / self.library.FILE, meta["best"]
+            if not trees.is_file() or checksum(trees) != meta["sum"]:
+                mend = "begin again with --overwrite"
+                raise DataError("the trees are not those that were written", where=trees, mend=mend)
+            best = -math.inf if best is None else best
+            return Rounds(meta["step"], best, meta["best_round"], meta["waited"]), trees
+
+        return newest_checkpoint(out, read) or (Rounds(), None)
 
     def _save(self, out: Path, booster: Booster, state: Rounds) -> None:
-        content = {**asdict(state), "best": state.best if math.isfinite(state.best) else None}
-        with atomic_path(out / "checkpoints" / "rounds", overwrite=True, folder=True) as temporary:
-            booster.save(temporary / self.library.FILE, rounds=state.done)
-            (temporary / "state.json").write_text(json.dumps(content))
+        def write(folder: Path) -> dict[str, Any]:
+            booster.save(folder / self.library.FILE, rounds=state.done)
+            best = state.best if math.isfinite(state.best) else None
+            return {**asdict(state), "best": best, "sum": checksum(folder / self.library.FILE)}
+
+        write_checkpoint(out, state.done, write)
 
     def _finish(self, out: Path, booster: Booster, rounds: int) -> None:
         """Write what was learned: the trees of the best so many rounds."""

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy as np
 from ultr.checkpoint import read_json, write_json
 from ultr.errors import OptionError, UltrError, UnfinishedError, nearest
 from ultr.evaluation import PairedTest, mean_with_interval, paired_test
+from ultr.files import output_errors
 from ultr.judging import load_judge
 from ultr.methods import parse_options
 from ultr.models import load_model
@@ -34,6 +36,7 @@ from ultr.simulate import make_user
 from ultr.stages import less_is_better, mean_figures
 from ultr.training import usual_training
 
+FORMAT = 1
 JUDGED = 0.2  # share of a log's requests that only the final figures see
 DEFAULT_RATES = (0.005, 0.01, 0.02, 0.05)
 TREE_RATES = (0.05, 0.1)
@@ -110,7 +113,12 @@ class Comparison:
     reference: str
 
     def to_json(self) -> dict[str, Any]:
-        return {"metrics": self.metrics, "reference": self.reference, "rows": [row.to_json() for row in self.rows]}
+        return {
+            "format": FORMAT,
+            "metrics": self.metrics,
+            "reference": self.reference,
+            "rows": [row.to_json() for row in self.rows],
+        }
 
 
 class Task(Protocol):
@@ -256,8 +264,15 @@ def compare(
         metrics=metrics,
         reference=reference or "",
     )
-    with Workers(jobs or default_jobs()) as workers:
-        (result,) = compare_all([plan], workers, on_done)
+    existed = out.exists()
+    try:
+        with Workers(jobs or default_jobs()) as workers:
+            (result,) = compare_all([plan], workers, on_done)
+    except UltrError:
+        with suppress(OSError):  # there is something in it
+            if not existed:
+                out.rmdir()
+        raise
     write_json(out / "comparison.json", result.to_json())
     return result
 
@@ -267,7 +282,8 @@ def compare_all(
 ) -> list[Comparison]:
     """Make several comparisons at once: first all that their rates are chosen by, then all other runs."""
     for plan in plans:
-        plan.out.mkdir(parents=True, exist_ok=True)
+        with output_errors(plan.out):
+            plan.out.mkdir(parents=True, exist_ok=True)
     workers.run([task for plan in plans for task in plan.tuning_tasks()], on_done)
     rate_of = [plan.rates_chosen() for plan in plans]
     workers.run([task for plan, rates in zip(plans, rate_of, strict=True) for task in plan.final_tasks(rates)], on_done)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ultr.arguments import Seed, check_fields, checked
 from ultr.errors import DataError, OptionError
 from ultr.files import existing_file
 
@@ -29,7 +30,11 @@ class Dwell:
     decay: float = 0.0
 
     def __post_init__(self) -> None:
-        mu, sigma = checked_numbers("mu", self.mu), checked_numbers("sigma", self.sigma, low=0)
+        check_fields(self)
+        mu, sigma = (
+            checked_numbers("mu", self.mu, low=-50, high=50),
+            checked_numbers("sigma", self.sigma, low=0, high=5),
+        )
         if len(mu) != len(sigma):
             raise OptionError("dwell needs as many sigma as mu", got=f"{len(sigma)} and {len(mu)}")
         checked_numbers("decay", [self.decay], low=-10, high=10)
@@ -40,17 +45,23 @@ class Dwell:
         return both[..., 0], both[..., 1]
 
     @staticmethod
-    def fit(seconds: np.ndarray, components: int = 5, *, decay: float = 0.0, seed: int = 0) -> Dwell:
+    @checked
+    def fit(seconds: np.ndarray, components: int = 5, *, decay: float = 0.0, seed: Seed = 0) -> Dwell:
         """Fit a Gaussian mixture to log dwell times; the component of the shortest becomes the lowest grade."""
         from sklearn.mixture import GaussianMixture
 
         seconds = np.asarray(seconds, dtype=np.float64).ravel()
         bad = ~(np.isfinite(seconds) & (seconds > 0))
         if bad.any():
-            raise DataError("dwell times should be positive", got=f"{seconds[bad][0]} ({int(bad.sum())} such values)")
+            got = f"{seconds[bad][0]} ({int(bad.sum())} such values)"
+            raise DataError("dwell times should be positive", got=got, mend="drop those from the --dwell-file")
         if components < 1 or len(seconds) < 10 * components:
-            raise DataError(f"{components} components need {10 * components} dwell times or more", got=len(seconds))
-        mixture = GaussianMixture(components, random_state=seed, n_init=3).fit(np.log(seconds)[:, None])
+            what, mend = f"{components} components need {10 * components} dwell times or more", "bring more of them"
+            raise DataError(what, got=len(seconds), mend=f"{mend} in the --dwell-file")
+        if (values := len(np.unique(seconds))) < 2 * components:
+            mend = "give dwell times as they were measured in the --dwell-file"
+            raise DataError(f"{components} components need {2 * components} different ones", got=values, mend=mend)
+        mixture = GaussianMixture(components, random_state=seed % 2**32, n_init=3).fit(np.log(seconds)[:, None])
         order = np.argsort(mixture.means_.ravel())
         sigma = np.sqrt(mixture.covariances_.ravel()[order])
         return Dwell(tuple(mixture.means_.ravel()[order].tolist()), tuple(sigma.tolist()), decay)
@@ -66,9 +77,8 @@ def read_dwell_times(path: str | Path) -> np.ndarray:
             numbers.append(float(line))
         except ValueError as error:
             if i > 0:
-                raise DataError(
-                    "dwell times should be one number per line", where=path, got=f"'{line[:40]}'"
-                ) from error
+                what, mend = "dwell times should be one number per line", "mend or drop the line"
+                raise DataError(what, where=path, got=f"'{line[:40]}'", mend=mend) from error
     return np.array(numbers)
 
 
@@ -84,6 +94,27 @@ def checked_numbers(
         bounds = f" from {low:g} to {high:g}" if math.isfinite(high) else f" from {low:g}" if math.isfinite(low) else ""
         raise OptionError(f"'{name}' should be finite numbers{bounds}", got=repr(values))
     return numbers
+
+
+def check_grades(relevance: Tensor, max_grade: int) -> None:
+    if relevance.numel() and not bool(((relevance >= 0) & (relevance <= max_grade)).all()):
+        raise DataError(
+            f"grades should be 0 to {max_grade}",
+            got=f"{float(relevance.min())} to {float(relevance.max())}",
+            mend="give the user the data's max_grade",
+        )
+
+
+def checked_lists(relevance: Tensor, positions: Tensor, where: Tensor | None) -> Tensor:
+    """Grades in single or double precision, if what else is said of the items goes with them."""
+    given = {"relevance": relevance, "positions": positions, "where": where}
+    shapes = [list(tensor.shape) for tensor in given.values() if tensor is not None]
+    dtypes = [tensor.dtype for tensor in given.values() if tensor is not None]
+    if not relevance.ndim or any(shape != shapes[0] for shape in shapes) or relevance.is_complex():
+        raise DataError("grades, positions and where should be numbers of one shape", got=f"{shapes} of {dtypes}")
+    if positions.dtype not in (torch.int32, torch.int64) or (where is not None and where.dtype != torch.bool):
+        raise DataError("positions should be whole numbers, and where true or false", got=dtypes)
+    return relevance if relevance.dtype in (torch.float32, torch.float64) else relevance.float()
 
 
 def by_grade(values: Sequence[Any], relevance: Tensor, max_grade: int) -> Tensor:

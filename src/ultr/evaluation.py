@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ultr.arguments import checked
 from ultr.errors import DataError, OptionError
 from ultr.labels import DEFAULT_LABEL, Label
 from ultr.lists import ListBatches
 from ultr.log import Log
-from ultr.metrics import METRICS, parse_metric
+from ultr.metrics import MAX_GRADE, METRICS, parse_metric
 from ultr.simulate import User
 
 FEEDBACK = "feedback-"
 OFF_POLICY = "off-policy-"  # the value of a ranking by biased feedback, as `judging` finds it
+LARGEST = 1e150  # whose square is finite
 VALUES = ("reward", "dcg")  # that have one
-MAX_GRADE = 60
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class PairedTest:
         return self.p < 0.05
 
 
+@checked
 def parse_any_metric(text: str) -> tuple[str, int | None]:
     """`feedback-ndcg@10`, `off-policy-reward@10` and `ndcg@10` -> the metric and its cut-off."""
     name, k = parse_metric(text.removeprefix(FEEDBACK).removeprefix(OFF_POLICY))
@@ -56,6 +58,7 @@ def parse_any_metric(text: str) -> tuple[str, int | None]:
     return name, k
 
 
+@checked
 def evaluate_scores(
     log: Log,
     scores: np.ndarray,
@@ -101,24 +104,18 @@ def _needed(user: User | None, on_feedback: bool) -> User:
     return user
 
 
+@checked
 def mean_with_interval(values: np.ndarray, weights: np.ndarray | None = None, *, confidence: float = 0.95) -> Mean:
     """The (weighted) mean over requests, with a Student-t interval for requests drawn independently.
 
     One request alone says nothing about its spread: its interval has no ends.
     """
-    values = np.asarray(values, dtype=np.float64)
-    weights = np.ones_like(values) if weights is None else np.asarray(weights, dtype=np.float64)
-    if values.ndim != 1 or not len(values) or weights.shape != values.shape:
-        raise DataError("a mean needs one value and one weight per request", got=f"{values.shape} and {weights.shape}")
-    if not 0 < confidence < 1:
-        raise OptionError("the confidence should be between 0 and 1", got=confidence)
-    if not weights.sum() > 0 or weights.min() < 0:
-        raise DataError("weights should not be negative, nor all zero", got=float(weights.min()))
-    mean = float(np.average(values, weights=weights))
-    margin = _standard_error(values - mean, weights) * _t_quantile(len(values), confidence)
+    mean, error = _mean_and_error(_bounded(values), weights)
+    margin = error * _t_quantile(len(values), confidence)
     return Mean(mean, mean - margin, mean + margin, len(values))
 
 
+@checked
 def paired_test(
     a: np.ndarray, b: np.ndarray, weights: np.ndarray | None = None, *, confidence: float = 0.95
 ) -> PairedTest:
@@ -127,22 +124,43 @@ def paired_test(
         raise DataError("a paired test compares the same requests", got=f"{np.shape(a)} and {np.shape(b)}")
     from scipy.stats import t
 
-    differences = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
-    mean = mean_with_interval(differences, weights, confidence=confidence)
-    n = mean.requests
-    error = (mean.high - mean.mean) / _t_quantile(n, confidence)
-    p = float(2 * t.sf(abs(mean.mean) / error, max(1, n - 1))) if error else float(mean.mean == 0)
-    return PairedTest(mean.mean, mean.low, mean.high, p, n)
+    mean, error = _mean_and_error(_bounded(a) - _bounded(b), weights)
+    n = len(a)
+    margin = error * _t_quantile(n, confidence)
+    p = float(2 * t.sf(abs(mean) / error, max(1, n - 1))) if error else float(mean == 0)
+    return PairedTest(mean, mean - margin, mean + margin, p, n)
 
 
-def _standard_error(deviations: np.ndarray, weights: np.ndarray) -> float:
-    n = len(deviations)
+def _bounded(values: np.ndarray) -> np.ndarray:
+    """Values whose squares can be summed."""
+    values = values.astype(np.float64)
+    if (np.abs(values) > LARGEST).any():
+        raise DataError(f"values should not be beyond {LARGEST:g}", got=float(np.abs(values).max()), mend="scale them")
+    return values
+
+
+def _mean_and_error(values: np.ndarray, weights: np.ndarray | None) -> tuple[float, float]:
+    """The weighted mean and its standard error, infinite for one value alone."""
+    weights = np.ones_like(values) if weights is None else weights.astype(np.float64)
+    if values.ndim != 1 or not len(values) or weights.shape != values.shape:
+        raise DataError("a mean needs one value and one weight per request", got=f"{values.shape} and {weights.shape}")
+    if not 0 < weights.max() < np.inf or weights.min() < 0:
+        got = f"{weights.min():g} to {weights.max():g}"
+        raise DataError("weights should be finite and not negative, nor all zero", got=got)
+    # By powers of two, which leave every digit, to sizes whose squares neither vanish nor overflow.
+    weights = np.ldexp(weights, -np.frexp(weights.max())[1])
+    exponent = int(np.frexp(np.abs(values).max())[1])
+    values = np.ldexp(values, -exponent)
+    n, mean = len(values), float(np.average(values, weights=weights))
     if n < 2:
-        return np.inf
-    return float(np.sqrt(np.sum((weights * deviations) ** 2) * n / (n - 1)) / weights.sum())
+        return float(np.ldexp(mean, exponent)), np.inf
+    error = np.sqrt(np.sum((weights * (values - mean)) ** 2) * n / (n - 1)) / weights.sum()
+    return float(np.ldexp(mean, exponent)), float(np.ldexp(error, exponent))
 
 
 def _t_quantile(n: int, confidence: float) -> float:
     from scipy.stats import t
 
+    if not 0 < confidence < 0.5 + confidence / 2 < 1:
+        raise OptionError("the confidence should be between 0 and 1", got=confidence)
     return float(t.ppf(0.5 + confidence / 2, max(1, n - 1)))

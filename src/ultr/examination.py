@@ -44,6 +44,7 @@ CLEARLY_MORE = 0.02  # of the same, that a network must explain beyond a linear 
 NETWORK = {"hidden": (128, 64), "dropout": 0.1}
 NETWORK_RATE, NETWORK_STEPS, NETWORK_LOOKS, NETWORK_PATIENCE = 3e-3, 1000, 50, 3
 SETTLED = 1e-6  # the largest relative change of θ in an iteration that is no more worth making
+RAREST = 1e-6  # of examination that is known: weights are its inverse
 LEAST = 1e-3  # rarer examination cannot be told from none
 START = 0.7  # of θ where it is largest: leaves room on either side, as clicks do not tell the scale
 
@@ -130,26 +131,31 @@ def read_propensities(path: str | Path) -> dict[str, float]:
     path = existing_file(path)
     try:
         table = pq.read_table(path) if content_kind(path) == "Parquet" else csv.read_csv(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"cannot be read as a table ({error})", where=path, mend="write position,propensity") from error
+    except (pa.ArrowException, OSError) as error:
+        brief = " ".join(str(error).split())[:200]
+        raise DataError(f"cannot be read as a table ({brief})", where=path, mend="write position,propensity") from error
     if table.column_names not in (["position", "propensity"], ["position", "propensity", "segment"]):
         got = ", ".join(table.column_names[:5])
-        raise DataError("propensities have the columns position, propensity and perhaps segment", where=path, got=got)
+        what = "propensities have the columns position, propensity and perhaps segment"
+        raise DataError(what, where=path, got=got, mend="name them so, in this order")
     try:
         positions = table["position"].cast(pa.int64()).to_pylist()
         values = table["propensity"].cast(pa.float64()).to_pylist()
-    except pa.ArrowInvalid as error:
-        raise DataError(f"propensities should be numbers by whole positions ({error})", where=path) from error
+        names = table["segment"].cast(pa.string()).to_pylist() if "segment" in table.column_names else ()
+    except pa.ArrowException as error:
+        brief = " ".join(str(error).split())[:200]
+        what = f"propensities should be numbers by whole positions ({brief})"
+        raise DataError(what, where=path, mend="mend or drop such rows") from error
     for position, value in zip(positions, values, strict=True):
-        if position is None or value is None or not 0 < value <= 1:
+        if position is None or value is None or not RAREST <= value <= 1:
             got = f"{value} at position {position}"
-            raise DataError("a propensity should be above 0 and at most 1", where=path, got=got)
+            what, mend = f"a propensity should be from {RAREST:g} to at most 1", "mend, clip or drop the row"
+            raise DataError(what, where=path, got=got, mend=mend)
     keys = [str(position) for position in positions]
-    if "segment" in table.column_names:
-        names = table["segment"].cast(pa.string()).to_pylist()
+    if names:
         keys = [f"{key}@{name}" if name else key for key, name in zip(keys, names, strict=True)]
     if len(set(keys)) < len(keys):
-        raise DataError("each position should be there once, or once a segment", where=path)
+        raise DataError("each position should be there once, or once a segment", where=path, mend="drop repeated rows")
     return dict(zip(keys, values, strict=True))
 
 

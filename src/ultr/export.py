@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ultr import __version__
+from ultr.arguments import checked
 from ultr.checkpoint import read_json
 from ultr.errors import DataError, MissingExtraError, OutputError
 from ultr.exported import (
@@ -37,12 +38,14 @@ from ultr.models import ROWS_KEPT, Model, kept_rows, load_model, spread
 from ultr.onnx_trees import NotInOnnxError, trees_to_onnx
 from ultr.preparing import RunConfig, read_data
 from ultr.rankers.boosters import TreeRanker
+from ultr.seals import sealed
 
 OPSET = 18
 TOLERANCE = 1e-5  # of the largest score, or of 1 if that is more
 CODES = "of a category: its index in its vocabulary + 1; 0 for any other value"
 
 
+@checked
 def export_run(run: str | Path, out: str | Path, *, rows: str | None = None, overwrite: bool = False) -> Exported:
     """Write the model of a finished run to a folder: ONNX, what its inputs are, and a model card.
 
@@ -70,7 +73,7 @@ def export_run(run: str | Path, out: str | Path, *, rows: str | None = None, ove
     about["files"] = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     contents[CARD] = model_card(run, about).encode()
     about["files"][CARD] = hashlib.sha256(contents[CARD]).hexdigest()
-    contents[ABOUT] = (json.dumps(about, indent=2) + "\n").encode()
+    contents[ABOUT] = (json.dumps(sealed(about), indent=2) + "\n").encode()
     with atomic_path(out, overwrite=overwrite, folder=True) as temporary:
         for name, content in contents.items():
             (temporary / name).write_bytes(content)

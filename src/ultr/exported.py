@@ -9,8 +9,7 @@ folder/README.md       the model card
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ultr.arguments import checked
 from ultr.errors import DataError, MissingExtraError, OptionError
+from ultr.formats import check_format, load_json
 
 FORMAT = 1
 ONNX, ABOUT, CARD = "model.onnx", "model.json", "README.md"
@@ -69,6 +70,8 @@ def onnx_session(content: bytes, *, threads: int = 0, where: object = None) -> A
         raise MissingExtraError("scoring with ONNX", package="onnxruntime", extra="export") from error
     if threads < 0:
         raise OptionError("threads should be 0 or more", got=threads)
+    if refers_to_files(content):
+        raise DataError("the model keeps weights in other files, which are never read", where=where, mend=AGAIN)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 3
     try:
@@ -79,6 +82,63 @@ def onnx_session(content: bytes, *, threads: int = 0, where: object = None) -> A
     if names != [INPUT, OUTPUT]:
         raise DataError(f"a model has one input, {INPUT}, and one output, {OUTPUT}", where=where, got=", ".join(names))
     return session
+
+
+# Of the messages in a model (onnx.proto), which fields hold messages that tensors are in.
+_INSIDE: dict[str, dict[int, str]] = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "function": {7: "node", 11: "attribute"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+}
+
+
+def refers_to_files(content: bytes) -> bool:
+    """Whether a tensor of a model lies in a file beside it, by a path that the model names."""
+    if b"location" not in content:  # the key of such a path
+        return False
+    waiting = [("model", memoryview(content))]
+    while waiting:
+        kind, message = waiting.pop()
+        for field, value in _fields(message):
+            if kind == "tensor":
+                if field == 13 or (field == 14 and value == 1):  # external_data, or a data_location that is external
+                    return True
+            elif field in _INSIDE[kind] and isinstance(value, memoryview):
+                waiting.append((_INSIDE[kind][field], value))
+    return False
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """The fields of a protocol buffer: numbers as they are, all else as bytes."""
+    at = 0
+
+    def number() -> int:
+        nonlocal at
+        found = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            found |= (byte & 127) << shift
+            if byte < 128:
+                return found
+            shift += 7
+
+    try:
+        while at < len(message):
+            tag = number()
+            if tag & 7 == 0:
+                yield tag >> 3, number()
+                continue
+            length = {1: 8, 2: -1, 5: 4}[tag & 7]
+            length = number() if length < 0 else length
+            yield tag >> 3, message[at : at + length]
+            at += length
+    except (IndexError, KeyError) as error:
+        raise DataError("this is no ONNX model", mend=AGAIN) from error
 
 
 def onnx_scores(session: Any, features: np.ndarray) -> np.ndarray:
@@ -92,6 +152,7 @@ def is_exported(folder: str | Path) -> bool:
     return (path / ABOUT).is_file() and not (path / "config.json").is_file()
 
 
+@checked
 def load_exported(folder: str | Path) -> Exported:
     """The model that `ultr export` wrote to a folder; torch is not imported for it."""
     folder = Path(folder)
@@ -122,7 +183,7 @@ def load_exported(folder: str | Path) -> Exported:
 def _about(folder: Path) -> dict[str, Any]:
     path = folder / ABOUT
     try:
-        about = json.loads(path.read_text())
+        about = load_json(path, finite=True)
     except FileNotFoundError as error:
         if (folder / "config.json").is_file():
             mend = f"export it with: ultr export {folder} --out DIR"
@@ -130,9 +191,7 @@ def _about(folder: Path) -> dict[str, Any]:
         raise DataError("there is no exported model here", where=folder, mend="check the path") from error
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read ({error})", where=path, mend=AGAIN) from error
-    version = about.get("format") if isinstance(about, dict) else None
-    if version != FORMAT or "features" not in about:
-        raise DataError("the exported model is of another version", where=path, got=version, mend=AGAIN)
+    check_format(about, FORMAT, what="the exported model", where=path, mend=AGAIN)
     return dict(about)
 
 

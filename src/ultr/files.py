@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import os
+import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ultr.errors import DataError, OutputError
+
+REPLACED = ".ultr-replaced"  # in a temporary place: what stood where the new one goes
+AT_FDCWD, NO_REPLACE, EXCHANGE = -100, 1, 2  # of Linux's renameat2
 
 
 def refuse_existing(target: Path, *, overwrite: bool, folder: bool = False) -> None:
@@ -30,31 +36,150 @@ def atomic_path(target: str | Path, *, overwrite: bool = False, folder: bool = F
     """A temporary path beside `target`, for a file or folder to be made there, that takes its name if all goes well.
 
     Whatever happens inside the block, `target` is either as it was or complete: the temporary is synced to disk and
-    renamed over it at the end, and removed on any exception. A folder is replaced by moving the old one aside first.
+    renamed over it at the end, and removed on any exception. What a process that was killed has left of an earlier
+    attempt is removed at the start; what another is just writing is refused, unless it may be overwritten.
     """
     target = Path(target)
+    place = target.resolve()  # a link keeps pointing where it does
+    written_now = remove_abandoned(place.parent, place.name)
     refuse_existing(target, overwrite=overwrite, folder=folder)
-    target = target.resolve()  # a link keeps pointing where it does
+    if written_now and not overwrite:
+        raise OutputError("another process is writing it now", where=place, mend="wait for it, or choose another path")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        holder = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", suffix=".partial", dir=target.parent))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        holder, lock = _new_holder(place)
     except OSError as error:
-        raise OutputError(f"cannot write here ({error.strerror})", where=target, mend="choose another path") from error
-    temporary = holder / target.name
+        raise OutputError(f"cannot write here ({error.strerror})", where=place, mend="choose another path") from error
+    temporary = holder / place.name
     try:
         if folder:
             temporary.mkdir()
         yield temporary
         _sync(temporary)
-        if folder and target.is_dir():
-            target.replace(holder / "replaced")
-        temporary.replace(target)
-        _sync_folder(target.parent)
+        _take_name(temporary, place, overwrite=overwrite)
+        _sync_folder(place.parent)
     except OSError as error:
         mend = "nothing was changed; free the way and run again"
-        raise OutputError(f"writing failed ({error.strerror or error})", where=target, mend=mend) from error
+        raise OutputError(f"writing failed ({error.strerror or error})", where=place, mend=mend) from error
     finally:
         shutil.rmtree(holder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+@contextmanager
+def output_errors(where: object) -> Iterator[None]:
+    """A disk that is full, or a place that cannot be written, as a refusal."""
+    try:
+        yield
+    except OSError as error:
+        mend = "free the way and run again, or choose another path"
+        raise OutputError(f"writing failed ({error.strerror or error})", where=where, mend=mend) from error
+
+
+# --- Temporaries: each is held by its process, and the system lets go of it however that ends -------------------------
+
+
+def remove_abandoned(folder: Path, name: str | None = None) -> bool:
+    """Remove what killed processes have left of outputs in a folder, or of one; whether any is being written now."""
+    pattern = re.compile(rf"\.{'.*' if name is None else re.escape(name[:100])}\.[a-z0-9_]{{8}}\.partial")
+    written_now = False
+    try:
+        holders = [Path(entry.path) for entry in os.scandir(folder) if pattern.fullmatch(entry.name)]
+    except OSError:
+        return False
+    for holder in holders:
+        try:
+            lock = _lock(holder, wait=False)
+        except BlockingIOError:
+            written_now = True
+            continue
+        except OSError:  # it has just gone
+            continue
+        if lock is None:  # there are no locks here, so that none knows whether it is in use
+            continue
+        try:
+            for replaced in (holder / REPLACED).glob("*"):  # killed before the new one had taken its name
+                if not os.path.lexists(folder / replaced.name):
+                    replaced.replace(folder / replaced.name)
+            shutil.rmtree(holder, ignore_errors=True)
+        finally:
+            os.close(lock)
+    return written_now
+
+
+def _new_holder(target: Path) -> tuple[Path, int | None]:
+    while True:
+        holder = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", suffix=".partial", dir=target.parent))
+        try:
+            lock = _lock(holder, wait=True)
+        except FileNotFoundError:
+            continue
+        if holder.is_dir():
+            return holder, lock
+        if lock is not None:  # taken for abandoned, in the moment before it was held
+            os.close(lock)
+
+
+def _lock(folder: Path, *, wait: bool) -> int | None:
+    """Hold a folder until the descriptor is closed; none where systems or file systems have no such locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+# --- Renaming ---------------------------------------------------------------------------------------------------------
+
+
+def _take_name(temporary: Path, target: Path, *, overwrite: bool) -> None:
+    if not overwrite:
+        try:
+            if _rename_at_once(temporary, target, NO_REPLACE):
+                return
+        except FileExistsError:
+            pass  # another process was faster
+        refuse_existing(target, overwrite=False)
+        temporary.replace(target)
+    elif not target.is_dir():
+        temporary.replace(target)
+    elif not _rename_at_once(temporary, target, EXCHANGE):
+        replaced = temporary.parent / REPLACED / target.name
+        replaced.parent.mkdir()
+        target.replace(replaced)
+        try:
+            temporary.replace(target)
+        except OSError:
+            replaced.replace(target)
+            raise
+
+
+def _rename_at_once(old: Path, new: Path, flag: int) -> bool:
+    """Rename in a way that Linux has and POSIX lacks, in one step; False where there is no such way."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    sys.audit("os.rename", str(old), str(new), -1, -1)  # as of any renaming by Python
+    if rename(AT_FDCWD, os.fsencode(old), AT_FDCWD, os.fsencode(new), flag) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(new))
 
 
 def _sync(path: Path) -> None:
@@ -62,6 +187,10 @@ def _sync(path: Path) -> None:
         if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
+        elif file.is_dir():
+            _sync_folder(file)
+    if path.is_dir():
+        _sync_folder(path)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -18,12 +18,15 @@ from ultr.errors import DataError
 from ultr.evaluation import OFF_POLICY, evaluate_scores, parse_any_metric
 from ultr.examination import estimate_examination
 from ultr.files import atomic_path
+from ultr.formats import check_format
 from ultr.labels import Label
 from ultr.log import Log
 from ultr.log.segments import slot
 from ultr.offpolicy import DirectModel, OffPolicyValue, fit_direct, off_policy_value
 from ultr.rankers import FeatureEncoder
 from ultr.simulate import User, simulate_log
+
+FORMAT = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +52,7 @@ class Judge:
     def save(self, folder: Path) -> None:
         encoder = self.direct.encoder
         about = {
+            "format": FORMAT,
             "theta": dict(self.theta),
             "features": encoder.features,
             "numeric": encoder.numeric.tolist(),
@@ -65,13 +69,14 @@ def load_judge(folder: Path) -> Judge | None:
     if not folder.is_dir():
         return None
     about, tensors = read_json(folder / "judge.json"), load_tensors(folder / "direct.safetensors")
+    check_format(about, FORMAT, what="the judge", where=folder, mend="train again", unmarked=True)
     try:
         encoder = FeatureEncoder(int(about["features"]), only=about["numeric"])
         weights = tensors.pop("weights")
         encoder.load_state_dict(tensors)
         direct = DirectModel(encoder, weights, float(about["intercept"]), *map(float, about["range"]))
         return Judge({str(name): float(theta) for name, theta in about["theta"].items()}, direct)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise DataError(f"the judge cannot be read ({error})", where=folder, mend="train again") from error
 
 
@@ -118,4 +123,8 @@ def figures_of(
                     mend="train with --select auto",
                 )
             found[name] = judge.value(log, scores, name, label=label, segments=segments).per_request
+    for name, figures in found.items():
+        if not np.isfinite(figures).all():
+            got = f"{int((~np.isfinite(figures)).sum()):,} of {len(figures):,} requests"
+            raise DataError(f"'{name}' is not finite", got=got, mend="scale the label or true labels down")
     return {name: found[name] for name in metrics}

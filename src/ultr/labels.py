@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ultr.arguments import as_numbers
 from ultr.errors import LabelError, nearest
 
 DEFAULT_LABEL = "click + dwell / exp(3)"
@@ -80,6 +81,10 @@ class Label:
 
     def __call__(self, actions: Mapping[str, Any], *, check: bool = True) -> Any:
         """C for every entry of the actions; `check=False` spares the look at the values (and a wait for the device)."""
+        # Not by `checked`, which the workers of Spark do not have: they get this by value.
+        if not isinstance(actions, Mapping):
+            got, mend = type(actions).__name__, "pass what was done by its name, as {'click': values}"
+            raise LabelError("'actions' should be a mapping from texts to values", got=got, mend=mend)
         for name in self._names:
             if name not in actions:
                 raise LabelError(f"label '{self.expression}' needs the action '{name}'", mend=nearest(name, actions))
@@ -180,7 +185,8 @@ class Label:
             if all(isinstance(value, float) for value in values):
                 return min(values) if name == "min" else max(values)
             like = next(value for value in values if not isinstance(value, float))
-            whole = [library.full_like(like, v) if isinstance(v, float) else v for v in values]
+            # A number too large for the precision is infinite in a sum, where `full_like` would raise.
+            whole = [library.zeros_like(like) + v if isinstance(v, float) else v for v in values]
             return reduce(library.minimum if name == "min" else library.maximum, whole)
 
         return apply
@@ -204,9 +210,17 @@ def _zero_or_one(truth: Any, actions: Mapping[str, Any]) -> Any:
 
 
 def _as_numbers(actions: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The array library of the actions, and the actions as floating-point arrays."""
-    if any(type(values).__module__.startswith("torch") for values in actions.values()):
-        torch = sys.modules["torch"]
-        return torch, {n: v if v.is_floating_point() else v.to(torch.get_default_dtype()) for n, v in actions.items()}
-    arrays = {name: np.asarray(values) for name, values in actions.items()}
-    return np, {n: v if v.dtype.kind == "f" else v.astype(np.float64) for n, v in arrays.items()}
+    """The array library of the actions, and the actions as floating-point arrays of one shape."""
+    torch: Any = sys.modules.get("torch")
+    library: Any = np
+    if torch is not None and all(isinstance(values, torch.Tensor) for values in actions.values()):
+        library, kind = torch, torch.get_default_dtype()
+        numbers = {n: v if v.is_floating_point() else v.to(kind) for n, v in actions.items() if not v.is_complex()}
+    else:
+        arrays = {name: as_numbers(name, values) for name, values in actions.items()}
+        numbers = {n: v if v.dtype.kind == "f" else v.astype(np.float64) for n, v in arrays.items()}
+    shapes = [tuple(values.shape) for values in numbers.values()]
+    if () in shapes or any(shape != shapes[0] for shape in shapes) or len(numbers) < len(actions):
+        got = ", ".join(f"{name} {list(np.shape(values))}" for name, values in actions.items())
+        raise LabelError("the actions of a label should be numbers, as many of each", got=got)
+    return library, numbers

@@ -13,8 +13,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ultr.errors import DataError
+from ultr.arguments import check_fields, checked
+from ultr.errors import DataError, OptionError
 from ultr.log import Log
+
+
+def as_device(name: torch.device | str) -> torch.device:
+    """A device by its name, if it can be used here."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if str(name).startswith("cuda") and not torch.cuda.is_available():
+            mend = "use --device cpu"
+            raise OptionError("this machine has no usable GPU", got=f"--device {name}", mend=mend) from error
+        raise OptionError(f"no device '{name}'", mend="use cpu, cuda or cuda:1") from error
+    if device.type == "meta":
+        raise OptionError("numbers of the device 'meta' have no values", mend="use cpu, cuda or cuda:1")
+    return device
 
 
 class Part(NamedTuple):
@@ -40,6 +56,18 @@ class Lists:
     actions: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [requests, length]
     relevance: Tensor | None = None  # [requests, length]
     parts: tuple[Part, ...] = ()  # of the whole batch of a step, that these lists are; none where it is no step's
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        shape = list(self.where.shape)
+        if len(shape) != 2 or self.where.dtype != torch.bool:
+            raise DataError("'where' should be true or false, [requests, items]", got=f"{shape} of {self.where.dtype}")
+        whole = {"features": self.features, "weights": self.weights, "positions": self.positions}
+        wanted = {"features": [*shape, *self.features.shape[2:3]], "weights": shape[:1]}
+        for name, values in (whole | {"relevance": self.relevance} | dict(self.actions)).items():
+            if values is not None and list(values.shape) != wanted.get(name, shape):
+                got = list(values.shape)
+                raise DataError(f"'{name}' should be {wanted.get(name, shape)} where 'where' is {shape}", got=got)
 
     def __len__(self) -> int:
         return len(self.where)
@@ -106,8 +134,9 @@ class ListBatches:
     Rows are stored once, unpadded; a batch is padded to its own longest list.
     """
 
+    @checked
     def __init__(self, log: Log, *, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
+        self.device = as_device(device)
         self._offsets = torch.from_numpy(np.ascontiguousarray(log.offsets)).to(self.device)
         self._lengths = torch.from_numpy(log.lengths)
         self._features = self._tensor(log.features)
@@ -146,9 +175,16 @@ class ListBatches:
             first += count
         return self[requests].in_parts(tuple(found))
 
+    @checked
     def __getitem__(self, requests: Tensor) -> Lists:
         """The lists of the given requests, in the given order."""
-        lengths = self._lengths[requests.cpu()]  # known here, so that the device is not waited for
+        chosen = requests.cpu()
+        if chosen.ndim != 1 or chosen.dtype not in (torch.int32, torch.int64) or not len(chosen):
+            raise DataError("requests are taken by their numbers", got=f"{list(chosen.shape)} of {chosen.dtype}")
+        if int(chosen.min()) < 0 or int(chosen.max()) >= len(self):
+            got = f"{int(chosen.min())} to {int(chosen.max())}"
+            raise DataError(f"requests are numbered 0 to {len(self) - 1}", got=got)
+        lengths = self._lengths[chosen]  # known here, so that the device is not waited for
         longest, padded = int(lengths.max()), int(lengths.min()) < int(lengths.max())
         requests = requests.to(self.device)
         slots = torch.arange(longest, device=self.device)

@@ -2,56 +2,62 @@
 
 The last dimension is the list; `where` marks items. `weights` are per request. Every loss is a sum over the items or
 pairs of a request, averaged over requests by weight, so that a request counts the same whatever else is in its batch.
+Padding is masked before anything is computed of it: what is NaN there would come back as a gradient of 0 · NaN.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, softplus
+from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 
 from ultr.metrics import Gain, batch_innermost, discounts_at, gains, ranks_of
 
 
 def pointwise_loss(scores: Tensor, labels: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
     """Squared error of the score as a prediction of the label: Σ_i (s_i - c_i)²."""
-    return reduced(torch.where(where, (scores - labels).square(), 0.0).sum(-1), weights)
+    return reduced(torch.where(where, scores - labels, 0.0).square().sum(-1), weights)
 
 
 def softmax_loss(scores: Tensor, item_weights: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
     """Σ_i w_i log(Σ_j exp(s_j) / exp(s_i)): the cross-entropy of w with the softmax of the scores (Cao 2007).
 
-    `item_weights` carry no gradient and are zero for padding.
+    `item_weights` carry no gradient.
     """
     log_probability = scores.masked_fill(~where, -torch.inf).log_softmax(-1)
-    found = torch.where(where, item_weights.detach() * log_probability, 0.0).sum(-1)
-    return reduced(-found, weights)
+    found = torch.where(where, item_weights.detach(), 0.0) * torch.where(where, log_probability, 0.0)
+    return reduced(-found.sum(-1), weights)
 
 
 def logistic_loss(logits: Tensor, targets: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
     """Σ_i of the cross-entropy of targets in [0, 1] with the sigmoid of logits."""
-    found = binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    found = binary_cross_entropy_with_logits(logits.masked_fill(~where, 0.0), targets, reduction="none")
     return reduced(torch.where(where, found, 0.0).sum(-1), weights)
 
 
 def product_logistic_loss(
     logits: Tensor, others: Tensor, targets: Tensor, *, where: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Σ_i of the cross-entropy of targets with sigmoid(a) · sigmoid(b), in logarithms throughout.
+    """Σ_i of the cross-entropy of targets with sigmoid(a) · sigmoid(b), which is the sigmoid of a logit of its own:
 
-    1 - pq = (1-p) + p (1-q), so that nothing cancels where both are near one.
+        -log(exp(-a) + exp(-b) + exp(-a-b))
+
+    A sum of what is positive, so that nothing cancels where the product is near one, nor where it is near zero.
     """
-    log_yes = logsigmoid(logits) + logsigmoid(others)
-    log_no = torch.logaddexp(logsigmoid(-logits), logsigmoid(logits) + logsigmoid(-others))
-    found = -(targets * log_yes + (1 - targets) * log_no)
-    return reduced(torch.where(where, found, 0.0).sum(-1), weights)
+    a, b = logits.masked_fill(~where, 0.0), others.masked_fill(~where, 0.0)
+    both = -torch.logaddexp(torch.logaddexp(-a, -b), -a - b)
+    return logistic_loss(both, targets, where=where, weights=weights)
 
 
-def pairwise_loss(scores: Tensor, pair_weights: Tensor, *, weights: Tensor | None = None) -> Tensor:
+def pairwise_loss(
+    scores: Tensor, pair_weights: Tensor, *, where: Tensor | None = None, weights: Tensor | None = None
+) -> Tensor:
     """Σ_ij w_ij log(1 + exp(-(s_i - s_j))), w_ij >= 0 saying how much i should stand above j (Burges 2005).
 
-    `pair_weights` [..., i, j] carry no gradient and are zero for pairs that do not count, padding among them.
+    `pair_weights` [..., i, j] carry no gradient and are zero for pairs that do not count, padding among them. `where`
+    is needed where the scores of padding may not be finite.
     """
+    scores = scores if where is None else scores.masked_fill(~where, 0.0)
     return reduced((pair_weights.detach() * softplus(-gaps(scores))).sum((-2, -1)), weights)
 
 

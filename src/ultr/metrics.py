@@ -7,48 +7,56 @@ Computation is in the dtype of the scores.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ultr.errors import OptionError, nearest
+from ultr.arguments import checked
+from ultr.errors import DataError, OptionError, nearest
 from ultr.labels import Label
 from ultr.simulate import User
 
 Gain = Literal["exponential", "linear"]
+GAINS = ("exponential", "linear")
+MAX_GRADE = 60  # of the gain 2^y - 1
 ORDERS = 16  # of tied items, where no closed form averages over them
 
 
+@checked
 def dcg_metric(
     scores: Tensor, labels: Tensor, *, k: int | None = None, where: Tensor | None = None, gain: Gain = "exponential"
 ) -> Tensor:
     """Discounted cumulative gain: Σ over ranks r <= k of G(y) / log2(r + 1), G(y) = 2^y - 1 or y (Järvelin 2002)."""
-    scores, where = _prepared(scores, where)
+    scores, where = _prepared(scores, where, labels, k, gain)
     return (gains(labels, scores, where, gain) * _tie_averaged(_discounts(scores, k), scores, where)).sum(-1)
 
 
+@checked
 def ndcg_metric(
     scores: Tensor, labels: Tensor, *, k: int | None = None, where: Tensor | None = None, gain: Gain = "exponential"
 ) -> Tensor:
     """DCG over that of the best order, in [0, 1]; 0 for requests with nothing relevant, as in scikit-learn."""
-    scores, where = _prepared(scores, where)
+    scores, where = _prepared(scores, where, labels, k, gain)
     dcg = dcg_metric(scores, labels, k=k, where=where, gain=gain)
     best = gains(labels, scores, where, gain).sort(dim=-1, descending=True).values
     ideal = (best * _discounts(scores, k)).sum(-1)
-    return torch.where(ideal > 0, dcg / ideal.clamp(min=torch.finfo(ideal.dtype).tiny), 0.0).clamp(max=1)
+    return torch.where(ideal > 0, dcg / torch.where(ideal > 0, ideal, 1.0), 0.0).clamp(max=1)
 
 
+@checked
 def precision_metric(scores: Tensor, labels: Tensor, *, k: int | None = None, where: Tensor | None = None) -> Tensor:
     """The share of relevant items (label > 0) among the first k; shorter lists count as filled with irrelevant ones."""
-    scores, where = _prepared(scores, where)
+    scores, where = _prepared(scores, where, labels, k)
     length = scores.shape[-1]
     top = (torch.arange(length, device=scores.device) < (length if k is None else k)).to(scores.dtype)
     share = _tie_averaged(top, scores, where) / (where.sum(-1, keepdim=True).clamp(min=1) if k is None else k)
     return torch.where(where & (labels > 0), share, 0.0).sum(-1)
 
 
+@checked
 def arp_metric(scores: Tensor, labels: Tensor, *, k: int | None = None, where: Tensor | None = None) -> Tensor:
     """Average relevance position Σ y·rank / Σ y; lower is better (Wang 2018). There is no cut-off.
 
@@ -56,20 +64,22 @@ def arp_metric(scores: Tensor, labels: Tensor, *, k: int | None = None, where: T
     """
     if k is not None:
         raise OptionError("arp has no cut-off", got=f"arp@{k}", mend="ask for arp")
-    scores, where = _prepared(scores, where)
+    scores, where = _prepared(scores, where, labels)
     ranks = torch.arange(1, scores.shape[-1] + 1, device=scores.device, dtype=scores.dtype)
     ranks = _tie_averaged(ranks, scores, where)
     relevance = torch.where(where, labels.to(scores.dtype), 0.0)
     weights = torch.where(relevance.sum(-1, keepdim=True) > 0, relevance, where.to(scores.dtype))
-    return (weights * ranks).sum(-1) / weights.sum(-1).clamp(min=torch.finfo(scores.dtype).tiny)
+    total = weights.sum(-1)
+    return (weights * ranks).sum(-1) / torch.where(total > 0, total, 1.0)
 
 
+@checked
 def mrr_metric(scores: Tensor, labels: Tensor, *, k: int | None = None, where: Tensor | None = None) -> Tensor:
     """The reciprocal rank of the first relevant item (label > 0), 0 if there is none among the first k.
 
     Among g tied items of which m are relevant, the first relevant is the t-th with probability C(g-t, m-1) / C(g, m).
     """
-    scores, where = _prepared(scores, where)
+    scores, where = _prepared(scores, where, labels, k)
     relevant = where & (labels > 0)
     above, through = _rank_bounds(scores, where)
     length = scores.shape[-1]
@@ -83,6 +93,7 @@ def mrr_metric(scores: Tensor, labels: Tensor, *, k: int | None = None, where: T
     return (chance / (first + t)).sum(-1).to(scores.dtype)
 
 
+@checked
 def reward_metric(
     scores: Tensor,
     relevance: Tensor,
@@ -97,7 +108,7 @@ def reward_metric(
     For users whose feedback depends on an item's own position, ties are averaged over exactly; for others (cascade)
     over a few random orders, the same for every request.
     """
-    scores, where = _prepared(scores, where)
+    scores, where = _prepared(scores, where, relevance, k)
     relevance = torch.where(where, relevance.to(scores.dtype), 0.0)
     k = min(scores.shape[-1], scores.shape[-1] if k is None else k)
     if not user.by_own_position:
@@ -124,6 +135,7 @@ def _reward_of_order(
     return torch.where(ranks <= k, user.expected(relevance, ranks, label, where=where), 0.0).sum(-1)
 
 
+@checked
 def sampled_reward_metric(
     scores: Tensor,
     relevance: Tensor,
@@ -135,7 +147,7 @@ def sampled_reward_metric(
     where: Tensor | None = None,
 ) -> Tensor:
     """Reward@k from one draw of feedback at the new positions; its mean is `reward_metric`."""
-    scores, where = _prepared(scores, where)
+    scores, where = _prepared(scores, where, relevance, k)
     ranks = ranks_of(scores, where=where, generator=generator)
     feedback = user.sample(torch.where(where, relevance.to(scores.dtype), 0.0), ranks, generator, where=where)
     values = Label.of(label)(feedback.actions)
@@ -152,6 +164,7 @@ METRICS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@checked
 def parse_metric(text: str) -> tuple[str, int | None]:
     """`ndcg@10` -> ("ndcg", 10); `mrr` -> ("mrr", None)."""
     name, at, cutoff = text.strip().partition("@")
@@ -162,6 +175,7 @@ def parse_metric(text: str) -> tuple[str, int | None]:
     return name, int(cutoff) if at else None
 
 
+@checked
 def ranks_of(scores: Tensor, *, where: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
     """The rank of each item from 1, padding last; ties break at random if there is a generator, else by slot."""
     scores, where = _prepared(scores, where)
@@ -184,17 +198,35 @@ def batch_innermost(values: Tensor) -> Tensor:
     return values if values.ndim < 2 else values.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-def _prepared(scores: Tensor, where: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Scores in single or double precision, and a mask."""
+def _prepared(
+    scores: Tensor, where: Tensor | None, labels: Tensor | None = None, k: int | None = None, gain: str = "linear"
+) -> tuple[Tensor, Tensor]:
+    """Scores in single or double precision, and a mask; what does not go together is refused."""
+    given = {"scores": scores, "labels": labels, "where": where}
+    shapes = {name: list(tensor.shape) for name, tensor in given.items() if tensor is not None}
+    if not scores.ndim or not scores.shape[-1] or any(shape != shapes["scores"] for shape in shapes.values()):
+        raise DataError("scores, labels and where should be of one shape [..., items], an item or more", got=shapes)
+    mixed = scores.is_complex() or (labels is not None and labels.is_complex())
+    if mixed or (where is not None and where.dtype != torch.bool):
+        raise DataError("scores and labels should be numbers, and where true or false", got=f"dtype {scores.dtype}")
+    if k is not None and k < 1:
+        raise OptionError("a metric's cut-off is a whole number from 1", got=k, mend="leave it out for all items")
+    if gain not in GAINS:
+        raise OptionError(f"no gain '{gain}'", mend=nearest(gain, GAINS))
+    where = torch.ones_like(scores, dtype=torch.bool) if where is None else where
+    if gain == "exponential" and labels is not None and bool(((labels > MAX_GRADE) & where).any()):
+        raise DataError(f"grades above {MAX_GRADE} are beyond the gain 2^y - 1", got=float(labels[where].max()))
     if scores.dtype not in (torch.float32, torch.float64):
         scores = scores.float() if scores.is_floating_point() else scores.double()
-    return scores, torch.ones_like(scores, dtype=torch.bool) if where is None else where
+    return scores, where
 
 
 def gains(labels: Tensor, scores: Tensor, where: Tensor, gain: Gain) -> Tensor:
     """2^y - 1 or y in the dtype of the scores, 0 for padding."""
     labels = labels.to(scores.dtype)
-    return torch.where(where, torch.exp2(labels) - 1 if gain == "exponential" else labels, 0.0)
+    if gain == "exponential":  # exact for grades; of less than one, 2^y - 1 would cancel
+        labels = torch.where(labels < 1, torch.expm1(labels * math.log(2)), torch.exp2(labels) - 1)
+    return torch.where(where, labels, 0.0)
 
 
 def discounts_at(ranks: Tensor, dtype: torch.dtype) -> Tensor:
@@ -210,7 +242,7 @@ def _discounts(scores: Tensor, k: int | None) -> Tensor:
 
 def _rank_bounds(scores: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
     """For each item, how many items score more, and how many score as much or more."""
-    negated = torch.where(where, -scores, torch.inf)
+    negated = torch.where(where, -scores, torch.inf).contiguous()
     ordered = negated.sort(dim=-1).values
     above = torch.searchsorted(ordered, negated, side="left")
     through = torch.searchsorted(ordered, negated, side="right")

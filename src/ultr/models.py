@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ultr.arguments import checked
 from ultr.checkpoint import load_tensors, read_json, save_tensors, write_json
-from ultr.errors import DataError
+from ultr.errors import DataError, OptionError
 from ultr.files import atomic_path
+from ultr.formats import check_format
 from ultr.labels import Label
 from ultr.log import Log
 from ultr.log.build import Missing
@@ -26,6 +28,7 @@ from ultr.rankers.boosters import BOOSTERS, Booster, TreeRanker, is_trees
 from ultr.training import choose_device
 
 FORMAT = 1
+MAX_LAYERS = 1000
 ROWS, ROWS_KEPT = "rows.safetensors", 512
 
 
@@ -43,14 +46,25 @@ class Model:
         """Whether missing values are kept, as trees have branches for them, or refused."""
         return "keep" if isinstance(self.ranker, TreeRanker) else "refuse"
 
+    @checked
     def score(self, log: Log, *, device: str = "cpu") -> np.ndarray:
         """A score for each row of a log with the same features, in any order."""
         return self.score_features(self.columns_of(log), device=device)
 
+    @checked
     def score_features(self, features: np.ndarray, *, device: str = "cpu") -> np.ndarray:
         """A score for each row of features, which are those of the model in its order."""
-        chosen = choose_device(device)
+        chosen, width = choose_device(device), len(self.feature_names)
+        if features.ndim != 2 or features.shape[1] != width:
+            raise DataError(f"features should be [rows, {width}], as in training", got=list(features.shape))
+        with np.errstate(over="ignore"):  # what is too large counts as other outliers do
+            features = features.astype(np.float32, copy=False)
         return score_rows(self.ranker.to(chosen), features, device=chosen)
+
+    def view(self, log: Log) -> Log:
+        """The log with the model's features alone, in its order and with its codes."""
+        features, names = self.columns_of(log), self.feature_names
+        return replace(log, features=features, feature_names=names, vocabularies=self.vocabularies)
 
     def columns_of(self, log: Log) -> np.ndarray:
         if log.feature_names == self.feature_names and not self.vocabularies:
@@ -164,12 +178,27 @@ def _load_trees(folder: Path, about: Mapping[str, Any], categorical: tuple[int, 
     return TreeRanker(library.load(path, categorical))
 
 
+def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int], constants: int) -> nn.Module:
+    label, binary, options = Label(about["label"]), about.get("binary"), dict(about["ranker_options"])
+    if len(options.get("hidden", ())) > MAX_LAYERS:
+        raise ValueError(f"{len(options['hidden']):,} layers, where {MAX_LAYERS} are the most")
+    outputs = 1 if binary is None else len(label.actions)
+    ranker = make_ranker(about["ranker"], FeatureEncoder(inputs, categories), outputs=outputs, **options)
+    if binary is not None:
+        ranker = Synthesised(ranker, label, binary)
+    return WithConstants(ranker, torch.zeros(constants)) if constants else ranker
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+@checked
 def load_model(run: str | Path) -> Model:
     """The model of a finished run."""
     folder = Path(run) / "model"
     about = read_json(folder / "model.json")
-    if about.get("format") != FORMAT:
-        raise DataError("the model is of another version", where=folder, got=about.get("format"), mend="train again")
+    check_format(about, FORMAT, what="the model", where=folder, mend="train again")
     try:
         names, constants = tuple(about["feature_names"]), int(about.get("constants", 0))
         vocabularies = {name: pa.array(values, pa.string()) for name, values in about["vocabularies"].items()}
@@ -177,15 +206,17 @@ def load_model(run: str | Path) -> Model:
         if is_trees(about["ranker"]):
             trees = _load_trees(folder, about, tuple(sorted(categories)))
             return Model(trees.eval(), names, str(about["label"]), vocabularies)
-        encoder = FeatureEncoder(len(names) + constants, categories)
-        label, binary = Label(about["label"]), about.get("binary")
-        outputs = 1 if binary is None else len(label.actions)
-        ranker = make_ranker(about["ranker"], encoder, outputs=outputs, **about["ranker_options"])
-        if binary is not None:
-            ranker = Synthesised(ranker, label, binary)
-        if constants:
-            ranker = WithConstants(ranker, torch.zeros(constants))
-        ranker.load_state_dict(load_tensors(folder / "weights.safetensors"))
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        weights = load_tensors(folder / "weights.safetensors")
+        if not all(isinstance(name, str) for name in about["feature_names"]) or len(names) + constants < 1:
+            raise TypeError("its features are not named")
+        if constants != weights.get("constants", torch.empty(0)).numel():
+            raise ValueError("its constants are not those it describes")
+        with torch.device("meta"):  # shapes that the file does not have are refused before they take memory
+            expected = _network(about, len(names) + constants, categories, constants).state_dict()
+        if _kinds(expected) != _kinds(weights):
+            raise ValueError("its weights are not those of the network it describes")
+        ranker = _network(about, len(names) + constants, categories, constants)
+        ranker.load_state_dict(weights)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OptionError, OverflowError) as error:
         raise DataError(f"the model cannot be loaded ({error})", where=folder, mend="train again") from error
     return Model(ranker.eval(), names, str(about["label"]), vocabularies)

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ultr.arguments import Seed, checked
 from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation import PairedTest, mean_with_interval, paired_test
 from ultr.labels import DEFAULT_LABEL, Label
@@ -46,6 +47,7 @@ ByPosition = Mapping[int, float]
 KINDS = ("reward", "dcg")
 ESTIMATORS = ("ips", "clipped", "snips", "dr")
 CLIP, TINY = 5.0, 1e-300
+LARGEST = 1e30  # of labels, and of θ beside θ: squares of their products are finite
 NORMAL = 1.959964  # of a 95% interval
 PENALTY = 300.0  # of the direct model's squared weights, in clicks
 FITTED_NUMBERS = 30_000_000  # features times rows, at most, that it is fitted to
@@ -74,6 +76,7 @@ class OffPolicyValue:
     coverage: float  # share of the first k places for which items were shown; the others bring nothing
 
 
+@checked
 def off_policy_value(
     log: Log,
     scores: np.ndarray,
@@ -122,6 +125,7 @@ def off_policy_value(
     return OffPolicyValue(kind, estimator, k, *found, *rests_on)
 
 
+@checked
 def compare_values(a: OffPolicyValue, b: OffPolicyValue) -> PairedTest:
     """Whether two rankers differ on the requests of a log: a paired test of a - b, with an error made up as theirs."""
     from scipy.stats import norm
@@ -212,6 +216,8 @@ def _positions(log: Log) -> np.ndarray:
 
 def _labels(log: Log, label: Label | str, zeta: ByPosition | None) -> np.ndarray:
     c = np.asarray(Label.of(label)(log.actions), dtype=np.float64)
+    if c.max(initial=0) > LARGEST:
+        raise DataError(f"labels should not be beyond {LARGEST:g}", got=f"{c.max():g}", mend="scale it: see --label")
     if zeta is not None and not ((c == 0) | (c == 1)).all():
         raise OptionError("clicks on trust are known of labels that are 0 or 1", got=f"{c.max():g}", mend="take click")
     return c
@@ -224,7 +230,7 @@ def _by_position(theta: ByPosition, zeta: ByPosition | None, ids: np.ndarray) ->
             raise DataError(f"a position has no {name}", got=lacking[0], mend="give one for every position shown")
     lift = np.array([0.0 if zeta is None else zeta[i] for i in ids.tolist()])
     slope = np.array([theta[i] for i in ids.tolist()]) - lift
-    bad = ~((slope > 0) & (slope < np.inf) & (lift >= 0))
+    bad = ~((slope > slope.max(initial=0) / LARGEST) & (slope < np.inf) & (lift >= 0))
     if bad.any():
         got = f"{slope[bad][0] + lift[bad][0]:g} at position {ids[bad][0]}"
         raise DataError("θ should be finite and above 0 (above ζ, which is not negative)", got=got)
@@ -233,8 +239,9 @@ def _by_position(theta: ByPosition, zeta: ByPosition | None, ids: np.ndarray) ->
 
 def _checked(direct: np.ndarray, rows: int) -> np.ndarray:
     found = np.asarray(direct, dtype=np.float64)
-    if found.shape != (rows,) or not (np.isfinite(found) & (found >= 0)).all():
-        raise DataError(f"a direct model gives {rows} finite values from 0 up", got=f"shape {list(found.shape)}")
+    if found.shape != (rows,) or not ((found >= 0) & (found <= LARGEST)).all():
+        got = f"shape {list(found.shape)}"
+        raise DataError(f"a direct model gives {rows} finite values from 0 to {LARGEST:g}", got=got)
     return found
 
 
@@ -254,13 +261,14 @@ class DirectModel:
         return np.exp(np.clip(found, self.lowest, self.highest).astype(np.float64))
 
 
+@checked
 def fit_direct(
     log: Log,
     *,
     theta: ByPosition,
     label: Label | str = DEFAULT_LABEL,
     zeta: ByPosition | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> DirectModel:
     """Poisson regression of c on features with exposure θ_k: E[c] = θ_k m(x), for clicks and continuous labels alike.
 
@@ -279,7 +287,7 @@ def fit_direct(
     weight = np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths).astype(np.float64)
     total = float(weight @ (c := _labels(log, label, zeta)))
     if not total > 0:
-        raise DataError("a direct model needs feedback, and no label is positive", mend="check the label")
+        raise DataError("a direct model needs feedback, and no label is positive", mend="check --label")
     exposure, response = weight * slope[place], weight * (c - lift[place])
     penalty = PENALTY * float(weight @ c**2) / total
     encoder = FeatureEncoder(width, only=[i for i, n in enumerate(log.feature_names) if n not in log.vocabularies])

@@ -15,15 +15,18 @@ import torch
 from ultr.checkpoint import read_json, write_json
 from ultr.errors import DataError
 from ultr.files import atomic_path
+from ultr.formats import check_format
 from ultr.judging import Judge, figures_of
 from ultr.labels import Label
 from ultr.log import Log
 from ultr.log.segments import slot
 from ultr.log.summary import by_position
+from ultr.metrics import MAX_GRADE
 from ultr.preparing import Prepared, RunConfig
+from ultr.seals import checksum
 
 FORMAT = 1
-FOLDER = "outcome"  # of a run
+FOLDER, REQUESTS = "outcome", "requests.parquet"  # of a run
 LOGGED = "logged "  # before a metric: of the ranking that was there before
 MOST_POSITIONS = 50  # that are told one by one
 DEEPEST = 20  # rank to which moves are counted
@@ -48,7 +51,7 @@ def write_outcome(config: RunConfig, prepared: Prepared, scores: np.ndarray, jud
     """Judge the scores of validation request by request, beside the logged ranking, and write what came of it."""
     log, logged = prepared.validation, prepared.logged_scores()
     metrics = [config.selection]
-    if log.relevance is not None:
+    if log.relevance is not None and log.relevance.max() <= MAX_GRADE:
         metrics += [name for name in ("ndcg@10", *(("reward@10",) if prepared.user else ())) if name not in metrics]
 
     def judged(by: np.ndarray) -> dict[str, np.ndarray]:
@@ -56,7 +59,7 @@ def write_outcome(config: RunConfig, prepared: Prepared, scores: np.ndarray, jud
             log, by, metrics, user=prepared.user, label=config.label, judge=judge, segments=prepared.segments
         )
 
-    columns: dict[str, Any] = {"request": log.request_ids.cast(pa.string()), "weight": _weights(log), **judged(scores)}
+    columns: dict[str, Any] = {"request": _texts(log.request_ids), "weight": _weights(log), **judged(scores)}
     about: dict[str, Any] = {
         "format": FORMAT,
         "data": _facts(prepared),
@@ -70,8 +73,8 @@ def write_outcome(config: RunConfig, prepared: Prepared, scores: np.ndarray, jud
         about["moves"] = _moves(before, after)
         about["examples"] = _examples(config, prepared, scores, before, after, columns["agreement"])
     with atomic_path(out / FOLDER, overwrite=True, folder=True) as folder:
-        write_json(folder / "outcome.json", about)
-        pq.write_table(pa.table(columns), folder / "requests.parquet")
+        pq.write_table(pa.table(columns), folder / REQUESTS)
+        write_json(folder / "outcome.json", {**about, "sum": checksum(folder / REQUESTS)})
 
 
 def read_outcome(run: Path) -> Outcome | None:
@@ -81,9 +84,10 @@ def read_outcome(run: Path) -> Outcome | None:
         return None
     about = read_json(folder / "outcome.json")
     try:
-        if about["format"] != FORMAT:
-            raise DataError("what the run left is of another version", where=folder, got=about["format"])
-        table = pq.read_table(folder / "requests.parquet")
+        check_format(about, FORMAT, what="what the run left", where=folder, mend="train again")
+        if "sum" in about and checksum(folder / REQUESTS) != about["sum"]:
+            raise DataError("the file is not as it was written", where=folder / REQUESTS, mend="train again")
+        table = pq.read_table(folder / REQUESTS)
         figures = {
             name: table[name].to_numpy()
             for metric in about["metrics"]
@@ -94,6 +98,13 @@ def read_outcome(run: Path) -> Outcome | None:
         return Outcome(about, table["request"].to_pylist(), table["weight"].to_numpy(), agreement, figures)
     except (KeyError, TypeError, OSError, pa.ArrowException) as error:
         raise DataError(f"what the run left cannot be read ({error})", where=folder, mend="train again") from error
+
+
+def _texts(ids: Any) -> Any:
+    try:
+        return ids.cast(pa.string())
+    except pa.ArrowException:  # bytes that are no text
+        return pa.array([str(value) for value in ids.to_pylist()], pa.string())
 
 
 def _weights(log: Log) -> np.ndarray:

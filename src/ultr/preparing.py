@@ -14,15 +14,18 @@ import pyarrow.parquet as pq
 import torch
 
 from ultr import __version__
+from ultr.arguments import check_fields, taken
 from ultr.datasets import DATASETS, Dataset, initial_ranker, load_dataset, show
 from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation import FEEDBACK, OFF_POLICY, parse_any_metric
 from ultr.feeding import Feed, Feeding, Stream
 from ultr.files import fingerprint
+from ultr.formats import check_format
 from ultr.labels import DEFAULT_LABEL, Label
 from ultr.lists import ListBatches
 from ultr.log import Log, read_log
 from ultr.log.build import Missing
+from ultr.log.schema import NAMES
 from ultr.log.segments import by_segment
 from ultr.log.shards import Shards, is_lists
 from ultr.memory import available_memory
@@ -34,10 +37,12 @@ from ultr.training import Streamed, TrainingOptions, choose_device
 FORMAT = 1
 LearnFrom = Literal["feedback", "truth", "no-bias"]
 DEFAULT_METHOD = "pairwise-em"
+COLUMNS = (*NAMES, "actions", "features", "categorical")  # of a log, that can be named
 AUTO = "auto"  # selection: off policy from a log, on the feedback of users where they are simulated
 Streaming = Literal["auto", "yes", "no"]
 MAX_VALIDATION_ROWS = 100_000  # evaluated often while training; enough to tell rankers apart
 SAMPLE_ROWS, SAMPLE_BYTES = 1_000_000, 256 << 20  # of shards, where all of a log is asked for: to find examination by
+LARGEST_LABEL = 1e12  # labels are squared, in single precision
 TREE_SESSIONS = 20_000  # of simulated users, that trees learn from
 MEMORY_SHARE = 0.5  # of what there is, that lists may take before they are streamed
 
@@ -70,6 +75,11 @@ class RunConfig:
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("data", "data_dir", "bias"):
+            taken(name, getattr(self, name), str | Path | None)
+        if unknown := next((name for name in self.columns if name not in COLUMNS), None):
+            raise OptionError(f"a log has no column called {unknown!r}", mend=nearest(unknown, COLUMNS))
         if self.learn_from not in get_args(LearnFrom):
             raise OptionError(
                 f"cannot learn from '{self.learn_from}'", mend=nearest(self.learn_from, get_args(LearnFrom))
@@ -109,8 +119,7 @@ class RunConfig:
 
     @staticmethod
     def from_json(content: Mapping[str, Any], *, where: object = None) -> RunConfig:
-        if content.get("format") != FORMAT:
-            raise DataError("the run is of another version", where=where, got=content.get("format"), mend="train again")
+        check_format(content, FORMAT, what="the run", where=where, mend="train again")
         names = {f.name for f in fields(RunConfig)}
         known = {name: value for name, value in content.items() if name in names}
         try:
@@ -207,7 +216,7 @@ def _refuse_too_large(path: Path) -> None:
     """Say what to do with a log that memory cannot hold, before it is full."""
     files = [path] if path.suffix.lower() in (".parquet", ".pq") else sorted(path.glob("*.parquet"))
     try:
-        footers = [pq.read_metadata(file) for file in files]
+        footers = [pq.read_metadata(file) for file in files if file.is_file()]
     except (pa.ArrowException, OSError):
         return  # the reader says what is wrong
     size = sum(footer.row_group(i).total_byte_size for footer in footers for i in range(footer.num_row_groups))
@@ -227,7 +236,7 @@ def _prepare_lists(config: RunConfig) -> Prepared:
     streamed = config.stream == "yes" or (config.stream == "auto" and not _fits(shards))
     learned = shards.sample(rows, seed) if streamed else shards.read_all()
     if config.learn_from == "feedback":
-        Label(config.label)(learned.actions)
+        _check_label(learned, config)
     segments: tuple[str, ...] = ()
     if config.columns.get("segment"):
         learned, segments = by_segment(learned)
@@ -266,13 +275,27 @@ def split_log(log: Log, config: RunConfig) -> Prepared:
     held = max(1, round(config.held_out * len(log)))
     judged = held + (max(1, round(config.judged * len(log))) if config.judged else 0)
     if judged >= len(log):
-        raise DataError(f"a log needs more than {judged} requests: some are held out", got=len(log))
+        what = f"a log needs more than {judged} requests: some are held out"
+        raise DataError(what, where=config.data or None, got=len(log), mend="collect more of them")
     validation = _at_most(log.select(np.sort(order[:held])), MAX_VALIDATION_ROWS)
     test = log.select(np.sort(order[held:judged])) if config.judged else None
     learned = log.select(np.sort(order[judged:]))
     if config.learn_from == "feedback":
-        Label(config.label)(learned.actions)  # refuse labels that cannot be computed before any step is taken
+        _check_label(learned, config)
     return Prepared(learned, validation, f"{len(log)}-{log.rows}", test=test, segments=segments)
+
+
+def _check_label(log: Log, config: RunConfig) -> None:
+    """Refuse labels that nothing can be learned from before any step is taken."""
+    highest = float(np.max(Label(config.label)(log.actions)))
+    where, mend = config.data or None, f"check --label '{config.label}', and the actions"
+    if not highest > 0:
+        raise DataError("no label of the requests to learn from is positive", where=where, mend=mend)
+    if highest > LARGEST_LABEL:
+        mend = f"scale it down, as in --label '({config.label}) / 1e9'"
+        raise DataError(
+            f"labels above {LARGEST_LABEL:g} are too large to learn from", where=where, got=highest, mend=mend
+        )
 
 
 def _at_most(log: Log, rows: int) -> Log:

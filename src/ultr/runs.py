@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ultr.arguments import checked
 from ultr.boosting import TreeRun
 from ultr.checkpoint import (
     append_metrics,
@@ -27,6 +28,7 @@ from ultr.checkpoint import (
 )
 from ultr.errors import DataError, LabelError, OptionError, OutputError
 from ultr.feeding import Feeding
+from ultr.files import output_errors, remove_abandoned
 from ultr.log import Log
 from ultr.log.shards import is_lists
 from ultr.methods import Method, make_method
@@ -52,6 +54,7 @@ from ultr.stages import BIAS, evaluator, fit_before, judge_of, less_is_better, m
 from ultr.training import (
     Progress,
     TrainingState,
+    check_has_features,
     choose_device,
     start,
     train,
@@ -60,14 +63,15 @@ from ultr.training import (
 JOB = ".job"  # so that processes started again tell their own run from one that was there before
 
 
+@checked
 def run_training(
     config: RunConfig,
-    out: Path,
+    out: str | Path,
     *,
     resume: bool = False,
     overwrite: bool = False,
-    warm_start: Path | None = None,
-    shared: Path | None = None,
+    warm_start: str | Path | None = None,
+    shared: str | Path | None = None,
     log: Log | None = None,
     checkpoint_seconds: float = 10.0,
     on_first: Callable[[Progress], None] = lambda _: None,
@@ -80,11 +84,18 @@ def run_training(
 
     Of several processes, all take part and the first writes. Where torchrun has started them again, they resume.
     """
+    out = Path(out)
+    warm_start, shared = (None if path is None else Path(path) for path in (warm_start, shared))
     with joined(config.training.device):
         resume = first_says(resume or (restarts() > 0 and _began(out) == job()))
         if is_first() and out.exists() and not (resume or overwrite):
             raise OutputError("output exists already", where=out, mend="pass --resume or --overwrite, or another path")
+        if is_first():
+            _check_place(out, resume=resume)
         if resume and (out / "model").is_dir():
+            if is_first():  # clear up, where it was killed before it could
+                remove_abandoned(out)
+                shutil.rmtree(out / "checkpoints", ignore_errors=True)
             return out
         if resume and (out / "config.json").is_file():
             config = RunConfig.from_json(read_json(out / "config.json"), where=out)
@@ -96,21 +107,24 @@ def run_training(
         torch.manual_seed(config.training.seed)
         learn = learner_of(config, prepared, warm_start)
         begun_before = out.exists()
-        try:
-            with locked(out) if is_first() else nullcontext():
+        with locked(out) if is_first() else nullcontext():
+            if first_says(resume and (out / "model").is_dir()):  # by another process, in the meantime
+                return out
+            try:
                 if is_first():
-                    if overwrite and not resume:
-                        _empty(out)
-                    if size() > 1:
-                        (out / JOB).write_text(job())
+                    with output_errors(out):
+                        if overwrite and not resume:
+                            _empty(out)
+                        if size() > 1:
+                            (out / JOB).write_text(job())
                     write_json(out / "config.json", config.to_json())
                 wait_for_all()
                 learn(out, shared, checkpoint_seconds, on_first, on_progress)
-        except (DataError, LabelError, OptionError):
-            if is_first() and not (begun_before or (out / "checkpoints").is_dir() or read_metrics(out)):
-                # It learned nothing: the same command can be given again, mended.
-                shutil.rmtree(out, ignore_errors=True)
-            raise
+            except (DataError, LabelError, OptionError):
+                if is_first() and not (begun_before or (out / "checkpoints").is_dir() or read_metrics(out)):
+                    # It learned nothing: the same command can be given again, mended.
+                    shutil.rmtree(out, ignore_errors=True)
+                raise
         return out
 
 
@@ -122,10 +136,21 @@ def _began(run: Path) -> str | None:
         return None
 
 
+def _check_place(out: Path, *, resume: bool) -> None:
+    """Refuse to empty what is no run, and to go on with one that was being emptied."""
+    kept = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    if resume and "config.json" not in kept and kept & {"model", "checkpoints", "metrics.jsonl"}:
+        mend = "begin again with --overwrite"
+        raise OutputError("the run has no config.json, so it cannot go on", where=out, mend=mend)
+    if not resume and kept and not kept & {"config.json", ".lock"}:
+        raise OutputError("exists and is no run, so it is not replaced", where=out, mend="choose another path")
+
+
 def _empty(run: Path) -> None:
-    for path in run.iterdir():
+    """Remove all of a run, its configuration first: what is left by a kill half-way is none that could go on."""
+    for path in sorted(run.iterdir(), key=lambda path: path.name != "config.json"):
         if path.name != ".lock":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def learner_of(config: RunConfig, prepared: Prepared, warm_start: Path | None = None) -> Callable[..., None]:
@@ -134,6 +159,7 @@ def learner_of(config: RunConfig, prepared: Prepared, warm_start: Path | None = 
         if warm_start is not None:
             raise OptionError("a warm start is for networks", mend="leave --warm-start out")
         return TreeRun(config, prepared).learn
+    check_has_features(prepared.train)  # torch warns of networks without inputs
     method = make_method(config.method, method_inputs(config, prepared), **config.method_options)
     if warm_start is not None:
         _start_from(method, warm_start)
@@ -204,7 +230,10 @@ def best_evaluation(run: Path) -> tuple[str, dict[str, Any]]:
     """The selection metric of a run, and its best evaluation by it."""
     select = RunConfig.from_json(read_json(run / "config.json"), where=run).selection
     choose = min if less_is_better(select) else max
-    return select, choose(read_metrics(run), key=lambda line: float(line[select]))
+    try:
+        return select, choose(read_metrics(run), key=lambda line: float(line[select]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"the run has no figures of '{select}'", where=run, mend="train again") from error
 
 
 def _start_from(method: Method, run: Path) -> None:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from ultr.arguments import checked
 from ultr.errors import OptionError, OutputError
 from ultr.files import atomic_path, refuse_existing
 from ultr.log import Log
@@ -28,6 +29,7 @@ RARELY_REPEAT = ("item", "score")  # looking for repeated values there costs mor
 Item = TypeVar("Item")
 
 
+@checked
 def score_file(
     model: Model,
     source: object,
@@ -144,4 +146,9 @@ class _ScoreWriter:
         finally:
             self._pool.shutdown()
             if self._file is not None:
-                self._file.close()
+                file, self._file = self._file, None
+                try:
+                    file.close()
+                finally:
+                    if isinstance(file, pq.ParquetWriter):
+                        file.is_open = False  # or it closes what has failed again when it is collected, and complains

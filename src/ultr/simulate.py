@@ -26,16 +26,20 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ultr.dwell import Dwell, by_grade, checked_numbers
-from ultr.errors import DataError, OptionError, nearest
+from ultr.arguments import Seed, check_fields, checked
+from ultr.dwell import Dwell, by_grade, check_grades, checked_lists, checked_numbers
+from ultr.errors import DataError, LabelError, OptionError, nearest
 from ultr.labels import Label
 from ultr.lists import ListBatches
 from ultr.log import Log
 from ultr.log.table import RESERVED
+from ultr.memory import available_memory
 
 # Share of users who look at positions 1 to 10, from eye tracking (Joachims 2017).
 MAX_GRADE = 30
 LAST_POSITION = 4096
+LONGEST = 80.0  # log of a dwell time, which single precision can hold
+ROW_BYTES = 64  # of a row that is drawn, beside its features
 EYE_TRACKING = (0.68, 0.61, 0.48, 0.34, 0.28, 0.20, 0.11, 0.10, 0.08, 0.06)
 
 
@@ -67,6 +71,7 @@ class User:
     by_own_position: ClassVar[bool] = True  # feedback on an item depends on no other item
 
     def __post_init__(self) -> None:
+        check_fields(self)
         checked_numbers("examination", self.examination, low=0, high=1)
         if self.attraction is not None:
             checked_numbers("attraction", self.attraction, low=0, high=1)
@@ -106,9 +111,10 @@ class User:
         """ρ_y = (2^y - 1) / (2^max - 1)."""
         return (torch.exp2(relevance) - 1) / float(2**self.max_grade - 1)
 
+    @checked
     def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
         """The exact P(click) of each item; zero for padding."""
-        relevance = _floating(relevance)
+        relevance = checked_lists(relevance, positions, where)
         return _masked(self.theta(positions, relevance.dtype) * self.attracted(relevance), where)
 
     def draw_clicks(
@@ -119,6 +125,7 @@ class User:
         relevant = _draw(self.attracted(relevance), generator) & where
         return examined & relevant, examined, relevant
 
+    @checked
     def sample(
         self,
         relevance: Tensor,
@@ -132,7 +139,7 @@ class User:
 
         `check=False` spares the look at the grades, and a wait for the device, where they are known to be in range.
         """
-        relevance = _floating(relevance)
+        relevance = checked_lists(relevance, positions, where)
         where = torch.ones_like(relevance, dtype=torch.bool) if where is None else where
         if check:
             check_grades(relevance, self.max_grade)
@@ -141,24 +148,25 @@ class User:
         if self.dwell is not None:
             mu, sigma = self.dwell.parameters(relevance, self.max_grade)
             noise = torch.randn(relevance.shape, generator=generator, device=relevance.device, dtype=relevance.dtype)
-            seconds = torch.exp(mu + sigma * noise) * self.dwell_scale(positions, relevance.dtype)
-            actions["dwell"] = torch.where(click, seconds, 0.0)
+            log_seconds = mu + sigma * noise + self.dwell_scale(positions, relevance.dtype).log()
+            actions["dwell"] = torch.where(click, log_seconds.clamp(-LONGEST, LONGEST).exp(), 0.0)
         for name, probabilities in self.further.items():
             follows = _draw(by_grade(probabilities, relevance, self.max_grade), generator)
             actions[name] = (click & follows).to(relevance.dtype)
         return Feedback(actions, examined, relevant)
 
     def dwell_scale(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """How position scales dwell time."""
+        """How position scales dwell time; those beyond `LAST_POSITION` count as that."""
         if self.dwell is None or self.dwell.decay == 0:
             return torch.ones((), dtype=dtype, device=positions.device).expand(positions.shape)
-        return positions.clamp(min=1).to(dtype).pow(-self.dwell.decay)
+        return positions.clamp(1, LAST_POSITION).to(dtype).pow(-self.dwell.decay)
 
+    @checked
     def expected(
         self, relevance: Tensor, positions: Tensor, label: Label | str, *, where: Tensor | None = None
     ) -> Tensor:
         """The exact expected label of each item at its position: P(click) · E[Φ | click, y, k] (+ Φ of no action)."""
-        relevance = _floating(relevance)
+        relevance = checked_lists(relevance, positions, where)
         click = self.click_probability(relevance, positions, where=where)
         value = self.value_of_click(relevance, positions, label)
         nothing = Label.of(label)({name: np.zeros(1) for name in self.actions})[0]
@@ -170,7 +178,10 @@ class User:
         grade, grade_index = torch.unique(relevance, return_inverse=True)
         check_grades(relevance, self.max_grade)
         table = self._click_values(Label.of(label), grade.double().cpu(), scale.double().cpu())
-        return table.to(relevance)[grade_index, scale_index]
+        values = table.to(relevance)
+        if not bool(values.isfinite().all()):
+            raise LabelError(f"label '{Label.of(label).expression}' should be finite", got=float(table.max()))
+        return values[grade_index, scale_index]
 
     def _click_values(self, label: Label, grades: Tensor, scales: Tensor) -> Tensor:
         """E[Φ | click] for each grade and dwell scale, in float64."""
@@ -222,13 +233,19 @@ class TrustUser(User):
         for name, function in (("trust", self.trust), ("mistrust", self.mistrust)):
             if not callable(function):
                 raise OptionError(f"'{name}' should be a function of positions", got=repr(function))
-            checked_numbers(name, torch.as_tensor(function(places)).expand(100).tolist(), low=0, high=1)
+            try:
+                found = torch.as_tensor(function(places)).expand(100).tolist()
+            except (TypeError, ValueError, RuntimeError) as error:
+                mend = "it takes a tensor of positions, and gives one of probabilities"
+                raise OptionError(f"'{name}' cannot be called on positions ({error})", mend=mend) from error
+            checked_numbers(name, found, low=0, high=1)
 
     def attracted(self, relevance: Tensor) -> Tensor:
         return self.true_relevance(relevance) if self.attraction is None else super().attracted(relevance)
 
+    @checked
     def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
-        relevance = _floating(relevance)
+        relevance = checked_lists(relevance, positions, where)
         rho, k = self.attracted(relevance), positions.to(relevance.dtype)
         clicks = self.trust(k) * rho + self.mistrust(k) * (1 - rho)
         return _masked(self.theta(positions, relevance.dtype) * clicks, where)
@@ -265,8 +282,9 @@ class CascadeUser(User):
         satisfied = self.attracted(relevance) * by_grade(self.stop, relevance, self.max_grade)
         return 1 - (1 - satisfied) * self.patience
 
+    @checked
     def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
-        relevance = _floating(relevance)
+        relevance = checked_lists(relevance, positions, where)
         where = torch.ones_like(relevance, dtype=torch.bool) if where is None else where
         goes_on = 1 - self._stops(relevance)
         return _masked(self._reached(goes_on, positions, where) * self.attracted(relevance), where)
@@ -305,6 +323,7 @@ USERS: dict[str, Callable[..., User]] = {
 }
 
 
+@checked
 def make_user(name: str, **options: object) -> User:
     """A user by its name in the table `USERS`."""
     if name not in USERS:
@@ -315,25 +334,12 @@ def make_user(name: str, **options: object) -> User:
         raise OptionError(f"user '{name}' does not take these options ({error})", got=", ".join(options)) from error
 
 
-def check_grades(relevance: Tensor, max_grade: int) -> None:
-    if relevance.numel() and not bool(((relevance >= 0) & (relevance <= max_grade)).all()):
-        raise DataError(
-            f"grades should be 0 to {max_grade}",
-            got=f"{float(relevance.min())} to {float(relevance.max())}",
-            mend="give the user the data's max_grade",
-        )
-
-
 @lru_cache(maxsize=64)
 def _examination(theta: tuple[float, ...], eta: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """θ_k^η for k = 0 to `LAST_POSITION`, falling as 1/k past the last that is given."""
     places = torch.arange(LAST_POSITION + 1, dtype=torch.float64).clamp(min=1)
     given = torch.tensor(theta, dtype=torch.float64)[places.clamp(max=len(theta)).long() - 1]
     return (given * places.clamp(max=len(theta)) / places).pow(eta).to(dtype).to(device)
-
-
-def _floating(relevance: Tensor) -> Tensor:
-    return relevance if relevance.is_floating_point() else relevance.float()
 
 
 def _draw(probability: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -345,17 +351,23 @@ def _masked(values: Tensor, where: Tensor | None) -> Tensor:
     return values if where is None else torch.where(where, values, 0.0)
 
 
-def draw_sessions(log: Log, sessions: int, *, seed: int = 0) -> Log:
+@checked
+def draw_sessions(log: Log, sessions: int, *, seed: Seed = 0) -> Log:
     """So many requests of a log, drawn with replacement; they get new ids, and their old ones are their queries."""
     if sessions < 1:
         raise OptionError("there should be one session or more", got=sessions)
+    needed = sessions * log.rows // max(1, len(log)) * (4 * len(log.feature_names) + ROW_BYTES)
+    if needed > available_memory():
+        got = f"{sessions:,} of {needed / 2**30:,.0f} GiB where {available_memory() / 2**30:.1f} are free"
+        raise OptionError("so many sessions do not fit in memory", got=got, mend="draw fewer")
     chosen = np.random.default_rng(seed).integers(len(log), size=sessions)
     drawn = log.select(chosen)
     context = {"query": drawn.request_ids, **drawn.context}
     return replace(drawn, request_ids=pa.array(np.arange(sessions)), context=context)
 
 
-def simulate_log(log: Log, user: User, *, seed: int = 0, sessions: int | None = None) -> tuple[Log, Feedback]:
+@checked
+def simulate_log(log: Log, user: User, *, seed: Seed = 0, sessions: int | None = None) -> tuple[Log, Feedback]:
     """Draw the feedback of users to a log that was shown (it has positions) and whose true relevance is known.
 
     With `sessions`, requests are drawn that many times with replacement and get new ids; otherwise each is used once.
@@ -380,5 +392,5 @@ def simulate_log(log: Log, user: User, *, seed: int = 0, sessions: int | None = 
         drawn.examined[rows] = feedback.examined[lists.where]
         drawn.relevant[rows] = feedback.relevant[lists.where]
         for name, values in feedback.actions.items():
-            drawn.actions[name][rows] = values[lists.where]
+            drawn.actions[name][rows] = values[lists.where].float()
     return replace(log, actions={name: values.numpy() for name, values in drawn.actions.items()}), drawn

@@ -15,8 +15,9 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 
+from ultr.arguments import taken
 from ultr.checkpoint import read_json
-from ultr.errors import DataError
+from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation import evaluate_scores
 from ultr.examination import estimate_examination
 from ultr.labels import DEFAULT_LABEL, Label
@@ -112,6 +113,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         column for each action that the label reads) or as `actions` (a frame, or a mapping from names to values). What
         is named here goes before what the constructor names. `sample_weight` is one value for all rows of a request.
         """
+        taken("ranker", self.ranker, str)
         given = dict(request=request, position=position, actions=actions, features=features, categorical=categorical)
         chosen = {part: getattr(self, part) if value is None else value for part, value in given.items()}
         chosen["weight"] = sample_weight
@@ -142,7 +144,8 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
             features = {"features": numeric, "categorical": list(model.vocabularies)}
         used = [*features["features"], *features["categorical"]]
         if lacking := [name for name in used if name not in table.column_names]:
-            raise DataError(f"the frame lacks the feature '{lacking[0]}' that the model was trained on")
+            what = f"the frame lacks the feature '{lacking[0]}' that the model was trained on"
+            raise DataError(what, mend=nearest(lacking[0], table.column_names))
         log = read_log(_numbered(table.select(used)), request=ROW, actions=[], missing=model.missing, **features)
         return model.score(replace(log, feature_names=model.feature_names), device=self.device)
 
@@ -195,7 +198,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
             figures = evaluate_scores(log, scores[np.asarray(log.item_ids)], "ndcg@10")["ndcg@10"]
             return float(np.average(figures, weights=log.weights))
         log = read_log(_numbered(table), missing=self.model_.missing, **{**named, **self._features, "item": ROW})
-        theta = {int(k): float(v) for k, v in (self.propensities or {}).items()} or _theta(log, label)
+        theta = {int(k): float(v) for k, v in self._known().items()} or _theta(log, label)
         own = scores[np.asarray(log.item_ids)]
         return off_policy_value(log, own, theta=theta, label=label, estimator="clipped", clip=CLIP).value
 
@@ -206,17 +209,30 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         single = named | {"actions": [], "features": [], "categorical": []}
         return table, resolve_columns(table.schema, where=f"the {type(X).__name__}", **single), named
 
+    def _options(self, name: str) -> Mapping[str, Any]:
+        return taken(name, getattr(self, name), Mapping[str, Any] | None) or {}
+
+    def _known(self) -> Mapping[Any, float]:
+        return taken("propensities", self.propensities, Mapping[Any, float] | None) or {}
+
     def _train(self, log: Log) -> None:
         seed = self.random_state
-        seed = int(seed) if isinstance(seed, int | np.integer) else int(check_random_state(seed).randint(1 << 31))
+        if isinstance(seed, int | np.integer):
+            seed = int(seed)
+        else:
+            try:
+                seed = int(check_random_state(seed).randint(1 << 31))
+            except (TypeError, ValueError) as error:
+                raise OptionError("random_state is no seed", got=repr(seed)[:100], mend="give a number") from error
+        taken("hidden", self.hidden, Sequence[int])
         given = {f.name: getattr(self, f.name, None) for f in fields(TrainingOptions)}
         training = {name: value for name, value in given.items() if value is not None}
         network = {"hidden": tuple(self.hidden), "dropout": self.dropout} if self.ranker == "mlp" else {}
         config = RunConfig(
             data="",
-            method_options=dict(self.method_options or {}),
-            propensities={str(k): float(v) for k, v in (self.propensities or {}).items()} or None,
-            ranker_options={**network, **(self.ranker_options or {})},
+            method_options=dict(self._options("method_options")),
+            propensities={str(k): float(v) for k, v in self._known().items()} or None,
+            ranker_options={**network, **self._options("ranker_options")},
             training=replace(usual_training(self.ranker), **training, seed=seed),
             **{name: getattr(self, name) for name in ("method", "label", "ranker", "held_out", "select")},
         )
@@ -238,12 +254,19 @@ def _is_frame(X: Any) -> bool:
     return hasattr(X, "columns")
 
 
-def _column(name: str, values: Any, rows: int) -> pa.Array:
+def _array(name: str, values: Any) -> np.ndarray:
     try:
-        array = np.asarray(values)
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"'{name}' cannot be read ({error})", mend="give plain values of one type") from error
+
+
+def _column(name: str, values: Any, rows: int) -> pa.Array:
+    array = _array(name, values)
+    try:
         if array.shape == (rows,):
             return pa.array(array)
-    except (pa.ArrowException, TypeError, ValueError) as error:
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"'{name}' cannot be read ({error})", mend="give plain values of one type") from error
     raise DataError(f"'{name}' should have one value for each of {rows} rows", got=list(array.shape))
 
@@ -252,7 +275,7 @@ def _table(X: Any) -> pa.Table:
     """A frame as a table, or an array, whose columns are then called feature_0, feature_1, ..."""
     if _is_frame(X):
         return as_table(X)
-    array = np.asarray(X)
+    array = _array("X", X)
     if array.ndim != 2:
         raise DataError("X should be a frame, or an array [rows, columns]", got=f"shape {list(array.shape)}")
     return pa.table({f"feature_{i}": _column(f"feature_{i}", v, len(array)) for i, v in enumerate(array.T)})
@@ -296,10 +319,11 @@ def _with_feedback(table: pa.Table, y: Any, label: Label) -> tuple[pa.Table, lis
         raise DataError(f"X holds what was done ({', '.join(label.actions)}), and there is y too", mend=mend)
     columns = _beside("actions", y)
     if columns is None:
-        values = np.asarray(y)[:, None] if np.ndim(y) == 1 else np.asarray(y)
+        given = _array("y", y)
+        values = given[:, None] if given.ndim == 1 else given
         if values.ndim != 2 or values.shape[1] != len(lacking):
             raise DataError(
-                f"y should have a column for each of {', '.join(lacking)}", got=f"shape {list(np.shape(y))}"
+                f"y should have a column for each of {', '.join(lacking)}", got=f"shape {list(given.shape)}"
             )
         columns = dict(zip(lacking, values.T, strict=True))
     return _with(table, columns), list(label.actions)

@@ -16,6 +16,7 @@ from ultr.errors import DataError
 from ultr.evaluation import FEEDBACK, OFF_POLICY
 from ultr.feeding import Feeding
 from ultr.files import atomic_path
+from ultr.formats import check_format
 from ultr.judging import Judge, figures_of, load_judge, make_judge
 from ultr.labels import Label
 from ultr.lists import Lists
@@ -31,6 +32,7 @@ from ultr.rankers.boosters import is_trees
 from ultr.simulate import User
 from ultr.training import Progress, TrainingOptions, fit_first
 
+FORMAT = 1  # of what is told of bias
 BIAS_BATCHES = 20  # of lists in which a bias model is looked at
 BIAS = "bias"  # of a run: the bias model it learned, for other runs
 
@@ -61,6 +63,7 @@ def _propensities(config: RunConfig) -> Mapping[str, float] | None:
     path = Path(config.bias)
     path = path / "bias.json" if path.is_dir() else path
     found = read_json(path)
+    check_format(found, FORMAT, what="this bias", where=path, mend="train that run again", unmarked=True)
     try:
         theta = {str(k): float(value) for k, value in zip(found["positions"], found["theta"], strict=True)}
     except (KeyError, TypeError, ValueError) as error:
@@ -82,7 +85,8 @@ def _known(
         names = slot(position, segments), slot(position, segments).partition("@")[0]
         known = next((propensities[name] for name in names if name in propensities), None)
         if known is None:
-            raise DataError("a position has no propensity", got=names[0], mend="give one for every position shown")
+            mend = "give one for every position shown in --propensities"
+            raise DataError("a position has no propensity", got=names[0], mend=mend)
         found[position] = known
     return found
 
@@ -134,7 +138,7 @@ def _key(config: RunConfig, settings: Mapping[str, Any]) -> str:
     training = TrainingOptions(seed=own.seed, batch=own.batch, bias_steps=own.bias_steps)
     ranker = "trees" if is_trees(config.ranker) else config.ranker
     about = asdict(replace(config, ranker=ranker, method_options={}, ranker_options={}, select=AUTO, training=training))
-    return hashlib.sha256(json.dumps([about, settings], sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([FORMAT, about, settings], sort_keys=True).encode()).hexdigest()[:16]
 
 
 # --- Bias models on disk ------------------------------------------------------------------------------------------
@@ -245,7 +249,8 @@ def write_bias(
     cut = thresholds(config.method, config.label, config.method_options, ranker=config.ranker)
     if prepared.segments:
         found["positions"] = [slot(position, prepared.segments) for position in found["positions"]]
-    write_json(out / "bias.json", {**found, "label": f"{config.label} > 0" if cut else config.label})
+    label = f"{config.label} > 0" if cut else config.label
+    write_json(out / "bias.json", {"format": FORMAT, **found, "label": label})
 
 
 def mean_figures(

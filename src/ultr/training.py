@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ultr.arguments import Seed, check_fields, checked
 from ultr.errors import DataError, OptionError, nearest
 from ultr.feeding import Feed, Feeding, step_seed
-from ultr.lists import ListBatches, Lists
+from ultr.lists import ListBatches, Lists, as_device
 from ultr.log import Log
 from ultr.methods.base import Learner, Method
 from ultr.processes import average_gradients, is_first, local_rank, take_from_first
@@ -50,11 +51,12 @@ class TrainingOptions:
     evaluate_every: int = 50
     patience: int = 0  # evaluations without improvement before stopping; 0: never
     bias_steps: int = 3000  # at most, of a bias model that comes before the ranker
-    seed: int = 0
+    seed: Seed = 0
     device: str = "auto"
     precision: Literal["float32", "bf16"] = "float32"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.optimizer not in OPTIMIZERS:
             raise OptionError(f"no optimizer '{self.optimizer}'", mend=nearest(self.optimizer, OPTIMIZERS))
         if self.schedule not in SCHEDULES:
@@ -87,16 +89,11 @@ def usual_training(ranker: str) -> TrainingOptions:
     return TREE_TRAINING if is_trees(ranker) else TrainingOptions()
 
 
+@checked
 def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = f"cuda:{local_rank() % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise OptionError(f"no device '{name}'", mend="use cpu, cuda or cuda:1") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError("this machine has no usable GPU", got=f"--device {name}", mend="use --device cpu")
-    return device
+    return as_device(name)
 
 
 @dataclass
@@ -130,10 +127,14 @@ class Streamed:
     held_out: Log
 
 
+def check_has_features(log: Log) -> None:
+    if not log.feature_names:
+        raise DataError("the log has no features to learn from", mend="name them with --features")
+
+
 def start(method: Learner, train: Log, options: TrainingOptions) -> TrainingState:
     """A method ready for training: features normalised by the training log, on its device, with an optimizer."""
-    if not train.feature_names:
-        raise DataError("the log has no features to learn from", mend="name them with --features")
+    check_has_features(train)
     for module in method.modules():
         if isinstance(module, FeatureEncoder):
             module.fit(train.features)

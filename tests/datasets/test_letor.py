@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from ultr.datasets import DATASETS, SPLITS, load_dataset
+from ultr.datasets.cache import FORMAT
 from ultr.datasets.letor import read_letor
 from ultr.errors import DataError
+from ultr.formats import load_json
 from ultr.log import svmlight
+from ultr.seals import sealed
 
 
 def letor_text(first_qid: int, requests: int = 6, features: int = 4, grades: int = 3) -> str:
@@ -98,10 +101,10 @@ def test_a_damaged_or_older_cache_is_made_again(damage, tmp_path, own_cache):
         meta.unlink()
     else:
         changed = {"format": 0} if damage == "older format" else {"rows": dict.fromkeys(SPLITS, 1)}
-        meta.write_text(json.dumps({**json.loads(meta.read_text()), **changed}))
+        meta.write_text(json.dumps(sealed({**load_json(meta), **changed})))
     again = read_letor(tmp_path)
     np.testing.assert_array_equal(again.train.features, features)
-    assert json.loads(meta.read_text())["format"] == 1
+    assert load_json(meta)["format"] == FORMAT
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):

@@ -64,14 +64,14 @@ def test_vectors_are_kept_and_made_again_when_damaged(own_cache):
 
     def compute():
         made.append(1)
-        return np.ones((2, 3)), np.zeros((4, 3))
+        return np.ones((2, 60)), np.zeros((4, 60))
 
     for _ in range(2):
-        users, movies = kept_vectors("toy", compute)
-        assert (users.shape, movies.shape) == ((2, 3), (4, 3))
+        users, movies = kept_vectors("toy", (2, 4), compute)
+        assert (users.shape, movies.shape) == ((2, 60), (4, 60))
     assert len(made) == 1
     (own_cache / "toy.npz").write_bytes(b"damaged")
-    kept_vectors("toy", compute)
+    kept_vectors("toy", (2, 4), compute)
     assert len(made) == 2
 
 
@@ -88,7 +88,7 @@ def test_a_missing_library_names_its_extra(monkeypatch):
         bpr_vectors(np.array([0]), np.array([0]), (1, 1), seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_movielens_becomes_rankable_lists(real_data):
     pytest.importorskip("implicit")
     data = read_movielens(real_data("ml-1m"))

@@ -54,6 +54,7 @@ def network() -> MLPRegressor:
     return MLPRegressor(hidden_layer_sizes=(64,), alpha=0.3, max_iter=12, early_stopping=True, random_state=0)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_a_network_beats_a_linear_ranker_and_biased_feedback_hurts(data):
     attraction = User().attracted(torch.from_numpy(data.train.relevance)).numpy()

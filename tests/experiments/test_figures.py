@@ -351,7 +351,6 @@ def test_figure_5_of_one_run_has_no_band(tmp_path, calls):
     assert count(tmp_path / "figure5.svg", "polygon") == 0
 
 
-@pytest.mark.slow
 def test_figures_are_made_of_real_runs(tmp_path, monkeypatch):
     small = make_synthetic(requests=(60, 10, 10))
     monkeypatch.setattr("ultr.preparing.cached_dataset", lambda name, data_dir: small)

@@ -20,6 +20,7 @@ from ultr.evaluation import evaluate_scores
 from ultr.experiments import live
 from ultr.experiments.lift import Arm, arm_of, lift_of
 from ultr.experiments.live import BucketTask, LiveOptions, LiveResult, Traffic, metric_of, run_live, run_one
+from ultr.formats import load_json
 from ultr.labels import Label
 from ultr.runs import with_training
 
@@ -343,7 +344,7 @@ def test_runs_have_seeds_of_their_own_and_an_interval_over_them(tmp_path):
 def test_the_result_is_plain_json(tiny_result):
     folder, result = tiny_result
     text = json.dumps(result.to_json(), allow_nan=False)
-    assert json.loads(text) == json.loads((folder / "live.json").read_text())
+    assert json.loads(text) == load_json(folder / "live.json")
     assert result.lifts["pointwise"]["expected"]["low"] is None  # one run has no interval
     assert LiveResult(TINY, json.loads(json.dumps(list(result.runs)))).lifts == result.lifts
 

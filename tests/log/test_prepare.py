@@ -791,7 +791,6 @@ def collected(spark):
 
 
 on_spark = [
-    pytest.mark.slow,
     pytest.mark.usefixtures("collected"),
     pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
 ]

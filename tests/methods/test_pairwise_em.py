@@ -171,7 +171,7 @@ def world(requests: int = 1500, seed: int = 0):
     return replace(log, relevance=grades, positions=positions)
 
 
-@pytest.mark.parametrize("theta", ["strata", "regression"])
+@pytest.mark.parametrize("theta", [pytest.param("strata", marks=pytest.mark.long), "regression"])
 def test_theta_is_learned_first(theta):
     log = world()
     method = make_method("pairwise-em", inputs(), theta=theta, scale=0.68)

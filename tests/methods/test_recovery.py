@@ -28,6 +28,8 @@ from ultr.rankers import score_rows
 from ultr.simulate import EYE_TRACKING, TrustUser, User, default_mistrust, default_trust, simulate_log
 from ultr.training import TrainingOptions, fit_first, start, take_step
 
+pytestmark = pytest.mark.long
+
 FEATURES, ITEMS, REQUESTS, STEPS = 5, 10, 1500, 600
 POSITIONS = tuple(range(1, ITEMS + 1))
 THETA = np.array(EYE_TRACKING)

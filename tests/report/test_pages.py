@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ultr.checkpoint import read_json, write_json
 from ultr.compare import Comparison, Row
 from ultr.errors import AbsentError, DataError, OptionError, OutputError, UltrError
 from ultr.evaluation import mean_with_interval, paired_test
@@ -53,9 +54,9 @@ def changed(runs, tmp_path):
     def change(name: str, **facts) -> Path:
         folder = tmp_path / "changed" / name
         shutil.copytree(runs[name], folder)
-        about = json.loads((folder / "outcome" / "outcome.json").read_text())
+        about = read_json(folder / "outcome" / "outcome.json")
         about["data"] |= facts
-        (folder / "outcome" / "outcome.json").write_text(json.dumps(about))
+        write_json(folder / "outcome" / "outcome.json", about)
         return folder
 
     return change
@@ -131,12 +132,12 @@ HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=alert(1)>
 def test_no_text_of_the_data_acts(runs, tmp_path):
     odd = tmp_path / "</b><i>run"
     shutil.copytree(runs["em"], tmp_path / "run")
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    (tmp_path / "run" / "config.json").write_text(json.dumps({**config, "data": HOSTILE}))
-    about = json.loads((tmp_path / "run" / "outcome" / "outcome.json").read_text())
+    config = read_json(tmp_path / "run" / "config.json")
+    write_json(tmp_path / "run" / "config.json", {**config, "data": HOSTILE})
+    about = read_json(tmp_path / "run" / "outcome" / "outcome.json")
     about["examples"][0]["items"][0]["item"] = HOSTILE
     about["data"]["by_position"]["positions"][0] = HOSTILE
-    (tmp_path / "run" / "outcome" / "outcome.json").write_text(json.dumps(about))
+    write_json(tmp_path / "run" / "outcome" / "outcome.json", about)
     (tmp_path / "run").rename(tmp_path / odd.name.replace("/", "_"))
     text = own(write_report([tmp_path / odd.name.replace("/", "_")], tmp_path / "page.html").read_text())
     assert "<script>window" not in text

@@ -10,7 +10,7 @@ import time
 import typer
 
 from ultr.cli import bias, data, experiments, judging, learning, prepare, reporting, serving, shipping
-from ultr.cli.common import plain, words
+from ultr.cli.common import one_line, plain, words
 from ultr.errors import ProcessError, UltrError
 
 SPEAK_AFTER = 2.0  # seconds
@@ -57,7 +57,7 @@ def main() -> None:
         if isinstance(error, ProcessError):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun is ending us already, and can wait a moment
         if not isinstance(error, ProcessError) or os.environ.get("RANK", "0") in ("0", "1"):  # two are enough to hear
-            _say(f"[bold red]error:[/] {plain(str(error))}")
+            _say(f"[bold red]error:[/] {plain(one_line(str(error)))}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         words.print("interrupted")
@@ -67,6 +67,10 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("ULTR_DEBUG"):
             raise
+        if isinstance(error, OSError) and error.filename is not None:  # a name too long, links in a ring, no rights
+            text = one_line(f"{error.filename}: {error.strerror}; check the path")
+            _say(f"[bold red]error:[/] {plain(text)}")
+            sys.exit(1)
         text = f"{type(error).__name__}: {error}"
         _say(f"[bold red]internal error:[/] {plain(text)}\nset ULTR_DEBUG=1 to see where")
         sys.exit(1)

@@ -167,10 +167,11 @@ def _write(report: BiasReport, out: Path, source: str, *, overwrite: bool) -> No
     """The report as data, the propensities as `--propensities` takes them, and a page."""
     from ultr.checkpoint import write_json
     from ultr.files import atomic_path
+    from ultr.propensity.audit import FORMAT
     from ultr.report import write_bias_page
 
     with atomic_path(out, overwrite=overwrite, folder=True) as folder:
-        write_json(folder / "bias.json", report.to_json())
+        write_json(folder / "bias.json", {"format": FORMAT, **report.to_json()})
         tables = {"": report.propensities(), **{name: part.propensities() for name, part in report.segments.items()}}
         rows = [(k, f"{v:.6g}", name) for name, table in tables.items() for k, v in table.items()]
         columns = 3 if report.segments else 2  # without a segment: for those that have no rows of their own

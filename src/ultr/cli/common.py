@@ -62,6 +62,11 @@ def pages_can_be_made() -> bool:
     return not lacking
 
 
+def one_line(text: str) -> str:
+    """Text without line ends and other control characters, which names in files may have."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def plain(text: str) -> str:
     """Text whose square brackets are not markup."""
     return text.replace("[", r"\[")

@@ -64,6 +64,7 @@ def evaluate(
     columns = _columns_of(run, list(model.vocabularies), names)
     log, max_grade = read_data(data, split=split, data_dir=data_dir, columns={**columns, "missing": model.missing})
     user = make_user(users, eta=eta, epsilon=epsilon, max_grade=max_grade)
+    log = model.view(log)  # the judge, too, takes features by their place
     scores, judge = model.score(log, device=device), load_judge(run / "judge")
     segments: tuple[str, ...] = ()
     if columns.get("segment"):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ultr.arguments import checked
 from ultr.datasets.base import SPLITS, Dataset
 from ultr.datasets.initial import initial_ranker, randomise, ranking_svm, show
 from ultr.datasets.letor import read_letor
@@ -52,6 +53,7 @@ DATASETS: dict[str, Source] = {
 }
 
 
+@checked
 def load_dataset(name: str | Path, *, data_dir: str | Path | None = None) -> Dataset:
     """A data set by name (`synthetic`, `ml-1m`, `mq2007`, ...) or by the path of a LETOR-format file or folder.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ultr.arguments import checked
 from ultr.errors import OptionError, nearest
 from ultr.log import Log
 
@@ -23,6 +24,7 @@ class Dataset:
     max_grade: int
     fingerprint: str
 
+    @checked
     def __getitem__(self, split: str) -> Log:
         if split not in SPLITS:
             raise OptionError(f"a data set has no split '{split}'", mend=nearest(split, SPLITS))

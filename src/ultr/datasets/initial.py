@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import zipfile
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
 
+from ultr.arguments import Seed, checked
 from ultr.datasets.base import Dataset
-from ultr.datasets.cache import cache_folder
+from ultr.datasets.cache import cache_folder, kept_arrays
 from ultr.errors import DataError, OptionError, OutputError
 from ultr.files import atomic_path
 from ultr.log import Log
@@ -34,7 +34,8 @@ class LinearScorer:
         return np.asarray(features @ weights - np.float32(self.mean @ weights))
 
 
-def ranking_svm(log: Log, *, share: float = 0.01, seed: int = 0) -> LinearScorer:
+@checked
+def ranking_svm(log: Log, *, share: float = 0.01, seed: Seed = 0) -> LinearScorer:
     """A linear support vector machine on the feature differences of pairs with different grades (Joachims 2002),
     from a random share of the requests.
     """
@@ -47,6 +48,8 @@ def ranking_svm(log: Log, *, share: float = 0.01, seed: int = 0) -> LinearScorer
     rng = np.random.default_rng(seed)
     chosen = log.select(np.sort(rng.permutation(len(log))[: max(1, round(share * len(log)))]))
     features = chosen.features.astype(np.float64)
+    if not np.isfinite(features).all():
+        raise DataError("an initial ranker needs features that are finite", mend="fill or clip them")
     mean, scale = features.mean(0), features.std(0)
     scale[scale < 1e-9] = 1.0
     better, worse = _graded_pairs(chosen, rng)
@@ -61,23 +64,18 @@ def ranking_svm(log: Log, *, share: float = 0.01, seed: int = 0) -> LinearScorer
     if len(signs) == 1:
         differences, signs = np.repeat(differences, 2, axis=0), np.array([1.0, -1.0])
     # C shrinks with the number of pairs, so that the penalty weighs the same for long lists as for short ones.
-    machine = LinearSVC(C=100 / len(signs), dual=False, fit_intercept=False, random_state=seed)
+    machine = LinearSVC(C=100 / len(signs), dual=False, fit_intercept=False, random_state=seed % 2**32)
     machine.fit(differences * signs[:, None], signs)
     return LinearScorer(mean, scale, machine.coef_.ravel())
 
 
-def initial_ranker(dataset: Dataset, *, share: float = 0.01, seed: int = 0) -> LinearScorer:
+def initial_ranker(dataset: Dataset, *, share: float = 0.01, seed: Seed = 0) -> LinearScorer:
     """The Ranking-SVM of a data set's training requests, fitted once: the next time it comes from the cache."""
     about = repr((FORMAT, dataset.fingerprint, len(dataset.train), share, seed)).encode()
     path = cache_folder() / f"initial-{hashlib.blake2b(about, digest_size=12).hexdigest()}.npz"
     names, width = ("mean", "scale", "weights"), dataset.train.features.shape[1]
-    try:
-        with np.load(path, allow_pickle=False) as kept:
-            found = [kept[name] for name in names]
-        if all(values.shape == (width,) and np.isfinite(values).all() for values in found):
-            return LinearScorer(*found)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        pass  # none is kept, or a damaged one
+    if (kept := kept_arrays(path, dict.fromkeys(names, (width,)))) is not None:
+        return LinearScorer(*kept)
     fitted = ranking_svm(dataset.train, share=share, seed=seed)
     try:
         with atomic_path(path, overwrite=True) as temporary, temporary.open("wb") as handle:
@@ -101,7 +99,8 @@ def _graded_pairs(log: Log, rng: np.random.Generator) -> tuple[np.ndarray, np.nd
     return np.concatenate(better), np.concatenate(worse)
 
 
-def randomise(log: Log, share: float, *, seed: int = 0) -> Log:
+@checked
+def randomise(log: Log, share: float, *, seed: Seed = 0) -> Log:
     """A log that was shown, a share of its requests now in random order and marked as such."""
     if not 0 <= share <= 1:
         raise OptionError("the share in random order should be between 0 and 1", got=share)
@@ -114,6 +113,7 @@ def randomise(log: Log, share: float, *, seed: int = 0) -> Log:
     return replace(log.regroup(order, log.offsets), positions=log.positions, context=context)
 
 
+@checked
 def show(log: Log, scores: np.ndarray, *, items: int = 10) -> Log:
     """The log as a ranker would have shown it: the best items at positions 1, 2, ..., the rest dropped."""
     if items < 1:

@@ -53,7 +53,7 @@ def read_letor(
 
     def build() -> Dataset:
         if len(splits) == 1:
-            train, validation, test = split_by_request(read_svmlight(files[0]))
+            train, validation, test = split_by_request(read_svmlight(files[0]), where=files[0])
         else:
             train, validation, test = (join([read_svmlight(file) for file in split]) for split in splits)
         train, validation, test = same_width([train, validation, test])
@@ -90,10 +90,13 @@ def _file(folder: Path, stem: str) -> Path | None:
     return next((p for p in (folder / f"{stem}.txt", folder / f"{stem}.txt.gz") if p.is_file()), None)
 
 
-def split_by_request(log: Log, shares: tuple[float, float] = (0.6, 0.8), seed: int = 0) -> tuple[Log, Log, Log]:
+def split_by_request(
+    log: Log, shares: tuple[float, float] = (0.6, 0.8), seed: int = 0, *, where: object = None
+) -> tuple[Log, Log, Log]:
     """Random requests, 60/20/20."""
     if len(log) < 5:
-        raise DataError("a single file needs five requests or more to be split", got=len(log))
+        what, mend = "a single file needs five requests or more to be split", "name a folder of split files"
+        raise DataError(what, where=where, got=len(log), mend=mend)
     order = np.random.default_rng(seed).permutation(len(log))
     a, b = (int(share * len(log)) for share in shares)
     return log.select(np.sort(order[:a])), log.select(np.sort(order[a:b])), log.select(np.sort(order[b:]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,13 +18,15 @@ import numpy as np
 import pyarrow as pa
 
 from ultr.datasets.base import Dataset
-from ultr.datasets.cache import cache_folder, cached
+from ultr.datasets.cache import cache_folder, cached, kept_arrays
 from ultr.errors import DataError, MissingExtraError, OutputError
 from ultr.files import atomic_path
 from ultr.log import Log
 
 # ratings.dat as GroupLens ships it.
 RATINGS_SHA256 = "506d64ca44484487c11dc2d9a28de5c54948213e6b96285e298afe28d6ea4e0f"
+MAX_BYTES = 100 << 20  # it has 25 million
+BAD_ZIP = (zipfile.BadZipFile, zlib.error)
 FACTORS = 60
 WHERE_TO_GET = "get ml-1m.zip from GroupLens (grouplens.org/datasets/movielens/1m) and put it there"
 
@@ -44,11 +47,19 @@ def _ratings_file(path: Path) -> bytes:
             inner = path / "ml-1m.zip"
             if inner.is_file():
                 return _ratings_file(inner)
-            return next(f for f in (path / "ratings.dat", path / "ml-1m" / "ratings.dat") if f.is_file()).read_bytes()
-        with zipfile.ZipFile(path) as archive:
-            return archive.read("ml-1m/ratings.dat")
-    except (StopIteration, OSError, KeyError, zipfile.BadZipFile) as error:
+            file = next(f for f in (path / "ratings.dat", path / "ml-1m" / "ratings.dat") if f.is_file())
+            return _bounded(file.stat().st_size, file.read_bytes, file)
+        with zipfile.ZipFile(path) as archive:  # one member is read, into memory; nothing is unpacked
+            member = archive.getinfo("ml-1m/ratings.dat")
+            return _bounded(member.file_size, lambda: archive.read(member), path)
+    except (StopIteration, OSError, KeyError, ValueError, EOFError, RuntimeError, *BAD_ZIP) as error:
         raise DataError("MovieLens-1M is not here", where=path, mend=WHERE_TO_GET) from error
+
+
+def _bounded(size: int, read: Callable[[], bytes], where: Path) -> bytes:
+    if size > MAX_BYTES:
+        raise DataError("ratings.dat is too large to be that of MovieLens-1M", where=where, got=f"{size:,} bytes")
+    return read()
 
 
 def parse_ratings(raw: bytes) -> np.ndarray:
@@ -83,14 +94,15 @@ def bpr_vectors(
     return model.user_factors[:, :FACTORS], model.item_factors[:, :FACTORS]  # the last column is a bias
 
 
-def kept_vectors(name: str, compute: Callable[[], tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+def kept_vectors(
+    name: str, shape: tuple[int, int], compute: Callable[[], tuple[np.ndarray, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
     """The vectors take half a minute and a library; they are small, and kept by themselves to be carried along."""
     path = cache_folder() / f"{name}.npz"
-    try:
-        with np.load(path, allow_pickle=False) as kept:
-            return kept["users"], kept["movies"]
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
-        users, movies = compute()
+    kept = kept_arrays(path, {"users": (shape[0], FACTORS), "movies": (shape[1], FACTORS)})
+    if kept is not None:
+        return kept[0], kept[1]
+    users, movies = compute()
     with contextlib.suppress(OutputError), atomic_path(path, overwrite=True) as temporary:
         np.savez(temporary, users=users, movies=movies)
     return users, movies
@@ -104,6 +116,7 @@ def _build(raw: bytes, digest: str, seed: int) -> Dataset:
     shape = (int(users.max()) + 1, int(movies.max()) + 1)
     user_vectors, movie_vectors = kept_vectors(
         f"ml-1m-bpr{FACTORS}-seed{seed}-{digest[:16]}",
+        shape,
         lambda: bpr_vectors(users[train], movies[train], shape, seed=seed),
     )
 

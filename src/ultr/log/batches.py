@@ -13,6 +13,7 @@ import pyarrow.csv
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
+from ultr.arguments import taken
 from ultr.errors import DataError, OptionError
 from ultr.files import existing_file
 from ultr.log.build import Missing, Piece, as_data_error, log_from_table, one_row_per_item
@@ -99,7 +100,7 @@ def _found(source: object, wanted: Wanted, where: object) -> LogBatches:
     if not isinstance(source, str | Path):
         table = as_table(source)
         return LogBatches(table.num_rows, _arrow(table.to_batches(), table.schema, wanted, where))
-    path = Path(source)
+    path = Path(taken("source", source, str | Path))
     if is_lists(path) or (path.name in SPLITS and is_lists(path.parent)):
         shards = Shards(path) if is_lists(path) else Shards(path.parent, path.name)
         shards.check_names(wanted.given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import csv
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +13,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultr.errors import ColumnError, DataError, OptionError
-from ultr.log.schema import Columns
+from ultr.log.schema import Columns, saved_names
 from ultr.log.table import FEATURE_NAMES_KEY, Log
 
 Missing = Literal["refuse", "keep"]
 MAX_CATEGORIES = 1 << 24  # codes are kept as float32
+LIGHTEST, HEAVIEST = 1e-12, 1e12  # weights are summed up and squared
+NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
 ROWS_AT_ONCE = 2048  # of columns that are set side by side: they stay in the processor's cache
 
 
@@ -41,7 +43,7 @@ def _row(where: object, row: int) -> int:
 def as_data_error(path: object, kind: str) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
         brief = " ".join(str(error).split())[:200]
         raise DataError(f"cannot be read as {kind} ({brief})", where=path, mend="check or rewrite the file") from error
 
@@ -72,10 +74,9 @@ def log_from_table(
     try:
         order, offsets, first_rows = _group(requests, gather)
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
-        got = f"type {requests.type}"
-        raise ColumnError(
-            f"requests in column '{columns.request}' cannot be told apart", where=where, got=got
-        ) from error
+        got, mend = f"type {requests.type}", "give each request a number or a text"
+        what = f"requests in column '{columns.request}' cannot be told apart"
+        raise ColumnError(what, where=where, got=got, mend=mend) from error
     if columns.position is not None:
         positions = _positions(table[columns.position], columns.position, where)
         order, positions = _order_by_position(
@@ -163,6 +164,7 @@ def one_row_per_item(table: pa.Table, columns: Columns, where: object) -> pa.Tab
                 f"'{name}' should have as many values as '{nested[0]}' in every row",
                 where=where,
                 got=f"{counts[row]} and {lengths[row]} in row {_row(where, row)}",
+                mend="write lists of one length in a row",
             )
         flat[name] = pc.list_flatten(column)
     rows = pa.array(np.repeat(np.arange(table.num_rows), lengths))
@@ -204,13 +206,15 @@ def _group(requests: Any, gather: bool) -> tuple[np.ndarray | None, np.ndarray, 
 
 def _positions(column: pa.ChunkedArray, name: str, where: object) -> np.ndarray:
     values = _numeric(column, name, "position", where)
-    whole = values.astype(np.int64) if values.dtype.kind != "f" or np.isfinite(values).all() else None
+    with np.errstate(invalid="ignore"):  # what does not fit comes out as another number
+        whole = values.astype(np.int64) if values.dtype.kind != "f" or np.isfinite(values).all() else None
     if whole is None or (whole != values).any():
         wrong = int(np.flatnonzero(~np.isfinite(values) if whole is None else whole != values)[0])
         raise ColumnError(
             f"positions in column '{name}' should be whole numbers",
             where=where,
             got=f"{values[wrong]} in row {_row(where, wrong)}",
+            mend="give each item the place it was shown at: 1, 2, ...",
         )
     if (whole < 0).any():
         wrong = int(np.flatnonzero(whole < 0)[0])
@@ -251,9 +255,9 @@ def _order_by_position(
 def _numeric(column: pa.ChunkedArray, name: str, what: str, where: object) -> np.ndarray:
     values = _combined(column)
     kind = values.type
-    numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
-    if not any(test(kind) for test in numbers):
-        raise ColumnError(f"{what} column '{name}' should hold numbers", where=where, got=f"type {kind}")
+    if not any(test(kind) for test in NUMBERS):
+        mend = "convert it, or name it with --categorical" if what == "feature" else "convert it, or name another"
+        raise ColumnError(f"{what} column '{name}' should hold numbers", where=where, got=f"type {kind}", mend=mend)
     if values.null_count:
         _refuse_nulls(values, name, where)
     if pa.types.is_decimal(kind):
@@ -268,21 +272,20 @@ def _non_negative(column: pa.ChunkedArray, name: str, what: str, where: object) 
     fine = (values >= 0) & (values < np.inf)
     if not fine.all():
         row = int(np.flatnonzero(~fine)[0])
-        raise ColumnError(
-            f"{what} column '{name}' should be finite and not negative in every row",
-            where=where,
-            got=f"{_combined(column)[row].as_py()} in row {_row(where, row)} ({int((~fine).sum())} such rows)",
-            mend="clean the column or leave it out",
-        )
+        got = f"{_combined(column)[row].as_py()} in row {_row(where, row)} ({int((~fine).sum())} such rows)"
+        should = f"{what} column '{name}' should be finite and not negative in every row"
+        raise ColumnError(should, where=where, got=got, mend="clean the column or leave it out")
     return values
 
 
 def _request_weights(weights: np.ndarray, offsets: np.ndarray, name: str, where: object) -> np.ndarray:
     first = weights[offsets[:-1]]
     if (np.repeat(first, np.diff(offsets)) != weights).any():
-        raise ColumnError(f"weight column '{name}' should have one value per request", where=where, got="several")
-    if (first == 0).any():
-        raise ColumnError(f"weight column '{name}' should be positive", where=where, got=0, mend="drop those requests")
+        what, mend = f"weight column '{name}' should have one value per request", "weigh requests, not items"
+        raise ColumnError(what, where=where, got="several", mend=mend)
+    if len(odd := first[(first < LIGHTEST) | (first > HEAVIEST)]):
+        what = f"weight column '{name}' should be positive, from {LIGHTEST:g} to {HEAVIEST:g}"
+        raise ColumnError(what, where=where, got=odd[0], mend="drop requests without a weight, scale the others")
     return np.asarray(first)
 
 
@@ -296,7 +299,8 @@ def _request_context(
     try:
         codes = pc.fill_null(values.dictionary_encode().indices, -1).to_numpy(zero_copy_only=False)
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
-        raise ColumnError(f"'{name}' cannot be a {part}", where=where, got=f"type {values.type}") from error
+        got, mend = f"type {values.type}", "rename it, or convert it to a number or a text"
+        raise ColumnError(f"'{name}' cannot be a {part}", where=where, got=got, mend=mend) from error
     rows = np.arange(len(codes)) if order is None else order
     first = rows[offsets[:-1]]
     if (np.repeat(codes[first], np.diff(offsets)) != codes[rows]).any():
@@ -313,13 +317,13 @@ def _features(
     """All feature columns as one float32 matrix, and their names."""
     blocks: list[np.ndarray] = []
     labels: list[str] = []
-    saved = json.loads((table.schema.metadata or {}).get(FEATURE_NAMES_KEY, b"[]"))
+    saved = saved_names(table.schema, FEATURE_NAMES_KEY)
     for name in names:
         column = table[name]
         if _is_list(column.type):
             block = _list_column(column, name, where)
             known = len(names) == 1 and len(saved) == block.shape[1]
-            labels += [str(s) for s in saved] if known else [f"{name}[{i}]" for i in range(block.shape[1])]
+            labels += saved if known else [f"{name}[{i}]" for i in range(block.shape[1])]
         else:
             block = _feature_column(column, name, where)[:, None]
             labels.append(name)
@@ -344,16 +348,18 @@ def _codes(column: pa.ChunkedArray, name: str, where: object) -> tuple[np.ndarra
     try:
         encoded = _combined(column).cast(pa.string()).dictionary_encode()
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
-        raise ColumnError(f"'{name}' cannot be a category", where=where, got=f"type {column.type}") from error
+        got, mend = f"type {column.type}", "convert it to a number or a text"
+        raise ColumnError(f"'{name}' cannot be a category", where=where, got=got, mend=mend) from error
     if len(encoded.dictionary) >= MAX_CATEGORIES:
-        raise ColumnError(f"'{name}' has too many categories", where=where, got=f"{len(encoded.dictionary):,}")
+        got = f"{len(encoded.dictionary):,}"
+        raise ColumnError(f"'{name}' has too many categories", where=where, got=got, mend="leave it out, or hash it")
     codes = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False) + 1
     return codes.astype(np.float32), encoded.dictionary
 
 
 def _feature_column(column: pa.ChunkedArray, name: str, where: object) -> np.ndarray:
     values = _combined(column)
-    if values.null_count and not pa.types.is_string(values.type) and not pa.types.is_large_string(values.type):
+    if values.null_count and any(test(values.type) for test in (*NUMBERS, pa.types.is_null)):
         values = pc.fill_null(values.cast(pa.float64()), float("nan"))  # a missing value: refused or kept later
     with np.errstate(over="ignore"):
         return _numeric(pa.chunked_array([values]), name, "feature", where).astype(np.float32, copy=False)
@@ -367,11 +373,8 @@ def _list_column(column: pa.ChunkedArray, name: str, where: object) -> np.ndarra
     lengths = pc.list_value_length(values)
     bounds = pc.min_max(lengths).as_py()
     if bounds["min"] != bounds["max"]:
-        raise ColumnError(
-            f"feature column '{name}' should have equally long lists",
-            where=where,
-            got=f"lengths {bounds['min']} to {bounds['max']}",
-        )
+        got, mend = f"lengths {bounds['min']} to {bounds['max']}", "fill up the shorter ones"
+        raise ColumnError(f"feature column '{name}' should have equally long lists", where=where, got=got, mend=mend)
     flat = _feature_column(pa.chunked_array([values.flatten()]), name, where)
     return flat.reshape(len(values), bounds["max"])
 

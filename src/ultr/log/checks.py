@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from ultr.errors import ColumnError, DataError
+from ultr.log.build import HEAVIEST, LIGHTEST
 
 LARGEST = float(np.finfo(np.float32).max)
 Fetch = Callable[[Any], pa.Table]
@@ -23,12 +24,15 @@ def check_rows(rows: Any, names: Mapping[str, str], *, fetch: Fetch, where: obje
         "position missing": position.isnull().sum(),
         "position negative": (position < 0).sum(),
     }
-    if position.type().is_floating():  # NaN and infinity are above the bound on every engine
-        counts["position broken"] = ((position != position.floor()) | (position > 2.0**53)).sum()
+    if position.type().is_floating():
+        counts["position broken"] = ((position % 1 != 0) | (position > 2.0**53) | position.isnan()).sum()
     numbers = [n for n in rows.columns if n.startswith("action_") or n in ("relevance", "weight")]
     for name in numbers:
         value = rows[name]
-        fine = ((value > 0) if name == "weight" else (value >= 0)) & (value <= LARGEST)
+        low, high = (LIGHTEST, HEAVIEST) if name == "weight" else (0, LARGEST)
+        fine = (value >= low) & (value <= high)
+        if value.type().is_floating():
+            fine = fine & ~value.isnan()
         counts[f"{name} missing"] = value.isnull().sum()
         counts[f"{name} bad"] = (~fine).sum()
     for name in ("randomised", "time"):
@@ -53,11 +57,13 @@ def _refuse(part: str, how: str, *, names: Mapping[str, str], count: int, where:
     if how == "missing":
         raise ColumnError(f"column '{column}' has {count:,} missing values", where=where, mend="fill them or drop them")
     if how == "broken":
-        raise ColumnError(f"positions in column '{column}' should be whole numbers", where=where, got=rows)
+        mend = "give each item the place it was shown at: 1, 2, ..."
+        raise ColumnError(f"positions in column '{column}' should be whole numbers", where=where, got=rows, mend=mend)
     if part == "position":
         mend = "drop the rows if it marks items that were not shown"
         raise ColumnError(f"positions in column '{column}' should not be negative", where=where, got=rows, mend=mend)
-    should = "finite and positive" if part == "weight" else "finite and not negative"
+    positive = f"finite and positive, from {LIGHTEST:g} to {HEAVIEST:g}"
+    should = positive if part == "weight" else "finite and not negative"
     mend = "clean the column or leave it out"
     raise ColumnError(f"{what} column '{column}' should be {should} in every row", where=where, got=rows, mend=mend)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,13 +256,16 @@ class ShardWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{self.attempt}")
         texts = [f"{c.name}.list.element" for c in schema if c.type == pa.list_(pa.string())]
-        writer = pq.ParquetWriter(partial, schema, compression="snappy", use_dictionary=texts or False)
+        writer = pq.ParquetWriter(
+            partial, schema, compression="snappy", use_dictionary=texts or False, write_page_checksum=True
+        )
         self._open[split], self._written[split] = (writer, partial, path), 0
         return writer
 
     def _finish(self, split: str) -> None:
-        writer, partial, path = self._open.pop(split)
+        writer, partial, path = self._open[split]
         writer.close()
+        del self._open[split]
         partial.replace(path)
 
     def close(self) -> None:
@@ -269,6 +273,13 @@ class ShardWriter:
             self._write_group(split)
         for split in list(self._open):
             self._finish(split)
+
+    def abandon(self) -> None:
+        """Let go of the files that are open, as after a failure."""
+        for writer, _, _ in self._open.values():
+            with suppress(OSError, pa.ArrowException):
+                writer.close()
+            writer.is_open = False  # or the library tries again when it is collected, and complains
 
 
 def write_shards(
@@ -280,13 +291,17 @@ def write_shards(
     """
     writer = ShardWriter(folder, name, attempt=attempt)
     writing: deque[Future[None]] = deque()
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        for rows in whole_requests(batches):
-            lists, requests = nesting.lists(rows)
-            writing.append(pool.submit(writer.write, lists))
-            if len(writing) > MOST_WAITING:
-                writing.popleft().result()
-            yield requests, len(rows)
-        for future in writing:
-            future.result()
-    writer.close()
+    try:
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            for rows in whole_requests(batches):
+                lists, requests = nesting.lists(rows)
+                writing.append(pool.submit(writer.write, lists))
+                if len(writing) > MOST_WAITING:
+                    writing.popleft().result()
+                yield requests, len(rows)
+            for future in writing:
+                future.result()
+        writer.close()
+    except BaseException:
+        writer.abandon()
+        raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC
@@ -13,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ultr.arguments import check_fields, checked
 from ultr.errors import ColumnError, OptionError, nearest
 from ultr.files import atomic_path, refuse_existing
 from ultr.labels import Label
@@ -23,8 +23,8 @@ from ultr.log.events import EventColumns, action_names, actions_by_item, event_c
 from ultr.log.facts import shard_facts
 from ultr.log.impressions import filtered, impressions, rounded, utc_time
 from ultr.log.nesting import HASH_RANGE, Nesting
-from ultr.log.schema import CONTEXT, Columns, resolve_columns
-from ultr.log.shards import SPLITS, Manifest
+from ultr.log.schema import CONTEXT, Columns, resolve_columns, saved_names
+from ultr.log.shards import SPLITS, Manifest, footer_sum
 from ultr.log.sources import Source, find_source
 from ultr.log.table import FEATURE_NAMES_KEY, RESERVED
 from ultr.memory import available_memory
@@ -70,9 +70,10 @@ class Preparation:
     test_from: str | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 0 < self.keep_clickless <= 1:
             raise OptionError("keep_clickless is a rate above 0, at most 1", got=self.keep_clickless)
-        if min(self.validation, self.test) < 0 or self.validation + self.test >= 1:
+        if not (min(self.validation, self.test) >= 0 and self.validation + self.test < 1):
             got = f"validation {self.validation}, test {self.test}"
             raise OptionError("shares should not be negative, and leave some for training", got=got)
         if self.min_items < 1 or (self.max_items is not None and self.max_items < self.min_items):
@@ -96,6 +97,7 @@ class Preparation:
         return {part: getattr(self, part) for part in parts} | {"actions": self.actions}
 
 
+@checked
 def prepare_lists(
     source: str | Path,
     out: str | Path,
@@ -330,6 +332,9 @@ class _Work:
             binary=facts.binary,
             label=None if label is None else label.expression,
             about=about,
+            footers={
+                f"{path.parent.name}/{path.name}": footer_sum(path) for path in sorted(folder.glob("*/*.parquet"))
+            },
         )
 
 
@@ -357,14 +362,14 @@ def _as_number(time: str) -> float:
 def _feature_names(source: Source, columns: Sequence[str]) -> tuple[str, ...]:
     """The names of all features; lists give one for each of their values, by the length of the first."""
     names: list[str] = []
-    saved = json.loads((source.schema.metadata or {}).get(FEATURE_NAMES_KEY, b"[]"))
+    saved = saved_names(source.schema, FEATURE_NAMES_KEY)
     for name in columns:
         if not hasattr(source.schema.field(name).type, "value_field"):
             names.append(name)
             continue
         width = _first_length(source, name)
         known = len(columns) == 1 and len(saved) == width
-        names += [str(s) for s in saved] if known else [f"{name}[{i}]" for i in range(width)]
+        names += saved if known else [f"{name}[{i}]" for i in range(width)]
     return tuple(names)
 
 

@@ -12,6 +12,7 @@ import pyarrow.csv
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
+from ultr.arguments import checked, taken
 from ultr.errors import ColumnError, DataError, OptionError
 from ultr.files import content_kind, existing_file
 from ultr.log.build import Missing, as_data_error, log_from_table
@@ -35,6 +36,7 @@ SUFFIXES = {
 }
 
 
+@checked
 def read_log(
     source: object,
     *,
@@ -74,7 +76,7 @@ def read_log(
     }
     if not isinstance(source, str | Path):
         return _from_table(as_table(source), named, where=f"the {type(source).__name__}", missing=missing)
-    path = Path(source)
+    path = Path(taken("source", source, str | Path))
     if is_lists(path) or (path.name in SPLITS and is_lists(path.parent)):
         return _read_lists(path, named)
     if path.is_dir():
@@ -175,6 +177,9 @@ def file_kind(path: Path) -> str:
 def as_table(source: object) -> pa.Table:
     if isinstance(source, pa.Table):
         return source
+    if any(isinstance(name, str) and "\0" in name for name in getattr(source, "columns", ())):
+        # Arrow's interface between libraries has names that end in it: polars ends the process over one.
+        raise DataError("a column's name holds the character NUL", mend="rename it")
     try:
         if type(source).__module__.startswith("pandas") and hasattr(source, "columns"):
             return pa.Table.from_pandas(source, preserve_index=False)

@@ -179,11 +179,17 @@ def _holds_numbers(kind: pa.DataType) -> bool:
 
 def _saved(schema: pa.Schema, key: bytes) -> tuple[str, ...]:
     """The columns that a log which `write_log` wrote says play a part, whatever their names."""
+    return tuple(name for name in saved_names(schema, key) if name in schema.names)
+
+
+def saved_names(schema: pa.Schema, key: bytes) -> list[str]:
+    """Names that `write_log` left in a schema; none where something else is there."""
     try:
         saved = json.loads((schema.metadata or {}).get(key, b"[]"))
     except ValueError:
-        return ()
-    return tuple(name for name in saved if name in schema.names)
+        return []
+    fine = isinstance(saved, list) and all(isinstance(name, str) for name in saved) and len(set(saved)) == len(saved)
+    return saved if fine else []
 
 
 def _matching(wanted: Sequence[str] | str, names: Sequence[str], *, part: str, where: object) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -22,11 +24,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ultr.arguments import check_fields
 from ultr.errors import DataError, OptionError
 from ultr.files import atomic_path
+from ultr.formats import load_description
 from ultr.log.build import as_data_error, check_features
 from ultr.log.schema import CONTEXT
 from ultr.log.table import Log
+from ultr.seals import sealed
 
 FORMAT = 1
 MANIFEST = "lists.json"
@@ -45,8 +50,10 @@ class Manifest:
     binary: tuple[str, ...] = ()  # the actions that are 0 or 1 in the train split
     label: str | None = None  # the expression behind the action `label`, where one was asked for
     about: Mapping[str, Any] = field(default_factory=dict)  # how it was made: source, engine, filters, split, sampling
+    footers: Mapping[str, str] = field(default_factory=dict)  # shard -> the checksum of what it says of itself
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.splits or any(name not in SPLITS for name in self.splits):
             raise DataError(f"splits should be among {', '.join(SPLITS)}", got=", ".join(self.splits) or "none")
         for name, counts in self.splits.items():
@@ -55,21 +62,22 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         with atomic_path(folder / MANIFEST, overwrite=True) as temporary:
-            temporary.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n")
+            temporary.write_text(json.dumps(sealed({"format": FORMAT, **asdict(self)}), indent=2) + "\n")
 
     @staticmethod
     def load(folder: Path) -> Manifest:
         path = folder / MANIFEST
         try:
-            content = json.loads(path.read_text())
-            if content.get("format") != FORMAT:
-                raise DataError("the lists are of another version", where=path, got=content.get("format"), mend=AGAIN)
-            known = {f.name: content[f.name] for f in fields(Manifest)}
+            content = load_description(path, FORMAT, what="this folder of lists", mend=AGAIN)
+            known = {f.name: content[f.name] for f in fields(Manifest) if f.name != "footers"}
+            known["footers"] = dict(content.get("footers", {}))  # of older lists, none
             for name in ("features", "actions", "positions", "binary"):
+                if not isinstance(known[name], list):
+                    raise TypeError(f"'{name}' should be a list")
                 known[name] = tuple(known[name])
             known["categorical"] = {name: tuple(values) for name, values in known["categorical"].items()}
             return Manifest(**known)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OptionError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"cannot be read ({error})", where=path, mend=AGAIN) from error
 
 
@@ -79,6 +87,16 @@ AGAIN = "run ultr prepare again"
 def is_lists(path: str | Path) -> bool:
     """Whether this is a folder that `ultr prepare` wrote."""
     return (Path(path) / MANIFEST).is_file()
+
+
+def footer_sum(path: Path) -> str:
+    """The CRC-32 of a Parquet file's footer, which tells of all else; pages have checksums of their own."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 8))
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(max(0, size - 8 - length))
+        return f"{zlib.crc32(file.read()):08x}"
 
 
 class RowGroup(NamedTuple):
@@ -102,6 +120,9 @@ class Shards:
         self._footers: dict[Path, Any] = {}  # so that they are read once, not with every piece
         for path in sorted((self.folder / split).glob("*.parquet")):
             with as_data_error(path, "Parquet"):
+                # Before Arrow sees it: on some damage it ends the process.
+                if self.manifest.footers.get(f"{split}/{path.name}", found := footer_sum(path)) != found:
+                    raise DataError("the file is not as it was written", where=path, mend=AGAIN)
                 self._footers[path] = pq.read_metadata(path)
             schema = self._footers[path].schema.to_arrow_schema()
             _check_schema(schema, self.manifest, path)
@@ -153,7 +174,7 @@ class Shards:
         known = self._footers[group.path]
         with (
             as_data_error(group.path, "Parquet"),
-            pq.ParquetFile(group.path, metadata=known, memory_map=True) as file,
+            pq.ParquetFile(group.path, metadata=known, memory_map=True, page_checksum_verification=True) as file,
         ):
             table = file.read_row_group(group.number, use_threads=False)
         return _log_of(table, self.manifest, where=f"{group.path}, row group {group.number}")
@@ -270,6 +291,8 @@ def _log_of(table: pa.Table, manifest: Manifest, *, where: str) -> Log:
     for name, values in vocabularies.items():
         codes = pc.fill_null(pc.index_in(of_rows(name).cast(pa.string()), values), -1)
         parts.append((codes.to_numpy(zero_copy_only=False) + 1).astype(np.float32)[:, None])
+    if not parts:
+        raise DataError("the lists have no features", where=where, mend=AGAIN)
     features = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
     check_features(features, [*manifest.features, *vocabularies], where=where, missing="refuse")
     return Log(

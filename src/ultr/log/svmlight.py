@@ -23,12 +23,12 @@ from ultr.errors import DataError
 from ultr.files import existing_file
 from ultr.log.build import Piece, check_features
 from ultr.log.table import Log
+from ultr.memory import available_memory
 
 BLOCK_BYTES = 32 << 20
 STREAM_BYTES = 4 << 20  # a block and what it is parsed with take some twenty times as much
 MAX_INDEX = 1_000_000
 EXACT = 2**53  # numbers pass through double precision
-MAX_BYTES = 1 << 36  # of the matrix
 _TAB, _NEWLINE, _RETURN, _SPACE, _HASH, _COLON = b"\t\n\r #:"
 _EXPECTED = f"a line should read 'grade qid:ID 1:VALUE 2:VALUE ...', each feature once and up to {MAX_INDEX:,}"
 
@@ -50,7 +50,7 @@ def read_svmlight(path: str | Path) -> Log:
         raise DataError("there are no rows", where=path, mend=_EXPECTED)
     qids = np.concatenate([block.qids for block in blocks])
     grades = np.concatenate([block.grades for block in blocks])
-    features = _dense(blocks)
+    features = _dense(blocks, path)
     names = _checked(features, grades, path, rows_before=0)
     order, offsets, ids = _group(qids)
     return Log(
@@ -106,7 +106,7 @@ def _checked(features: np.ndarray, grades: np.ndarray, path: Path, *, rows_befor
     if not fine.all():
         row = int(np.flatnonzero(~fine)[0])
         got = f"{grades[row]} in row {rows_before + row + 1}"
-        raise DataError("grades should be finite and not negative", where=path, got=got)
+        raise DataError("grades should be finite and not negative", where=path, got=got, mend="mend or drop the line")
     return tuple(names)
 
 
@@ -124,12 +124,13 @@ def _group(qids: np.ndarray) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]
     return order, offsets, distinct[by_appearance]
 
 
-def _dense(blocks: list[_Block]) -> np.ndarray:
+def _dense(blocks: list[_Block], path: Path) -> np.ndarray:
     """The blocks as one matrix; each block is dropped once it is copied, so memory peaks at little above the result."""
     rows = sum(len(block.grades) for block in blocks)
     width = max(int(block.indices.max(initial=0)) for block in blocks)
-    if 4 * rows * width > MAX_BYTES:
-        raise DataError(f"{rows:,} rows of {width:,} features are too many to hold", mend="drop or hash features")
+    if 4 * rows * width > available_memory():
+        what = f"{rows:,} rows of {width:,} features do not fit in memory"
+        raise DataError(what, where=path, mend="drop features or hash them to fewer")
     matrix = np.zeros((rows, width), np.float32)
     start = 0
     for block in blocks:

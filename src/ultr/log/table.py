@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ultr.arguments import as_numbers, checked, taken
 from ultr.errors import DataError, OptionError
 from ultr.files import atomic_path
 
@@ -58,6 +59,7 @@ class Log:
     came_in_order: bool = False  # the source had its rows by request and position already
 
     def __post_init__(self) -> None:
+        self._take_arrays()
         rows, requests = len(self.features), len(self.offsets) - 1
         if taken := RESERVED & set(self.actions):
             raise DataError("an action cannot have the name of another column of the log", got=f"'{min(taken)}'")
@@ -74,6 +76,32 @@ class Log:
             )
         if requests < 0 or self.offsets[0] != 0 or self.offsets[-1] != rows or (np.diff(self.offsets) <= 0).any():
             raise DataError("offsets should rise from 0 to the number of rows, one request after another")
+
+    def _take_arrays(self) -> None:
+        """Let whatever is like an array be one of its type, or refuse it; what is one already costs nothing."""
+        by_name = {"actions": self.actions, "context": self.context, "vocabularies": self.vocabularies}
+        for name, value in by_name.items():
+            taken(name, value, Mapping[str, Any])
+        found = {
+            "features": _typed("features", self.features, np.float32, dimensions=2, double=False),
+            "offsets": _typed("offsets", self.offsets, np.int64),
+            "feature_names": tuple(taken("feature_names", self.feature_names, Sequence[str])),
+            "request_ids": _arrow("request_ids", self.request_ids),
+            "item_ids": _arrow("item_ids", self.item_ids),
+            "positions": _typed("positions", self.positions, np.int64),
+            "relevance": _typed("relevance", self.relevance, np.float32),
+            "weights": _typed("weights", self.weights, np.float32, double=False),
+            "actions": {name: _typed(name, values, np.float32) for name, values in self.actions.items()},
+            "context": {name: _arrow(name, values) for name, values in self.context.items()},
+            "vocabularies": {name: _arrow(name, values) for name, values in self.vocabularies.items()},
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+        if self.positions is not None and self.positions.min(initial=0) < 0:
+            raise DataError("positions should not be negative", got=int(self.positions.min()), mend="count from 0 or 1")
+        if self.weights is not None and not ((self.weights > 0) & (self.weights < np.inf)).all():
+            got = f"{self.weights.min():g} to {self.weights.max():g}"
+            raise DataError("weights should be finite and positive", got=got, mend="drop requests that do not count")
 
     def __len__(self) -> int:
         """The number of requests."""
@@ -110,9 +138,8 @@ class Log:
 
     def select(self, requests: np.ndarray | Iterable[int]) -> Log:
         """The given requests, by index or as a mask, in the given order, which may repeat."""
-        chosen = requests if isinstance(requests, np.ndarray) else np.array(list(requests), dtype=np.int64)
-        if chosen.dtype == bool:
-            chosen = np.flatnonzero(chosen)
+        chosen = as_numbers("requests", [*requests] if isinstance(requests, Iterator) else requests)
+        chosen = np.flatnonzero(chosen) if chosen.dtype == bool else _typed("requests", chosen, np.int64)
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= len(self)):
             raise DataError(f"requests are numbered 0 to {len(self) - 1}", got=f"{chosen.min()} to {chosen.max()}")
         lengths = self.lengths[chosen]
@@ -197,6 +224,39 @@ class Log:
         return pa.table(columns).replace_schema_metadata(metadata)
 
 
+def _typed(name: str, values: Any, dtype: type[np.generic], *, dimensions: int = 1, double: bool = True) -> Any:
+    """Values as an array of a type; double precision stays where single would do, unless it may not, as does None."""
+    if values is None and name not in ("features", "offsets"):
+        return None
+    array = as_numbers(name, values)
+    whole = dtype is np.int64
+    if array.ndim != dimensions or (whole and array.size and (array.dtype.kind not in "iu" or _beyond(array))):
+        what = f"'{name}' should have {dimensions} dimensions" + (" of whole numbers" if whole else "")
+        raise DataError(what, got=f"shape {list(array.shape)} of {array.dtype}")
+    if array.dtype == dtype or (array.dtype == np.float64 and double and not whole):
+        return array
+    with np.errstate(over="ignore"):
+        single = array.astype(dtype)
+    if np.isinf(single).sum() > np.isinf(array).sum():
+        raise DataError(f"'{name}' has values beyond 3.4e38, which do not fit float32", mend="clip or scale them")
+    return single
+
+
+def _beyond(array: np.ndarray) -> bool:
+    return array.dtype == np.uint64 and bool(array.max() >= 2**63)
+
+
+def _arrow(name: str, values: Any) -> Any:
+    if isinstance(values, pa.Array) or (values is None and name != "request_ids"):
+        return values
+    try:
+        return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else pa.array(values)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        got = type(values).__name__
+        raise DataError(f"'{name}' is no array of ids", got=got, mend="give plain values of one type") from error
+
+
+@checked
 def write_log(
     log: Log, path: str | Path, *, overwrite: bool = False, metadata: Mapping[str, str] | None = None
 ) -> None:
@@ -215,10 +275,14 @@ def write_log(
         first = next(blocks)
         notes = {**(first.schema.metadata or {}), **{k.encode(): v.encode() for k, v in (metadata or {}).items()}}
         schema = pa.schema([_small_list(f) for f in first.schema], metadata=notes)
-        with pq.ParquetWriter(temporary, schema) as writer:
+        writer = pq.ParquetWriter(temporary, schema)
+        try:
             writer.write_table(first.cast(schema))
             for block in blocks:
                 writer.write_table(block.cast(schema))
+            writer.close()
+        finally:
+            writer.is_open = False  # or the library closes what has failed again when it is collected, and complains
 
 
 def check_parquet_name(path: str | Path) -> None:

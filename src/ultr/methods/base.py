@@ -43,11 +43,12 @@ class MethodInputs:
         return make_ranker(self.ranker, encoder, outputs=outputs, **self.ranker_options)
 
     def labels_of(self, lists: Lists) -> Tensor:
-        """What is learned from: the label of the logged actions, or the true labels where those were asked for."""
-        if self.truth:
-            return lists.true_relevance
-        labels: Tensor = self.label(lists.actions, check=False)
-        return labels
+        """What is learned from: the label of the logged actions, or the true labels where those were asked for.
+
+        Zero for padding, of which a label such as dwell / length would be 0/0.
+        """
+        labels: Tensor = lists.true_relevance if self.truth else self.label(lists.actions, check=False)
+        return labels.masked_fill(~lists.where, 0)
 
 
 class Learner(nn.Module):
@@ -103,8 +104,7 @@ class Method(Learner):
 
     def score(self, features: Tensor) -> Tensor:
         """The scores of items by their features alone."""
-        scores: Tensor = self.ranker(features)
-        return scores
+        return at_least_single(self.ranker(features))
 
     def serving(self) -> nn.Module:
         """The module that ships: from features to scores, with nothing of the bias."""
@@ -136,6 +136,11 @@ class ClickMethod(FeedbackMethod):
     def clicks(self, lists: Lists) -> Tensor:
         """1 for a click, else 0."""
         return self.clicked(lists).to(lists.features.dtype)
+
+
+def at_least_single(outputs: Tensor) -> Tensor:
+    """What a network gives, in single precision if it ran in less: ranks and gaps of scores need it."""
+    return outputs if outputs.dtype == torch.float64 else outputs.float()
 
 
 def one_of(name: str, *allowed: str) -> Callable[[str], str]:

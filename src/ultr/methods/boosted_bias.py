@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ultr.bias import examined_zero_terms, quotient, relevance_posterior, scoring_terms, updated
 from ultr.errors import DataError
 from ultr.examination import LEAST
+from ultr.formats import load_json
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.bias_model import BiasModel
@@ -32,6 +33,7 @@ from ultr.rankers.boosters import (
     refusal_of_lightgbm,
 )
 from ultr.rankers.trees import kernels, use_threads
+from ultr.seals import checksum, sealed
 
 TREES = {"num_leaves": 31, "min_data_in_leaf": 100, "lambda_l2": 1.0}
 RATE, EVERY, PATIENCE = 0.1, 5, 4  # of a round; rounds between looks at held-out requests; looks without gain
@@ -64,7 +66,8 @@ class BoostedOutputs(nn.Module):
         for name, booster in zip(FIGURES, self.boosters, strict=True):
             if booster is not None:
                 booster.save(folder / f"{name}.txt", rounds=booster.rounds)
-        (folder / CONSTANTS).write_text(json.dumps(self.constants))
+        sums = {path.name: checksum(path) for path in sorted(folder.glob("*.txt"))}
+        (folder / CONSTANTS).write_text(json.dumps(sealed({"constants": self.constants, "sums": sums})))
 
     @staticmethod
     def is_at(folder: Path) -> bool:
@@ -72,7 +75,13 @@ class BoostedOutputs(nn.Module):
 
     @staticmethod
     def load(folder: Path, categorical: tuple[int, ...]) -> BoostedOutputs:
-        constants = [float(value) for value in json.loads((folder / CONSTANTS).read_text())]
+        content = load_json(folder / CONSTANTS, finite=True)
+        kept, sums = (content["constants"], content["sums"]) if isinstance(content, dict) else (content, {})
+        for name, expected in sums.items():
+            if not (folder / name).is_file() or checksum(folder / name) != expected:
+                mend = "restore it from a copy, or train again"
+                raise DataError("the trees are not those that were written", where=folder / name, mend=mend)
+        constants = [float(value) for value in kept]
         files = [folder / f"{name}.txt" for name in FIGURES]
         return BoostedOutputs(constants, [LightGBM.load(f, categorical) if f.is_file() else None for f in files])
 

@@ -17,4 +17,4 @@ class LambdaRank(Method):
         scores, labels = self.score(lists.features), self.labels(lists)
         gain: Gain = "exponential" if self.inputs.truth else "linear"
         weights = lambdarank_weights(scores, labels, where=lists.where, gain=gain)
-        return pairwise_loss(scores, weights, weights=lists.weights)
+        return pairwise_loss(scores, weights, where=lists.where, weights=lists.weights)

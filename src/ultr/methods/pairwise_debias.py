@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from ultr.bias import updated
+from ultr.bias import quotient
 from ultr.lists import Lists
 from ultr.losses import gaps, lambdarank_weights, pairwise_loss
 from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, at_least
@@ -63,16 +63,16 @@ class PairwiseDebias(ClickMethod):
         average_in(self.sums, terms, place, weights, self.updates)
         shown = self.sums[2]
         for sums, ratios in ((self.sums[0], self.plus), (self.sums[1], self.minus)):
-            means = updated(sums, shown, torch.zeros_like(sums))
-            relative = updated(means, means[0].expand_as(means), ratios.pow(1 / self.power))
-            ratios.copy_(torch.where(sums > 0, relative.pow(self.power), ratios).clamp(LEAST, MOST))
+            means = quotient(sums, shown)
+            relative = quotient(means, means[0]).pow(self.power)
+            ratios.copy_(torch.where((sums > 0) & (means[0] > 0), relative, ratios).clamp(LEAST, MOST))
 
     def loss(self, lists: Lists) -> Tensor:
         scores = self.score(lists.features)
         with torch.no_grad():
             change, plus, minus = self._weights(lists, scores)
             weights = change / (plus[..., :, None] * minus[..., None, :])
-        return pairwise_loss(scores, weights, weights=lists.weights)
+        return pairwise_loss(scores, weights, where=lists.where, weights=lists.weights)
 
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
         return {

@@ -126,7 +126,7 @@ class PairwiseEM(Method):
                 weights = self.pair_weights(lists, labels).clamp(max=self.max_weight)
                 if self.kind == "opt":
                     weights = weights * self._metric_change(lists, labels, scores)
-        return pairwise_loss(scores, weights, weights=lists.weights)
+        return pairwise_loss(scores, weights, where=lists.where, weights=lists.weights)
 
     def expected_value(self, lists: Lists, labels: Tensor) -> Tensor:
         """r̂ = E[r | c, x, k]: P(r>0 | c) times c/ρ_k where there is feedback, else times μ(x)."""

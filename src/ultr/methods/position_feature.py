@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ultr.lists import Lists
 from ultr.losses import pointwise_loss
-from ultr.methods.base import Method, MethodInputs, PositionIndex
+from ultr.methods.base import Method, MethodInputs, PositionIndex, at_least_single
 from ultr.rankers import WithConstants
 
 DIMENSIONS = 8
@@ -28,8 +28,7 @@ class PositionFeature(Method):
 
     def score_at(self, features: Tensor, place: Tensor) -> Tensor:
         beside = self.positions(place).expand(*features.shape[:-1], DIMENSIONS)
-        scores: Tensor = self.ranker(torch.cat([features, beside], dim=-1))
-        return scores
+        return at_least_single(self.ranker(torch.cat([features, beside], dim=-1)))
 
     def score(self, features: Tensor) -> Tensor:
         return self.score_at(features, torch.zeros((), dtype=torch.int64, device=features.device))

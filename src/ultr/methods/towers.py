@@ -19,7 +19,15 @@ from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.losses import logistic_loss, pointwise_loss, product_logistic_loss
-from ultr.methods.base import FeedbackMethod, MethodInputs, PositionIndex, PositionTable, at_least, one_of
+from ultr.methods.base import (
+    FeedbackMethod,
+    MethodInputs,
+    PositionIndex,
+    PositionTable,
+    at_least,
+    at_least_single,
+    one_of,
+)
 from ultr.methods.position_model import numbers
 from ultr.rankers import Dropout, FeatureEncoder, Synthesised
 from ultr.simulate import User, simulate_log
@@ -187,13 +195,12 @@ class _Tasks(_Towers):
         self.inputs.label(log.actions)  # which refuses what it cannot be made of
         for i, name in enumerate(self.inputs.label.actions):
             if name not in self.ranker.binary:
-                squares = np.square(log.actions[name][self._learned(name, log.actions, np.ones(log.rows, bool))])
-                self.ranker.scale[i] = (
-                    max(float(np.mean(squares, dtype=np.float64)) ** 0.5, 1e-6) if len(squares) else 1
-                )
+                learned = log.actions[name][self._learned(name, log.actions, np.ones(log.rows, bool))]
+                squares = np.square(learned, dtype=np.float64)
+                self.ranker.scale[i] = max(float(np.mean(squares)) ** 0.5, 1e-6) if len(squares) else 1
 
     def loss(self, lists: Lists) -> Tensor:
-        outputs = self.ranker.outputs(lists.features).unbind(-1)
+        outputs = at_least_single(self.ranker.outputs(lists.features)).unbind(-1)
         total = torch.zeros((), device=lists.features.device)
         for i, (name, output) in enumerate(zip(self.inputs.label.actions, outputs, strict=True)):
             tower = self.towers[_key(name)](lists) if _key(name) in self.towers else None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
+from ultr.arguments import Seed, Within, checked
 from ultr.errors import DataError
 from ultr.examination import LEAST, logging_score, strata_of
 from ultr.labels import Label
@@ -19,11 +21,14 @@ from ultr.propensity import estimators
 from ultr.propensity.counts import Impressions, counted, counted_items, impressions, replicates
 from ultr.propensity.identification import Agreement, Estimate, Verdict, agreement, estimate, links, verdict
 from ultr.propensity.likelihood import TUNED, HeldOut
+from ultr.rankers import FeatureEncoder
 
+FORMAT = 1
 SCALE = 0.7  # of the largest propensity that is written: clicks tell ratios alone
 BUCKETS = 20  # of the regression's relevance, where its likelihood is compared
 SAME_FEATURES = 0.5  # of the rows of an item that recurs, for its relevance to be its own
 SEGMENTS = 10
+MOST_REPLICATES = 10_000
 CLEAR_GAIN = 1e-3  # of held-out likelihood, by features
 
 
@@ -105,14 +110,15 @@ class _Asked:
     seed: int
 
 
+@checked
 def audit(
     log: Log,
     *,
     label: str = "click",
     sample: Log | None = None,
     known: Mapping[Any, float] | None = None,
-    bootstrap: int = 100,
-    seed: int = 0,
+    bootstrap: Annotated[int, Within(0, MOST_REPLICATES)] = 100,
+    seed: Seed = 0,
 ) -> BiasReport:
     """Estimate examination by position in every way that the log allows, and judge what came of it.
 
@@ -267,6 +273,9 @@ def _feature_estimates(
     seed = asked.seed
     clicked = np.asarray(Label(asked.label)(sample.actions)) > 0
     own = impressions(sample, clicked, seed=seed)
+    if not np.isin(own.positions, seen.positions).all():
+        got = f"position {np.setdiff1d(own.positions, seen.positions)[0]}"
+        raise DataError("the sample should be some of the log's requests", got=got, mend="take it from the log")
     at = np.searchsorted(seen.positions, own.positions)
     categories = {sample.feature_names.index(n): len(values) + 1 for n, values in sample.vocabularies.items()}
     found = logging_score(sample, seed=seed, categories=categories)
@@ -279,8 +288,7 @@ def _feature_estimates(
     score = judge.score(estimators.position_based(counts, early)[0])
     estimates["strata"] = replace(estimates["strata"], held_out=score)
     numeric = [i for i in range(len(sample.feature_names)) if i not in categories]
-    features = sample.features[:, numeric]
-    features = (features - features.mean(0)) / np.maximum(features.std(0), 1e-9)
+    features = standardised(sample.features, numeric)
     theta, _ = estimators.regression(own, features, weights)
     _add(estimates, "regression", theta, at, seen, reference)
     log_theta, logit = estimators.fitted_regression(own, features, early[:, 0])  # which has not seen what judges it
@@ -289,6 +297,13 @@ def _feature_estimates(
     estimates["regression"] = replace(estimates["regression"], held_out=bucketed)
     flat = HeldOut(own, np.zeros(sample.rows, np.int64), seed=seed).score(np.exp(log_theta))
     return found.explained, bool(bucketed > flat + CLEAR_GAIN * abs(flat))
+
+
+def standardised(features: np.ndarray, numeric: list[int]) -> np.ndarray:
+    """Some columns with mean 0 and deviation 1, as rankers take them."""
+    encoder = FeatureEncoder(features.shape[1], only=numeric)
+    encoder.fit(features)
+    return np.asarray(encoder(torch.from_numpy(np.array(features))).numpy())
 
 
 def _add(

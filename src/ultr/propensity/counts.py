@@ -79,7 +79,11 @@ def _item_codes(log: Log) -> np.ndarray | None:
 
 
 def _codes(values: pa.Array) -> np.ndarray:
-    encoded = values.dictionary_encode()
+    try:
+        encoded = values.dictionary_encode()
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
+        mend = "give each a number or a text, or name their column with --item"
+        raise DataError("items cannot be told apart", got=f"type {values.type}", mend=mend) from error
     return np.asarray(pc.fill_null(encoded.indices, len(encoded.dictionary)).to_numpy(zero_copy_only=False))
 
 

@@ -53,7 +53,7 @@ def estimate(name: str, draws: np.ndarray, reference: int, held_out: float | Non
         logs = np.log(draws) - np.log(draws[:, [reference]])
     logs[~np.isfinite(logs)] = np.nan
     point = logs[0]
-    told = np.isfinite(logs[1:]).mean(0) >= TOLD if len(logs) > 1 else np.zeros(len(point), bool)
+    told = np.isfinite(logs[1:]).mean(0) >= TOLD if len(logs) > 2 else np.zeros(len(point), bool)
     spread = np.full(len(point), np.nan)
     if told.any():
         spread[told] = np.nanstd(logs[1:, told], axis=0, ddof=1)

@@ -40,7 +40,10 @@ def make_ranker(name: str, encoder: FeatureEncoder, **options: Any) -> nn.Module
     """A ranker by its name in the table `RANKERS`."""
     if name not in RANKERS:
         raise OptionError(f"no ranker '{name}'", mend=nearest(name, [*RANKERS, *BOOSTERS]))
-    return RANKERS[name](encoder, **options)
+    try:
+        return RANKERS[name](encoder, **options)
+    except TypeError as error:
+        raise OptionError(f"ranker '{name}' does not take these options ({error})", got=", ".join(options)) from error
 
 
 class WithConstants(nn.Module):

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ultr.errors import DataError
+
 NUMBERS_AT_ONCE = 1 << 22  # of a matrix, where its columns are summed up
 LIMIT = 10.0  # standardised features are clipped here: one outlier should not decide a score
 
@@ -53,8 +55,12 @@ class FeatureEncoder(nn.Module):
         block = max(1, NUMBERS_AT_ONCE // max(1, matrix.shape[1]))
         for start in range(0, len(matrix), block):
             rows = matrix[start : start + block][:, columns].astype(np.float64)
-            total += np.nansum(rows, 0)
+            with np.errstate(invalid="ignore"):  # of infinities, which are refused below
+                total += np.nansum(rows, 0)
             known += (~np.isnan(rows)).sum(0)
+        if not np.isfinite(total).all():
+            place = int(columns[np.flatnonzero(~np.isfinite(total))[0]])
+            raise DataError("features should be finite", got=f"infinity in column {place}", mend="fill or clip them")
         mean = total / np.maximum(1, known)
         for start in range(0, len(matrix), block):
             squares += np.nansum(np.square(matrix[start : start + block][:, columns] - mean), 0)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from ultr.arguments import checked
 from ultr.errors import OptionError
 from ultr.rankers.dropout import Dropout
 from ultr.rankers.encoder import FeatureEncoder
@@ -20,6 +21,7 @@ class MLPRanker(nn.Module):
     There is no batch normalisation: the score of an item should not depend on what else is in its batch.
     """
 
+    @checked
     def __init__(
         self,
         encoder: FeatureEncoder,
@@ -30,7 +32,7 @@ class MLPRanker(nn.Module):
         outputs: int = 1,
     ) -> None:
         super().__init__()
-        if not hidden or min(hidden) < 1:
+        if not len(hidden) or min(hidden) < 1:
             raise OptionError("hidden layers should have one unit or more", got=tuple(hidden))
         if not 0 <= dropout < 1:
             raise OptionError("dropout should be at least 0 and below 1", got=dropout)

@@ -1,0 +1,57 @@
+"""Small folders of each kind as this version writes them, which later versions must read.
+
+`python tests/hardening/make_golden.py FOLDER` makes them anew, for a new format only: what is there stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+GOLDEN = Path(__file__).parent / "golden"
+FEATURES = np.linspace(-2, 2, 36, dtype=np.float32).reshape(12, 3)[:, ::-1]
+
+
+def make(folder: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from conftest import make_shown_log
+    from lists_folder import write_lists
+    from ultr.compare import compare
+    from ultr.export import export_run
+    from ultr.log import write_log
+    from ultr.models import load_model
+    from ultr.preparing import RunConfig
+    from ultr.runs import run_training
+    from ultr.simulate import User, simulate_log
+    from ultr.training import TrainingOptions
+
+    folder.mkdir(parents=True)
+    os.chdir(folder)  # so that no path of this machine is in them
+    log = replace(simulate_log(make_shown_log(40, seed=5), User(max_grade=4), seed=0)[0], relevance=None)
+    write_log(log, "log.parquet")
+    write_lists(log, Path("lists"))
+    training = TrainingOptions(steps=4, bias_steps=3, batch=16, evaluate_every=2, device="cpu")
+    config = RunConfig(data="log.parquet", ranker_options={"hidden": [4]}, training=training)
+    run_training(config, "network")
+    trees = {"num_leaves": 3, "min_data_in_leaf": 5}
+    options = {"method": "pointwise", "ranker": "lightgbm", "ranker_options": trees, "select": "feedback-ndcg@10"}
+    run_training(replace(config, **options), "trees")
+    export_run("network", "exported")
+    plain = replace(config, ranker="linear", ranker_options={}, select="feedback-ndcg@10")
+    compare(plain, ["pointwise"], Path("compared"), seeds=1, rates=[0.1], jobs=1)
+    shutil.rmtree("compared/runs")
+    scores = {run: load_model(run).score_features(FEATURES).tolist() for run in ("network", "trees")}
+    Path("scores.json").write_text(json.dumps(scores))
+    shutil.rmtree("network/bias")  # large, and the same for all
+    for kept in Path().rglob(".lock"):
+        kept.unlink()
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

@@ -1,0 +1,466 @@
+"""Disks that are full or read-only, places that are taken, and files with a bit flipped or of another version."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hardening.faults import contents, feedback_log, network, trees
+from ultr import files
+from ultr.boosting import TreeRun
+from ultr.checkpoint import load_checkpoint, locked, newest_checkpoint, read_json, read_metrics, write_json
+from ultr.datasets.base import Dataset
+from ultr.datasets.cache import cached
+from ultr.errors import DataError, OutputError, UltrError
+from ultr.export import export_run
+from ultr.exported import load_exported
+from ultr.files import atomic_path, remove_abandoned
+from ultr.judging import load_judge
+from ultr.log import read_log, write_log
+from ultr.log.prepare import prepare_lists
+from ultr.log.shards import SPLITS, Shards
+from ultr.methods import make_method
+from ultr.models import kept_rows, load_model
+from ultr.outcomes import read_outcome
+from ultr.preparing import RunConfig, prepare
+from ultr.runs import method_inputs, run_training
+from ultr.seals import SEAL
+from ultr.stages import load_bias
+from ultr.training import start
+
+FEW, MANY = 4, 150  # bits flipped in each file
+
+
+def count(**what: Any) -> None:
+    if "ULTR_COUNTS" in os.environ:
+        with Path(os.environ["ULTR_COUNTS"]).open("a") as file:
+            file.write(json.dumps({"test": "faults", **what}) + "\n")
+
+
+# --- Temporaries and names --------------------------------------------------------------------------------------------
+
+
+def test_what_killed_processes_left_is_removed_and_what_others_write_is_not(tmp_path):
+    for name in (".out.abcdefgh.partial", ".out.txt.abcdefgh.partial", ".out.txt.mine.partial"):
+        (tmp_path / name / "half").mkdir(parents=True)
+    with atomic_path(tmp_path / "out.txt") as temporary:
+        temporary.write_text("whole")
+        assert {path.name for path in tmp_path.iterdir()} == {
+            ".out.abcdefgh.partial",  # of another output
+            ".out.txt.mine.partial",  # not one of ours
+            temporary.parent.name,
+        }
+        assert remove_abandoned(tmp_path)
+        assert temporary.is_file()
+        with pytest.raises(OutputError, match="another process is writing it now"), atomic_path(tmp_path / "out.txt"):
+            pass
+        with atomic_path(tmp_path / "out.txt", overwrite=True) as other:
+            other.write_text("of another")
+        temporary.unlink()
+        (tmp_path / "out.txt").unlink()
+        temporary.write_text("whole")
+    assert (tmp_path / "out.txt").read_text() == "whole"
+    assert not remove_abandoned(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {".out.txt.mine.partial", "out.txt"}
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["renameat2", "plain"])
+@pytest.mark.parametrize("folder", [True, False])
+def test_an_output_that_came_in_the_meantime_is_left_alone(folder, at_once, tmp_path, monkeypatch):
+    if not at_once:
+        monkeypatch.setattr(files, "_rename_at_once", lambda *_: False)
+    target = tmp_path / "out"
+    with pytest.raises(OutputError, match="exists already"), atomic_path(target, folder=folder) as temporary:
+        for path in (target, temporary):
+            path.mkdir(exist_ok=True) if folder else path.touch()
+            (path / "file" if folder else path).write_text(f"by {path.parent.name[:1]}")
+    assert (target / "file" if folder else target).read_text() == f"by {tmp_path.name[:1]}"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def replaced_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: type[BaseException]) -> Path:
+    """A folder that is replaced where names cannot be exchanged, until it fails between the two renamings."""
+    monkeypatch.setattr(files, "_rename_at_once", lambda *_: False)
+    target, rename = tmp_path / "out", Path.replace
+    target.mkdir()
+    (target / "file").write_text("old")
+
+    def replace(self: Path, other: Path) -> Path:
+        if self.parent.name.endswith(".partial") and Path(other) == target:
+            raise fails
+        return rename(self, other)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace)
+        with pytest.raises(fails if fails is KeyboardInterrupt else OutputError):
+            if fails is KeyboardInterrupt:
+                patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as killed
+            with atomic_path(target, overwrite=True, folder=True) as temporary:
+                (temporary / "file").write_text("new")
+    return target
+
+
+def test_a_folder_that_cannot_be_replaced_comes_back(tmp_path, monkeypatch):
+    target = replaced_by_hand(tmp_path, monkeypatch, OSError)
+    assert (target / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_whose_replacement_was_killed_comes_back_with_the_next(tmp_path, monkeypatch):
+    target = replaced_by_hand(tmp_path, monkeypatch, KeyboardInterrupt)
+    assert not target.exists()
+    with pytest.raises(OutputError, match="exists already"), atomic_path(target, folder=True):
+        pass
+    assert (target / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_place_below_a_file_is_refused_by_all(run, log_path, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    place = tmp_path / "file" / "out"
+    for work in (
+        lambda: run_training(network(log_path), place),
+        lambda: write_log(read_log(log_path), place.with_suffix(".parquet")),
+        lambda: prepare_lists(log_path, place),
+        lambda: locked(place).__enter__(),
+    ):
+        with pytest.raises(OutputError):
+            work()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_only_a_run_is_emptied_and_only_a_whole_one_goes_on(log_path, run, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(OutputError, match="no run, so it is not replaced"):
+        run_training(network(log_path), tmp_path / "mine", overwrite=True)
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
+    shutil.copytree(run, tmp_path / "half")
+    (tmp_path / "half" / "config.json").unlink()
+    with pytest.raises(OutputError, match=r"no config\.json, so it cannot go on"):
+        run_training(network(log_path), tmp_path / "half", resume=True)
+
+
+def run_disks(folder: Path, *asked: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-W", "ignore", "-m", "hardening.disks", str(folder), *asked]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    for line in lines:
+        count(**line)
+    return lines
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork to start work quickly")
+def test_of_two_in_one_place_one_is_refused_or_harmless(tmp_path):
+    asked = ("train", "prepare", "write_log")
+    assert [line["case"] for line in run_disks(tmp_path, *asked)] == list(asked)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork to start work quickly")
+def test_side_by_side_and_on_small_and_read_only_disks(tmp_path):
+    lines = run_disks(tmp_path)
+    if "not allowed" in lines[-1]:
+        pytest.skip("this system lets no process have a disk of its own")
+    small = [line for line in lines if line["how"] == "small disk"]
+    assert all(line.get("refused", 0) >= 1 for line in small if line["case"] != "cache")
+    read_only = [line for line in lines if line["how"] == "read-only disk"]
+    assert all("refused" in line for line in read_only if line["case"] != "cache")
+
+
+# --- Flipped bits -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def log_path(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("faults") / "log.parquet"
+    write_log(feedback_log(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(log_path, tmp_path_factory) -> Path:
+    return run_training(network(log_path), tmp_path_factory.mktemp("faults") / "run")
+
+
+@pytest.fixture(scope="module")
+def tree_run(log_path, tmp_path_factory) -> Path:
+    config = trees(log_path, method_options={"em": "trees"}, training={"bias_steps": 10})
+    return run_training(config, tmp_path_factory.mktemp("faults") / "run")
+
+
+@pytest.fixture(scope="module")
+def lists(log_path, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("faults") / "lists"
+    prepare_lists(log_path, folder, threads=1)
+    return folder
+
+
+def stopped(config: RunConfig, out: Path) -> Path:
+    """A run that was stopped when it had two checkpoints."""
+
+    def stop(_: object) -> None:
+        if len(list((out / "checkpoints").glob("step-*"))) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_training(config, out, checkpoint_seconds=0, on_progress=stop)
+    return out
+
+
+def was_seal(name: str) -> bool:
+    """Whether a bit may have been flipped in the name of a checksum: then it is one more thing that nobody reads."""
+    return len(name) == len(SEAL) and sum(a != b for a, b in zip(name, SEAL, strict=True)) == 1
+
+
+def plain(value: Any) -> Any:
+    """What can be compared."""
+    if isinstance(value, dict):
+        return {str(name): plain(part) for name, part in value.items() if not was_seal(str(name))}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, torch.Tensor):
+        value = value.numpy()
+    return value.tobytes() if isinstance(value, np.ndarray) else repr(value)
+
+
+def read_run(folder: Path) -> Any:
+    """All that is read of a run."""
+    log, outcome, judge = feedback_log(20), read_outcome(folder), load_judge(folder / "judge")
+    config = RunConfig.from_json(read_json(folder / "config.json"), where=folder)
+    model = load_model(folder)
+    assert outcome is not None
+    found = [model.score(log), model.label, kept_rows(folder), repr(config), read_metrics(folder)]
+    about = {name: value for name, value in outcome.about.items() if name != "sum"}
+    found += [read_json(folder / "bias.json"), about, outcome.requests, outcome.weights, outcome.agreement]
+    found += [outcome.figures, None if judge is None else [judge.theta, judge.direct.weights, judge.direct.lowest]]
+    return plain(found)
+
+
+def read_tree_run(folder: Path) -> Any:
+    config = RunConfig.from_json(read_json(folder / "config.json"), where=folder)
+    weigher = TreeRun(config, prepare(config)).method.weigher()
+    assert weigher is not None
+    model = weigher.bias_model
+    load_bias(folder / "bias", model)
+    features = torch.from_numpy(feedback_log(20).features)
+    return [read_run(folder), plain(model.network(features)), plain(model.state_dict())]
+
+
+def read_lists(folder: Path) -> Any:
+    found = []
+    for split in SPLITS:
+        shards = Shards(folder, split)
+        log = shards.read_all()
+        found += [log.features, log.offsets, log.positions, dict(log.actions), log.request_ids.to_pylist()]
+    return plain([*found, vars(shards.manifest)])
+
+
+def flipped(path: Path, rng: np.random.Generator) -> Callable[[], None]:
+    """Flip a bit of a file; gives what puts it back."""
+    content = path.read_bytes()
+    place, bit = int(rng.integers(len(content))), int(rng.integers(8))
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+    return lambda: path.write_bytes(content) and None
+
+
+def flip_all(folder: Path, read: Callable[[Path], Any], times: int, *, skip: tuple[str, ...] = (".lock",)) -> Counter:
+    """Flip bits of every file, one at a time: what is read is refused with the file's name, or the same as before."""
+    expected, found, rng = read(folder), Counter[str](), np.random.default_rng(0)
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in skip):
+        for _ in range(times):
+            put_back = flipped(path, rng)
+            try:
+                same = read(folder) == expected
+            except UltrError as error:
+                named = path.name in str(error) or path.parent.name in str(error)
+                found["refused" if named else f"refused without naming {path.name}: {error}"] += 1
+            else:
+                found["harmless" if same else f"silently wrong: {path.relative_to(folder)}"] += 1
+            put_back()
+    return found
+
+
+def check_flips(name: str, found: Counter) -> None:
+    count(how="bits flipped", case=name, **found)
+    assert set(found) <= {"refused", "harmless"}, found
+    assert found["refused"] > 3 * found["harmless"], found  # spaces, and bits that nobody reads
+
+
+@pytest.mark.parametrize("times", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
+def test_a_flipped_bit_in_a_run_is_found(times, run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    check_flips("run", flip_all(tmp_path / "run", read_run, times))
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(MANY // 5, marks=pytest.mark.long)])
+def test_a_flipped_bit_in_a_run_of_trees_is_found(times, tree_run, tmp_path):
+    shutil.copytree(tree_run, tmp_path / "run")
+    check_flips("trees", flip_all(tmp_path / "run", read_tree_run, times))
+
+
+@pytest.mark.parametrize("times", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
+def test_a_flipped_bit_in_prepared_lists_is_found(times, lists, tmp_path):
+    shutil.copytree(lists, tmp_path / "lists")
+    check_flips("lists", flip_all(tmp_path / "lists", read_lists, times))
+
+
+@pytest.mark.parametrize("times", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
+def test_a_flipped_bit_in_an_exported_model_is_found(times, tree_run, tmp_path):
+    pytest.importorskip("onnx")
+    folder = export_run(tree_run, tmp_path / "model").folder
+
+    def read(folder: Path) -> Any:
+        found = load_exported(folder)
+        return plain([found.onnx(), dict(found.about)])
+
+    check_flips("exported", flip_all(folder, read, times, skip=("README.md", "lightgbm.txt")))
+
+
+@pytest.mark.parametrize("times", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
+def test_a_cache_with_a_flipped_bit_is_built_again(times, log_path, own_cache):
+    log, built = read_log(log_path), []
+
+    def build() -> Dataset:
+        built.append(1)
+        return Dataset("small", log, log, log, max_grade=4, fingerprint="x")
+
+    def read(_: Path) -> Any:
+        found = cached("small", "key", build)
+        return plain([part.features for part in (found.train, found.validation, found.test)])
+
+    expected, rng = read(own_cache), np.random.default_rng(0)
+    files_kept = sorted(p for p in own_cache.rglob("*") if p.is_file())
+    assert len(files_kept) == 4
+    for path in files_kept:
+        for _ in range(times):
+            flipped(path, rng)
+            assert read(own_cache) == expected
+    assert len(built) > 3 * times
+    count(how="bits flipped", case="cache", rebuilt=len(built) - 1, harmless=4 * times - len(built) + 1)
+
+
+@pytest.mark.parametrize("times", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
+def test_a_flipped_bit_in_the_newest_checkpoint_means_the_one_before(times, log_path, tmp_path):
+    half = stopped(network(log_path), tmp_path / "half")
+    inputs = method_inputs(network(log_path), prepare(network(log_path)))
+
+    def load(_: Path | None = None) -> Any:
+        method = make_method("pairwise-em", inputs)
+        state = start(method, prepared.train, network(log_path).training)
+        assert load_checkpoint(half, state)
+        return plain([state.step, state.best, state.best_step, state.waited, method.state_dict(), state.best_weights])
+
+    prepared = prepare(network(log_path))
+    older, newer = sorted((half / "checkpoints").iterdir())
+    newest = load()
+    newer.rename(tmp_path / "aside")
+    before = load()
+    (tmp_path / "aside").rename(newer)
+    found, rng = Counter[str](), np.random.default_rng(0)
+    for path in sorted(newer.iterdir()):
+        for _ in range(times):
+            put_back = flipped(path, rng)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                result = load()
+            put_back()
+            if result == newest:
+                found["harmless"] += 1
+            else:
+                assert result == before
+                assert f"going on from {older.name}" in str(said[0].message)
+                assert path.name in str(said[0].message)
+                found["refused"] += 1
+    check_flips("checkpoint", found)
+
+
+@pytest.mark.parametrize("make", [network, trees])
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_to_the_same_bits(make, log_path, tmp_path):
+    config = make(log_path, training={"steps": 6})
+    whole = run_training(config, tmp_path / "whole")
+    half = stopped(config, tmp_path / "half")
+    older, newer = sorted((half / "checkpoints").iterdir())
+    largest = max(newer.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[-3] ^= 1
+    largest.write_bytes(content)
+    with pytest.warns(UserWarning, match=f"going on from {older.name}"):
+        run_training(config, half, resume=True)
+    assert contents(half) == contents(whole)
+
+
+def test_a_run_without_a_whole_checkpoint_says_so(log_path, tmp_path):
+    half = stopped(network(log_path), tmp_path / "half")
+    for folder in (half / "checkpoints").iterdir():
+        (folder / "weights.safetensors").write_bytes(b"damaged")
+    with pytest.raises(DataError, match=r"weights\.safetensors: cannot be read"):
+        run_training(network(log_path), half, resume=True)
+    assert len(list((half / "checkpoints").iterdir())) == 2
+
+
+# --- Other versions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, 99])
+def test_checkpoints_of_another_version_are_refused_unless_one_is_of_this(number, log_path, tmp_path):
+    half = stopped(network(log_path), tmp_path / "half")
+    older, newer = sorted((half / "checkpoints").iterdir())
+    for folder in (newer, older):
+        write_json(folder / "meta.json", {**read_json(folder / "meta.json"), "format": number})
+        if folder is newer:
+            with pytest.warns(UserWarning, match=f"going on from {older.name}"):
+                assert newest_checkpoint(half, lambda folder, _: folder) == older
+    with pytest.raises(DataError, match=f"format {number} where 1 is known"):
+        run_training(network(log_path), half, resume=True)
+
+
+def test_a_cache_of_another_version_is_built_again(log_path, own_cache):
+    log, built = read_log(log_path), []
+
+    def build() -> Dataset:
+        built.append(1)
+        return Dataset("small", log, log, log, max_grade=4, fingerprint="x")
+
+    cached("small", "key", build)
+    meta = own_cache / "small-key" / "meta.json"
+    for number in (0, 99):
+        write_json(meta, {**read_json(meta), "format": number})
+        cached("small", "key", build)
+    cached("small", "key", build)
+    assert len(built) == 3
+
+
+def test_what_was_written_before_there_were_checksums_is_read(run, tmp_path):
+    old = tmp_path / "run"
+    shutil.copytree(run, old)
+    for path in old.rglob("*.json"):
+        content = json.loads(path.read_text())
+        for name in ("seal", "sum"):
+            content.pop(name, None)
+        path.write_text(json.dumps(content))
+    lines = [json.loads(line) for line in (old / "metrics.jsonl").read_text().splitlines()]
+    bare = [{name: value for name, value in line.items() if name != "seal"} for line in lines]
+    (old / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in bare))
+    assert read_run(old) == read_run(run)
+
+
+def test_steps_beyond_a_million_are_in_their_order(tmp_path):
+    for step in (999_999, 1_000_000):
+        folder = tmp_path / "checkpoints" / f"step-{step:06}"
+        folder.mkdir(parents=True)
+        write_json(folder / "meta.json", {"format": 1, "step": step})
+    assert newest_checkpoint(tmp_path, lambda _, meta: meta["step"]) == 1_000_000

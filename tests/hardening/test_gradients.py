@@ -1,0 +1,289 @@
+"""Gradients against finite differences: of every loss, of every method as it is trained, of all that trees are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import functional_call
+
+import ultr.losses
+from conftest import make_shown_log
+from hardening.extremes import (
+    FEATURES,
+    LABEL,
+    POSITIONS,
+    VARIANTS,
+    Ranked,
+    differs,
+    effort,
+    filled,
+    in_double,
+    made,
+    public_functions,
+    ranked,
+    tried,
+    written_down,
+)
+from ultr.bias import PairModel, item_log_likelihood, pair_log_likelihood
+from ultr.examination import _order_loss
+from ultr.labels import Label
+from ultr.lists import Lists
+from ultr.log import Log
+from ultr.losses import lambdarank_weights
+from ultr.methods import METHODS, Method, MethodInputs
+from ultr.methods.bias_model import BiasModel
+from ultr.methods.boosted_bias import _EM
+from ultr.rankers.trees import Kind, PairTerms, PairwiseObjective
+from ultr.simulate import User, simulate_log
+
+STEP = 1e-5  # of a difference: its own error is STEP² of the third derivative and 1e-16 / STEP of the figure
+DIFFERENCE = 1e-6  # what that comes to for sums of a few dozen terms
+SECOND_STEP, SECOND_DIFFERENCE = 3e-4, 1e-5  # of a second difference, 1e-16 / STEP² of the figure
+SCORES = (0.0, 1e-3, 1.0, -1.0, 5.0, -5.0, 30.0, -30.0)
+GRADES = (0.0, 1e-6, 0.3, 1.0, 1.0, 4.0)
+LOSSES = {name: f for name, f in public_functions(ultr.losses).items() if name.endswith("_loss")}
+seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _counts() -> Iterator[None]:
+    yield from written_down("gradients")
+
+
+def slopes(function: Callable[[np.ndarray], float], at: np.ndarray, step: float = STEP) -> np.ndarray:
+    """By central differences."""
+    return np.array([(function(at + move) - function(at - move)) / (2 * step) for move in step * np.eye(len(at))])
+
+
+def bends(function: Callable[[np.ndarray], float], at: np.ndarray, step: float = SECOND_STEP) -> np.ndarray:
+    """Second derivatives by each number alone."""
+    here = function(at)
+    moves = step * np.eye(len(at))
+    return np.array([(function(at + move) - 2 * here + function(at - move)) / step**2 for move in moves])
+
+
+def assert_slopes(what: str, found: np.ndarray, expected: np.ndarray, within: float = DIFFERENCE) -> None:
+    size = max(1.0, float(np.abs(expected).max(initial=0)))
+    assert differs(what, float(np.abs(found - expected).max(initial=0)) / size) < within
+
+
+# --- Losses -------------------------------------------------------------------------------------------------------
+
+
+@effort
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_have_the_gradients_and_the_curvatures_of_finite_differences(name, examples):
+    def holds(drawn: Ranked) -> None:
+        case, function = in_double(drawn.with_garbage("labels")), LOSSES[name]
+        # Apart, so that no step puts them in another order.
+        scores = case.scores + 0.01 * torch.arange(case.scores.shape[-1])
+        given = {"labels": case.labels, "item_weights": case.labels, "targets": case.labels.clamp(max=1)}
+        given |= {"pair_weights": lambdarank_weights(scores, case.labels, where=case.where), "where": case.where}
+
+        def loss(first: Tensor, second: Tensor) -> Tensor:
+            values = {**given, "scores": first, "logits": first, "others": second, "weights": case.weights}
+            found: Tensor = function(**filled(function, values))
+            return found + 0 * second.sum()
+
+        leaves = scores.requires_grad_(), (0.5 * scores.detach() + 1).requires_grad_()
+        assert gradcheck(loss, leaves)
+        assert gradgradcheck(loss, leaves, atol=1e-4, fast_mode=True)
+
+    tried("gradients of losses", examples // 2, ranked(SCORES, GRADES, longest=4), holds)
+
+
+@effort
+def test_the_likelihood_of_an_order_has_the_gradient_of_finite_differences(examples):
+    def holds(drawn: Ranked) -> None:
+        if drawn.where.any():
+            assert gradcheck(lambda s: _order_loss(s, drawn.where), in_double(drawn).scores.requires_grad_())
+
+    tried("gradients of an order", examples, ranked(SCORES, GRADES, longest=4), holds)
+
+
+# --- Methods ------------------------------------------------------------------------------------------------------
+
+# Weights or targets that follow smoothly from the scores and carry no gradient: the loss is not what is climbed down.
+HELD = {"dla": "see test_click_methods", "regression-em": "see below"}
+CHECKED = [(name, options) for name in METHODS if name not in HELD for options in VARIANTS.get(name, [{}])]
+
+
+def feedback(seed: int, requests: int = 5) -> Log:
+    log, _ = simulate_log(make_shown_log(requests, seed=seed, features=FEATURES), User(eta=0.3), seed=seed)
+    return replace(log, actions={**log.actions, "length": np.full(log.rows, 20.0, np.float32)})
+
+
+def along(method: Method, lists: Lists, loss: Callable[[Method, Lists], Tensor], seed: int) -> tuple[float, float]:
+    """The slope of a method's loss in a random direction of its parameters, and a difference of `loss` along it."""
+    parameters = {name: p for name, p in method.named_parameters() if p.requires_grad and "bias_model" not in name}
+    torch.manual_seed(seed)
+    way = {name: torch.randn_like(p) for name, p in parameters.items()}
+    found = torch.autograd.grad(method.loss(lists), list(parameters.values()), allow_unused=True)
+    slope = sum(float((g * w).sum()) for g, w in zip(found, way.values(), strict=True) if g is not None)
+
+    def moved(by: float) -> float:
+        with torch.no_grad():
+            there = {name: p + by * way[name] for name, p in parameters.items()}
+            method.forward = lambda: loss(method, lists)  # by which functional_call goes
+            return float(functional_call(method, there, ()))
+
+    return slope, (moved(STEP) - moved(-STEP)) / (2 * STEP)
+
+
+@effort
+@pytest.mark.parametrize(("name", "options"), CHECKED, ids=lambda v: "-".join(v.values()) if isinstance(v, dict) else v)
+def test_methods_have_the_gradients_of_finite_differences(name, options, examples):
+    def holds(seed: int) -> None:
+        method = made(name, options, seed, double=True)
+        lists = in_double(Lists.from_log(feedback(seed % 1000)))
+        with torch.no_grad():
+            method.update(lists)
+        slope, difference = along(method, lists, lambda m, batch: m.loss(batch), seed)
+        assert_slopes(f"gradient of {name}", np.array([slope]), np.array([difference]), 1e-5)
+
+    tried("gradients of methods", examples // 4, seeds, holds)
+
+
+@effort
+def test_regression_em_climbs_the_likelihood_of_clicks(examples):
+    def likelihood(method: Method, lists: Lists) -> Tensor:
+        theta = method.positions.theta[method.positions.index(lists.shown_positions)]
+        found = item_log_likelihood(method.clicked(lists), theta, method.score(lists.features).sigmoid())
+        return -ultr.losses.reduced(torch.where(lists.where, found, 0.0).sum(-1), lists.weights)
+
+    def holds(seed: int) -> None:
+        method = made("regression-em", {}, seed, double=True)
+        method.positions.theta.clamp_(min=0.05)  # impossible clicks have no slope
+        slope, difference = along(method, in_double(Lists.from_log(feedback(seed % 1000))), likelihood, seed)
+        assert_slopes("gradient of regression-em", np.array([slope]), np.array([difference]), 1e-5)
+
+    tried("gradients of methods", examples, seeds, holds)
+
+
+# --- Trees --------------------------------------------------------------------------------------------------------
+
+
+@effort
+@pytest.mark.parametrize("clip", [np.inf, 2.0])
+@pytest.mark.parametrize("by_metric", [False, True])
+@pytest.mark.parametrize("kind", Kind)
+def test_what_trees_are_told_are_the_differences_of_the_loss(kind, by_metric, clip, examples):
+    """Near and far: scores of a request more than 300 apart go another way."""
+
+    def holds(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(1, 5, 6)
+        rows = int(lengths.sum())
+        terms = PairTerms(
+            np.concatenate([[0], np.cumsum(lengths)]), rng.choice([0.1, 1.0, 3.0], 6), rng.choice(GRADES, rows), kind,
+            by_metric=by_metric, clip=clip, above=rng.uniform(1, 4, rows), below=rng.uniform(0, 3, rows),
+            place=rng.integers(0, 2, rows), preference=rng.choice(SCORES, rows),
+            beta=rng.choice([0.0, 0.3, 1.0], rows), examined=rng.choice([0.0, 0.3, 1.0], rows),
+            plus=rng.uniform(0.5, 1, (2, 2)), minus=rng.uniform(0, 0.5, (2, 2)),
+        )  # fmt: skip
+        far = np.repeat([0.0, 0.0, 0.0, 0.0, 400.0, 400.0], lengths) * rng.integers(0, 2, rows)
+        scores = rng.choice(SCORES[:6], rows) + far + 0.01 * rng.permutation(rows)
+        gradient, curvature = PairwiseObjective(terms).derivatives(scores)
+        steps = [step * np.eye(rows) for step in (STEP, -STEP, SECOND_STEP, -SECOND_STEP)]
+        at = scores + np.concatenate([np.zeros((1, rows)), *steps])
+        here, *moved = np.split(losses_at(terms, at), np.cumsum([1, rows, rows, rows]))
+        slope, bend = (moved[0] - moved[1]) / (2 * STEP), (moved[2] - 2 * here + moved[3]) / SECOND_STEP**2
+        size = max(1.0, here.item() / 100)  # of what is rounded in a difference
+        assert_slopes("trees, gradient", gradient / size, slope / size)
+        assert_slopes("trees, curvature", curvature / size, bend / size, SECOND_DIFFERENCE)
+
+    tried("gradients of trees", examples // 2, seeds, holds)
+
+
+def losses_at(terms: PairTerms, scores: np.ndarray) -> np.ndarray:
+    """The sum of losses at each row of scores: as many copies of the requests, in one call."""
+    copies, rows = scores.shape
+    offsets = (terms.offsets[:-1] + rows * np.arange(copies)[:, None]).ravel()
+    repeated = {
+        n: np.tile(v, copies) for n, v in vars(terms).items() if isinstance(v, np.ndarray) and v.shape == (rows,)
+    }
+    many = replace(
+        terms, **{**repeated, "offsets": np.append(offsets, copies * rows), "weights": np.tile(terms.weights, copies)}
+    )
+    return PairwiseObjective(many)._computed(scores.ravel(), True)[2].reshape(copies, -1).sum(1)
+
+
+class Told:
+    """In place of trees: what they would be told at some scores."""
+
+    def __init__(self, scores: np.ndarray) -> None:
+        self.scores = torch.from_numpy(scores)
+        self.growing = True
+
+    def grow(self, derivatives: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        self.gradient, self.curvature = (values.numpy() for values in derivatives(self.scores))
+
+
+@effort
+def test_the_trees_of_a_bias_model_are_told_the_slope_of_its_likelihood(examples):
+    """β by clicks with Fisher's curvature, μ by the gamma deviance of values, g by pairs with that of EM."""
+
+    def holds(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        log = replace(feedback(seed % 1000, requests=3), weights=np.array([0.5, 1.0, 3.0], np.float32))
+        inputs = MethodInputs(Label(LABEL), FEATURES, POSITIONS)
+        model = BiasModel(inputs, pairs=True, scaled_values=True).double()
+        places = len(POSITIONS)
+        model.theta.copy_(torch.from_numpy(rng.uniform(0.05, 1, places)))
+        model.zeta.copy_(model.theta * torch.from_numpy(rng.choice([0.0, 0.3], places)))
+        model.rho.copy_(torch.from_numpy(rng.uniform(0.5, 2, places)))
+        model.plus.copy_(torch.from_numpy(rng.uniform(0.5, 0.9, (places, places))))
+        model.minus.copy_(torch.from_numpy(rng.uniform(0.1, 0.4, (places, places))))
+        place = model.index(torch.from_numpy(log.positions))
+        label = torch.from_numpy(np.asarray(Label(LABEL)(log.actions))).double()
+        theta, zeta, rho = model.theta[place], model.zeta[place], model.rho[place]
+        rows = torch.from_numpy(np.repeat(log.weights, log.lengths)).double()
+        weights, plus, minus = rows * model.row_weights(place), model.plus.clone(), model.minus.clone()
+        outputs = [Told(rng.choice([0.0, 1.0, -4.0, 8.0], log.rows)) for _ in range(3)]
+        _EM(model, log, place, label).step(outputs)
+        clicks, values, pairs = outputs
+        positive, beta = label > 0, clicks.scores.sigmoid()
+
+        def of_clicks(logit: np.ndarray) -> float:
+            found = item_log_likelihood(positive, theta, torch.from_numpy(logit).sigmoid(), zeta)
+            return -float((weights * found).sum())
+
+        def of_values(log_value: np.ndarray) -> float:
+            mu = torch.from_numpy(log_value)
+            return float((weights * torch.where(positive, label / rho * torch.exp(-mu) + mu, 0.0)).sum())
+
+        request = torch.from_numpy(log.request_of_row)
+        i, j = ((request[:, None] == request) & ~torch.eye(log.rows, dtype=torch.bool)).nonzero(as_tuple=True)
+
+        def of_pairs(g: np.ndarray) -> float:
+            gamma = torch.from_numpy(g[i] - g[j]).sigmoid()
+            cells = place[i], place[j]
+            pair = PairModel(theta[i], theta[j], plus[cells], minus[cells], gamma, beta[i])
+            return -float((rows[i] * pair_log_likelihood(label[i] > label[j], pair)).sum())
+
+        assert_slopes("trees of clicks", clicks.gradient, slopes(of_clicks, clicks.scores.numpy()))
+        assert_slopes("trees of values", values.gradient, slopes(of_values, values.scores.numpy()))
+        assert_slopes("bend of values", values.curvature, bends(of_values, values.scores.numpy()), SECOND_DIFFERENCE)
+        fisher = torch.zeros(log.rows, dtype=torch.float64)  # the mean over clicks and none of the squared slope
+        for seen in (True, False):
+            logit = clicks.scores.clone().requires_grad_()
+            found = item_log_likelihood(torch.tensor(seen), theta, logit.sigmoid(), zeta)
+            (slope,) = torch.autograd.grad(found.sum(), logit)
+            fisher += found.detach().exp() * slope.square()
+        assert_slopes("bend of clicks", clicks.curvature, (weights * fisher).numpy())
+        gamma = (pairs.scores[i] - pairs.scores[j]).sigmoid()
+        of_rows = torch.zeros(log.rows, dtype=torch.float64)
+        for side in (i, j):
+            of_rows.index_add_(0, side, rows[i] * gamma * (1 - gamma))
+        mean = max(float(of_rows.mean()), 1e-12)
+        assert_slopes("trees of pairs", pairs.gradient * mean, slopes(of_pairs, pairs.scores.numpy()))
+        assert_slopes("bend of pairs", pairs.curvature * mean, of_rows.numpy())
+
+    tried("gradients of bias trees", examples, seeds, holds)

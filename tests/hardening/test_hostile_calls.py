@@ -1,0 +1,293 @@
+"""As `test_hostile_values`, for what reads and writes files, learns, or takes longer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import ultr
+from hardening.test_hostile_values import CASES as OTHER_CASES
+from hardening.values import NUMBERS, TEXTS, Case, arrays, check, count, framed, logs, make_log
+from ultr.datasets.synthetic import make_synthetic
+
+SMALL = dict(steps=2, batch=8, evaluate_every=2, bias_steps=2, device="cpu")
+CONFIG = dict(data="", label="click", ranker="linear", training=ultr.TrainingOptions(**SMALL))
+
+
+@cache
+def holder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory()
+
+
+@cache
+def a_run() -> Path:
+    out = Path(holder().name) / "run"
+    return ultr.run_training(ultr.RunConfig(**CONFIG), out, log=make_log())
+
+
+@cache
+def exported() -> Path:
+    place = Path(holder().name) / "exported"
+    ultr.export_run(a_run(), place)
+    return place
+
+
+@cache
+def parquet() -> Path:
+    place = Path(holder().name) / "log.parquet"
+    ultr.write_log(make_log(), place)
+    return place
+
+
+@cache
+def model() -> ultr.Model:
+    return ultr.load_model(a_run())
+
+
+@cache
+def estimator() -> ultr.UnbiasedRanker:
+    return ultr.UnbiasedRanker(label="click", ranker="linear", **SMALL).fit(TABLE)
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    with TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def into(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Called with a path of its own, unless it is given another."""
+
+    def written(out: Any = None, **arguments: Any) -> Any:
+        with folder() as place:
+            found = call(out=place / name if out is None else out, **arguments)
+            return None if isinstance(found, Path) else found
+
+    return written
+
+
+def trained(ranker: str, log: Any, **options: Any) -> Any:
+    training = {name: options.pop(name) for name in ("lr", "clip", "weight_decay", "warmup", "seed", "batch")}
+    config = ultr.RunConfig(
+        **{**CONFIG, "ranker": ranker, "training": ultr.TrainingOptions(**{**SMALL, **training})}, **options
+    )
+    with folder() as place:
+        model = ultr.load_model(ultr.run_training(config, place / "run", log=log))
+        return model.score(log)
+
+
+def audited(**arguments: Any) -> Any:
+    report = ultr.audit(**arguments)
+    json.dumps(report.to_json(), allow_nan=False)
+    return report.propensities()
+
+
+TABLE = make_log().to_table()
+ARRAYS = {
+    "X": np.arange(24.0).reshape(8, 3),
+    "y": np.arange(8) % 2,
+    "request": np.arange(8) // 2,
+    "position": [1, 2] * 4,
+}
+
+
+def fitted(X: Any, y: Any, request: Any, position: Any, sample_weight: Any, **options: Any) -> Any:
+    ranker = ultr.UnbiasedRanker(**{"label": "click", "ranker": "linear", **SMALL, **options})
+    ranker.fit(X, y, request=request, position=position, sample_weight=sample_weight)
+    return ranker.predict(X), ranker.score(X, y, request=request, position=position)
+
+
+def fitted_to_frame(X: Any, **options: Any) -> Any:
+    ranker = ultr.UnbiasedRanker(**{"label": "click", "ranker": "linear", **SMALL, **options}).fit(X)
+    return ranker.predict(X), ranker.score(X)
+
+
+ESTIMATOR = {name: value for name, value in ultr.UnbiasedRanker().get_params().items() if name not in SMALL}
+PATHS = st.sampled_from(["", ".", "/", "nothing", "/dev/null", "/proc/self/mem", "a" * 300, "x\0y", Path("é" * 200)])
+SEEDS = st.sampled_from([-1, 0, 2**32, 2**63 - 2, 2**63, 1.0, True, np.int64(5), None])
+REAL = st.sampled_from([number for number in NUMBERS if isinstance(number, float | int)])
+KNOWN = st.sampled_from(
+    [{}, {1: 0.5}, {1: 0}, {1: -1.0}, {1: float("nan")}, {1: 1e300, 2: 1e-300}, {"1@0": 0.5}, {"x": 1}, {1: "x"}]
+)
+LOG = {"log": logs()}
+
+
+SMALL_DATA = make_synthetic(requests=(3, 2, 2))
+RATES = {"lr": 0.1, "clip": 5.0, "weight_decay": 0.0, "warmup": 0, "seed": 0, "batch": 8}
+PREPARED = {
+    "min_items": 1,
+    "max_items": None,
+    "keep_clickless": 1.0,
+    "validation": 0.2,
+    "test": 0.2,
+    "where": (),
+    "memory": None,
+    "threads": 1,
+}
+PREPARED_BAD = {
+    **dict.fromkeys(PREPARED, REAL),
+    "where": st.lists(TEXTS | st.sampled_from(["click > 0", "1=1; drop table x"]), max_size=2),
+}
+
+
+def prepared(source: Any, out: Any, **options: Any) -> Any:
+    return ultr.prepare_lists(source, out, **options)
+
+
+CASES: dict[str, Case] = {
+    "audit": Case(
+        audited,
+        lambda: {"log": make_log(), "label": "click", "sample": None, "known": None, "bootstrap": 3, "seed": 0},
+        {**LOG, "sample": logs(), "known": KNOWN, "bootstrap": st.sampled_from([0, -1, 1, 10**9, 2.0]), "seed": SEEDS},
+        examples=0,
+        long=400,
+    ),
+    "load_dataset": Case(
+        ultr.load_dataset,
+        lambda: {"name": "synthetic", "data_dir": None},
+        {"name": PATHS, "data_dir": PATHS},
+        examples=4,
+        long=100,
+    ),
+    "Dataset": Case(lambda split: SMALL_DATA[split], lambda: {"split": "test"}),
+    "write_log": Case(
+        into(
+            lambda out, log, overwrite, metadata: ultr.write_log(log, out, overwrite=overwrite, metadata=metadata),
+            "log.parquet",
+        ),
+        lambda: {"log": make_log(), "overwrite": False, "metadata": {"a": "b"}, "out": None},
+        {**LOG, "out": PATHS, "metadata": st.dictionaries(TEXTS, TEXTS)},
+    ),
+    "score_file": Case(
+        into(lambda out, source, **options: ultr.score_file(model(), source, out, **options), "scores.csv"),
+        lambda: {"source": TABLE, "request": None, "features": None, "overwrite": False, "device": "cpu", "out": None},
+        {"source": framed(), "out": PATHS},
+    ),
+    "Model.score": Case(lambda **a: model().score(**a), lambda: {"log": make_log(), "device": "cpu"}, LOG),
+    "Model.score_features": Case(
+        lambda **a: model().score_features(**a), lambda: {"features": np.ones((6, 3))}, {"features": arrays(6, 3)}
+    ),
+    "load_model": Case(lambda run: ultr.load_model(run).feature_names, lambda: {"run": a_run()}, {"run": PATHS}),
+    "load_exported": Case(ultr.load_exported, lambda: {"folder": exported()}, {"folder": PATHS}, examples=0, long=100),
+    "export_run": Case(
+        into(lambda run, out, **options: ultr.export_run(run, out, **options).files, "model"),
+        lambda: {"run": a_run(), "rows": None, "overwrite": False, "out": None},
+        {"run": PATHS, "rows": PATHS, "out": PATHS},
+        examples=0,
+        long=60,
+    ),
+    "write_report": Case(
+        into(ultr.write_report, "page.html"),
+        lambda: {"folders": [a_run()], "overwrite": False, "out": None},
+        {"folders": st.lists(PATHS, max_size=2), "out": PATHS},
+        examples=6,
+        long=100,
+    ),
+    "prepare_lists": Case(
+        into(prepared, "lists"),
+        lambda: {"source": str(parquet()), "overwrite": False, "out": None, **PREPARED},
+        {"source": PATHS, "out": PATHS, **PREPARED_BAD},
+        examples=0,
+        long=150,
+    ),
+    "run_training": Case(
+        trained,
+        lambda: {"ranker": "linear", "log": make_log(), "held_out": 0.2, "judged": 0.0, "method": "pointwise", **RATES},
+        {
+            **LOG,
+            "ranker": st.sampled_from(["mlp", "x"]),
+            "method": st.sampled_from(["pairwise-em", "ipw", "x"]),
+            **dict.fromkeys(RATES, REAL),
+        },
+        examples=8,
+        long=300,
+    ),
+    "RunConfig of files": Case(
+        into(lambda out, **options: ultr.run_training(ultr.RunConfig(**CONFIG | options), out), "run"),
+        lambda: {"data": str(parquet()), "out": None, "columns": {}, "bias": None, "propensities": None},
+        {
+            "data": PATHS.map(str),
+            "out": PATHS,
+            "bias": PATHS.map(str),
+            "propensities": KNOWN,
+            "columns": st.sampled_from([{"x": 1}, {"request": 3}, {"actions": None}]),
+        },
+        examples=4,
+        long=100,
+    ),
+    "UnbiasedRanker of arrays": Case(
+        fitted,
+        lambda: {
+            **ARRAYS,
+            "sample_weight": None,
+            "held_out": 0.2,
+            "random_state": 0,
+            "hidden": (4,),
+            "propensities": None,
+        },
+        {
+            "X": arrays(8, 3),
+            "y": arrays(8),
+            "request": arrays(8),
+            "position": arrays(8),
+            "sample_weight": arrays(8),
+            "random_state": SEEDS,
+            "hidden": st.lists(REAL, max_size=2),
+            "propensities": KNOWN,
+        },
+        examples=8,
+        long=300,
+    ),
+    "UnbiasedRanker of frames": Case(fitted_to_frame, lambda: {"X": TABLE}, {"X": framed()}, examples=10, long=300),
+    "UnbiasedRanker's options": Case(
+        lambda **options: fitted_to_frame(TABLE, **options),
+        lambda: ESTIMATOR | {"label": "click", "ranker": "linear"},
+        dict.fromkeys(["dropout", "lr", "weight_decay", "held_out", "patience"], REAL),
+        examples=8,
+        long=400,
+    ),
+    "UnbiasedRanker.predict": Case(
+        lambda X: estimator().predict(X),
+        lambda: {"X": np.ones((4, 3))},
+        {"X": arrays(4, 3) | framed()},
+        examples=10,
+        long=300,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """Paths that are drawn are relative to it."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.examples])
+def test_a_call_works_or_is_refused_in_words(name):
+    check(CASES[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_many_calls_work_or_are_refused_in_words(name):
+    count(name, CASES[name])
+
+
+def test_features_in_double_precision_are_scored():
+    features = np.random.default_rng(0).normal(size=(6, 3))
+    assert np.array_equal(model().score_features(features), model().score_features(features.astype(np.float32)))
+
+
+def test_every_public_name_is_tried():
+    tried = {word for name in (*CASES, *OTHER_CASES) for word in name.replace(".", " ").replace("'s", "").split()}
+    made = {"BiasReport", "Model", "UltrError", "__version__"}  # by what others give
+    assert set(ultr.__all__) - tried <= made

@@ -1,0 +1,525 @@
+"""Whatever file a command is given, it works, or refuses in one message and leaves everything as it was."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+import typer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hardening.hostile import (
+    ITEMS,
+    KINDS,
+    base,
+    clean,
+    files,
+    holds,
+    parquet_bytes,
+    propensities,
+    spoilt_json,
+    with_column,
+)
+from hardening.hostile_cases import CASES, LARGE, PROPENSITIES, TEXTS, run_cases
+from ultr import cli
+from ultr.exported import load_exported
+from ultr.log import read_log
+from ultr.log.shards import Shards
+from ultr.models import load_model
+
+SMALL = ("--device", "cpu", "--steps", 2, "--batch", 16, "--evaluate-every", 2)
+NETWORK = (*SMALL, "--hidden", 4, "--bias-steps", 3)
+JUDGED = "ndcg@10,feedback-ndcg@10,off-policy-reward@10"
+
+
+class Command(NamedTuple):
+    """How a command is called with a file and an output, and what shows that it has worked."""
+
+    arguments: Callable[[Path, Path, SimpleNamespace], tuple[object, ...]]
+    check: Callable[[SimpleNamespace, Path], None]
+    out: str | None = None  # the name of the output, if there is one
+    overwrites: bool = True
+
+
+def finite_json(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} in {text[:300]}")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def prints_json(done: SimpleNamespace, _out: Path) -> None:
+    assert finite_json(done.stdout)
+
+
+def prints(done: SimpleNamespace, _out: Path) -> None:
+    assert done.stdout or done.stderr
+
+
+def is_lists(_done: SimpleNamespace, out: Path) -> None:
+    for split in ("train", "validation", "test"):
+        if (out / split).is_dir():
+            assert len(Shards(out, split).read_all())
+
+
+def is_bias(_done: SimpleNamespace, out: Path) -> None:
+    assert {p.name for p in out.iterdir()} == {"bias.html", "bias.json", "propensities.csv"}
+    finite_json((out / "bias.json").read_text())
+    values = pa.csv.read_csv(out / "propensities.csv")["propensity"].to_pylist()
+    assert all(0 < value <= 1 for value in values), values
+
+
+def is_run(_done: SimpleNamespace, out: Path) -> None:
+    model = load_model(out)
+    rows = np.zeros((3, len(model.feature_names)), np.float32)
+    assert np.isfinite(model.score_features(rows)).all()
+    for path in out.rglob("*.json*"):
+        if path.name != "xgboost.json":
+            for line in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+                finite_json(line)
+
+
+def is_scores(_done: SimpleNamespace, out: Path) -> None:
+    table = pq.read_table(out) if out.suffix == ".parquet" else pa.csv.read_csv(out)
+    scores = table["score"].to_numpy()
+    assert len(scores)
+    assert np.isfinite(scores).all()
+
+
+def is_comparison(_done: SimpleNamespace, out: Path) -> None:
+    finite_json((out / "comparison.json").read_text())
+    assert (out / "comparison.html").stat().st_size
+
+
+def is_log(_done: SimpleNamespace, out: Path) -> None:
+    assert len(read_log(out))
+
+
+def is_page(_done: SimpleNamespace, out: Path) -> None:
+    assert "</html>" in out.read_text()[-200:]
+
+
+def is_export(_done: SimpleNamespace, out: Path) -> None:
+    exported = load_exported(out)
+    assert exported.session(threads=1)
+    finite_json((out / "model.json").read_text())
+
+
+def serves(done: SimpleNamespace, _out: Path) -> None:
+    assert "serves at" in done.stderr
+
+
+COMPARE = ("--methods", "pointwise", "--seeds", 1, "--lrs", 0.1, "--jobs", 1)
+OF_LOGS: dict[str, Command] = {
+    "describe": Command(lambda f, o, h: ("describe", f), prints),
+    "describe --json": Command(lambda f, o, h: ("describe", f, "--json"), prints_json),
+    "score": Command(lambda f, o, h: ("score", h.run, f, "--out", o, "--device", "cpu"), is_scores, "scores.parquet"),
+    "score to CSV": Command(
+        lambda f, o, h: ("score", h.run, f, "--out", o, "--device", "cpu"), is_scores, "scores.csv"
+    ),
+    "score by trees": Command(
+        lambda f, o, h: ("score", h.trees, f, "--out", o, "--device", "cpu"), is_scores, "scores.parquet"
+    ),
+    "evaluate": Command(
+        lambda f, o, h: ("evaluate", h.run, f, "--metrics", JUDGED, "--json", "--device", "cpu"), prints_json
+    ),
+    "evaluate trees": Command(lambda f, o, h: ("evaluate", h.trees, f, "--metrics", "feedback-ndcg@10"), prints),
+    "prepare": Command(
+        lambda f, o, h: ("prepare", f, "--out", o, "--threads", 1, "--memory", "256MB"), is_lists, "lists"
+    ),
+    "prepare --events": Command(
+        lambda f, o, h: ("prepare", h.unseen, "--events", f, "--out", o, "--threads", 1), is_lists, "lists"
+    ),
+    "bias": Command(lambda f, o, h: ("bias", f, "--out", o, "--bootstrap", 10, "--sample", 1000), is_bias, "bias"),
+    "bias --json": Command(lambda f, o, h: ("bias", f, "--bootstrap", 10, "--json"), prints_json),
+    "train": Command(lambda f, o, h: ("train", f, "--out", o, *NETWORK), is_run, "run"),
+    "train pointwise": Command(
+        lambda f, o, h: ("train", f, "--out", o, "--method", "pointwise", "--ranker", "linear", *SMALL), is_run, "run"
+    ),
+    "train trees": Command(
+        lambda f, o, h: (
+            "train",
+            f,
+            "--out",
+            o,
+            "--ranker",
+            "lightgbm",
+            "--method",
+            "pointwise",
+            "--select",
+            "feedback-ndcg@10",
+            "--steps",
+            2,
+            "--ranker-option",
+            "min_data_in_leaf=2",
+        ),
+        is_run,
+        "run",
+    ),
+    "compare": Command(
+        lambda f, o, h: ("compare", f, "--out", o, *COMPARE, *NETWORK), is_comparison, "comparison", overwrites=False
+    ),
+    "simulate": Command(lambda f, o, h: ("simulate", f, "--out", o, "--share", 0.5), is_log, "log.parquet"),
+    "export --rows": Command(lambda f, o, h: ("export", h.without_rows, "--out", o, "--rows", f), is_export, "model"),
+}
+
+
+OF_RUNS: dict[str, Command] = {
+    "evaluate run": Command(lambda f, o, h: ("evaluate", f, h.log, "--device", "cpu", "--json"), prints_json),
+    "score run": Command(lambda f, o, h: ("score", f, h.log, "--out", o, "--device", "cpu"), is_scores, "scores.csv"),
+    "report": Command(lambda f, o, h: ("report", f, "--out", o), is_page, "report.html"),
+    "export": Command(lambda f, o, h: ("export", f, "--out", o), is_export, "model"),
+    "serve": Command(lambda f, o, h: ("serve", f, "--port", 0), serves),
+    "train --warm-start": Command(
+        lambda f, o, h: ("train", h.log, "--out", o, "--warm-start", f, *NETWORK), is_run, "run"
+    ),
+    "train --bias": Command(lambda f, o, h: ("train", h.log, "--out", o, "--bias", f, *NETWORK), is_run, "run"),
+}
+OF_PROPENSITIES: dict[str, Command] = {
+    "bias --propensities": Command(
+        lambda f, o, h: ("bias", h.log, "--propensities", f, "--out", o, "--bootstrap", 10), is_bias, "bias"
+    ),
+    "train --propensities": Command(
+        lambda f, o, h: ("train", h.log, "--out", o, "--propensities", f, *NETWORK), is_run, "run"
+    ),
+}
+OF_TEXTS: dict[str, Command] = {
+    "simulate --dwell-file": Command(
+        lambda f, o, h: ("simulate", h.graded, "--out", o, "--share", 0.5, "--dwell-file", f), is_log, "log.parquet"
+    ),
+    "serve --token-file": Command(lambda f, o, h: ("serve", h.trees, "--port", 0, "--token-file", f), serves),
+}
+COMMANDS = OF_LOGS | OF_RUNS | OF_PROPENSITIES | OF_TEXTS
+EVERY = 10  # refusals that are tried again with something where the output goes
+tried: Counter[tuple[str, str]] = Counter()
+
+
+@pytest.fixture(scope="session")
+def here(tmp_path_factory) -> SimpleNamespace:
+    """What commands need beside the file that is hostile."""
+    folder = tmp_path_factory.mktemp("here")
+    found = SimpleNamespace(log=folder / "log.parquet", unseen=folder / "unseen.parquet", graded=folder / "graded.txt")
+    found.log.write_bytes(clean(".parquet"))
+    found.graded.write_bytes(clean(".txt"))
+    pq.write_table(pq.read_table(found.log).drop_columns(["click", "dwell"]), found.unseen)
+    found.run, found.trees, found.without_rows = folder / "run", folder / "trees", folder / "without"
+    for name, out in (("train", found.run), ("train trees", found.trees)):
+        arguments = OF_LOGS[name].arguments(found.log, out, found)
+        typer.main.get_command(cli.app)(list(map(str, arguments)), standalone_mode=False)
+    shutil.copytree(found.run, found.without_rows)
+    (found.without_rows / "model" / "rows.safetensors").unlink()
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def counts() -> Iterator[None]:
+    """How many inputs were tried, by command and outcome, as a line of the file that ULTR_COUNTS names."""
+    yield
+    if path := os.environ.get("ULTR_COUNTS"):
+        found: dict[str, dict[str, int]] = {}
+        for (command, outcome), count in sorted(tried.items()):
+            found.setdefault(command, {})[outcome] = count
+        with Path(path).open("a") as file:
+            file.write(json.dumps({"test": "hostile files", "tried": found, "total": tried.total()}) + "\n")
+
+
+@pytest.fixture
+def attempt(ultr, here, tmp_path, monkeypatch) -> Iterator[Callable[[str, Callable[[Path], Path]], str]]:
+    """Give a command a file that is made in an empty folder, and say whether it works or refuses; all else fails."""
+    monkeypatch.setattr(cli, "app", built())
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    interval, numbers = sys.getswitchinterval(), count()
+
+    def run(name: str, make: Callable[[Path], Path]) -> str:
+        command, folder = COMMANDS[name], tmp_path / str(next(numbers))
+        (folder / "in").mkdir(parents=True)
+        path, out = make(folder / "in"), folder / (command.out or "none")
+        before, arguments = content(folder), command.arguments(path, out, here)
+        done = ultr(*arguments)
+        about = f"{name}: {path.name[-60:]!r}: exit {done.returncode}: {done.stderr[:1000]}"
+        assert "Traceback" not in done.stderr, about
+        assert "Warning" not in done.stderr, about
+        if done.returncode == 0:
+            assert not list(folder.rglob("*.partial")), about
+            command.check(done, out)
+        else:
+            check_refusal(done, path, about)
+            assert content(folder) == before, about
+            if command.overwrites and command.out is not None and tried[name, "refused"] % EVERY == 0:
+                keeps_what_is_there(name, arguments, out)
+        tried[name, "works" if done.returncode == 0 else "refused"] += 1
+        shutil.rmtree(folder)
+        return "works" if done.returncode == 0 else "refused"
+
+    def keeps_what_is_there(name: str, arguments: tuple[object, ...], out: Path) -> None:
+        """An output that is there stays, byte for byte, where it may not be overwritten or the input is refused."""
+        if out.suffix:
+            out.write_text("precious")
+        elif out.name == "run":
+            shutil.copytree(here.run, out)
+        else:
+            out.mkdir()
+            (out / "precious").write_text("kept")
+        before = content(out.parent)
+        for more in ((), ("--overwrite",)):
+            done = ultr(*arguments, *more)
+            assert done.returncode in (1, 2), (name, done.stderr)
+            assert content(out.parent) == before, (name, more, done.stderr)
+
+    yield run
+    for number, handler in handlers.items():  # a server takes these for itself
+        signal.signal(number, handler)
+    sys.setswitchinterval(interval)
+    gc.unfreeze()
+
+
+@functools.cache
+def built() -> Any:
+    """The commands, which take longer to be built than most take to refuse a file."""
+    return typer.main.get_command(cli.app)
+
+
+def check_refusal(done: SimpleNamespace, path: Path, about: str) -> None:
+    """One message, which names the file, a column or an option, and says how to mend it."""
+    assert done.returncode in (1, 2), about
+    assert done.stdout == "", about
+    if done.returncode == 2 and done.stderr.startswith("Usage:"):
+        return
+    lines = done.stderr.strip("\n").split("\n")
+    assert [line.startswith("error: ") for line in lines] == [False] * (len(lines) - 1) + [True], about
+    assert repr(path.name)[1:-1] in lines[-1] or re.search(r"'.+'|--[a-z]", lines[-1]), about
+    assert "; " in lines[-1], about
+
+
+def content(folder: Path) -> dict[str, bytes | None]:
+    paths = sorted(folder.rglob("*")) if folder.is_dir() else []
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in paths}
+
+
+# Files with names
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_hostile_file_is_described_or_refused(attempt, name):
+    attempt("describe --json", CASES[name].make)
+
+
+# Of all cases, each command takes one in so many by default, and all under the marker `long`.
+ONE_IN = {"describe": 20, "score": 7, "score to CSV": 29, "score by trees": 29, "evaluate": 17, "evaluate trees": 61}
+ONE_IN |= {"simulate": 17, "prepare": 29, "prepare --events": 61, "bias": 37, "bias --json": 61}
+ONE_IN |= {"train": 61, "train pointwise": 61, "train trees": 97, "compare": 150}
+
+
+@pytest.mark.parametrize("command", ONE_IN)
+def test_commands_take_some_hostile_files_or_refuse_them(attempt, command):
+    for name in list(CASES)[sum(map(ord, command)) % ONE_IN[command] :: ONE_IN[command]]:
+        attempt(command, CASES[name].make)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", OF_LOGS)
+def test_commands_take_all_hostile_files_or_refuse_them(attempt, command):
+    for case in CASES.values():
+        attempt(command, case.make)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("command", OF_LOGS)
+def test_commands_take_large_files_or_refuse_them(attempt, command, name):
+    attempt(command, LARGE[name].make)
+
+
+@pytest.mark.parametrize("suffix", KINDS)
+def test_good_files_are_good(attempt, suffix):
+    """Or else all would be refused for no reason of their own."""
+    assert attempt("describe --json", holds(clean(suffix), suffix)) == "works"
+
+
+SLOW = {"export --rows"}  # torch takes seconds to export
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.long) if c in SLOW else c for c in OF_LOGS])
+def test_a_good_log_is_taken_by_every_command(attempt, command):
+    suffix = ".txt" if command == "simulate" else ".parquet"
+    assert attempt(command, holds(clean(suffix), suffix)) == "works"
+
+
+@pytest.mark.parametrize("name", ["position has nan", "click has nan", "relevance has nan"])
+def test_prepare_finds_nan_that_the_statistics_of_parquet_leave_out(attempt, name):
+    assert attempt("prepare", CASES[name].make) == "refused"
+
+
+@pytest.mark.parametrize("name", ["no label is positive", "labels are too large", "one request"])
+def test_what_cannot_be_learned_from_leaves_an_older_run_alone(attempt, here, monkeypatch, name):
+    """It is refused before the run that is to be replaced is emptied."""
+    actions = {"no label is positive": 0.0, "labels are too large": 3e38}
+    table = base()
+    for action in ("click", "dwell"):
+        table = with_column(table, action, [actions.get(name, 1.0)] * table.num_rows)
+    monkeypatch.setitem(tried, ("train", "refused"), 0)  # so that it is tried with a run where the output goes
+    table = table.slice(0, ITEMS) if name == "one request" else table
+    assert attempt("train", holds(parquet_bytes(table), ".parquet")) == "refused"
+
+
+def test_a_run_is_judged_alike_whatever_the_order_of_columns(ultr, here, tmp_path):
+    other = tmp_path / "other.parquet"
+    table = base()
+    pq.write_table(table.select(table.column_names[::-1]).append_column("f0", table["f1"]), other)
+    arguments = ("--metrics", JUDGED, "--json", "--device", "cpu")
+    before, after = (finite_json(ultr("evaluate", here.run, log, *arguments).stdout) for log in (here.log, other))
+    assert before == pytest.approx(after, rel=1e-4)
+
+
+@pytest.mark.parametrize("command", ["bias --propensities", "train --propensities"])
+def test_propensities_are_taken_or_refused(attempt, command):
+    outcomes = {name: attempt(command, case.make) for name, case in PROPENSITIES.items()}
+    assert outcomes["good propensities"] == "works"
+    assert outcomes["two of one position"] == "refused"
+
+
+@pytest.mark.parametrize("command", OF_TEXTS)
+def test_other_texts_are_taken_or_refused(attempt, command):
+    outcomes = {attempt(command, case.make) for case in TEXTS.values()}
+    assert outcomes == {"works", "refused"}
+
+
+# Run folders
+
+
+@pytest.mark.parametrize("command", ["evaluate run", "score run", "report", "serve"])
+def test_a_spoilt_run_is_taken_or_refused(attempt, here, command):
+    cases = list(run_cases(here.trees).values())  # serving a network takes another process
+    for case in cases[sum(map(ord, command)) % 5 :: 5]:
+        attempt(command, case.make)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", OF_RUNS)
+def test_any_spoilt_run_is_taken_or_refused(attempt, here, command):
+    networks = {} if command == "serve" else run_cases(here.run)
+    for case in [*networks.values(), *run_cases(here.trees).values()]:
+        attempt(command, case.make)
+
+
+# Files that are drawn
+
+
+def drawn(examples: int) -> Callable[[Any], Any]:
+    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(max_examples=examples, suppress_health_check=checks, deadline=None)
+
+
+@drawn(80)
+@given(files())
+def test_a_drawn_file_is_described_or_refused(attempt, file):
+    attempt("describe --json", holds(file[1], file[0]))
+
+
+@drawn(25)
+@given(files(), st.sampled_from(("score", "score by trees", "evaluate", "simulate")))
+def test_a_drawn_file_is_used_or_refused(attempt, file, command):
+    attempt(command, holds(file[1], file[0]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "command", ["describe --json", "score", "score to CSV", "score by trees", "evaluate", "simulate"]
+)
+def test_thousands_of_drawn_files_are_used_or_refused(attempt, command):
+    @drawn(1000)
+    @given(files())
+    def each(file):
+        attempt(command, holds(file[1], file[0]))
+
+    each()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["prepare", "bias", "train", "train pointwise", "train trees", "evaluate trees"])
+def test_hundreds_of_drawn_files_are_learned_from_or_refused(attempt, command):
+    @drawn(200)
+    @given(files())
+    def each(file):
+        attempt(command, holds(file[1], file[0]))
+
+    each()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", OF_PROPENSITIES)
+def test_drawn_propensities_are_taken_or_refused(attempt, command):
+    @drawn(200)
+    @given(propensities())
+    def each(file):
+        attempt(command, holds(file[1], file[0]))
+
+    each()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["evaluate run", "score run", "report", "train --bias"])
+def test_runs_with_drawn_json_are_taken_or_refused(attempt, here, command):
+    @drawn(200)
+    @given(st.data())
+    def each(data):
+        path = data.draw(st.sampled_from(sorted(p.relative_to(here.run) for p in here.run.rglob("*.json"))))
+        text = data.draw(spoilt_json((here.run / path).read_text()))
+
+        def make(folder: Path) -> Path:
+            shutil.copytree(here.run, folder / "run")
+            (folder / "run" / path).write_text(text)
+            return folder / "run"
+
+        attempt(command, make)
+
+    each()
+
+
+# What would never end
+
+
+@pytest.mark.parametrize("command", [*OF_LOGS, *OF_PROPENSITIES, "simulate --dwell-file"])
+def test_nobody_waits_for_a_pipe(attempt, command):
+    """It is refused before it is opened, as nobody may ever write to it."""
+    over, opened = threading.Event(), []
+
+    def watch(pipe: Path) -> None:
+        while not over.wait(0.01):
+            try:  # possible as soon as somebody reads, who then finds nothing
+                os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+                opened.append(pipe)
+            except OSError:
+                continue
+
+    def make(folder: Path) -> Path:
+        pipe = folder / "hostile.parquet"
+        os.mkfifo(pipe)
+        threading.Thread(target=watch, args=[pipe]).start()
+        return pipe
+
+    try:
+        assert attempt(command, make) == "refused"
+    finally:
+        over.set()
+    assert not opened
