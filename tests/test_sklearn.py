@@ -403,7 +403,7 @@ def test_what_does_not_fit_is_refused():
         quick().fit(matrix, **beside)
     with pytest.raises(UltrError, match="'click' should have one value for each of 200 rows"):
         quick().fit(matrix, clicks[:3], **beside)
-    with pytest.raises(UltrError, match="each of click, dwell, got shape"):
+    with pytest.raises(UltrError, match="each of click, dwell, got shape \\[200\\]"):
         quick(label="click + dwell").fit(matrix, clicks, **beside)
     with pytest.raises(UltrError, match="X holds what was done \\(click\\), and there is y too"):
         quick().fit(data, clicks)

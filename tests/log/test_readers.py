@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from ultr.errors import ColumnError, DataError, OptionError, UltrError
 from ultr.log import Log, read_log, write_log
+from ultr.log.readers import file_kind
 
 FEATURES = 3
 
@@ -489,3 +490,10 @@ def test_requests_are_selected_by_mask_and_out_of_range_is_refused():
     assert log.select(np.array([False, True])).request_ids.to_pylist() == [2]
     with pytest.raises(DataError, match="numbered 0 to 1"):
         log.select([2])
+
+
+def test_an_empty_file_is_called_empty_whatever_its_name(tmp_path):
+    path = tmp_path / "log.parquet"
+    path.touch()
+    with pytest.raises(DataError, match="the file is empty"):
+        file_kind(path)

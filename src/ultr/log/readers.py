@@ -166,6 +166,8 @@ def file_kind(path: Path) -> str:
     expected = "gzip" if gzipped else {"Parquet": "Parquet", "Arrow": "Arrow"}.get(kind, "text")
     found = content_kind(path)
     if found != expected:
+        if not path.stat().st_size:
+            raise DataError("the file is empty", where=path, mend="write it again from its source")
         raise DataError(f"named like {expected} but holds {found}", where=path, mend="give it the name of what it is")
     if gzipped and kind in ("Parquet", "Arrow"):
         raise DataError(
