@@ -33,7 +33,7 @@ LAYERS = [
     {"feeding"},
     {"training"},
     {"preparing"},
-    {"checkpoint", "commands"},
+    {"checkpoint", "commands", "replacing"},
     {"judging"},
     {"models"},
     {"stages", "outcomes", "scoring"},

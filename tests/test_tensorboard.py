@@ -153,3 +153,12 @@ def test_a_missing_package_is_said_before_anything_is_done(log_path, tmp_path, u
     assert done.returncode == 1
     assert "pip install 'ultr[tensorboard]'" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_replaces_another_is_shown_when_it_has(log_path, tmp_path):
+    run = run_training(config(log_path, seed=1), tmp_path / "run")
+    board = Board(run)
+    run_training(config(log_path), run, overwrite=True, on_progress=board)
+    assert not (run / "tensorboard").exists()
+    board.finish()
+    assert_shows(run)

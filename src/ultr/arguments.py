@@ -103,6 +103,7 @@ def as_numbers(name: str, values: Any) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
+@functools.cache
 def _alternatives(kind: Any) -> tuple[Any, ...]:
     if get_origin(kind) in (Union, types.UnionType):
         return tuple(one for part in get_args(kind) for one in _alternatives(part))

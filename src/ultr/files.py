@@ -56,7 +56,7 @@ def atomic_path(target: str | Path, *, overwrite: bool = False, folder: bool = F
             temporary.mkdir()
         yield temporary
         _sync(temporary)
-        _take_name(temporary, place, overwrite=overwrite)
+        take_name(temporary, place, overwrite=overwrite)
         _sync_folder(place.parent)
     except OSError as error:
         mend = "nothing was changed; free the way and run again"
@@ -142,7 +142,11 @@ def _lock(folder: Path, *, wait: bool) -> int | None:
 # --- Renaming ---------------------------------------------------------------------------------------------------------
 
 
-def _take_name(temporary: Path, target: Path, *, overwrite: bool) -> None:
+def take_name(temporary: Path, target: Path, *, overwrite: bool) -> None:
+    """Rename a file or folder to the name of another, which is what was there before or what comes at any moment.
+
+    A folder that it replaces takes the place of `temporary`, or is in the folder `REPLACED` beside it.
+    """
     if not overwrite:
         try:
             if _rename_at_once(temporary, target, NO_REPLACE):

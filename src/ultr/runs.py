@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ from ultr.processes import (
 )
 from ultr.rankers import score_rows
 from ultr.rankers.boosters import is_trees
+from ultr.replacing import begin_successor, is_being_replaced, settle, successor, take_place
 from ultr.stages import BIAS, evaluator, fit_before, judge_of, less_is_better, method_inputs, save_bias, write_bias
 from ultr.training import (
     Progress,
@@ -81,24 +82,24 @@ def run_training(
 
     A `log` that is at hand is learned from in place of the one that the configuration names. Bias models are looked for
     and left in the folder `shared`, if given, for runs that differ in what comes after; `on_first` hears of their fit.
+    With `overwrite`, the run that is there stays as it is until the new one is complete.
 
     Of several processes, all take part and the first writes. Where torchrun has started them again, they resume.
     """
     out = Path(out)
     warm_start, shared = (None if path is None else Path(path) for path in (warm_start, shared))
     with joined(config.training.device):
-        resume = first_says(resume or (restarts() > 0 and _began(out) == job()))
-        if is_first() and out.exists() and not (resume or overwrite):
-            raise OutputError("output exists already", where=out, mend="pass --resume or --overwrite, or another path")
         if is_first():
-            _check_place(out, resume=resume)
-        if resume and (out / "model").is_dir():
-            if is_first():  # clear up, where it was killed before it could
-                remove_abandoned(out)
-                shutil.rmtree(out / "checkpoints", ignore_errors=True)
-            return out
-        if resume and (out / "config.json").is_file():
-            config = RunConfig.from_json(read_json(out / "config.json"), where=out)
+            settle(out)
+        resume = first_says(resume or (restarts() > 0 and job() in (_began(out), _began(successor(out)))))
+        if is_first():
+            _check_place(out, resume=resume, overwrite=overwrite)
+        anew = first_says(not resume and out.is_dir() and any(out.iterdir()))
+        place = successor(out) if anew or first_says(resume and is_being_replaced(out)) else out
+        if resume and (place / "model").is_dir():
+            return _settled(out, place)
+        if resume and (place / "config.json").is_file():
+            config = RunConfig.from_json(read_json(place / "config.json"), where=place)
         # What cannot be used is refused before anything is written.
         prepared = prepare(config) if log is None else split_log(log, config)
         if log is None and is_lists(config.data):
@@ -106,25 +107,32 @@ def run_training(
             check_alike(int(prepared.stream is None), "whether lists are read into memory")
         torch.manual_seed(config.training.seed)
         learn = learner_of(config, prepared, warm_start)
-        begun_before = out.exists()
-        with locked(out) if is_first() else nullcontext():
-            if first_says(resume and (out / "model").is_dir()):  # by another process, in the meantime
-                return out
+        begun_before = not anew and place.exists()
+        with ExitStack() as held:
+            if is_first():
+                held.enter_context(locked(out))
+            if first_says(resume and ((place / "model").is_dir() or (begun_before and not place.exists()))):
+                return out  # by another process, in the meantime
             try:
                 if is_first():
-                    with output_errors(out):
-                        if overwrite and not resume:
-                            _empty(out)
-                        if size() > 1:
-                            (out / JOB).write_text(job())
-                    write_json(out / "config.json", config.to_json())
+                    if anew:
+                        begin_successor(out)
+                    if place != out:
+                        held.enter_context(locked(place))
+                    if size() > 1:
+                        with output_errors(place):
+                            (place / JOB).write_text(job())
+                    write_json(place / "config.json", config.to_json())
                 wait_for_all()
-                learn(out, shared, checkpoint_seconds, on_first, on_progress)
+                learn(place, shared, checkpoint_seconds, on_first, on_progress)
             except (DataError, LabelError, OptionError):
-                if is_first() and not (begun_before or (out / "checkpoints").is_dir() or read_metrics(out)):
+                if is_first() and not (begun_before or (place / "checkpoints").is_dir() or read_metrics(place)):
                     # It learned nothing: the same command can be given again, mended.
-                    shutil.rmtree(out, ignore_errors=True)
+                    shutil.rmtree(place if place == out else place.parent, ignore_errors=True)
                 raise
+            if is_first() and place != out:
+                take_place(out)
+            wait_for_all()
         return out
 
 
@@ -136,21 +144,30 @@ def _began(run: Path) -> str | None:
         return None
 
 
-def _check_place(out: Path, *, resume: bool) -> None:
-    """Refuse to empty what is no run, and to go on with one that was being emptied."""
+def _settled(out: Path, place: Path) -> Path:
+    """A run that was complete, cleared up where it was killed before it could."""
+    if is_first():
+        with locked(place) if place != out else nullcontext():
+            remove_abandoned(place)
+            shutil.rmtree(place / "checkpoints", ignore_errors=True)
+            if place != out:
+                take_place(out)
+    wait_for_all()
+    return out
+
+
+def _check_place(out: Path, *, resume: bool, overwrite: bool) -> None:
+    """Refuse to write over what is there unasked, to replace what is no run, and to go on with what has lost its
+    configuration.
+    """
+    if out.exists() and not (resume or overwrite):
+        raise OutputError("output exists already", where=out, mend="pass --resume or --overwrite, or another path")
     kept = {path.name for path in out.iterdir()} if out.is_dir() else set()
     if resume and "config.json" not in kept and kept & {"model", "checkpoints", "metrics.jsonl"}:
         mend = "begin again with --overwrite"
         raise OutputError("the run has no config.json, so it cannot go on", where=out, mend=mend)
     if not resume and kept and not kept & {"config.json", ".lock"}:
         raise OutputError("exists and is no run, so it is not replaced", where=out, mend="choose another path")
-
-
-def _empty(run: Path) -> None:
-    """Remove all of a run, its configuration first: what is left by a kill half-way is none that could go on."""
-    for path in sorted(run.iterdir(), key=lambda path: path.name != "config.json"):
-        if path.name != ".lock":
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def learner_of(config: RunConfig, prepared: Prepared, warm_start: Path | None = None) -> Callable[..., None]:

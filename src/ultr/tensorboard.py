@@ -12,6 +12,7 @@ from ultr.checkpoint import read_json, read_metrics
 from ultr.errors import MissingExtraError
 from ultr.preparing import RunConfig
 from ultr.rankers.boosters import is_trees
+from ultr.replacing import is_being_replaced
 from ultr.training import Progress
 
 FOLDER = "tensorboard"
@@ -22,7 +23,7 @@ class Board:
     """Writes each evaluation of a run as it comes, and its bias at the end; `run_training` calls it as `on_progress`.
 
     It begins with all evaluations that the run has by then, in place of what was there: a run that was stopped and goes
-    on has each step once. Of several processes, one `writes`.
+    on has each step once. One that replaces another is shown when it has. Of several processes, one `writes`.
     """
 
     def __init__(self, run: Path, *, writes: bool = True) -> None:
@@ -34,7 +35,7 @@ class Board:
         self._writer: Any = None
 
     def __call__(self, progress: Progress) -> None:
-        if not self._writes:
+        if not self._writes or is_being_replaced(self._run):
             return
         if self._writer is None:
             self._begin()

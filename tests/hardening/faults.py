@@ -142,7 +142,6 @@ class Case:
     work: Work
     before: Work = lambda _inputs, _out: None
     whole: str | None = None  # the output that is, at any moment, either as it was before or as it will be
-    spares: bool = True  # what was there before, until the new is complete
 
 
 def before_prepare(inputs: Path, out: Path) -> None:
@@ -153,7 +152,7 @@ CASES = {
     "network": Case(lambda i, o: train(network(i / "log.parquet"), o), whole="run/model"),
     "trees": Case(lambda i, o: train(trees(i / "log.parquet"), o), whole="run/model"),
     "stream": Case(lambda i, o: train(network(i / "lists", stream="yes"), o), whole="run/model"),
-    "overwrite": Case(train_anew, lambda i, o: shutil.copytree(i / "trees", o / "run") and None, "run/model", False),
+    "overwrite": Case(train_anew, lambda i, o: shutil.copytree(i / "trees", o / "run") and None, "run/model"),
     "prepare": Case(
         lambda i, o: prepare_lists(i / "log.parquet", o / "lists", overwrite=True, threads=1), before_prepare, "lists"
     ),
@@ -307,8 +306,6 @@ class Bench:
         if self.case.whole is None:
             return
         now = contents(self.out / self.case.whole)
-        if not self.case.spares and (not now or not (self.out / "run" / "config.json").exists()):
-            return  # a run that is being replaced loses its configuration first, and is none any more
         assert now in (self.before, self.after), f"neither as before nor complete: {sorted(now)}"
 
     def check_same(self) -> None:

@@ -223,7 +223,7 @@ def test_a_run_that_is_trained_anew_takes_over_and_is_kept_while_it_is_gone(fold
     old = served.scorer
     served.look()
     assert served.scorer is old
-    shutil.rmtree(run / "model")  # as --overwrite begins
+    shutil.rmtree(run / "model")
     served.look()
     served.look()
     assert served.scorer is old
