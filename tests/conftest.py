@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,18 @@ settings.register_profile("ultr", deadline=None, derandomize=True, max_examples=
 settings.load_profile("ultr")
 torch.set_num_threads(1)  # tests run side by side
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as do the commands they start
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run modules, and the tests in each, in another order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("--shuffle")) is not None:
+        rng = random.Random(seed)  # noqa: S311
+        rng.shuffle(items)
+        places = {path: rng.random() for path in sorted({item.path for item in items})}
+        items.sort(key=lambda item: places[item.path])  # fixtures of a module are made once
 
 
 @pytest.fixture(autouse=True)

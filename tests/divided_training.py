@@ -33,7 +33,7 @@ from ultr.simulate import User, simulate_log
 from ultr.training import TrainingOptions, fit_first, start, take_step
 
 FEATURES = 5
-FAST = {"steps": 30, "bias_steps": 30, "batch": 32, "device": "cpu"}
+FAST = {"steps": 15, "bias_steps": 15, "batch": 32, "device": "cpu"}
 
 
 class Case(NamedTuple):
@@ -55,7 +55,7 @@ VARIANTS = {
 
 
 def _cases() -> Iterator[tuple[str, Case]]:
-    adam = {"optimizer": "adam", "lr": 1e-3, "steps": 8, "bias_steps": 8}
+    adam = {"optimizer": "adam", "lr": 1e-3, "steps": 6, "bias_steps": 6}
     for number, (name, case) in enumerate(VARIANTS.items()):
         dropout = 0.2 * (number % 2)
         yield f"{name} double", case._replace(dropout=dropout)

@@ -71,5 +71,7 @@ def test_refusals_are_one_line_and_leave_nothing(ultr, log, tmp_path):
 
 def test_training_takes_what_prepare_writes(ultr, log, tmp_path):
     assert ultr("prepare", log, "--out", tmp_path / "lists").returncode == 0
-    done = ultr("train", tmp_path / "lists", "--out", tmp_path / "run", "--steps", 20, "--label", "click")
+    done = ultr(
+        "train", tmp_path / "lists", "--out", tmp_path / "run", "--steps", 20, "--bias-steps", 20, "--label", "click"
+    )
     assert done.returncode == 0, done.stderr

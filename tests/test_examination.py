@@ -13,14 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultr import examination
+from ultr.bias import item_log_likelihood
 from ultr.errors import DataError
-from ultr.examination import _likelihood, estimate_examination, fit_table, read_propensities, recovered_score
+from ultr.examination import estimate_examination, fit_table, read_propensities, recovered_score
 from ultr.labels import Label
 from ultr.log import Log
 from ultr.simulate import EYE_TRACKING, TrustUser, User, simulate_log
 
 THETA = torch.tensor(EYE_TRACKING, dtype=torch.float64)
 RELATIVE = (THETA / THETA[0]).numpy()
+
+
+def likelihood(clicked, missed, theta, zeta, beta) -> torch.Tensor:
+    yes, no = (item_log_likelihood(torch.tensor(seen), theta, beta, zeta) for seen in (True, False))
+    return (clicked * yes + missed * no).sum()
 
 
 def binomial(shown: torch.Tensor, probability: torch.Tensor, seed: int = 0) -> torch.Tensor:
@@ -87,8 +93,8 @@ def test_any_table_gives_probabilities_and_no_less_likelihood_than_click_rates(s
         rate = (clicked.sum(0) / shown.sum(0)).clamp(1e-9, 1)
         flat = torch.ones(strata, dtype=torch.float64) * rate.max()
         counts = clicked, shown - clicked
-        least = _likelihood(*counts, rate / rate.max(), torch.zeros(positions), flat[:, None])
-        assert _likelihood(*counts, found.theta, found.zeta, found.beta[:, None]) >= least - 1e-2 * least.abs() - 1e-6
+        least = likelihood(*counts, rate / rate.max(), torch.zeros(positions), flat[:, None])
+        assert likelihood(*counts, found.theta, found.zeta, found.beta[:, None]) >= least - 1e-2 * least.abs() - 1e-6
 
 
 def confounded_log(requests: int = 3000, seed: int = 0, *, linear: bool = True):
@@ -206,3 +212,6 @@ def test_propensities_are_read_and_checked(tmp_path):
         path.write_text(text)
         with pytest.raises(DataError, match=match):
             read_propensities(path)
+    path.write_bytes(b"\x80position,propensity\n1,1\n")
+    with pytest.raises(DataError, match="cannot be read as a table"):
+        read_propensities(path)

@@ -302,6 +302,17 @@ def test_a_difference_refuses_the_export_and_writes_nothing(runs, tmp_path, monk
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("name", "content"), [("bias.json", "[]"), ("bias.json", '{"towers": 3}'), ("config.json", "{}")]
+)
+def test_a_run_whose_files_do_not_say_what_they_should_is_not_exported(name, content, runs, tmp_path):
+    run = shutil.copytree(runs["lightgbm"], tmp_path / "run")
+    (run / name).write_text(content)
+    with pytest.raises(DataError):
+        export_run(run, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
 def test_scores_that_are_no_numbers_are_refused_on_either_side():
     rows = np.ones((4, 1), np.float32)
     good, bad = (Model(make_ranker("linear", FeatureEncoder(1)).eval(), ("a",), "click") for _ in range(2))

@@ -7,7 +7,7 @@ from itertools import pairwise, permutations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import dcg_score, ndcg_score
 
@@ -115,6 +115,7 @@ USERS = {
 
 
 @pytest.mark.parametrize("name", USERS)
+@settings(max_examples=20)  # each of up to 120 orders
 @given(case=ranked_lists(max_length=5))
 def test_reward_is_the_users_expectation_over_every_order_of_tied_items(name, case):
     scores, grades, k = case

@@ -112,7 +112,7 @@ def test_bias_and_buffers_are_among_what_is_compared(results):
     alone, _, _ = of_case(results, "bayes-ipw double")
     named = {f"state.bias_model.{name}" for name in ("theta", "theta_minus", "plus", "minus", "item_sums", "pair_sums")}
     assert named < alone.keys()
-    assert float(alone["state.bias_model.updates"]) > 20
+    assert float(alone["state.bias_model.updates"]) > 10
     assert alone["scores"].dtype == torch.float64
 
 
@@ -185,8 +185,8 @@ def train(lists: Path, out: Path, *more: str) -> list[str]:
         "--hidden": "16",
         "--dropout": "0.2",
         "--batch": "32",
-        "--steps": "120",
-        "--bias-steps": "30",
+        "--steps": "60",
+        "--bias-steps": "20",
         "--evaluate-every": "5",
         "--checkpoint-seconds": "0",
         "--device": "cpu",
@@ -220,7 +220,7 @@ def undisturbed(lists, tmp_path_factory) -> tuple[Path, Done]:
 def test_the_command_gives_two_processes_the_figures_of_one(lists, undisturbed, tmp_path):
     two, one = undisturbed[0], tmp_path / "one"
     in_process(train(lists, one))
-    assert len(read_metrics(two)) == 24
+    assert len(read_metrics(two)) == 12
     assert_same_metrics(two, one, 1e-4)
     files = [{path.relative_to(run).as_posix() for path in run.rglob("*")} for run in (one, two)]
     assert files[0] == files[1]
@@ -238,7 +238,7 @@ def test_one_of_several_processes_speaks(undisturbed):
 
 def test_lists_in_memory_give_two_processes_the_figures_of_one(results):
     one, two = results / "run alone", results / "run together"
-    assert len(read_metrics(two)) == 4
+    assert len(read_metrics(two)) == 2
     assert_same_metrics(two, one, 1e-4)
     for run in (one, two):
         assert json.loads((run / "config.json").read_text())["stream"] == "no"
@@ -254,6 +254,7 @@ def test_what_all_processes_refuse_is_said_once(lists, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_an_output_that_exists_is_refused_once(lists, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").write_text("of someone else")
@@ -264,6 +265,7 @@ def test_an_output_that_exists_is_refused_once(lists, tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.long
 def test_an_output_that_exists_is_refused_by_processes_that_are_started_again(lists, tmp_path):
     """A restart goes on with the run that was lost, and not with whatever stands there."""
     (tmp_path / "run").mkdir()

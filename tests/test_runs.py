@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from conftest import make_shown_log
 from ultr.checkpoint import load_checkpoint, locked, read_metrics, save_checkpoint
 from ultr.errors import DataError, OptionError, OutputError, UltrError
+from ultr.examination import check_positions
 from ultr.log import read_log, write_log
 from ultr.methods import METHODS, make_method
 from ultr.models import load_model
@@ -188,7 +189,7 @@ def test_a_simulated_run_learns_from_fresh_feedback(tmp_path):
         users="pbm",
         ranker="linear",
         select="ndcg@10",
-        training=TrainingOptions(steps=20, batch=64, evaluate_every=10, device="cpu"),
+        training=TrainingOptions(steps=20, bias_steps=20, batch=64, evaluate_every=10, device="cpu"),
     )
     run = run_training(simulated, tmp_path / "run")
     assert [set(line) for line in read_metrics(run)] == [{"step", "loss", "ndcg@10"}] * 2
@@ -234,6 +235,16 @@ def test_what_is_no_run_or_a_damaged_one_is_refused(log_path, tmp_path):
     (run / "model" / "model.json").write_text('{"format": 99}')
     with pytest.raises(DataError, match="newer ultr"):
         load_model(run)
+    (run / "model" / "model.json").write_text("[]")
+    with pytest.raises(DataError, match="should hold an object of JSON, got list"):
+        load_model(run)
+
+
+def test_more_positions_than_pairs_can_be_kept_of_are_refused(log_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(check_positions, "__defaults__", (3,))
+    with pytest.raises(DataError, match="bias is learned of up to 3 positions"):
+        run_training(config(log_path), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_whose_bias_cannot_be_estimated_leaves_nothing_behind(log_path, tmp_path):

@@ -47,13 +47,17 @@ def write_json(path: Path, content: Any) -> None:
         temporary.write_text(json.dumps(kept, indent=2) + "\n")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of a run."""
     try:
-        return load_json(path)
+        content = load_json(path)
     except FileNotFoundError as error:
         raise DataError("this is no run directory, or an unfinished one", where=path, mend="check the path") from error
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read ({error})", where=path, mend="train again") from error
+    if not isinstance(content, dict):
+        raise DataError("should hold an object of JSON", where=path, got=type(content).__name__, mend="train again")
+    return content
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -80,7 +80,7 @@ def evaluate_scores(
     if on_feedback:
         columns["label"] = Label.of(label)(log.actions)
     if len(on_feedback) < len(wanted) and (highest := float(log.true_relevance.max())) > MAX_GRADE:
-        raise DataError(f"grades above {MAX_GRADE} are beyond the gain 2^y - 1", got=highest)
+        raise DataError(f"grades above {MAX_GRADE} are beyond the gain 2^y - 1", got=highest, mend="scale them")
     bare = replace(log.without_features(), actions=columns)
     figures = {text: np.empty(len(log)) for text in wanted}
     for requests, lists in ListBatches(bare).by_length():

@@ -25,12 +25,13 @@ import torch
 from pyarrow import csv
 from torch import Tensor
 
-from ultr.bias import item_log_likelihood, quotient, relevance_posterior, sums_by_cell
+from ultr.bias import sums_by_cell
 from ultr.errors import DataError
 from ultr.files import content_kind, existing_file
 from ultr.labels import Label
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
+from ultr.log.build import as_data_error
 from ultr.rankers import FeatureEncoder, LinearRanker, make_ranker, score_rows
 from ultr.simulate import User
 
@@ -46,6 +47,7 @@ NETWORK_RATE, NETWORK_STEPS, NETWORK_LOOKS, NETWORK_PATIENCE = 3e-3, 1000, 50, 3
 SETTLED = 1e-6  # the largest relative change of θ in an iteration that is no more worth making
 RAREST = 1e-6  # of examination that is known: weights are its inverse
 LEAST = 1e-3  # rarer examination cannot be told from none
+MOST_POSITIONS = 5_000  # different ones: what is known of pairs of them grows with their square
 START = 0.7  # of θ where it is largest: leaves room on either side, as clicks do not tell the scale
 
 
@@ -124,25 +126,30 @@ def estimate_examination(
     return Examination(tuple(ids.tolist()), fit.theta.float(), fit.zeta.float(), *counts, fit.moved, size[0])
 
 
+def check_positions(count: int, most: int = MOST_POSITIONS) -> None:
+    """Refuse more different positions than can be told from one another in reasonable time and memory."""
+    if count > most:
+        mend = "give items that stand far down one position, such as 100"
+        raise DataError(f"bias is learned of up to {most:,} positions", got=f"{count:,} in 'position'", mend=mend)
+
+
 def read_propensities(path: str | Path) -> dict[str, float]:
     """Known examination, from a CSV or Parquet table with the columns `position`, `propensity` and, where it differs by
     segment, `segment`: by position (`3`), or by position and segment (`3@phone`).
     """
     path = existing_file(path)
-    try:
+    with as_data_error(path, "a table"):
         table = pq.read_table(path) if content_kind(path) == "Parquet" else csv.read_csv(path)
-    except (pa.ArrowException, OSError) as error:
-        brief = " ".join(str(error).split())[:200]
-        raise DataError(f"cannot be read as a table ({brief})", where=path, mend="write position,propensity") from error
-    if table.column_names not in (["position", "propensity"], ["position", "propensity", "segment"]):
-        got = ", ".join(table.column_names[:5])
+        columns = table.column_names
+    if columns not in (["position", "propensity"], ["position", "propensity", "segment"]):
+        got = ", ".join(columns[:5])
         what = "propensities have the columns position, propensity and perhaps segment"
         raise DataError(what, where=path, got=got, mend="name them so, in this order")
     try:
         positions = table["position"].cast(pa.int64()).to_pylist()
         values = table["propensity"].cast(pa.float64()).to_pylist()
-        names = table["segment"].cast(pa.string()).to_pylist() if "segment" in table.column_names else ()
-    except pa.ArrowException as error:
+        names = table["segment"].cast(pa.string()).to_pylist() if "segment" in columns else ()
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         brief = " ".join(str(error).split())[:200]
         what = f"propensities should be numbers by whole positions ({brief})"
         raise DataError(what, where=path, mend="mend or drop such rows") from error
@@ -302,69 +309,76 @@ def _left_open(ranker: torch.nn.Module, judged: tuple[Tensor, Tensor]) -> float:
 
 
 def fit_table(shown: Tensor, clicked: Tensor, *, trust: bool = False, iterations: int = 6000) -> Fit:
-    """`fit_cells` for counts in a table [strata, positions]."""
-    strata, places = (shown > 0).nonzero(as_tuple=True)
-    cells = shown[strata, places], clicked[strata, places], strata, places
-    return fit_cells(*cells, size=(shown.shape[0], shown.shape[1]), trust=trust, iterations=iterations)
-
-
-def fit_cells(
-    shown: Tensor,
-    clicked: Tensor,
-    strata: Tensor,
-    places: Tensor,
-    *,
-    size: tuple[int, int],
-    trust: bool = False,
-    iterations: int = 6000,
-) -> Fit:
-    """Free-parameter EM for P(c>0) = θ_k β_s + ζ_k (1 - β_s) from counts in cells (s, k); without trust ζ = 0.
+    """Free-parameter EM for P(c>0) = θ_k β_s + ζ_k (1 - β_s) from counts in a table [strata s, positions k]; without
+    trust ζ = 0.
 
     Clicks tell θ up to its scale, and with trust β up to an affine map. By convention the largest θ is 1, and with
     trust the smallest ζ is 0. Positions never shown have θ = 1. Two steps of EM are followed by an extrapolation of
     them (SQUAREM, Varadhan and Roland 2008), which is taken where it does not lower the likelihood.
     """
-    shown, clicked = shown.double(), clicked.double()
+    return _fit(shown.double().numpy(), clicked.double().numpy(), trust=trust, iterations=iterations)
+
+
+def _fit(shown: np.ndarray, clicked: np.ndarray, *, trust: bool, iterations: int) -> Fit:
+    size = shown.shape
+    strata, places = shown.nonzero()
+    shown, clicked = shown[strata, places], clicked[strata, places]
     missed = shown - clicked
-    by_stratum, by_place = (sums_by_cell(shown, index, n) for index, n in zip((strata, places), size, strict=True))
-    seen, filled = by_place > 0, by_stratum > 0
-    rate = quotient(sums_by_cell(clicked, places, size[1]), by_place)
-    theta = torch.where(seen, START * quotient(rate, rate.max()), START).clamp(LEAST, START)
-    zeta = 0.3 * theta if trust else torch.zeros_like(theta)
-    expected = sums_by_cell(shown * theta[places], strata, size[0])
-    beta = quotient(sums_by_cell(clicked, strata, size[0]), expected).clamp(0.01, 0.99)
-    sure, never = torch.tensor(True), torch.tensor(False)
 
-    def step(theta: Tensor, zeta: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        here = theta[places], beta[strata], zeta[places]
-        yes = clicked * relevance_posterior(sure, *here)
-        relevant = yes + missed * relevance_posterior(never, *here)
-        both = (sums_by_cell(values, places, size[1]) for values in (yes, relevant))
-        after = torch.where(seen, quotient(*both), theta).clamp(LEAST, 1)
+    def by_place(values: np.ndarray) -> np.ndarray:
+        return np.bincount(places, values, size[1])
+
+    def by_stratum(values: np.ndarray) -> np.ndarray:
+        return np.bincount(strata, values, size[0])
+
+    shown_at, shown_in = by_place(shown), by_stratum(shown)
+    rate = _ratio(by_place(clicked), shown_at)
+    theta = np.where(shown_at > 0, START * _ratio(rate, rate.max()), START).clip(LEAST, START)
+    zeta = 0.3 * theta if trust else np.zeros_like(theta)
+    beta = _ratio(by_stratum(clicked), by_stratum(shown * theta[places])).clip(0.01, 0.99)
+
+    def step(theta: np.ndarray, zeta: np.ndarray, beta: np.ndarray) -> tuple[np.ndarray, ...]:
+        clicks, misses = _joint(theta[places], zeta[places], beta[strata])
+        yes = clicked * _ratio(clicks[0], clicks[0] + clicks[1])
+        relevant = yes + missed * _ratio(misses[0], misses[0] + misses[1])
+        after = np.where(shown_at > 0, _ratio(by_place(yes), by_place(relevant)), theta).clip(LEAST, 1)
         if trust:
-            rest = (sums_by_cell(values, places, size[1]) for values in (clicked - yes, shown - relevant))
-            zeta = torch.where(seen, quotient(*rest), zeta)
-        share = quotient(sums_by_cell(relevant, strata, size[0]), by_stratum)
-        return after, zeta, torch.where(filled, share, beta)
+            zeta = np.where(shown_at > 0, _ratio(by_place(clicked - yes), by_place(shown - relevant)), zeta)
+        return after, zeta, np.where(shown_in > 0, _ratio(by_stratum(relevant), shown_in), beta)
 
-    def likelihood(theta: Tensor, zeta: Tensor, beta: Tensor) -> Tensor:
-        return _likelihood(clicked, missed, theta[places], zeta[places], beta[strata])
+    def likelihood(theta: np.ndarray, zeta: np.ndarray, beta: np.ndarray) -> float:
+        clicks, misses = (sum(terms) for terms in _joint(theta[places], zeta[places], beta[strata]))
+        least = np.finfo(np.float64).tiny
+        return float((clicked * np.log(np.maximum(clicks, least)) + missed * np.log(np.maximum(misses, least))).sum())
 
-    moved, made = float("inf"), 0
+    moved, made, bounds = np.inf, 0, np.cumsum([len(theta), len(theta)])
     while made < iterations and moved > SETTLED:
         once = step(theta, zeta, beta)
         twice = step(*once)
-        point, first, second = (torch.cat(parameters) for parameters in ((theta, zeta, beta), once, twice))
+        point, first, second = (np.concatenate(parameters) for parameters in ((theta, zeta, beta), once, twice))
         change, bend = first - point, second - 2 * first + point
-        length = (change.norm() / bend.norm().clamp(min=1e-300)).clamp(1, 64)
-        jump = (point + 2 * length * change + length.square() * bend).clamp(LEAST if not trust else 1e-6, 1 - 1e-6)
-        jumped = jump.split([len(theta), len(theta), len(beta)])
+        length = min(max(float(np.linalg.norm(change)) / max(float(np.linalg.norm(bend)), 1e-300), 1.0), 64.0)
+        jump = (point + 2 * length * change + length**2 * bend).clip(LEAST if not trust else 1e-6, 1 - 1e-6)
+        jumped = np.split(jump, bounds)
         leap = step(jumped[0], jumped[1] if trust else zeta, jumped[2])
         best = leap if likelihood(*leap) >= likelihood(*twice) else twice
-        moved = float(((best[0] / best[0].max()) / (theta / theta.max()) - 1).abs().max())
+        moved = float(np.abs((best[0] / best[0].max()) / (theta / theta.max()) - 1).max())
         (theta, zeta, beta), made = best, made + 3
-    theta, zeta, beta = _canonical(theta, zeta, beta, seen)
-    return Fit(theta, zeta, beta, made, moved)
+    theta_, zeta_, beta_, seen = (torch.from_numpy(values) for values in (theta, zeta, beta, shown_at > 0))
+    return Fit(*_canonical(theta_, zeta_, beta_, seen), made, moved)
+
+
+def _joint(theta: np.ndarray, zeta: np.ndarray, beta: np.ndarray) -> tuple[tuple[np.ndarray, ...], ...]:
+    """P(c>0, r>0) and P(c>0, r<=0), and the same for c=0: as `bias.relevance_posterior` has them, in NumPy.
+
+    Tables are small, and iterations many: what is computed is little beside what an operation of torch costs.
+    """
+    return (theta * beta, zeta * (1 - beta)), ((1 - theta) * beta, (1 - zeta) * (1 - beta))
+
+
+def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """Of two arrays, and 0 where both vanish."""
+    return numerator / np.where(denominator > 0, denominator, 1.0)
 
 
 def _canonical(theta: Tensor, zeta: Tensor, beta: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -382,9 +396,3 @@ def _canonical(theta: Tensor, zeta: Tensor, beta: Tensor, seen: Tensor) -> tuple
         largest = torch.where(seen, theta, LEAST).max()
         theta, beta = theta / largest, beta * largest
     return torch.where(seen, theta, 1.0).clamp(LEAST, 1), torch.where(seen, zeta, 0.0), beta.clamp(0, 1)
-
-
-def _likelihood(clicked: Tensor, missed: Tensor, theta: Tensor, zeta: Tensor, beta: Tensor) -> Tensor:
-    """Of counts in cells, given the parameters of each."""
-    yes, no = (item_log_likelihood(torch.tensor(seen), theta, beta, zeta) for seen in (True, False))
-    return (clicked * yes + missed * no).sum()

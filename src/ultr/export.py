@@ -33,10 +33,11 @@ from ultr.exported import (
     onnx_session,
 )
 from ultr.files import atomic_path, refuse_existing
+from ultr.formats import content_errors
 from ultr.model_card import model_card
 from ultr.models import ROWS_KEPT, Model, kept_rows, load_model, spread
 from ultr.onnx_trees import NotInOnnxError, trees_to_onnx
-from ultr.preparing import RunConfig, read_data
+from ultr.preparing import RunConfig, read_rows
 from ultr.rankers.boosters import TreeRanker
 from ultr.seals import sealed
 
@@ -60,7 +61,8 @@ def export_run(run: str | Path, out: str | Path, *, rows: str | None = None, ove
         )
     _onnx()
     model = load_model(run)
-    about = _about(run, model)
+    with content_errors("what the run holds cannot be described", where=run, mend="train again"):
+        about = _about(run, model)
     sample = _real_rows(run, model, rows)
     contents: dict[str, bytes] = {}
     try:
@@ -71,7 +73,8 @@ def export_run(run: str | Path, out: str | Path, *, rows: str | None = None, ove
     if isinstance(model.ranker, TreeRanker):
         contents[model.ranker.booster.FILE] = (run / "model" / model.ranker.booster.FILE).read_bytes()
     about["files"] = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    contents[CARD] = model_card(run, about).encode()
+    with content_errors("what the run holds cannot be described", where=run, mend="train again"):
+        contents[CARD] = model_card(run, about).encode()
     about["files"][CARD] = hashlib.sha256(contents[CARD]).hexdigest()
     contents[ABOUT] = (json.dumps(sealed(about), indent=2) + "\n").encode()
     with atomic_path(out, overwrite=overwrite, folder=True) as temporary:
@@ -106,7 +109,7 @@ def _real_rows(run: Path, model: Model, rows: str | None) -> np.ndarray:
         config = RunConfig.from_json(read_json(run / "config.json"), where=run)
         named = {name: config.columns[name] for name in ("request", "features") if name in config.columns}
         columns = {**named, "categorical": list(model.vocabularies) or None, "actions": [], "missing": model.missing}
-        log, _ = read_data(rows, split="validation", data_dir=config.data_dir, columns=columns)
+        log, _ = read_rows(rows, split="validation", data_dir=config.data_dir, columns=columns)
         return np.asarray(model.columns_of(log)[spread(log.rows, ROWS_KEPT)])
     found = kept_rows(run)
     if found is None:

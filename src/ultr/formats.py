@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +58,12 @@ def load_description(path: Path, known: int, *, what: str, where: object = None,
         raise DataError(f"cannot be read ({str(error)[:300]})", where=path, mend=mend) from error
     check_format(content, known, what=what, where=where or path, mend=mend)
     return dict(content)
+
+
+@contextmanager
+def content_errors(what: str, *, where: object, mend: str) -> Iterator[None]:
+    """What is wrong with the content of files, which pages and cards take as they find it, as a refusal."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DataError(f"{what} ({error!r})", where=where, mend=mend) from error

@@ -215,7 +215,8 @@ def _prepared(
         raise OptionError(f"no gain '{gain}'", mend=nearest(gain, GAINS))
     where = torch.ones_like(scores, dtype=torch.bool) if where is None else where
     if gain == "exponential" and labels is not None and bool(((labels > MAX_GRADE) & where).any()):
-        raise DataError(f"grades above {MAX_GRADE} are beyond the gain 2^y - 1", got=float(labels[where].max()))
+        highest = float(labels[where].max())
+        raise DataError(f"grades above {MAX_GRADE} are beyond the gain 2^y - 1", got=highest, mend="scale them")
     if scores.dtype not in (torch.float32, torch.float64):
         scores = scores.float() if scores.is_floating_point() else scores.double()
     return scores, where

@@ -15,7 +15,7 @@ import torch
 
 from ultr import __version__
 from ultr.arguments import check_fields, taken
-from ultr.datasets import DATASETS, Dataset, initial_ranker, load_dataset, show
+from ultr.datasets import DATASETS, Dataset, highest_grade, initial_ranker, load_dataset, show
 from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation import FEEDBACK, OFF_POLICY, parse_any_metric
 from ultr.feeding import Feed, Feeding, Stream
@@ -190,13 +190,22 @@ def read_data(
     data: str, *, split: str, data_dir: str | Path | None, columns: Mapping[str, Any] | None = None
 ) -> tuple[Log, int]:
     """A log with its columns as they are named, or a split of a data set; and the highest grade."""
+    log, highest = read_rows(data, split=split, data_dir=data_dir, columns=columns)
+    if highest is None:
+        highest = 4 if log.relevance is None else highest_grade(log, where=data)
+    return log, highest
+
+
+def read_rows(
+    data: str, *, split: str, data_dir: str | Path | None, columns: Mapping[str, Any] | None = None
+) -> tuple[Log, int | None]:
+    """The same where grades may be any: the highest is told if the data set says it."""
     if is_lists(data):
         data = str(Path(data) / split)
     elif data == "synthetic" or data in DATASETS or (Path(data).is_dir() and not is_lists(Path(data).parent)):
         dataset = load_dataset(data, data_dir=data_dir)
         return dataset[split], dataset.max_grade
-    log = read_log(data, **(columns or {}))
-    return log, 4 if log.relevance is None else max(1, int(np.ceil(log.relevance.max())))
+    return read_log(data, **(columns or {})), None
 
 
 def _prepare_log(config: RunConfig) -> Prepared:

@@ -96,7 +96,7 @@ def run_training(
             _check_place(out, resume=resume, overwrite=overwrite)
         anew = first_says(not resume and out.is_dir() and any(out.iterdir()))
         place = successor(out) if anew or first_says(resume and is_being_replaced(out)) else out
-        if resume and (place / "model").is_dir():
+        if first_says(resume and (place / "model").is_dir()):  # which the first may move at once
             return _settled(out, place)
         if resume and (place / "config.json").is_file():
             config = RunConfig.from_json(read_json(place / "config.json"), where=place)

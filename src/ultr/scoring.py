@@ -132,7 +132,8 @@ class _ScoreWriter:
             self._file.write_table(table)
         except pa.ArrowException as error:
             brief = " ".join(str(error).split())[:200]
-            raise OutputError(f"cannot be written ({brief})", where=self._path.name, mend="write Parquet") from error
+            mend = "write Parquet: --out scores.parquet"
+            raise OutputError(f"cannot be written ({brief})", where=self._path.name, mend=mend) from error
 
     def __enter__(self) -> Self:
         return self

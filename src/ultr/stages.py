@@ -70,7 +70,8 @@ def _propensities(config: RunConfig) -> Mapping[str, float] | None:
         mend = "name a run of pairwise-em, or its bias.json"
         raise DataError("there is no examination by position here", where=path, mend=mend) from error
     if wrong := [k for k, value in theta.items() if not 0 < value <= 1]:
-        raise DataError("examination should be above 0 and at most 1", where=path, got=f"{theta[wrong[0]]}")
+        got, mend = f"{theta[wrong[0]]}", "use the bias of another run"
+        raise DataError("examination should be above 0 and at most 1", where=path, got=got, mend=mend)
     return theta
 
 

@@ -153,3 +153,13 @@ def test_mq2007_has_its_true_size(real_data):
     assert data.train.rows == sum(log.rows for log in raw[:3])
     assert data.train.features.shape[1] == 46
     assert data.max_grade == 4
+
+
+def test_grades_that_no_user_has_and_files_without_features_are_refused(own_cache, tmp_path):
+    rows = [f"{grade} qid:{query} 1:0.5" for query in range(9) for grade in (0, 1)]
+    (tmp_path / "high.txt").write_text("\n".join([*rows, "100 qid:9 1:0.5"]))
+    with pytest.raises(DataError, match=r"grades up to 30, got 100\.0; scale them"):
+        read_letor(tmp_path / "high.txt")
+    (tmp_path / "bare.txt").write_text("\n".join(row.removesuffix(" 1:0.5") for row in rows))
+    with pytest.raises(DataError, match="no features"):
+        read_letor(tmp_path / "bare.txt")

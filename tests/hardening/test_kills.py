@@ -33,14 +33,14 @@ def disturb(plan: dict[str, dict[str, int]], folder: Path) -> list[dict[str, int
 
 def test_work_that_is_disturbed_now_and_then_comes_to_the_same(tmp_path):
     plan = {
-        "kill": {"network": 3, "prepare": 2, "score": 3, "cache": 3},
-        "full": {"network": 2, "score": 2},
-        "random": {"network": 2, "score": 3},
+        "kill": {"network": 2, "prepare": 1, "score": 2, "cache": 2},
+        "full": {"network": 1, "score": 1},
+        "random": {"network": 1, "score": 2},
     }
     counts = disturb(plan, tmp_path)
     assert [line["case"] for line in counts] == [name for cases in plan.values() for name in cases]
-    assert sum(line.get("killed", 0) for line in counts) == 3 + 2 + 3 + 3 + 2 + 3
-    assert sum(line.get("refused", 0) for line in counts) == 2 + 2
+    assert sum(line.get("killed", 0) for line in counts) == 2 + 1 + 2 + 2 + 1 + 2
+    assert sum(line.get("refused", 0) for line in counts) == 1 + 1
 
 
 @pytest.mark.long

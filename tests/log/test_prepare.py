@@ -302,6 +302,13 @@ def test_conditions_keep_the_rows_that_meet_them(condition, keeps, log, tmp_path
     assert read_lists(tmp_path / "lists") == expected
 
 
+def test_more_columns_than_a_query_should_name_are_refused(log, tmp_path, monkeypatch):
+    monkeypatch.setattr("ultr.log.prepare.MOST_COLUMNS", 3)
+    with pytest.raises(ColumnError, match=r"up to 3 columns are prepared, got .*; put features into one column"):
+        prepare_lists(log, tmp_path / "lists", **PARTS)
+    assert not (tmp_path / "lists").exists()
+
+
 def test_a_condition_is_a_value_and_never_code(tmp_path):
     frame = make_rows()
     frame.loc[frame.index[:20], "country"] = "x' OR '1'='1"

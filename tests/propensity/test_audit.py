@@ -238,6 +238,19 @@ def test_the_share_of_items_that_were_taken_is_said(monkeypatch):
     assert 0 < float(share[1]) < 100
 
 
+def test_relevance_is_regressed_on_some_of_very_many_features(monkeypatch):
+    monkeypatch.setattr(sys.modules["ultr.propensity.audit"], "MOST_FEATURES", 2)
+    report = audit(world("fresh", requests=300, features=3), bootstrap=5)
+    assert "regression: on 2 of 3 features, drawn at random" in report.notes
+    assert "regression" in report.estimates
+
+
+def test_very_many_positions_are_refused(monkeypatch):
+    monkeypatch.setattr(counts, "MOST_POSITIONS", 2)
+    with pytest.raises(DataError, match=r"up to 2 positions, got \d+ in 'position'; give items that stand far down"):
+        audit(small_log(0))
+
+
 @pytest.mark.parametrize("label", ["click", "2 * (click > 0) - 0"])
 def test_no_positive_feedback_is_refused(label):
     log = small_log(0)

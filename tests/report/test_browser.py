@@ -79,8 +79,15 @@ def drawn(page) -> list[bool]:
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("scheme", "size"),
+    [
+        ("light", "desktop"),
+        ("dark", "phone"),
+        pytest.param("light", "phone", marks=pytest.mark.long),
+        pytest.param("dark", "desktop", marks=pytest.mark.long),
+    ],
+)
 def test_every_plot_is_drawn_in_every_tab_without_a_word(opened, size, scheme):
     page, said = opened(size, scheme)
     assert [tab.inner_text() for tab in page.query_selector_all("[role=tab]")] == TABS

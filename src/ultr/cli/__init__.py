@@ -13,7 +13,7 @@ from ultr.cli import bias, data, experiments, judging, learning, prepare, report
 from ultr.cli.common import one_line, plain, words
 from ultr.errors import ProcessError, UltrError
 
-SPEAK_AFTER = 2.0  # seconds
+SPEAK_AFTER = 10.0  # seconds
 COMMANDS = (
     data.demo,
     data.describe,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ultr.arguments import checked
-from ultr.datasets.base import SPLITS, Dataset
+from ultr.datasets.base import SPLITS, Dataset, highest_grade
 from ultr.datasets.initial import initial_ranker, randomise, ranking_svm, show
 from ultr.datasets.letor import read_letor
 from ultr.datasets.movielens import read_movielens
@@ -20,6 +20,7 @@ __all__ = [
     "SPLITS",
     "Dataset",
     "Source",
+    "highest_grade",
     "initial_ranker",
     "load_dataset",
     "randomise",

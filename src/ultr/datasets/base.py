@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ultr.arguments import checked
-from ultr.errors import OptionError, nearest
+from ultr.errors import DataError, OptionError, nearest
 from ultr.log import Log
+from ultr.simulate import MAX_GRADE
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -30,3 +32,12 @@ class Dataset:
             raise OptionError(f"a data set has no split '{split}'", mend=nearest(split, SPLITS))
         log: Log = getattr(self, split)
         return log
+
+
+def highest_grade(*logs: Log, where: object) -> int:
+    """That of true labels, or a refusal of what no user can be simulated for."""
+    highest = max(float(log.true_relevance.max()) for log in logs)
+    if highest > MAX_GRADE:
+        what = f"true labels ('relevance') should be grades up to {MAX_GRADE}"
+        raise DataError(what, where=where, got=highest, mend="scale them, as to 0 to 4")
+    return max(1, math.ceil(highest))

@@ -44,7 +44,7 @@ def ranking_svm(log: Log, *, share: float = 0.01, seed: Seed = 0) -> LinearScore
     if not 0 < share <= 1:
         raise OptionError("the share of requests should be above 0 and at most 1", got=share)
     if not log.feature_names:
-        raise DataError("an initial ranker needs features, and the data has none")
+        raise DataError("an initial ranker needs features, and the data has none", mend="use data with features")
     rng = np.random.default_rng(seed)
     chosen = log.select(np.sort(rng.permutation(len(log))[: max(1, round(share * len(log)))]))
     features = chosen.features.astype(np.float64)

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from ultr.datasets.base import Dataset
+from ultr.datasets.base import Dataset, highest_grade
 from ultr.datasets.cache import cached
 from ultr.errors import DataError
 from ultr.files import existing_file, fingerprint
@@ -57,15 +57,17 @@ def read_letor(
         else:
             train, validation, test = (join([read_svmlight(file) for file in split]) for split in splits)
         train, validation, test = same_width([train, validation, test])
+        if not train.feature_names:
+            raise DataError("the data has no features", where=path, mend="write them as 1:0.5 2:0.1 and so on")
         scaled = [replace(log, relevance=log.true_relevance * grade_scale) for log in (train, validation, test)]
-        max_grade = int(np.ceil(max(log.true_relevance.max() for log in scaled)))
+        max_grade = highest_grade(*scaled, where=path)
         if drop_irrelevant:
             scaled[1:] = [_with_relevant(log) for log in scaled[1:]]
         digest = hashlib.blake2b(digest_size=16)
         for file in files:
             digest.update(fingerprint(file).encode())
         train, validation, test = scaled
-        return Dataset(name, train, validation, test, max(1, max_grade), f"{digest.hexdigest()}-{options}")
+        return Dataset(name, train, validation, test, max_grade, f"{digest.hexdigest()}-{options}")
 
     return cached(name, key, build)
 

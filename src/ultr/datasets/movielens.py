@@ -58,7 +58,8 @@ def _ratings_file(path: Path) -> bytes:
 
 def _bounded(size: int, read: Callable[[], bytes], where: Path) -> bytes:
     if size > MAX_BYTES:
-        raise DataError("ratings.dat is too large to be that of MovieLens-1M", where=where, got=f"{size:,} bytes")
+        what, mend = "ratings.dat is too large to be that of MovieLens-1M", "download ml-1m.zip again"
+        raise DataError(what, where=where, got=f"{size:,} bytes", mend=mend)
     return read()
 
 

@@ -14,7 +14,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from ultr.arguments import taken
-from ultr.errors import DataError, OptionError
+from ultr.errors import DataError
 from ultr.files import existing_file
 from ultr.log.build import Missing, Piece, as_data_error, log_from_table, one_row_per_item
 from ultr.log.readers import (
@@ -29,7 +29,7 @@ from ultr.log.readers import (
 )
 from ultr.log.schema import Columns, resolve_columns
 from ultr.log.shards import SPLITS, Shards, is_lists
-from ultr.log.svmlight import MAX_INDEX, svmlight_batches
+from ultr.log.svmlight import MAX_INDEX, has_no_names, svmlight_batches
 from ultr.log.table import Log
 
 NUMBERS = 1 << 22  # of a batch
@@ -115,8 +115,7 @@ def _found(source: object, wanted: Wanted, where: object) -> LogBatches:
         return LogBatches(None, _csv(path, wanted))
     if kind == "SVMlight":
         if wanted.given:
-            got = "{}={!r}".format(*next(iter(wanted.given.items())))
-            raise OptionError("SVMlight files have no named columns", where=path, got=got)
+            raise has_no_names(path, *next(iter(wanted.given.items())))
         numbered = (int(n) for n in wanted.feature_names if n.isdecimal() and n.isascii())
         width = max((n for n in numbered if n <= MAX_INDEX), default=0)
         logs = svmlight_batches(path, width=width, numbers=NUMBERS)
@@ -134,7 +133,8 @@ def _alike(batches: Iterator[Batch], where: object) -> Iterator[Batch]:
         found = batch.log.feature_names
         if names not in (None, found):
             got = f"{len(names or ())} features and further down {len(found)}"
-            raise DataError("lists of features should be equally long in every row", where=where, got=got)
+            what, mend = "lists of features should be equally long in every row", "pad them to one length"
+            raise DataError(what, where=where, got=got, mend=mend)
         names = found
         yield batch
     if names is None:

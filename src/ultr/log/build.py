@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultr.errors import ColumnError, DataError, OptionError
-from ultr.log.schema import Columns, saved_names
+from ultr.log.schema import Columns, not_numbers, saved_names
 from ultr.log.table import FEATURE_NAMES_KEY, Log
 
 Missing = Literal["refuse", "keep"]
@@ -144,7 +144,8 @@ def _is_list(kind: pa.DataType) -> bool:
 def one_row_per_item(table: pa.Table, columns: Columns, where: object) -> pa.Table:
     """Tables with one row per request hold lists; flatten them to one row per item. Others pass as they are."""
     table = table.select(columns.used)
-    whole = [n for n in columns.used if n not in columns.features and _is_list(table.schema.field(n).type)]
+    features = set(columns.features)
+    whole = [n for n in columns.used if n not in features and _is_list(table.schema.field(n).type)]
     if not whole:
         return table
     nested = whole + [n for n in columns.features if _is_list(table.schema.field(n).type)]
@@ -256,8 +257,7 @@ def _numeric(column: pa.ChunkedArray, name: str, what: str, where: object) -> np
     values = _combined(column)
     kind = values.type
     if not any(test(kind) for test in NUMBERS):
-        mend = "convert it, or name it with --categorical" if what == "feature" else "convert it, or name another"
-        raise ColumnError(f"{what} column '{name}' should hold numbers", where=where, got=f"type {kind}", mend=mend)
+        raise not_numbers(name, kind, what=what, where=where)
     if values.null_count:
         _refuse_nulls(values, name, where)
     if pa.types.is_decimal(kind):

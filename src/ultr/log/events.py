@@ -74,7 +74,8 @@ def action_names(
         mend = "name the column of their types with --event-type, or their own with --actions"
         raise ColumnError("found no actions among the events", where=where, mend=mend)
     if taken := RESERVED & set(names):
-        raise ColumnError("an action cannot have the name of another part of a log", where=where, got=min(taken))
+        what = "an action cannot have the name of another part of a log"
+        raise ColumnError(what, where=where, got=f"'{min(taken)}'", mend="rename it")
     return names
 
 

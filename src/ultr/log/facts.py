@@ -74,5 +74,6 @@ def _row_groups(shard: Path, columns: Sequence[str]) -> Iterator[pa.Table]:
 def _joined(known: pa.Array, column: pa.Array, name: str) -> pa.Array:
     joined = pc.unique(pa.concat_arrays([known, pc.unique(column).drop_null()]))
     if len(joined) >= MAX_CATEGORIES:
-        raise ColumnError(f"'{name}' has too many categories", got=f"{len(joined):,}")
+        mend = "leave it out, or join rare ones"
+        raise ColumnError(f"'{name}' has too many categories", got=f"{len(joined):,}", mend=mend)
     return joined

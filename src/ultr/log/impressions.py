@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ultr.errors import ColumnError, OptionError, nearest
-from ultr.log.schema import Columns
+from ultr.log.schema import Columns, not_numbers
 
 CONDITION = re.compile(r"\s*(?P<column>.+?)\s*(?P<op>==|!=|<=|>=|=|<|>)\s*(?P<value>.*?)\s*", re.DOTALL)
 COMPARE = {"==": "__eq__", "=": "__eq__", "!=": "__ne__", "<": "__lt__", "<=": "__le__", ">": "__gt__", ">=": "__ge__"}
@@ -76,8 +76,7 @@ def id_column(column: Any, *, what: str, where: object) -> Any:
 def number_column(column: Any, *, what: str, where: object) -> Any:
     kind = column.type()
     if not (kind.is_numeric() or kind.is_boolean()):
-        name = column.get_name()
-        raise ColumnError(f"{what} column '{name}' should hold numbers", where=where, got=f"type {kind}")
+        raise not_numbers(column.get_name(), kind, what=what, where=where)
     return column.cast("float64")
 
 
@@ -147,7 +146,7 @@ def _features(table: Any, names: Sequence[str], where: object) -> Any:
         kind = column.type()
         value = kind.value_type if kind.is_array() else kind
         if not (value.is_numeric() or value.is_boolean()):
-            raise ColumnError(f"feature column '{name}' should hold numbers", where=where, got=f"type {kind}")
+            raise not_numbers(name, kind, what="feature", where=where)
         if kind.is_array():
             parts += [ibis.array(scalars)] if scalars else []
             parts.append(column.cast("array<float32>"))

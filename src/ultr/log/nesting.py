@@ -105,7 +105,7 @@ class Nesting:
         lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
         if (lengths != width).any():
             got = int(lengths[lengths != width][0])
-            raise BadRowsError(f"each item should have {width} features, got {got}")
+            raise BadRowsError(f"each item should have {width} features, got {got}; pad lists of them to one length")
         flat = pc.fill_null(lists.flatten(), float("nan")).to_numpy(zero_copy_only=False)
         matrix: np.ndarray = flat.astype(np.float32, copy=False).reshape(-1, width)
         with np.errstate(over="ignore", invalid="ignore"):

@@ -30,6 +30,7 @@ from ultr.log.table import FEATURE_NAMES_KEY, RESERVED
 from ultr.memory import available_memory
 
 LEAST_MEMORY = 256 << 20
+MOST_COLUMNS = 10_000  # that an engine is asked for by name: its query grows with them, and the work on it faster
 Progress = Callable[[str, int, int], None]  # what is done, and of how many rows
 
 
@@ -143,7 +144,8 @@ def _find(source: str | Path, chosen: Preparation, scratch: Path) -> Source:
     lower = [name.lower() for name in found.schema.names]
     if len(set(lower)) < len(lower):
         twice = next(name for name in lower if lower.count(name) > 1)
-        raise ColumnError("column names should differ by more than case", where=source, got=f"'{twice}' twice")
+        what = "column names should differ by more than case"
+        raise ColumnError(what, where=source, got=f"'{twice}' twice", mend="rename one of them")
     return found
 
 
@@ -197,6 +199,9 @@ class _Work:
         if not columns.features and not columns.categorical:
             mend = "name them with --features or --categorical"
             raise ColumnError("found no features", where=self.where, mend=mend)
+        if len(columns.used) > MOST_COLUMNS:
+            got, mend = f"{len(columns.used):,}", "put features into one column 'features', of lists"
+            raise ColumnError(f"up to {MOST_COLUMNS:,} columns are prepared", where=self.where, got=got, mend=mend)
         if self.chosen.events is not None and columns.item is None:
             mend = "name its column with --item"
             raise ColumnError(
@@ -379,4 +384,4 @@ def _first_length(source: Source, name: str) -> int:
             for batch in file.iter_batches(batch_size=16, columns=[name]):
                 if lengths := [len(value) for value in batch.column(name).to_pylist() if value is not None]:
                     return lengths[0]
-    raise ColumnError(f"feature column '{name}' has no values", where=source.name)
+    raise ColumnError(f"feature column '{name}' has no values", where=source.name, mend="leave it out")

@@ -13,12 +13,12 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from ultr.arguments import checked, taken
-from ultr.errors import ColumnError, DataError, OptionError
+from ultr.errors import ColumnError, DataError
 from ultr.files import content_kind, existing_file
 from ultr.log.build import Missing, as_data_error, log_from_table
 from ultr.log.schema import Columns, resolve_columns
 from ultr.log.shards import SPLITS, Shards, is_lists
-from ultr.log.svmlight import read_svmlight
+from ultr.log.svmlight import has_no_names, read_svmlight
 from ultr.log.table import FEATURE_NAMES_KEY, Log
 
 MISSING_VALUES = ["", "NA", "N/A", "NULL", "null", "nan", "NaN"]  # in CSV files
@@ -85,7 +85,7 @@ def read_log(
     kind = file_kind(path)
     if kind == "SVMlight":
         if given := [name for name, value in named.items() if value is not None]:
-            raise OptionError("SVMlight files have no named columns", where=path, got=f"{given[0]}={named[given[0]]!r}")
+            raise has_no_names(path, given[0], named[given[0]])
         return read_svmlight(path)
     if kind == "Parquet":
         return _read_parquet([path], named, where=path, missing=missing)

@@ -206,3 +206,9 @@ def _matching(wanted: Sequence[str] | str, names: Sequence[str], *, part: str, w
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+def not_numbers(name: str, kind: object, *, what: str, where: object) -> ColumnError:
+    """That a column should hold numbers, and what it holds."""
+    mend = "convert it, or name it with --categorical" if what == "feature" else "convert it, or name another"
+    return ColumnError(f"{what} column '{name}' should hold numbers", where=where, got=f"type {kind}", mend=mend)

@@ -23,7 +23,8 @@ def by_segment(log: Log, known: Sequence[str] | None = None) -> tuple[Log, tuple
     if log.positions is None or "segment" not in log.context:
         raise DataError("the log has no segments", mend="name their column with --segment (segment=...)")
     if int(log.positions.max()) >> SHIFT:
-        raise DataError(f"positions by segment should be below {1 << SHIFT:,}", got=int(log.positions.max()))
+        highest, mend = int(log.positions.max()), "number them from 1 on"
+        raise DataError(f"positions by segment should be below {1 << SHIFT:,}", got=highest, mend=mend)
     names = pc.fill_null(log.context["segment"].cast(pa.string()), "")
     known = sorted(pc.unique(names).to_pylist()) if known is None else known
     codes = pc.fill_null(pc.index_in(names, pa.array(known, pa.string())), len(known))

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from ultr.errors import DataError
+from ultr.errors import DataError, OptionError
 from ultr.files import existing_file
 from ultr.log.build import Piece, check_features
 from ultr.log.table import Log
@@ -280,3 +280,9 @@ def _bad_line(text: bytes, path: Path, lines_before: int) -> DataError:
                 f"{_EXPECTED}", where=path, got=f"{shown!r} in line {number}", mend="mend or drop the line"
             )
     return DataError(_EXPECTED, where=path, mend="check the file")
+
+
+def has_no_names(path: Path, given: str, value: object) -> OptionError:
+    """That columns cannot be named."""
+    what, mend = "SVMlight files have no named columns", "name none, or write CSV or Parquet"
+    return OptionError(what, where=path, got=f"{given}={value!r}", mend=mend)

@@ -62,7 +62,8 @@ class Log:
         self._take_arrays()
         rows, requests = len(self.features), len(self.offsets) - 1
         if taken := RESERVED & set(self.actions):
-            raise DataError("an action cannot have the name of another column of the log", got=f"'{min(taken)}'")
+            what = "an action cannot have the name of another column of the log"
+            raise DataError(what, got=f"'{min(taken)}'", mend="rename it")
         per_row = {"positions": self.positions, "relevance": self.relevance, "item_ids": self.item_ids, **self.actions}
         per_request = {"request_ids": self.request_ids, "weights": self.weights, **self.context}
         for expected, columns in ((rows, per_row), (requests, per_request)):
@@ -263,7 +264,7 @@ def write_log(
     """Write a log as Parquet, one row per item, atomically; `metadata` goes into the file's schema."""
     check_parquet_name(path)
     if not len(log):
-        raise DataError("there are no requests to write", where=path)
+        raise DataError("there are no requests to write", where=path, mend="check what was left out of the log")
     if len(log.request_ids.unique()) < len(log):
         raise DataError(
             "requests with the same id would be read back as one", where=path, mend="give them ids of their own"

@@ -26,7 +26,7 @@ from ultr.bias import (
     trust_terms,
     updated,
 )
-from ultr.examination import Examination
+from ultr.examination import Examination, check_positions
 from ultr.lists import Lists
 from ultr.losses import gaps, lambdarank_weights, preferred_pairs, reduced
 from ultr.methods.base import MethodInputs
@@ -76,7 +76,7 @@ class BiasModel(PositionModel):
         self.network = make_ranker(
             kind, encoder, outputs=3, **(NETWORK if kind == "mlp" else {})
         )  # logit of β, log of μ, g
-        size = len(self.index)
+        check_positions(size := len(self.index))
         buffers = {
             "rho": torch.ones(size),
             "theta_minus": self.theta.clone(),

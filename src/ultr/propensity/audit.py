@@ -25,6 +25,7 @@ from ultr.rankers import FeatureEncoder
 
 FORMAT = 1
 SCALE = 0.7  # of the largest propensity that is written: clicks tell ratios alone
+MOST_FEATURES = 1_000  # that relevance is regressed on: work grows with their square
 BUCKETS = 20  # of the regression's relevance, where its likelihood is compared
 SAME_FEATURES = 0.5  # of the rows of an item that recurs, for its relevance to be its own
 SEGMENTS = 10
@@ -181,7 +182,7 @@ def _audit(log: Log, clicked: np.ndarray, sample: Log | None, known: Mapping[str
     graph = _count_estimates(seen, sample, weights, reference, estimates, notes, asked.seed)
     explained, tells = None, False
     if sample is not None:
-        explained, tells = _feature_estimates(seen, sample, reference, estimates, asked)
+        explained, tells = _feature_estimates(seen, sample, reference, estimates, notes, asked)
     pairs = [(a, b) for i, a in enumerate(estimates.values()) for b in list(estimates.values())[i + 1 :]]
     agreements = [found for a, b in pairs if (found := agreement(a, b, seen.positions)) is not None]
     return BiasReport(
@@ -267,6 +268,7 @@ def _feature_estimates(
     sample: Log,
     reference: int,
     estimates: dict[str, Estimate],
+    notes: list[str],
     asked: _Asked,
 ) -> tuple[float, bool]:
     """Add what features tell; gives the share of the order they explain, and whether they explain clicks."""
@@ -288,6 +290,9 @@ def _feature_estimates(
     score = judge.score(estimators.position_based(counts, early)[0])
     estimates["strata"] = replace(estimates["strata"], held_out=score)
     numeric = [i for i in range(len(sample.feature_names)) if i not in categories]
+    if len(numeric) > MOST_FEATURES:
+        notes.append(f"regression: on {MOST_FEATURES:,} of {len(numeric):,} features, drawn at random")
+        numeric = np.sort(np.random.default_rng(seed).choice(numeric, MOST_FEATURES, replace=False)).tolist()
     features = standardised(sample.features, numeric)
     theta, _ = estimators.regression(own, features, weights)
     _add(estimates, "regression", theta, at, seen, reference)

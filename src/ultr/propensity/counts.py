@@ -14,9 +14,11 @@ import pyarrow.compute as pc
 from scipy import sparse
 
 from ultr.errors import DataError
+from ultr.examination import check_positions
 from ultr.log import Log
 
 GROUPS = 200
+MOST_POSITIONS = 1_000  # different ones, whose θ are found together, once a replicate
 CELLS = 150_000  # of items by positions that are counted; of more items a random part is taken
 
 
@@ -47,6 +49,7 @@ def impressions(log: Log, clicked: np.ndarray, *, seed: int = 0) -> Impressions:
     if log.positions is None:
         raise DataError("examination is by position, and the log has none", mend="name it with --position")
     positions = np.unique(log.positions)
+    check_positions(len(positions), MOST_POSITIONS)
     groups = min(GROUPS, len(log))
     order = np.random.default_rng(seed).permutation(len(log))
     group = np.empty(len(log), np.int32)

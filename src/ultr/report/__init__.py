@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ultr.arguments import checked, taken
 from ultr.checkpoint import read_json
 from ultr.compare import FORMAT
-from ultr.errors import AbsentError, DataError, OptionError
-from ultr.formats import check_format
+from ultr.errors import AbsentError, OptionError
+from ultr.formats import check_format, content_errors
 from ultr.propensity.audit import FORMAT as BIAS_FORMAT
 from ultr.report.bias import log_sections
 from ultr.report.comparison import comparison_sections
@@ -38,25 +37,16 @@ def write_report(folders: Sequence[str | Path], out: str | Path, *, overwrite: b
     runs = load_runs(paths)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     lede = ", ".join(dict.fromkeys(f"{run.config.method} on {run.config.data}" for run in runs))
-    with _as_refusal("what the runs hold cannot be shown", where=", ".join(map(str, paths)), mend="train again"):
+    with content_errors("what the runs hold cannot be shown", where=", ".join(map(str, paths)), mend="train again"):
         sections = run_sections(runs)
     return write_page(Path(out), title, lede, sections, overwrite=overwrite)
-
-
-@contextmanager
-def _as_refusal(what: str, *, where: object, mend: str) -> Iterator[None]:
-    """What is wrong with the content of files, which pages take as they find it."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DataError(f"{what} ({error!r})", where=where, mend=mend) from error
 
 
 def write_comparison_page(folder: Path, out: Path, *, overwrite: bool = False) -> Path:
     """Write a page for a comparison, from its folder."""
     result = read_json(folder / "comparison.json")
     check_format(result, FORMAT, what="the comparison", where=folder, mend="compare again", unmarked=True)
-    with _as_refusal("the comparison cannot be read", where=folder, mend="compare again"):
+    with content_errors("the comparison cannot be read", where=folder, mend="compare again"):
         sections = comparison_sections(result, folder)
         lede = f"{len(result['rows'])} methods, compared with {result['reference']}"
     return write_page(out, f"Comparison: {folder.name}", lede, sections, overwrite=overwrite)
@@ -65,7 +55,7 @@ def write_comparison_page(folder: Path, out: Path, *, overwrite: bool = False) -
 def write_bias_page(report: Mapping[str, Any], out: Path, *, source: str, overwrite: bool = False) -> Path:
     """Write a page for the bias of a log, as `BiasReport.to_json` has it."""
     check_format(report, BIAS_FORMAT, what="the bias", where=source, mend="run ultr bias again", unmarked=True)
-    with _as_refusal("the bias cannot be read", where=source, mend="run ultr bias again"):
+    with content_errors("the bias cannot be read", where=source, mend="run ultr bias again"):
         sections = log_sections(report)
         lede = f"{report['requests']:,} requests; feedback: {report['label']} > 0"
     return write_page(out, f"Bias of {Path(source).name}", lede, sections, overwrite=overwrite)

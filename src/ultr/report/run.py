@@ -52,9 +52,9 @@ def load_run(folder: Path, name: str) -> Run:
     if not (folder / "model").is_dir():
         raise AbsentError("the run is not finished", where=folder, mend="go on with ultr train --resume")
     content = read_json(folder / "config.json")
-    versions = {key: content[key] for key in ("ultr", "torch", "lightgbm", "xgboost") if key in content}
-    bias = read_json(folder / "bias.json") if (folder / "bias.json").is_file() else None
     config = RunConfig.from_json(content, where=folder)
+    versions: dict[str, str] = {key: content[key] for key in ("ultr", "torch", "lightgbm", "xgboost") if key in content}
+    bias = read_json(folder / "bias.json") if (folder / "bias.json").is_file() else None
     return Run(name, folder, config, versions, read_metrics(folder), bias, read_outcome(folder))
 
 
