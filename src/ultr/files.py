@@ -57,7 +57,7 @@ def atomic_path(target: str | Path, *, overwrite: bool = False, folder: bool = F
         yield temporary
         _sync(temporary)
         take_name(temporary, place, overwrite=overwrite)
-        _sync_folder(place.parent)
+        sync_folder(place.parent)
     except OSError as error:
         mend = "nothing was changed; free the way and run again"
         raise OutputError(f"writing failed ({error.strerror or error})", where=place, mend=mend) from error
@@ -192,12 +192,12 @@ def _sync(path: Path) -> None:
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
         elif file.is_dir():
-            _sync_folder(file)
+            sync_folder(file)
     if path.is_dir():
-        _sync_folder(path)
+        sync_folder(path)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

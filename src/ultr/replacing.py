@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from ultr.errors import OutputError
-from ultr.files import REPLACED, atomic_path, output_errors, take_name
+from ultr.files import REPLACED, atomic_path, output_errors, sync_folder, take_name
 
 MARK = ".replaces"  # in a run that replaces another, to tell it from that when they have changed places
 
@@ -38,6 +38,7 @@ def take_place(run: Path) -> None:
     """Put the run that was trained to replace this one in its place."""
     with output_errors(run):
         take_name(successor(run), run.resolve(), overwrite=True)
+        sync_folder(run.resolve().parent)  # before the old one goes
     settle(run)
 
 

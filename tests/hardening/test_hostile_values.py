@@ -21,8 +21,6 @@ from hardening.values import (
     TEXTS,
     Case,
     arrays,
-    check,
-    count,
     frame,
     framed,
     is_finite,
@@ -333,17 +331,6 @@ CASES: dict[str, Case] = {
         examples=60,
     ),
 }
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_call_works_or_is_refused_in_words(name):
-    check(CASES[name])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
-def test_many_calls_work_or_are_refused_in_words(name):
-    count(name, CASES[name])
 
 
 def test_a_column_whose_name_holds_nul_is_refused_before_polars_ends_the_process():
