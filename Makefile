@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # Real data for tests that can use it; they skip, saying so, where it is absent.
 export ULTR_DATA ?= $(wildcard ../shared/data)
 
-.PHONY: demo test test-long mutants check bench clean
+.PHONY: demo test test-fast test-long mutants check bench clean
 
 demo: $(STAMP)
 	$(BIN)/ultr demo
@@ -14,22 +14,26 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# What takes too long for every change: thousands of hostile inputs, hundreds of kills, recovery over many seeds.
+# The inner loop: no browser, no other processes, no hostile input, no examples of the documentation.
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long and not slow" --hypothesis-profile=fast
+
+# Tests that take too long for every change: thousands of hostile inputs, hundreds of kills, recovery over many seeds.
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
-# Small faults put into the formulas one at a time: do the tests notice?
+# Mutation testing: put small faults into the formulas, one at a time, and check that a test fails.
 mutants: $(STAMP)
-	$(BIN)/python benchmarks/mutants.py
+	$(BIN)/python tools/mutants.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Every benchmark at a small size; each has options for its full size (see the top of its file).
 bench: $(STAMP)
-	$(BIN)/python benchmarks/reading.py
-	$(BIN)/python benchmarks/training.py
+	$(BIN)/python tools/bench.py
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -1,9 +1,13 @@
-"""What `audit` says of logs whose examination is known: verdicts, and how often intervals cover it.
+"""Measure the verdicts and the intervals of `ultr bias` on simulated logs whose examination is known.
 
     python benchmarks/bias.py --replications 100
 
-Three worlds: `random`, every list in random order; `rankers`, three logging rankers and swaps; `deterministic`, one
-ranker whose score is a function of the features, and items that never recur.
+For each world it prints JSON: the time per log, the verdicts, the share of 95% intervals that contain the true θ, and
+the relative errors of θ. The worlds are:
+
+- `random`: every list is in random order;
+- `rankers`: three logging rankers, and random swaps;
+- `deterministic`: one ranker whose score is a function of the features, and items that never recur.
 """
 
 from __future__ import annotations
@@ -16,17 +20,17 @@ from collections import Counter
 import numpy as np
 import pyarrow as pa
 
+from ultr.bias.audit import audit
+from ultr.datasets.users import EYE_TRACKING
 from ultr.log import Log
-from ultr.propensity import audit
-from ultr.simulate import EYE_TRACKING
 
 QUERIES, CANDIDATES, SHOWN, FEATURES = 60, 20, 10, 8
 THETA = np.array(EYE_TRACKING)
-WORLDS = {"random": 10_000, "rankers": 25_000, "deterministic": 5_000}  # requests
+WORLDS = {"random": 10_000, "rankers": 25_000, "deterministic": 5_000}  # the number of requests in a log
 
 
 def world(kind: str, *, seed: int = 0, requests: int = 5000) -> Log:
-    """A log of position-based users; relevance is a function of features with noise that no feature shows."""
+    """Simulate a log of position-based users, whose relevance is a function of the features plus unobserved noise."""
     rng = np.random.default_rng(seed)
     fresh = kind == "deterministic"
     queries = np.arange(requests) if fresh else rng.integers(0, QUERIES, requests)
@@ -59,12 +63,12 @@ def world(kind: str, *, seed: int = 0, requests: int = 5000) -> Log:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--replications", type=int, default=100)
-    parser.add_argument("--requests", type=int, default=0, help="of each log; 0: as many as the world asks for")
-    parser.add_argument("--features", action="store_true", help="in all worlds, not in `deterministic` alone")
-    parser.add_argument("--bootstrap", type=int, default=100)
-    parser.add_argument("--worlds", default=",".join(WORLDS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replications", type=int, default=100, help="logs per world")
+    parser.add_argument("--requests", type=int, default=0, help="requests per log (0: the default of the world)")
+    parser.add_argument("--features", action="store_true", help="use features in all worlds (default: deterministic)")
+    parser.add_argument("--bootstrap", type=int, default=100, help="bootstrap replicates per log")
+    parser.add_argument("--worlds", default=",".join(WORLDS), help="worlds, separated by commas")
     options = parser.parse_args()
     for kind in options.worlds.split(","):
         verdicts: Counter[str] = Counter()
@@ -73,25 +77,25 @@ def main() -> None:
         started = time.monotonic()
         for seed in range(options.replications):
             log = world(kind, seed=seed, requests=options.requests or WORLDS[kind])
-            if kind != "deterministic" and not options.features:  # what counts tell is to be judged
+            if kind != "deterministic" and not options.features:  # to measure the estimators from counts
                 log = log.without_features()
             report = audit(log, bootstrap=options.bootstrap, seed=seed)
             verdicts[report.verdict.status] += 1
             reference = report.positions.tolist().index(report.reference)
             true = THETA / THETA[reference]
-            for name, found in report.estimates.items():
-                inside = (found.low <= true) & (true <= found.high)
+            for name, estimate in report.estimates.items():
+                inside = (estimate.low <= true) & (true <= estimate.high)
                 covered.setdefault(name, []).append(np.delete(inside, reference))
-                errors.setdefault(name, []).append(np.delete(found.theta / true - 1, reference))
-        figures = {
+                errors.setdefault(name, []).append(np.delete(estimate.theta / true - 1, reference))
+        results = {
             "world": kind,
-            "seconds a log": round((time.monotonic() - started) / options.replications, 2),
+            "seconds per log": round((time.monotonic() - started) / options.replications, 2),
             "verdicts": dict(verdicts),
-            "coverage": {name: round(float(np.mean(found)), 3) for name, found in covered.items()},
+            "coverage": {name: round(float(np.mean(inside)), 3) for name, inside in covered.items()},
             "mean relative error": {name: np.mean(e, 0).round(3).tolist() for name, e in errors.items()},
-            "deviation": {name: np.std(e, 0).round(3).tolist() for name, e in errors.items()},
+            "standard deviation": {name: np.std(e, 0).round(3).tolist() for name, e in errors.items()},
         }
-        print(json.dumps(figures), flush=True)
+        print(json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Held-out click log-likelihood, an impression, of position-based models of one log, on one split of its requests.
+"""Compare the held-out click log-likelihood of position-based click models, per impression, on one log.
 
     python benchmarks/click_models.py [LOG] [--seed 0] [--iterations 200]
 
-- `ultr`: θ as `audit` estimates it from the training requests, β by item with a prior: what `HeldOut.score` gives;
-- `plain EM`: the model as in Chuklin et al. (2015), examination and relevance hidden, smoothed as PyClick does;
-- `clax`: the position-based model of the package clax-models, if it can be imported; it is no dependency of ultr.
+- `ultr`: θ as `audit` estimates it from the training requests, and β by item with a prior (`HeldOut.score`);
+- `plain EM`: the model of Chuklin et al. (2015), examination and relevance hidden, smoothed as in PyClick;
+- `clax`: the position-based model of clax-models, if that package is installed (`ultr` does not depend on it).
 
-Of the requests, 70% are trained on, 10% more choose ultr's prior and stop clax (and then train all but clax), and the
-rest judge. The log is by default `yandex-clicks/impressions.csv.gz` under ULTR_DATA.
+70% of the requests are for training. Another 10% select the prior of `ultr` and stop the training of clax; the models
+other than clax are then trained on them too. The rest is held out for the comparison. The default log is
+`yandex-clicks/impressions.csv.gz` under ULTR_DATA.
 """
 
 from __future__ import annotations
@@ -26,30 +27,31 @@ from typing import Any
 
 import numpy as np
 
-from ultr.labels import Label
-from ultr.propensity.counts import Impressions, counted_items, impressions
-from ultr.propensity.estimators import harvest, position_based
-from ultr.propensity.likelihood import ROWS, TRAINED, TUNED, HeldOut
-from ultr.propensity.reading import read_for_audit
+from ultr.bias.counts import Impressions, counted_items, impressions
+from ultr.bias.estimators import harvest, position_based
+from ultr.bias.likelihood import ROWS, TRAINED, TUNED, HeldOut
+from ultr.log.labels import Label
+from ultr.log.sampling import read_for_audit
 
-RATE, EPOCHS, JUDGED = 0.003, 50, 8192  # of clax: as its guide has them, and lists that it judges at once
-ALLOWED = 1e-3  # that ultr may be below the better of the others, relative to it
-CLAX = "pip install clax-models==0.1.1 jax==0.7.2 (the flax that it needs cannot be imported with jax 0.10)"
+# The learning rate and the epochs of clax, from its guide; the lists per batch when it is evaluated.
+LEARNING_RATE, EPOCHS, EVALUATION_BATCH = 0.003, 50, 8192
+TOLERANCE = 1e-3  # the largest relative amount by which ultr may be below the better of the other models
+INSTALL_CLAX = "pip install clax-models==0.1.1 jax==0.7.2 (its version of flax does not work with jax 0.10)"
 
 
 def ultr_models(seen: Impressions, held: np.ndarray, seed: int) -> Iterator[dict[str, Any]]:
-    """The two estimates of θ that a log without features allows, each judged as `audit` does."""
+    """Yield the results of the two estimates of θ that need no features, each evaluated as in `audit`."""
     groups = int(seen.group.max()) + 1
     early = (np.arange(groups) < TUNED * groups).astype(float)[:, None]
     for name in ("harvest", "items"):
         started = time.monotonic()
-        counts, judge = counted_items(seen, seed=seed), HeldOut(seen, np.asarray(seen.items), seed=seed)
+        counts, held_out = counted_items(seen, seed=seed), HeldOut(seen, np.asarray(seen.items), seed=seed)
         if counts is None:
             raise SystemExit("no item was clicked and shown at several positions")
         theta = (harvest(counts, early, seed=seed) if name == "harvest" else position_based(counts, early))[0]
-        if not np.isfinite(theta).all() or judge.shown[2].sum() != held.sum():
-            raise SystemExit("items do not tell θ of all positions, or not all rows judge it: no like comparison")
-        yield result(f"ultr, {name}", judge.score(theta), started, theta)
+        if not np.isfinite(theta).all() or held_out.shown[2].sum() != held.sum():
+            raise SystemExit("cannot compare: θ of a position is not identified, or held-out rows are missing")
+        yield result(f"ultr, {name}", held_out.score(theta), started, theta)
 
 
 def plain_em(seen: Impressions, held: np.ndarray, iterations: int) -> dict[str, Any]:
@@ -72,7 +74,7 @@ def plain_em(seen: Impressions, held: np.ndarray, iterations: int) -> dict[str, 
 
 
 class Batches:
-    """Lists in batches, as clax takes them: in a new order each time if there is a seed."""
+    """Batches of lists in the format of clax, in a new order at each iteration if there is a seed."""
 
     def __init__(self, columns: Mapping[str, np.ndarray], lists: np.ndarray, size: int, seed: int | None) -> None:
         self.columns, self.lists, self.size = columns, lists, size
@@ -92,7 +94,7 @@ def clax_model(seen: Impressions, part: np.ndarray, options: argparse.Namespace)
     try:
         clax, nnx, optax = (importlib.import_module(name) for name in ("clax", "flax.nnx", "optax"))
     except ImportError as error:
-        return {"model": "clax", "absent": str(error), "mend": CLAX}
+        return {"model": "clax", "missing": str(error), "hint": INSTALL_CLAX}
     started = time.monotonic()
     items, mask = np.asarray(seen.items), np.arange(seen.lengths.max()) < seen.lengths[:, None]
     columns: dict[str, np.ndarray] = {"mask": mask}
@@ -100,13 +102,13 @@ def clax_model(seen: Impressions, part: np.ndarray, options: argparse.Namespace)
         columns[name] = np.zeros(mask.shape, np.int32)  # 0 is padding
         columns[name][mask] = values
     train = Batches(columns, np.flatnonzero(part == 0), options.batch, options.seed)
-    tune, judge = (Batches(columns, np.flatnonzero(part == i), JUDGED, None) for i in (1, 2))
+    tune, test = (Batches(columns, np.flatnonzero(part == i), EVALUATION_BATCH, None) for i in (1, 2))
     width, pairs = len(seen.positions), int(items.max()) + 1
     model = clax.PositionBasedModel(positions=width, query_doc_pairs=pairs, rngs=nnx.Rngs(options.seed))
-    trainer = clax.Trainer(optax.adamw(RATE), epochs=EPOCHS)
+    trainer = clax.Trainer(optax.adamw(LEARNING_RATE), epochs=EPOCHS)
     with contextlib.redirect_stdout(sys.stderr):
         epochs = len(trainer.train(model, train, tune))
-    chance = np.concatenate([np.exp(np.asarray(model.predict_clicks(lists), float))[lists["mask"]] for lists in judge])
+    chance = np.concatenate([np.exp(np.asarray(model.predict_clicks(lists), float))[lists["mask"]] for lists in test])
     theta = np.asarray(model.examination.prob({"positions": np.arange(1, width + 1)}), float)
     value = log_likelihood(chance, seen.clicked[seen.of_rows(part == 2)])
     return result("clax", value, started, theta) | {"epochs": epochs}
@@ -124,25 +126,25 @@ def result(model: str, value: float, started: float, theta: np.ndarray) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(os.environ.get("ULTR_DATA", ".")) / "yandex-clicks" / "impressions.csv.gz"
-    parser.add_argument("log", nargs="?", type=Path, default=default, help="request, query, item, position and click")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, of ultr's samples and of clax")
-    parser.add_argument("--iterations", type=int, default=200, help="of plain EM")
-    parser.add_argument("--batch", type=int, default=128, help="lists in a batch of clax")
+    parser.add_argument("log", nargs="?", type=Path, default=default, help="with request, query, item, position, click")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the split, of the samples of ultr and of clax")
+    parser.add_argument("--iterations", type=int, default=200, help="iterations of plain EM")
+    parser.add_argument("--batch", type=int, default=128, help="lists per batch of clax")
     options = parser.parse_args()
     log, _ = read_for_audit(options.log)
     if log.weights is not None or log.item_ids is None or log.rows > ROWS:
-        raise SystemExit(f"the models are compared on unweighted logs with items, of at most {ROWS} rows")
+        raise SystemExit(f"the log must have items, no weights, and at most {ROWS} rows")
     seen = impressions(log, np.asarray(Label("click")(log.actions)) > 0, seed=options.seed)
     groups = int(seen.group.max()) + 1
     part = np.digitize(seen.group, [TRAINED * groups, TUNED * groups])  # as in HeldOut
     held = seen.of_rows(part == 2)
-    print(json.dumps({"requests": len(log), "rows": log.rows, "judging": int(held.sum()), "seed": options.seed}))
-    own = list(ultr_models(seen, held, options.seed))
+    print(json.dumps({"requests": len(log), "rows": log.rows, "held-out rows": int(held.sum()), "seed": options.seed}))
+    ours = list(ultr_models(seen, held, options.seed))
     others = [plain_em(seen, held, options.iterations), clax_model(seen, part, options)]
-    print(*map(json.dumps, own + others), sep="\n")
-    best = max(figures["log-likelihood"] for figures in others if "log-likelihood" in figures)
-    above = {figures["model"]: round((figures["log-likelihood"] - best) / abs(best), 6) for figures in own}
-    print(json.dumps({"above the better other": above, "reached": all(a >= -ALLOWED for a in above.values())}))
+    print(*map(json.dumps, ours + others), sep="\n")
+    best = max(model["log-likelihood"] for model in others if "log-likelihood" in model)
+    above = {model["model"]: round((model["log-likelihood"] - best) / abs(best), 6) for model in ours}
+    print(json.dumps({"relative to the best other": above, "passed": all(a >= -TOLERANCE for a in above.values())}))
 
 
 if __name__ == "__main__":

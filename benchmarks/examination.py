@@ -1,9 +1,9 @@
-"""How well examination is recovered: the largest relative error of θ_k/θ_1, by data set, order and seed.
+"""Measure how well examination is recovered: the largest relative error of θ_k/θ_1, by data set, order and seed.
 
     python benchmarks/examination.py [--data synthetic,ml-1m] [--seeds 5] [--sessions 768000]
 
-Lists are shown in the order of a Ranking-SVM on 1% of the requests, or in random order; users are position-based.
-Beside it stands what ratios of click rates come to.
+Lists are in the order of a Ranking-SVM trained on 1% of the requests, or in random order. Users are position-based.
+The baseline is the error of θ estimated by ratios of click rates.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from ultr.bias.examination import estimate_examination
 from ultr.datasets import load_dataset, ranking_svm, show
-from ultr.examination import estimate_examination
-from ultr.labels import Label
-from ultr.simulate import User
+from ultr.datasets.users import User
+from ultr.log.labels import Label
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="synthetic")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--sessions", type=int, default=768_000, help="of users, in all")
+    parser.add_argument("--data", default="synthetic", help="data sets, separated by commas")
+    parser.add_argument("--seeds", type=int, default=5, help="runs per data set and order")
+    parser.add_argument("--sessions", type=int, default=768_000, help="simulated sessions per run")
     options = parser.parse_args()
     for name in options.data.split(","):
         data = load_dataset(name)
@@ -36,15 +36,15 @@ def main() -> None:
                 rng = np.random.default_rng(seed)
                 scores = ranking_svm(data.train, seed=seed)(data.train.features)
                 log = show(data.train, scores if order != "random" else rng.random(data.train.rows).astype(np.float32))
-                found = estimate_examination(
+                estimate = estimate_examination(
                     replace(log, weights=None), Label(), user=user, sessions=options.sessions, seed=seed
                 )
-                truth = user.theta(torch.tensor(found.positions)).numpy()
-                rates = (found.clicks / found.impressions).numpy()
-                for kept, theta in ((errors, found.theta.numpy()), (naive, rates)):
-                    kept.append(float(np.abs(theta / theta[0] / (truth / truth[0]) - 1).max()))
+                truth = user.theta(torch.tensor(estimate.positions)).numpy()
+                rates = estimate.clicks / estimate.impressions
+                for results, theta in ((errors, estimate.theta), (naive, rates)):
+                    results.append(float(np.abs(theta / theta[0] / (truth / truth[0]) - 1).max()))
             each = " ".join(f"{error:.1%}" for error in errors)
-            print(f"{name}, {order} order: {np.mean(errors):.1%} ({each}); click rates {np.mean(naive):.1%}")
+            print(f"{name}, {order} order: error {np.mean(errors):.1%} ({each}); of click rates {np.mean(naive):.1%}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Time and memory of `ultr bias` on a log that is larger than memory should hold.
+"""Measure the time and peak memory of `ultr bias` on a log that is larger than memory.
 
     python benchmarks/large_log.py --rows 20000000 --folder /somewhere/with/5GB
 
-Lists of ten out of twenty candidates of 200,000 items with 50 features, by a noisy ranker; position-based users.
+A noisy ranker shows ten of twenty candidates, drawn from 200,000 items with 50 features, to position-based users.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ultr.simulate import EYE_TRACKING
+from ultr.datasets.users import EYE_TRACKING
 
 ITEMS, FEATURES, SHOWN, CANDIDATES, BLOCK = 200_000, 50, 10, 20, 20_000
 
@@ -32,16 +32,17 @@ def write(path: Path, rows: int) -> None:
     beta, score = 1 / (1 + np.exp(2 - 2 * items @ taste)), items @ (taste + other)
     writer = None
     for first in range(0, rows // SHOWN, BLOCK):
-        candidates = rng.integers(0, ITEMS, (BLOCK, CANDIDATES))
+        requests = min(BLOCK, rows // SHOWN - first)
+        candidates = rng.integers(0, ITEMS, (requests, CANDIDATES))
         noisy = score[candidates] + 0.5 * rng.normal(size=candidates.shape)
         shown = np.take_along_axis(candidates, np.argsort(-noisy, axis=1)[:, :SHOWN], axis=1)
         clicked = rng.random(shown.shape) < np.array(EYE_TRACKING) * beta[shown]
         features = pa.FixedSizeListArray.from_arrays(pa.array(items[shown.reshape(-1)].reshape(-1)), FEATURES)
         table = pa.table(
             {
-                "request": np.repeat(np.arange(first, first + BLOCK), SHOWN),
+                "request": np.repeat(np.arange(first, first + requests), SHOWN),
                 "item": shown.reshape(-1),
-                "position": np.tile(np.arange(1, SHOWN + 1), BLOCK),
+                "position": np.tile(np.arange(1, SHOWN + 1), requests),
                 "click": clicked.reshape(-1).astype(np.int8),
                 "features": features.cast(pa.list_(pa.float32())),
             }
@@ -53,9 +54,9 @@ def write(path: Path, rows: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=20_000_000)
-    parser.add_argument("--folder", type=Path, default=None, help="where the log is kept; a temporary one if not given")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=20_000_000, help="rows of the log")
+    parser.add_argument("--folder", type=Path, help="a folder to keep the log in (default: a temporary one)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         path = (options.folder or Path(temporary)) / f"log-{options.rows}.parquet"
@@ -66,14 +67,14 @@ def main() -> None:
             [sys.executable, "-m", "ultr", "bias", str(path), "--json"], capture_output=True, text=True, check=True
         )
         report = json.loads(done.stdout)
-        figures = {
+        results = {
             "rows": options.rows,
             "file GB": round(path.stat().st_size / 1e9, 2),
             "seconds": round(time.monotonic() - started, 1),
             "peak GiB": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 2),
             "verdict": report["verdict"]["status"],
         }
-        print(json.dumps(figures))
+        print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Peak memory of `ultr reproduce` on data of the size of Yahoo! LETOR set 1 or MSLR-WEB30K, which is generated.
+"""Measure the peak memory of `ultr reproduce` on generated data of the size of Yahoo! LETOR set 1 or MSLR-WEB30K.
 
     python benchmarks/memory.py --like yahoo --jobs 2
 
-Reads the generated files (gigabytes, in a temporary folder), then trains with `--quick` for some minutes. Memory is
-the sum over all processes of what they alone use and of their part in what they share (PSS). Some of it is the mapped
-cache of the data set, which the system can take back at any time.
+It reads the generated files (gigabytes, in a temporary folder), then trains with `--quick` for some minutes. Memory is
+the proportional set size (PSS), summed over all processes. Part of it is the memory-mapped cache of the data set, which
+the system can reclaim at any time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-SIZES = {  # files, requests, documents, features, share of features that a document has
+SIZES = {  # files, requests per file, documents per file, features, share of features that a document has
     "yahoo": (
         ("set1.train.txt", "set1.valid.txt", "set1.test.txt"),
         (19_944, 2_994, 6_983),
@@ -39,7 +39,7 @@ EXPERIMENT = {"yahoo": "table1", "mslr-web30k": "table2"}
 
 
 def generate(name: str, folder: Path, share: float) -> None:
-    """Files in the set's own layout, with a share of its requests; grades are linear in the features, with noise."""
+    """Write files like those of a data set, with a share of its requests; grades are linear in features plus noise."""
     files, requests, documents, width, density = SIZES[name]
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -60,7 +60,7 @@ def generate(name: str, folder: Path, share: float) -> None:
 
 
 def processes(first: int) -> list[int]:
-    """A process and all that come from it."""
+    """Return the ids of a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -68,14 +68,14 @@ def processes(first: int) -> list[int]:
         except OSError:
             continue
         children.setdefault(parent, []).append(int(path.parent.name))
-    found = [first]
-    for process in found:
-        found += children.get(process, [])
-    return found
+    tree = [first]
+    for process in tree:
+        tree += children.get(process, [])
+    return tree
 
 
 def memory(first: int) -> tuple[float, float]:
-    """GiB of a process and all that come from it, and what of that is no mapped file."""
+    """Return the GiB used by a process and its descendants: in total, and without mapped files."""
     total = {"Pss:": 0, "Pss_Anon:": 0}
     for process in processes(first):
         try:
@@ -89,24 +89,24 @@ def memory(first: int) -> tuple[float, float]:
     return total["Pss:"] / 2**20, total["Pss_Anon:"] / 2**20
 
 
-def watched(command: list[str], environment: dict[str, str]) -> tuple[int, float, float, float]:
-    """A command's exit code, its seconds, and the peaks of its memory."""
+def measure(command: list[str], environment: dict[str, str]) -> tuple[int, float, float, float]:
+    """Run a command; return its exit code, its seconds, its peak memory, and that without mapped files, in GiB."""
     began = time.monotonic()
     running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    most = most_own = 0.0
+    peak = peak_unmapped = 0.0
     while running.poll() is None:
-        whole, own = memory(running.pid)
-        most, most_own = max(most, whole), max(most_own, own)
+        total, unmapped = memory(running.pid)
+        peak, peak_unmapped = max(peak, total), max(peak_unmapped, unmapped)
         time.sleep(0.5)
-    return running.returncode, time.monotonic() - began, most, most_own
+    return running.returncode, time.monotonic() - began, peak, peak_unmapped
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--like", choices=list(SIZES), default="yahoo")
-    parser.add_argument("--share", type=float, default=1.0, help="of the set's requests")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=2.0, help="of training")
+    parser.add_argument("--like", choices=list(SIZES), default="yahoo", help="the data set to imitate")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the requests to generate")
+    parser.add_argument("--jobs", type=int, default=2, help="runs trained at the same time")
+    parser.add_argument("--minutes", type=float, default=2.0, help="minutes of training")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
@@ -117,10 +117,10 @@ def main() -> None:
         train += ["--data", options.like, "--data-dir", str(root / "data"), "--out", str(root / "out")]
         train += ["--jobs", str(options.jobs), "--minutes", str(options.minutes)]
         for what, command in (("reading", [sys.executable, "-c", source]), ("training", train)):
-            code, seconds, most, own = watched(command, environment)
+            code, seconds, peak, unmapped = measure(command, environment)
             if code not in (0, 3):
-                raise SystemExit(f"{what} failed with {code}")
-            print(f"{options.like}, {what}: {most:.2f} GiB at most, {own:.2f} without mapped files, {seconds:.0f} s")
+                raise SystemExit(f"{what} failed with exit code {code}")
+            print(f"{options.like}, {what}: peak {peak:.2f} GiB, {unmapped:.2f} without mapped files, {seconds:.0f} s")
 
 
 if __name__ == "__main__":

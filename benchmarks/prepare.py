@@ -1,12 +1,15 @@
-"""Time and memory of `ultr prepare` beside SQL written by hand, in the same DuckDB with the same settings.
+"""Compare the time and memory of `ultr prepare` with hand-written SQL in DuckDB, with the same settings.
 
     python benchmarks/prepare.py --rows 10000000 --folder /somewhere/with/10GB
 
-Requests of ten items with 50 features in columns of their own; rows are shuffled, so that no request lies together.
-Each runs in a process of its own, in turn. The statements group by request with items in order of position and write
-Parquet, in three ways: one sorts a list of records, one asks each aggregate for its order, and one, the fastest, sorts
-rows before it groups them, though nothing promises that the lists keep that order. They neither check, hash, split nor
-order the requests, which prepare does.
+The log has requests of ten items, with 50 feature columns, in shuffled rows. Each competitor runs in a process of its
+own, one after the other. The SQL statements group rows by request, in order of position, and write Parquet:
+
+- `list_sort` sorts a list of records;
+- `order by` sorts in each aggregate;
+- `sort first` sorts rows before it groups them: the fastest, although DuckDB does not guarantee the order of the lists.
+
+Unlike `ultr prepare`, the statements do not check, hash, split or order the requests.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ def run_sql(name: str, source: Path, out: Path, memory: str, threads: int) -> No
 
 
 def measured(command: list[str]) -> dict[str, Any]:
-    """Seconds and peak memory of a command, by a process in between that has no other child."""
+    """Return the seconds and the peak memory of a command, measured by a process that has no other child."""
     watch = (
         "import json,resource,subprocess,sys,time; t=time.monotonic(); done=subprocess.run(sys.argv[1:],"
         "capture_output=True,text=True); used=resource.getrusage(resource.RUSAGE_CHILDREN);"
@@ -88,18 +91,17 @@ def measured(command: list[str]) -> dict[str, Any]:
         "'failed':next((x for x in done.stderr.split('\\n') if 'Error' in x),'?')[:99] if done.returncode else None}))"
     )
     done = subprocess.run([sys.executable, "-c", watch, *command], capture_output=True, text=True, check=True)
-    figures: dict[str, Any] = json.loads(done.stdout)
-    return {name: value for name, value in figures.items() if value is not None}
+    return {name: value for name, value in json.loads(done.stdout).items() if value is not None}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--folder", type=Path, default=None, help="where the log is kept; a temporary one if not given")
-    parser.add_argument("--memory", default="3GB")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=1, help="of which the fastest counts")
-    parser.add_argument("--spark", action="store_true", help="also with --engine spark")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=10_000_000, help="rows of the log")
+    parser.add_argument("--folder", type=Path, help="a folder to keep the log in (default: a temporary one)")
+    parser.add_argument("--memory", default="3GB", help="the memory limit of DuckDB")
+    parser.add_argument("--threads", type=int, default=2, help="threads of DuckDB or Spark")
+    parser.add_argument("--repeats", type=int, default=1, help="runs per competitor; the fastest counts")
+    parser.add_argument("--spark", action="store_true", help="also measure --engine spark")
     parser.add_argument("--sql", nargs=3, metavar=("NAME", "SOURCE", "OUT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.sql:
@@ -122,14 +124,16 @@ def main() -> None:
                 runs[name].append(measured([*statement, *settings]))
                 table.unlink(missing_ok=True)
                 shutil.rmtree(str(table) + ".spill", ignore_errors=True)
-        figures = {name: min(found, key=lambda run: run["seconds"]) for name, found in runs.items()}
+        results = {name: min(repeats, key=lambda run: run["seconds"]) for name, repeats in runs.items()}
         if options.spark:
             master = f"local[{options.threads}]"
-            figures["--engine spark"] = measured([*prepare, "--engine", "spark", "--master", master])
+            results["--engine spark"] = measured([*prepare, "--engine", "spark", "--master", master])
         shutil.rmtree(lists, ignore_errors=True)
-    ours = figures["ultr prepare"]["seconds"]
-    ratios = {name: round(ours / figures[name]["seconds"], 2) for name in SQL if "failed" not in figures[name]}
-    print(json.dumps({"rows": options.rows, **figures, "prepare / sql": ratios}, indent=2))
+    if "failed" in results["ultr prepare"]:
+        raise SystemExit(f"ultr prepare failed: {results['ultr prepare']['failed']}")
+    ours = results["ultr prepare"]["seconds"]
+    ratios = {name: round(ours / results[name]["seconds"], 2) for name in SQL if "failed" not in results[name]}
+    print(json.dumps({"rows": options.rows, **results, "prepare / sql": ratios}, indent=2))
 
 
 if __name__ == "__main__":

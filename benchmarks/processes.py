@@ -1,10 +1,10 @@
-"""Several processes beside one, each with one thread: how much faster, and how far apart they end.
+"""Compare training in several processes with training in one, each with one thread: speed, and difference of results.
 
     python benchmarks/processes.py --processes 2 --folder /tmp/processes
 
-Trains the same steps on the same lists by `torchrun` and in one process, the whole run each: the bias model, then the
-ranker. Compared are requests a second of both, with what the cores give to processes that never wait for one another;
-examination and trust, and scores up to a constant.
+It trains the same steps on the same lists, by `torchrun` and in one process: first the bias model, then the ranker. It
+compares requests per second, examination and trust, and scores up to a constant. The upper bound of the speed-up is
+that of independent processes that only multiply matrices.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from streaming import write
 
 from ultr import read_log
 from ultr.log.shards import is_lists
-from ultr.models import load_model
+from ultr.rankers.model import load_model
 
 
 def train(options: argparse.Namespace, out: Path) -> None:
-    """In this process, one of those that torchrun started or the only one."""
-    from ultr.preparing import RunConfig
-    from ultr.processes import rank
-    from ultr.runs import run_training
-    from ultr.training import TrainingOptions
+    """Train in this process, which is the only one or one that torchrun started."""
+    from ultr.training.config import RunConfig, TrainingOptions
+    from ultr.training.run import run_training
+    from ultr.utils.distributed import rank
 
     training = TrainingOptions(
         steps=options.steps,
         bias_steps=options.steps,
         batch=options.batch,
-        evaluate_every=50,
+        evaluate_every=max(1, min(50, options.steps // 4)),  # two evaluations are the least that gives a speed
         device=options.device,
         precision=options.precision,
     )
@@ -55,7 +54,7 @@ def train(options: argparse.Namespace, out: Path) -> None:
         config,
         out,
         overwrite=True,
-        on_first=lambda p: bias.append((p.step, time.perf_counter())),
+        on_bias_progress=lambda p: bias.append((p.step, time.perf_counter())),
         on_progress=lambda p: ranker.append((p.step, time.perf_counter())),
     )
     if first and not rank():
@@ -78,8 +77,8 @@ print(done)
 """
 
 
-def ceiling(processes: int) -> float:
-    """How much more matrix products so many processes make that have nothing to do with one another."""
+def speed_up_limit(processes: int) -> float:
+    """Return the speed-up of independent processes that only multiply matrices."""
 
     def products(count: int) -> int:
         command = [sys.executable, "-c", PRODUCTS]
@@ -91,22 +90,23 @@ def ceiling(processes: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("processes"))
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--option", action="append", default=[], help="of pairwise-em, as key=value")
+    parser.add_argument("--folder", type=Path, default=Path("processes"), help="a folder for the lists and runs")
+    parser.add_argument("--gib", type=float, default=0.25, help="the size of the training shards")
+    parser.add_argument("--processes", type=int, default=2, help="processes that torchrun starts")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the bias model and of the ranker")
+    parser.add_argument("--batch", type=int, default=256, help="requests per step")
+    parser.add_argument("--option", action="append", default=[], help="an option of pairwise-em: KEY=VALUE")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="float32")
-    parser.add_argument("--stream", default="no")
-    parser.add_argument("--hidden", default="512,256,128")
-    parser.add_argument("--child", type=Path)
+    parser.add_argument("--stream", default="no", help="stream the lists: yes or no")
+    parser.add_argument("--hidden", default="512,256,128", help="sizes of hidden layers")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         train(options, options.child)
         return
     if not is_lists(options.folder):
-        write(options.folder, 0.25)
+        write(options.folder, options.gib)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     several = [
         sys.executable,
@@ -122,20 +122,18 @@ def main() -> None:
         command = [*start, __file__, *sys.argv[1:], "--child", str(runs[-1])]
         subprocess.run(command, check=True, capture_output=True, env=environment)
         speeds.append(json.loads((runs[-1] / "speeds.json").read_text()))
-        print(f"{name}: requests a second, bias model {speeds[-1][0]:,.0f}, ranker {speeds[-1][1]:,.0f}", flush=True)
+        print(f"{name}: requests per second, bias model {speeds[-1][0]:,.0f}, ranker {speeds[-1][1]:,.0f}", flush=True)
     if min(map(min, speeds)):
         ratios = [b / a for a, b in zip(*speeds, strict=True)]
         print(f"{options.processes} processes / one: bias model {ratios[0]:.2f}, ranker {ratios[1]:.2f}")
-        print(
-            f"the same of bare matrix products, which is what the machine has to give: {ceiling(options.processes):.2f}"
-        )
+        print(f"upper bound, from independent matrix products: {speed_up_limit(options.processes):.2f}")
     one, other = (json.loads((run / "bias.json").read_text()) for run in runs)
     for name in ("theta", "eps_plus", "eps_minus"):
         if name in one:
             print(f"{name}: largest difference {np.abs(np.array(one[name]) - np.array(other[name])).max():.1e}")
     log = read_log(options.folder / "validation")
-    apart = np.subtract(*(load_model(run).score(log) for run in runs))
-    print(f"scores, up to a constant: largest difference {np.abs(apart - apart.mean()).max():.1e}")
+    differences = np.subtract(*(load_model(run).score(log) for run in runs))
+    print(f"scores, up to a constant: largest difference {np.abs(differences - differences.mean()).max():.1e}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""How fast logs and data sets are read, as ratios within one run.
+"""Measure how fast logs and data sets are read, as ratios within one run.
 
     python benchmarks/reading.py [--rows 470000] [--features 700] [--folder DIR]
 
-| figure                | compared with                                              | bound |
-|-----------------------|------------------------------------------------------------|-------|
-| SVMlight, first time  | scikit-learn's `load_svmlight_file` on the same file        | 1.3   |
-| SVMlight, from cache  | seconds                                                    | 5 s   |
-| Parquet, list column  | `pyarrow.parquet.read_table` on the same file               | 2     |
+| measured                | compared with                                        | bound |
+|-------------------------|------------------------------------------------------|-------|
+| SVMlight, first reading | scikit-learn's `load_svmlight_file` on the same file | 1.3   |
+| SVMlight, from cache    | seconds                                              | 5 s   |
+| Parquet, list column    | `pyarrow.parquet.read_table` on the same file        | 2     |
 
-The default is the true size of Yahoo! LETOR set 1: 470,000 rows of 700 features, some 220 of them not zero.
+The default is the size of Yahoo! LETOR set 1: 470,000 rows of 700 features, of which about 220 are not zero.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROWS_PER_REQUEST = 24
 
 
 def write_sparse(path: Path, rows: int, features: int, filled: float = 0.31) -> None:
-    """A LETOR-format file; blocks of rows repeat under other ids, as formatting numbers is what takes long."""
+    """Write a LETOR-format file that repeats a block of rows under other ids, because formatting numbers is slow."""
     rng = np.random.default_rng(0)
     block: list[str] = []
     for _ in range(2400):
@@ -66,7 +66,7 @@ def svmlight(folder: Path, rows: int, features: int) -> None:
     ours = seconds(lambda: read_log(path))
     report("SVMlight", ours, other, "1.3")
     report("SVMlight, with caching", seconds(lambda: read_letor(path)), other, "1.3")
-    # Summing touches every value, so that nothing is left to be read later.
+    # Summing touches every value of the memory-mapped cache, so that all of it is read within the measured time.
     from_cache = seconds(lambda: [np.sum(log.features) for log in splits_of(read_letor(path))])
     report("SVMlight, from cache", from_cache, None, "5 s")
 
@@ -97,9 +97,9 @@ def parquet(folder: Path, rows: int, features: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=470_000)
-    parser.add_argument("--features", type=int, default=700)
-    parser.add_argument("--folder", type=Path, help="where to put the files (a temporary folder)")
+    parser.add_argument("--rows", type=int, default=470_000, help="rows of each file")
+    parser.add_argument("--features", type=int, default=700, help="features of the SVMlight file")
+    parser.add_argument("--folder", type=Path, help="where to make a temporary folder for the files")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         os.environ["ULTR_CACHE"] = str(Path(folder) / "cache")

@@ -1,11 +1,14 @@
-"""Scoring a file of any size beside the bare network on rows that are in memory already, in one run.
+"""The speed of scoring a large file, compared with the bare network on rows in memory, in one run.
 
     python benchmarks/scoring.py --rows 10000000 --features 40
 
-Writes a Parquet file (gigabytes, in a temporary folder or `--folder`), chunk by chunk, and an untrained network of the
-usual size. Then, in processes of their own that take turns: the network alone, called on chunks of the same rows that
-are generated beforehand and not timed; and `score_file` on the file, all of it timed: reading, checks, scoring and
-writing, but not the start of Python. Reported are rows a second, their ratio, and the largest resident memory (VmHWM).
+It writes a Parquet file of gigabytes to a temporary folder (in `--folder`), and makes an untrained network of the
+default size. Then it measures in turns, each in a process of its own:
+
+- the network alone, on chunks of the same rows; generating them is not timed;
+- `score_file` on the file: reading, checks, scoring and writing, without the start of Python.
+
+It prints rows a second, their ratio, and the largest resident memory (VmHWM).
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from ultr.models import Model
 from ultr.rankers import FeatureEncoder, make_ranker, score_rows
-from ultr.scoring import score_file
-from ultr.training import choose_device
+from ultr.rankers.model import Model
+from ultr.serving.scoring import score_file
+from ultr.utils.devices import choose_device
 
 CHUNK = 1 << 17  # rows
 ITEMS = 10
-LEAST_SPEED, MOST_MEMORY = 0.7, 1.5  # of the bare network's; GiB
+LEAST_SPEED, MOST_MEMORY = 0.7, 1.5  # the bounds: a ratio to the bare network; GiB
 
 
 def chunks(rows: int, features: int) -> Iterator[np.ndarray]:
@@ -40,7 +43,7 @@ def chunks(rows: int, features: int) -> Iterator[np.ndarray]:
 
 
 def write(path: Path, rows: int, features: int, shape: str, row_group: int) -> None:
-    """Requests of ten items; features in columns of their own, or in one of lists."""
+    """Write requests of ten items; each feature is a column (wide), or all are one column of lists (list)."""
     first, writer = 0, None
     for matrix in chunks(rows, features):
         row = np.arange(first, first + len(matrix))
@@ -58,39 +61,39 @@ def write(path: Path, rows: int, features: int, shape: str, row_group: int) -> N
         writer.close()
 
 
-def usual_model(features: int, shape: str) -> Model:
+def default_model(features: int, shape: str) -> Model:
     torch.manual_seed(0)
     names = tuple(f"features[{i}]" if shape == "list" else f"f{i}" for i in range(features))
     return Model(make_ranker("mlp", FeatureEncoder(features)).eval(), names, "click")
 
 
 def peak() -> float:
-    """GiB that this process had at most."""
+    """Return the largest resident memory of this process in GiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 2**20
 
 
 def bare(model: Model, rows: int, features: int, device: str) -> float:
-    """Seconds that the network takes for all rows, chunks of which are in memory."""
+    """Return the seconds that the network takes for all rows."""
     chosen = choose_device(device)
     ranker, seconds = model.ranker.to(chosen), 0.0
     for matrix in chunks(rows, features):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         score_rows(ranker, matrix, device=chosen)
-        seconds += time.perf_counter() - begun
+        seconds += time.perf_counter() - start
     return seconds
 
 
 def child(what: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    model = usual_model(options.features, options.shape)
-    score_rows(model.ranker, np.zeros((1 << 15, options.features), np.float32))  # threads are there
+    model = default_model(options.features, options.shape)
+    score_rows(model.ranker, np.zeros((1 << 15, options.features), np.float32))  # starts the threads
     before = peak()
     if what == "bare":
         seconds = bare(model, options.rows, options.features, options.device)
     else:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         score_file(model, folder / "rows.parquet", folder / "scores.parquet", overwrite=True, device=options.device)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
     return {"rows a second": options.rows / seconds, "peak GiB": peak(), "before": before}
 
 
@@ -100,10 +103,10 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=40)
     parser.add_argument("--shape", choices=("wide", "list"), default="wide")
     parser.add_argument("--row-group", type=int, default=CHUNK, help=f"rows; at most {CHUNK}")
-    parser.add_argument("--rounds", type=int, default=2, help="of both")
+    parser.add_argument("--rounds", type=int, default=2, help="measurements of each")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--folder", type=Path, help="where the files are written; a temporary folder otherwise")
+    parser.add_argument("--folder", type=Path, help="the folder of the temporary folder")
     parser.add_argument("--child", choices=("bare", "file"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -112,23 +115,23 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         path = Path(temporary) / "rows.parquet"
-        begun = time.perf_counter()
+        start = time.perf_counter()
         write(path, options.rows, options.features, options.shape, options.row_group)
-        size, seconds = path.stat().st_size / 2**30, time.perf_counter() - begun
+        size, seconds = path.stat().st_size / 2**30, time.perf_counter() - start
         print(f"{options.rows:,} rows of {options.features} features ({options.shape}), {options.threads} threads")
         print(f"{size:.2f} GiB written to {temporary} in {seconds:.0f} s", flush=True)
-        found: dict[str, list[dict[str, float]]] = {"bare": [], "file": []}
+        results: dict[str, list[dict[str, float]]] = {"bare": [], "file": []}
         command = [sys.executable, __file__, "--folder", temporary]
         for name in ("rows", "features", "shape", "threads", "device"):
             command += [f"--{name}", str(getattr(options, name))]
         for _ in range(options.rounds):
-            for what, figures in found.items():
+            for what, measured in results.items():
                 done = subprocess.run([*command, "--child", what], check=True, capture_output=True, text=True)
-                figures.append(json.loads(done.stdout))
-                shown = {name: round(value, 2) for name, value in figures[-1].items()}
+                measured.append(json.loads(done.stdout))
+                shown = {name: round(value, 2) for name, value in measured[-1].items()}
                 print("bare network:" if what == "bare" else "score_file:  ", shown, flush=True)
-    rate = {what: float(np.mean([f["rows a second"] for f in figures])) for what, figures in found.items()}
-    ratio, most = rate["file"] / rate["bare"], max(f["peak GiB"] for f in found["file"])
+    rate = {what: float(np.mean([m["rows a second"] for m in measured])) for what, measured in results.items()}
+    ratio, most = rate["file"] / rate["bare"], max(m["peak GiB"] for m in results["file"])
     print(f"speed, file / bare network: {ratio:.2f} (bound {LEAST_SPEED})")
     print(f"resident, file: {most:.2f} GiB (bound {MOST_MEMORY})")
 

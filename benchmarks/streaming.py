@@ -1,9 +1,9 @@
-"""Training from shards larger than memory beside training of the same network from memory, in one run.
+"""Compare training from shards larger than memory with training of the same network from memory, in one run.
 
     python benchmarks/streaming.py --gib 6 --folder /tmp/streaming
 
-Writes shards (if the folder does not hold them), then trains in a process of its own each: streamed, and from memory.
-Reported are requests a second while the ranker learns, their ratio, and the largest resident memory of the whole run.
+It writes shards, unless the folder has them already. Then it trains, streamed and from memory, each in a process of its
+own. It prints the requests per second of the ranker, their ratio, and the peak memory of the whole run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import pyarrow.parquet as pq
 from ultr.log.shards import Manifest, is_lists
 
 ITEMS, FEATURES, SHARD = 10, 50, 131_072
-GROUP = 2048  # requests in a row group, as prepare writes them
+GROUP = 2048  # requests per row group, as in `ultr prepare`
 
 
 def shard(rng: np.random.Generator, requests: int, first: int) -> pa.Table:
-    """Clicks by a linear relevance and position bias; dwell after a click."""
+    """Simulate lists with position-biased clicks on linear relevance, and dwell times after clicks."""
     rows = requests * ITEMS
     features = rng.standard_normal((rows, FEATURES), dtype=np.float32)
     position = np.tile(np.arange(1, ITEMS + 1), requests)
@@ -46,8 +46,8 @@ def shard(rng: np.random.Generator, requests: int, first: int) -> pa.Table:
 
 def write(folder: Path, gib: float) -> None:
     rng = np.random.default_rng(0)
-    wanted = round(gib * 2**30 / (ITEMS * (FEATURES + 4) * 4))
-    splits = {"train": wanted, "validation": 20_000}
+    train = round(gib * 2**30 / (ITEMS * (FEATURES + 4) * 4))
+    splits = {"train": train, "validation": min(20_000, train // 4)}  # requests
     for split, requests in splits.items():
         (folder / split).mkdir(parents=True, exist_ok=True)
         for number, first in enumerate(range(0, requests, SHARD)):
@@ -63,32 +63,32 @@ def write(folder: Path, gib: float) -> None:
 
 
 def train(folder: Path, stream: str, steps: int, method: str, device: str) -> dict[str, Any]:
-    """In this process: requests a second after the first evaluation, and the largest resident memory."""
-    from ultr.preparing import RunConfig
-    from ultr.runs import run_training
-    from ultr.training import TrainingOptions
+    """Train in this process; return the requests per second after the first evaluation, and the peak memory."""
+    from ultr.training.config import RunConfig, TrainingOptions
+    from ultr.training.run import run_training
 
-    options = TrainingOptions(steps=steps, evaluate_every=25, bias_steps=100, device=device)
+    every = max(1, min(25, steps // 4))  # two evaluations are the least that gives a speed
+    options = TrainingOptions(steps=steps, evaluate_every=every, bias_steps=min(100, steps), device=device)
     config = RunConfig(str(folder), method=method, stream=stream, training=options)  # type: ignore[arg-type]
     begun, times = time.perf_counter(), []
     out = folder / f"run-{stream}"
     run_training(config, out, overwrite=True, on_progress=lambda p: times.append((p.step, time.perf_counter())))
     (first, start), (last, end) = times[0], times[-1]
     return {
-        "requests a second": options.batch * (last - first) / (end - start),
-        "whole run, s": time.perf_counter() - begun,
+        "requests per second": options.batch * (last - first) / (end - start),
+        "seconds of the whole run": time.perf_counter() - begun,
         "peak GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("streaming"))
-    parser.add_argument("--gib", type=float, default=6.0)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--folder", type=Path, default=Path("streaming"), help="a folder for the shards and runs")
+    parser.add_argument("--gib", type=float, default=6.0, help="the size of the training shards")
+    parser.add_argument("--steps", type=int, default=300, help="steps of the ranker")
     parser.add_argument("--method", default="pairwise-em")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--child", choices=("yes", "no"))
+    parser.add_argument("--child", choices=("yes", "no"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(train(options.folder, options.child, options.steps, options.method, options.device)))
@@ -99,16 +99,16 @@ def main() -> None:
         print(f"wrote shards in {time.perf_counter() - begun:.0f} s")
     size = sum(path.stat().st_size for path in (options.folder / "train").glob("*.parquet")) / 2**30
     print(f"{size:.2f} GiB of shards, {options.method}, {options.steps} steps")
-    found: dict[str, list[dict[str, float]]] = {"yes": [], "no": []}
+    results: dict[str, list[dict[str, float]]] = {"yes": [], "no": []}
     for stream in ("yes", "no", "yes"):
         command = [sys.executable, __file__, "--folder", str(options.folder), "--child", stream]
         command += ["--steps", str(options.steps), "--method", options.method, "--device", options.device]
-        figures = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        found[stream].append(figures)
-        print("streamed:   " if stream == "yes" else "from memory:", {k: round(v, 2) for k, v in figures.items()})
-    rate = {s: float(np.mean([f["requests a second"] for f in figures])) for s, figures in found.items()}
-    print(f"throughput, streamed / from memory: {rate['yes'] / rate['no']:.2f}")
-    print(f"resident, streamed: {max(f['peak GiB'] for f in found['yes']):.2f} GiB")
+        result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        results[stream].append(result)
+        print("streamed:   " if stream == "yes" else "from memory:", {k: round(v, 2) for k, v in result.items()})
+    speed = {stream: float(np.mean([run["requests per second"] for run in runs])) for stream, runs in results.items()}
+    print(f"throughput, streamed / from memory: {speed['yes'] / speed['no']:.2f}")
+    print(f"peak memory, streamed: {max(run['peak GiB'] for run in results['yes']):.2f} GiB")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Rounds of boosting with our objectives beside rounds with the library's own LambdaRank, in one run.
+"""Compare rounds of boosting with our objectives to rounds with LambdaRank of the tree library, in one run.
 
     python benchmarks/trees.py --documents 500000 --items 10 40 120
 
-All competitors of a library grow at the same time and take turns, round by round, each with data of its own, through
-`Booster.grow`; the order turns with the rounds. A ratio is of two rounds of the same turn: reported are the median of
-the ratios and their quartiles. `objective` is one call of ours, within the round, and `share` its part of the round.
-What is compiled is compiled before, and the first rounds are left out.
+All competitors of a library grow through `Booster.grow` and take turns, round by round, in rotating order. Each has its
+own copy of the data. A ratio compares two rounds of the same turn. The output has the median of the ratios and their
+quartiles. `objective` is the time of one call of our objective, and `share` is its share of the round. Code is compiled
+before, and the first rounds are not counted.
 
-Memory is the largest resident (VmHWM; ru_maxrss of a child would include its parent's) of a process of its own that
-reads the features from a file, makes the data set and grows trees. All of these processes import the same modules and
-load the same compiled code, so that a ratio is about training; `training` leaves out what was resident before it,
-which is those modules, the features and what the objective is made from.
+Memory is the peak resident memory (VmHWM, because ru_maxrss of a child includes its parent's) of a separate process.
+The process reads the features from a file, makes the data set and grows trees. All of these processes import the same
+modules and load the same compiled code, so that a ratio is about training. `before` is the memory of the modules, the
+features and the inputs of the objective. `training` is the peak without it.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ from typing import Any
 import numpy as np
 import torch
 
-from ultr.bias import exact_weights
+from ultr.bias.equations import exact_weights
 from ultr.methods.trees import bucketed
 from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, TreeRows
-from ultr.rankers.trees import Kind, PairTerms, PairwiseObjective, kernels
+from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective, kernels
 
-CLICKS = 0.15  # of items
-DEPENDS = 10  # features that relevance follows from
-OWN = "own"
-LOSSES: dict[str, tuple[Kind, bool]] = {  # kind of weights, and whether times |ΔDCG|
+CLICKS = 0.15  # the share of items that are clicked
+RELEVANT_FEATURES = 10  # relevance is a function of this number of features
+BUILT_IN = "LambdaRank"
+LOSSES: dict[str, tuple[Kind, bool]] = {  # the kind of weights, and whether they are multiplied by |ΔDCG|
     "posterior": (Kind.GAP, False),
     "opt": (Kind.GAP, True),
     "ipw": (Kind.PRODUCT, False),
     "bayes-ipw": (Kind.TRUSTED, False),
 }
-MOST_TIME, MOST_MEMORY = 1.5, 1.3  # times the library's own
+TIME_BOUND, MEMORY_BOUND = 1.5, 1.3  # relative to LambdaRank of the library
 
 
 # --- The log ----------------------------------------------------------------------------------------------------------
 
 
 def write(folder: Path, documents: int, items: int, features: int) -> None:
-    """Position-based users who click on some of the items and stay for a while, and a bias model that knows them."""
+    """Write the clicks and dwell times of simulated position-based users, and the true bias model of these users."""
     rng = np.random.default_rng(0)
     rows = documents // items * items
     x = rng.standard_normal((rows, features), dtype=np.float32)
     place = np.tile(np.arange(items), rows // items)
     position = 1.0 + np.arange(items)
     theta = position**-0.3
-    worth = x[:, :DEPENDS] @ rng.normal(size=DEPENDS).astype(np.float32) / 2
+    worth = x[:, :RELEVANT_FEATURES] @ rng.normal(size=RELEVANT_FEATURES).astype(np.float32) / 2
     low, high = -10.0, 10.0
-    for _ in range(40):  # until as many are clicked as there should be
+    for _ in range(40):  # find the shift that gives the share of clicks, by bisection
         shift = (low + high) / 2
         beta = 1 / (1 + np.exp(-worth.astype(np.float64) - shift))
         low, high = (low, shift) if (theta[place] * beta).mean() > CLICKS else (shift, high)
     stay = np.exp(0.3 * worth + 2)
     clicked = rng.random(rows) < theta[place] * beta
     label = (clicked * rng.exponential(stay)).astype(np.float32)
-    unseen = beta * (1 - theta[place]) / (1 - theta[place] * beta)  # P(relevant), of what was not clicked
+    unseen = beta * (1 - theta[place]) / (1 - theta[place] * beta)  # P(relevant | not clicked)
     ones, seen = torch.ones(rows), torch.from_numpy(theta[place].astype(np.float32))
     below = exact_weights(torch.from_numpy(clicked), ones, seen, torch.from_numpy(beta.astype(np.float32)))
     arrays: dict[str, np.ndarray] = {
@@ -103,65 +103,64 @@ def objective(folder: Path, loss: str) -> PairwiseObjective:
 
 
 def task(folder: Path, library: str, what: str, features: np.ndarray) -> tuple[TreeRows, dict[str, Any]]:
-    """Rows, and the objective in them: five grades for the library's own, or ours."""
+    """Return rows and options of `Boosting`: LambdaRank of the library on five grades, or one of our objectives."""
     lengths = np.diff(np.load(folder / "offsets.npy"))
     names = tuple(f"f{i}" for i in range(features.shape[1]))
-    if what != OWN:
+    if what != BUILT_IN:
         return TreeRows(features, lengths, names), {"objective": objective(folder, what)}
-    grades, gain = bucketed(np.load(folder / "label.npy"))
-    if library == "lightgbm":
-        return TreeRows(features, lengths, names, label=grades), {
-            "own": {"objective": "lambdarank", "label_gain": gain}
-        }
-    label = np.asarray(gain, np.float32)[grades.astype(np.int64)]
-    return TreeRows(features, lengths, names, label=label), {"own": {"objective": "rank:ndcg", "ndcg_exp_gain": False}}
+    label, gain = bucketed(np.load(folder / "label.npy"))
+    options: dict[str, Any] = {"objective": "lambdarank", "label_gain": gain}
+    if library == "xgboost":
+        label = np.asarray(gain, np.float32)[label.astype(np.int64)]
+        options = {"objective": "rank:ndcg", "ndcg_exp_gain": False}
+    return TreeRows(features, lengths, names, label=label), {"library_options": options}
 
 
 # --- Time -------------------------------------------------------------------------------------------------------------
 
 
 class Timed:
-    """An objective that keeps the seconds of its last call."""
+    """An objective that stores the seconds of its last call."""
 
     def __init__(self, inner: Callable[..., tuple[np.ndarray, np.ndarray]]) -> None:
         self.inner, self.seconds = inner, 0.0
 
     def __deepcopy__(self, _memo: object) -> Timed:
-        return self  # LightGBM copies its parameters, and the seconds would be those of the copy
+        return self  # LightGBM copies its parameters, and only the copy would store the seconds
 
     def __call__(self, scores: np.ndarray, data: object) -> tuple[np.ndarray, np.ndarray]:
         begun = time.perf_counter()
-        found = self.inner(scores, data)
+        derivatives = self.inner(scores, data)
         self.seconds = time.perf_counter() - begun
-        return found
+        return derivatives
 
 
 class Competitor:
-    """Trees that grow in a thread of their own, and only for as long as `round` takes."""
+    """Trees that grow in a separate thread, only while `round` runs."""
 
     def __init__(self, library: str, rows: TreeRows, rounds: int, inside: dict[str, Any]) -> None:
         self.timed = Timed(inside["objective"]) if "objective" in inside else None
-        how = Boosting(rounds, 0.1, **({"objective": self.timed} if self.timed else inside))
+        boosting = Boosting(rounds, 0.1, **({"objective": self.timed} if self.timed else inside))
         self.go, self.done = SimpleQueue[None](), SimpleQueue[BaseException | None]()
-        self.library, self.rows, self.how = library, rows, how
+        self.library, self.rows, self.boosting = library, rows, boosting
         Thread(target=self._grow, daemon=True).start()
-        self.round()  # with the data set
+        self.round()  # the first round also makes the data set
 
     def _grow(self) -> None:
         def after_round(_booster: Booster, number: int) -> bool:
             self.done.put(None)
-            if number < self.how.rounds:
+            if number < self.boosting.rounds:
                 self.go.get()
             return False
 
         self.go.get()
         try:
-            BOOSTERS[self.library].grow(self.rows, self.how, after_round)
+            BOOSTERS[self.library].grow(self.rows, self.boosting, after_round)
         except BaseException as error:
             self.done.put(error)
 
     def round(self) -> tuple[float, float]:
-        """Seconds of a round, and of our objective in it."""
+        """Grow one round; return its seconds, and those of our objective in it."""
         begun = time.perf_counter()
         self.go.put(None)
         if (error := self.done.get()) is not None:
@@ -169,33 +168,33 @@ class Competitor:
         return time.perf_counter() - begun, self.timed.seconds if self.timed else 0.0
 
 
-def rounds_of(folder: Path, library: str, losses: list[str], rounds: int, skipped: int) -> dict[str, np.ndarray]:
-    """Seconds of each round and of the objective in it, [rounds, 2], by competitor."""
+def measure_rounds(folder: Path, library: str, losses: list[str], rounds: int, skipped: int) -> dict[str, np.ndarray]:
+    """Return the seconds of each round and of the objective in it, [rounds, 2], by competitor."""
     features = np.load(folder / "features.npy")
-    names = [OWN, *losses]
+    names = [BUILT_IN, *losses]
     all_rounds = rounds + skipped
     competitors = {
         n: Competitor(library, r, all_rounds, i) for n in names for r, i in [task(folder, library, n, features)]
     }
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(1, all_rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            found[name].append(competitors[name].round())
-    return {name: np.array(times[skipped - 1 :]) for name, times in found.items()}
+            times[name].append(competitors[name].round())
+    return {name: np.array(rounds[skipped - 1 :]) for name, rounds in times.items()}
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
 def resident(which: str) -> float:
-    """MiB of this process: VmRSS is what it has, VmHWM the most it had."""
+    """Return the resident memory of this process in MiB: VmRSS is the current, VmHWM the peak value."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{which}:")) / 1024
 
 
 def warm() -> None:
-    """Load what is compiled, for all competitors alike."""
+    """Load the libraries and the compiled code, so that it is in the memory of every competitor."""
     import lightgbm  # noqa: F401
     import xgboost  # noqa: F401
 
@@ -204,7 +203,7 @@ def warm() -> None:
 
 
 def child(folder: Path, library: str, what: str, rounds: int) -> dict[str, float]:
-    """In this process: the largest resident memory of making a data set and growing trees."""
+    """Make a data set and grow trees in this process; return its memory before, and its peak."""
     warm()
     rows, inside = task(folder, library, what, np.load(folder / "features.npy"))
     before = resident("VmRSS")
@@ -213,12 +212,12 @@ def child(folder: Path, library: str, what: str, rounds: int) -> dict[str, float
 
 
 def peaks(folder: Path, library: str, losses: list[str], rounds: int, threads: int) -> dict[str, dict[str, float]]:
-    found = {}
-    for what in (OWN, *losses):
+    sizes = {}
+    for what in (BUILT_IN, *losses):
         command = [sys.executable, __file__, "--child", what, "--library", library, "--folder", str(folder)]
         command += ["--rounds", str(rounds), "--threads", str(threads)]
-        found[what] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return found
+        sizes[what] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return sizes
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
@@ -229,36 +228,35 @@ def quartiles(values: np.ndarray, digits: int = 2) -> str:
     return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
-def time_table(found: dict[str, np.ndarray]) -> Iterator[str]:
-    yield f"  {'':12}{'ms a round':>22}{'times own':>20}{'objective, ms':>22}{'share':>20}"
-    own = found[OWN][:, 0]
-    for name, times in found.items():
-        line = f"  {name:12}{quartiles(1e3 * times[:, 0], 1):>22}"
-        if name != OWN:
-            ratio = times[:, 0] / own
-            line += f"{quartiles(ratio):>20}{quartiles(1e3 * times[:, 1], 1):>22}"
-            line += f"{quartiles(times[:, 1] / times[:, 0]):>20}"
-            line += "" if np.median(ratio) <= MOST_TIME else f"   above {MOST_TIME}"
+def time_table(times: dict[str, np.ndarray]) -> Iterator[str]:
+    yield f"  {'':12}{'ms per round':>22}{'ratio':>20}{'objective, ms':>22}{'share':>20}"
+    for name, rounds in times.items():
+        line = f"  {name:12}{quartiles(1e3 * rounds[:, 0], 1):>22}"
+        if name != BUILT_IN:
+            ratio = rounds[:, 0] / times[BUILT_IN][:, 0]
+            line += f"{quartiles(ratio):>20}{quartiles(1e3 * rounds[:, 1], 1):>22}"
+            line += f"{quartiles(rounds[:, 1] / rounds[:, 0]):>20}"
+            line += "" if np.median(ratio) <= TIME_BOUND else f"   above the bound {TIME_BOUND}"
         yield line
 
 
-def memory_table(found: dict[str, dict[str, float]]) -> Iterator[str]:
-    yield f"  {'':12}{'peak MiB':>12}{'times own':>12}{'before':>12}{'training':>12}{'times own':>12}"
-    own = found[OWN]
-    for name, sizes in found.items():
-        ratio, training = sizes["peak"] / own["peak"], sizes["peak"] - sizes["before"]
-        line = f"  {name:12}{sizes['peak']:12.0f}{ratio:12.2f}{sizes['before']:12.0f}{training:12.0f}"
-        line += f"{training / (own['peak'] - own['before']):12.2f}"
-        yield line + ("" if ratio <= MOST_MEMORY else f"   above {MOST_MEMORY}")
+def memory_table(sizes: dict[str, dict[str, float]]) -> Iterator[str]:
+    yield f"  {'':12}{'peak MiB':>12}{'ratio':>12}{'before':>12}{'training':>12}{'ratio':>12}"
+    built_in = sizes[BUILT_IN]
+    for name, size in sizes.items():
+        ratio, training = size["peak"] / built_in["peak"], size["peak"] - size["before"]
+        line = f"  {name:12}{size['peak']:12.0f}{ratio:12.2f}{size['before']:12.0f}{training:12.0f}"
+        line += f"{training / (built_in['peak'] - built_in['before']):12.2f}"
+        yield line + ("" if ratio <= MEMORY_BOUND else f"   above the bound {MEMORY_BOUND}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=500_000)
-    parser.add_argument("--items", type=int, nargs="+", default=[10, 40, 120], help="of a list")
+    parser.add_argument("--documents", type=int, default=500_000, help="rows of the log")
+    parser.add_argument("--items", type=int, nargs="+", default=[10, 40, 120], help="list lengths to measure")
     parser.add_argument("--features", type=int, default=136)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--skipped", type=int, default=3, help="rounds before those that count")
+    parser.add_argument("--rounds", type=int, default=20, help="measured rounds")
+    parser.add_argument("--skipped", type=int, default=3, help="rounds before the measured ones")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--library", choices=list(BOOSTERS), nargs="+", default=list(BOOSTERS))
     parser.add_argument("--losses", choices=list(LOSSES), nargs="+", default=list(LOSSES))
@@ -284,8 +282,8 @@ def main() -> None:
             for library in options.library:
                 if "time" in options.what:
                     print(f" {library}, time: median (quartiles) of {options.rounds} rounds")
-                    found = rounds_of(folder, library, options.losses, options.rounds, options.skipped)
-                    print(*time_table(found), sep="\n", flush=True)
+                    times = measure_rounds(folder, library, options.losses, options.rounds, options.skipped)
+                    print(*time_table(times), sep="\n", flush=True)
                 if "memory" in options.what:
                     print(f" {library}, memory: data set and {options.rounds} rounds")
                     sizes = peaks(folder, library, options.losses, options.rounds, options.threads)

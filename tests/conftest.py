@@ -17,27 +17,83 @@ from hypothesis import settings
 from ultr.cli import main
 from ultr.log import Log
 
+TESTS = Path(__file__).parent
+FILES_BEFORE = pytest.StashKey[set[str]]()
+# Tests that `make test-fast` leaves out: a browser, other processes, hostile input, examples of the documentation, and
+# whole runs that take seconds each.
+SLOW = (
+    "bias/test_audit.py",
+    "cli/",
+    "evaluation/test_judge.py",
+    "experiments/",
+    "hardening/",
+    "log/prepare/",
+    "methods/test_boosted_bias.py",
+    "methods/test_contract.py",
+    "methods/test_pairwise_em.py",
+    "report/",
+    "serving/",
+    "test_docs.py",
+    "test_package.py",
+    "test_sklearn.py",
+    "training/test_compare.py",
+    "training/test_feed.py",
+    "training/test_replace.py",
+    "training/test_run.py",
+    "training/test_streaming.py",
+    "training/test_trees.py",
+    "utils/test_distributed.py",
+)
+
 settings.register_profile("ultr", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("fast", settings.get_profile("ultr"), max_examples=15)  # of `make test-fast`
 settings.load_profile("ultr")
-torch.set_num_threads(1)  # tests run side by side
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # as do the commands they start
+torch.set_num_threads(1)  # tests run in parallel
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the commands that tests start
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shuffle", type=int, metavar="SEED", help="run modules, and the tests in each, in another order")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="shuffle the modules, and the tests in each")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(TESTS).as_posix().startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
     if (seed := config.getoption("--shuffle")) is not None:
         rng = random.Random(seed)  # noqa: S311
         rng.shuffle(items)
         places = {path: rng.random() for path in sorted({item.path for item in items})}
-        items.sort(key=lambda item: places[item.path])  # fixtures of a module are made once
+        items.sort(key=lambda item: places[item.path])  # so that fixtures of a module are made once
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        session.config.stash[FILES_BEFORE] = project_files()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if a test wrote into the project: tests write into their own temporary folders."""
+    if FILES_BEFORE in session.config.stash:
+        new = sorted(project_files() - session.config.stash[FILES_BEFORE])
+        if new and session.exitstatus == pytest.ExitCode.OK:
+            print(f"\ntests left files in the project: {', '.join(new[:10])}", file=sys.stderr)
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def project_files() -> set[str]:
+    """Return the files of the project, without caches and hidden folders."""
+    files = set()
+    for folder, inner, names in os.walk(TESTS.parent):
+        inner[:] = [name for name in inner if not name.startswith((".", "__pycache__"))]
+        files |= {os.path.relpath(os.path.join(folder, name), TESTS.parent) for name in names if name[0] != "."}  # noqa: PTH118
+    return files
 
 
 @pytest.fixture(autouse=True)
 def shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests neither read nor fill the user's cache: they have one that they share, across processes."""
+    """Give the tests of all processes one shared cache, instead of the cache of the user."""
     base = tmp_path_factory.getbasetemp()
     workers = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     monkeypatch.setenv("ULTR_CACHE", str(workers / "shared-cache"))
@@ -45,7 +101,7 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 @pytest.fixture
 def own_cache(shared_cache, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache that no other test sees."""
+    """An empty cache for one test."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("ULTR_CACHE", str(folder))
     return folder
@@ -53,15 +109,15 @@ def own_cache(shared_cache, tmp_path_factory: pytest.TempPathFactory, monkeypatc
 
 @pytest.fixture
 def real_data():
-    """The folder of a real data set, or a skip that says what is missing."""
+    """Find the folder of a real data set, or skip the test if it is missing."""
 
     def find(name: str) -> Path:
         folder = os.environ.get("ULTR_DATA")
         if not folder:
-            pytest.skip("ULTR_DATA names no folder of data sets")
+            pytest.skip("ULTR_DATA is not set")
         path = Path(folder) / name
         if not path.exists():
-            pytest.skip(f"no {name} in {folder}")
+            pytest.skip(f"{name} is missing in {folder}")
         return path
 
     return find
@@ -69,7 +125,7 @@ def real_data():
 
 @pytest.fixture
 def ultr(monkeypatch, capsys):
-    """The command line in this process, as another would take seconds to start."""
+    """Run the command line in this process, because a new process takes seconds to start."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: object) -> SimpleNamespace:
@@ -83,7 +139,7 @@ def ultr(monkeypatch, capsys):
 
 
 def some_always(names: Iterable[str], always: Iterable[str]) -> list[Any]:
-    """Parameters of which only some are run with every change."""
+    """Return parameters for `parametrize`; those that are not in `always` get the marker `long`."""
     return [pytest.param(name, marks=() if name in always else pytest.mark.long) for name in names]
 
 
@@ -93,7 +149,7 @@ def shown_log() -> Log:
 
 
 def make_shown_log(requests: int = 40, seed: int = 0, features: int = 3) -> Log:
-    """Lists of 1 to 12 items at positions 1, 2, ... with grades 0-4."""
+    """Make a log of lists with 1 to 12 items at positions 1, 2, ... and grades 0-4."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 13, requests)
     rows = int(lengths.sum())

@@ -1,4 +1,4 @@
-"""A log as a folder of lists, as `ultr prepare` writes it, without an engine."""
+"""Write a log as a folder of lists, as `ultr prepare` does, without DuckDB or Spark."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def lists_table(log: Log) -> pa.Table:
 
 
 def write_lists(log: Log, folder: Path, *, validation: float = 0.2, shards: int = 2, group: int = 16) -> Path:
-    """The first requests as the validation split, the others as the train split."""
-    held = round(validation * len(log))
-    splits = {"validation": log.select(np.arange(held)), "train": log.select(np.arange(held, len(log)))}
+    """Write the first requests as the validation split, and the others as the train split."""
+    held_out = round(validation * len(log))
+    splits = {"validation": log.select(np.arange(held_out)), "train": log.select(np.arange(held_out, len(log)))}
     for name, part in splits.items():
         (folder / name).mkdir(parents=True)
         for number, requests in enumerate(np.array_split(np.arange(len(part)), shards)):

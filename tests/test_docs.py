@@ -1,4 +1,4 @@
-"""Every example in the documents is run: Python blocks in order, and `ultr` and `torchrun` lines of console blocks."""
+"""Run every example in the documents: Python blocks in order, and `ultr` and `torchrun` lines of console blocks."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def test_examples_run(path, ultr, tmp_path, monkeypatch):
             assert done.returncode == 0, f"{line}\n{done.stderr}"
 
 
-def test_some_examples_are_there_to_run():
+def test_the_readme_has_examples():
     assert len(BLOCK.findall((ROOT / "README.md").read_text())) >= 2
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_doctests_hold(name):
+def test_doctests_pass(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_links_between_documents_lead_somewhere():
+def test_links_between_documents_point_to_files():
     for path in DOCUMENTS:
         for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", path.read_text()):
             if not link.startswith("http"):

@@ -3,8 +3,8 @@ from __future__ import annotations
 from ultr.errors import ColumnError, MissingExtraError, OptionError, UltrError, nearest
 
 
-def test_a_message_says_where_what_got_and_mend():
-    error = ColumnError("no column 'pos'", where="log.csv", got="2 columns", mend="did you mean 'position'?")
+def test_a_message_says_where_what_got_and_hint():
+    error = ColumnError("no column 'pos'", where="log.csv", got="2 columns", hint="did you mean 'position'?")
     assert str(error) == "log.csv: no column 'pos', got 2 columns; did you mean 'position'?"
 
 
@@ -19,6 +19,6 @@ def test_a_missing_extra_names_its_install_command():
 
 def test_the_nearest_name_is_suggested_and_otherwise_the_choices():
     assert nearest("Positon", ["request", "position"]) == "did you mean 'position'?"
-    assert nearest("zzz", ["request", "position"]) == "known: position, request"
-    assert nearest("zzz", []) == "there is none"
+    assert nearest("zzz", ["request", "position"]) == "use one of position, request"
+    assert nearest("zzz", []) == "there are no names to choose from"
     assert nearest("zzz", [f"column{i:02}" for i in range(30)]).endswith("and 10 more")

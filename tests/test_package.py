@@ -1,4 +1,4 @@
-"""The wheel holds all it needs: built, installed into an empty environment, and used there."""
+"""Build the wheel, install it into an empty environment, and use it there."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path):
     (site,) = environment.glob("lib/python*/site-packages")
     install = [*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(install, check=True, capture_output=True)
-    # Dependencies are borrowed from here, which spares downloading them again; a path in a .pth file does not bring
-    # along this environment's own (editable) ultr. That they are declared is tested in test_architecture.
+    # The dependencies come from this environment, to avoid downloading them again. A path in a .pth file does not
+    # include its editable install of ultr. test_architecture checks that the dependencies are declared.
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    ask = [python, "-c", "import ultr; print(ultr.__file__)"]
-    where = subprocess.run(ask, check=True, capture_output=True, text=True)
-    assert str(environment) in where.stdout
+    location = [python, "-c", "import ultr; print(ultr.__file__)"]
+    assert str(environment) in subprocess.run(location, check=True, capture_output=True, text=True).stdout
     command = [bin_folder / "ultr", "demo", "--out", str(tmp_path / "demo"), "--json"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "demo" / "log.parquet").is_file()
-    assert (tmp_path / "demo" / "report.html").is_file()  # for which the wheel must hold its template
+    assert (tmp_path / "demo" / "report.html").is_file()  # the wheel contains its template
     assert (site / "ultr" / "py.typed").is_file()

@@ -23,7 +23,7 @@ FEATURES = ["feature_good", "feature_noise"]
 
 
 def frame(requests: int = 120, seed: int = 0) -> pd.DataFrame:
-    """Users who click what the first feature says, wherever it stands."""
+    """Feedback of users who click by the first feature, at any position."""
     rng = np.random.default_rng(seed)
     rows = requests * 5
     good = rng.normal(size=rows)
@@ -57,13 +57,13 @@ def quick(**options) -> UnbiasedRanker:
     return UnbiasedRanker(**{**few, "device": "cpu", **options})
 
 
-def test_it_fits_frames_and_arrays_alike_and_keeps_the_order_of_rows():
+def test_frames_and_arrays_give_the_same_scores_in_the_order_of_rows():
     data = frame()
-    matrix, clicks, beside = arrays(data)
+    matrix, clicks, columns = arrays(data)
     model = ranker(method="lambdarank")
     from_pandas = clone(model).fit(data)
     from_polars = clone(model).fit(pl.from_pandas(data))
-    from_arrays = clone(model).fit(matrix, clicks, **beside)
+    from_arrays = clone(model).fit(matrix, clicks, **columns)
     scores = from_pandas.predict(data)
     assert isinstance(scores, np.ndarray)
     np.testing.assert_array_equal(from_polars.predict(pl.from_pandas(data)), scores)
@@ -75,35 +75,35 @@ def test_it_fits_frames_and_arrays_alike_and_keeps_the_order_of_rows():
     assert [line["step"] for line in from_pandas.history_] == [20, 40, 60]
 
 
-def test_features_have_names_where_the_frame_had_them():
+def test_features_have_the_names_of_the_frame():
     data = frame(40)
-    matrix, clicks, beside = arrays(data)
+    matrix, clicks, columns = arrays(data)
     model = quick().fit(data)
     assert model.feature_names_in_.tolist() == FEATURES
     assert model.n_features_in_ == 2
-    model.fit(matrix, clicks, **beside)
+    model.fit(matrix, clicks, **columns)
     assert model.n_features_in_ == 2
     assert not hasattr(model, "feature_names_in_")
 
 
-def test_what_was_done_may_lie_in_the_frame_or_beside_it():
+def test_feedback_may_be_in_the_frame_or_next_to_it():
     data = frame(40).assign(dwell=lambda rows: 3.0 * rows["click"])
-    matrix, clicks, beside = arrays(data)
+    matrix, clicks, columns = arrays(data)
     bare, two = data.drop(columns=["click", "dwell"]), data[["click", "dwell"]]
     by_click = quick().fit(data).predict(data)
     for y in (data["click"], clicks, clicks.tolist(), data[["click"]], pl.from_pandas(data)["click"]):
         np.testing.assert_array_equal(quick().fit(bare, y).predict(bare), by_click)
-    features = quick().fit(data[FEATURES], clicks, **beside)
+    features = quick().fit(data[FEATURES], clicks, **columns)
     np.testing.assert_array_equal(features.predict(data[FEATURES]), by_click)
     both = quick(label="click + dwell").fit(data).predict(data)
     for actions in (two, {"click": clicks, "dwell": 3.0 * clicks}):
         np.testing.assert_array_equal(
-            quick(label="click + dwell").fit(matrix, actions=actions, **beside).predict(matrix), both
+            quick(label="click + dwell").fit(matrix, actions=actions, **columns).predict(matrix), both
         )
     for y in (two, two.to_numpy()):
-        np.testing.assert_array_equal(quick(label="click + dwell").fit(matrix, y, **beside).predict(matrix), both)
+        np.testing.assert_array_equal(quick(label="click + dwell").fit(matrix, y, **columns).predict(matrix), both)
     np.testing.assert_array_equal(
-        quick(label="dwell / 3").fit(matrix, 3.0 * clicks, **beside).predict(matrix), by_click
+        quick(label="dwell / 3").fit(matrix, 3.0 * clicks, **columns).predict(matrix), by_click
     )
 
 
@@ -118,14 +118,14 @@ def test_columns_are_named_in_the_constructor_or_in_fit():
         assert model.score(renamed, data["feature_good"] > 0) == expected.score(data, data["feature_good"] > 0)
 
 
-def test_an_array_may_hold_request_and_position():
+def test_an_array_may_contain_request_and_position():
     data = frame(40)
-    matrix, clicks, beside = arrays(data)
-    whole = np.column_stack([beside["position"], matrix, beside["request"]])
+    matrix, clicks, columns = arrays(data)
+    whole = np.column_stack([columns["position"], matrix, columns["request"]])
     model = quick(request=3, position=0).fit(whole, clicks)
-    expected = quick().fit(matrix, clicks, **beside)
+    expected = quick().fit(matrix, clicks, **columns)
     np.testing.assert_array_equal(model.predict(whole), expected.predict(matrix))
-    assert model.score(whole, clicks) == expected.score(matrix, clicks, **beside)
+    assert model.score(whole, clicks) == expected.score(matrix, clicks, **columns)
 
 
 def test_features_in_a_list_column_are_read():
@@ -137,7 +137,7 @@ def test_features_in_a_list_column_are_read():
     assert model.score(listed) == model.score(pl.from_pandas(listed))
 
 
-def test_ranks_are_from_one_within_each_request_and_the_frame_stays_what_it_was():
+def test_ranks_start_at_one_in_each_request_and_the_frame_is_not_changed():
     data = frame(20)
     model = quick().fit(data)
     ranked = model.rank(data)
@@ -150,14 +150,14 @@ def test_ranks_are_from_one_within_each_request_and_the_frame_stays_what_it_was(
     assert by_polars["rank"].to_list() == ranked["rank"].tolist()
     by_arrow = model.rank(pa.Table.from_pandas(data, preserve_index=False))
     assert by_arrow["rank"].to_pylist() == ranked["rank"].tolist()
-    served = data[FEATURES]  # neither positions nor clicks, and requests beside it
+    served = data[FEATURES]  # without positions and clicks; requests are passed separately
     assert model.rank(served, request=data["request"])["rank"].tolist() == ranked["rank"].tolist()
     assert model.rank(served.assign(feature_good=0, feature_noise=0), request=[0] * 100)["rank"].tolist() == list(
         range(1, 101)
     )
 
 
-def test_what_was_learned_about_bias_is_there():
+def test_the_estimated_bias_is_an_attribute():
     data = frame(40)
     model = quick(method="ipw-pointwise").fit(data)
     assert model.bias_["label"] == "click"
@@ -169,10 +169,10 @@ def test_what_was_learned_about_bias_is_there():
     assert model.theta_ is None
 
 
-def test_a_method_for_clicks_says_what_it_takes_of_a_label():
+def test_a_method_for_clicks_warns_about_other_labels():
     data = frame().assign(dwell=lambda rows: 3.0 * rows["click"])
     model = ranker(method="dla").set_params(label="click + dwell")
-    with pytest.warns(UserWarning, match="'dla' is for clicks: 'click \\+ dwell' counts as 1") as warned:
+    with pytest.warns(UserWarning, match="'dla' is a method for clicks: it uses 1 if 'click \\+ dwell' is") as warned:
         model.fit(data)
     assert warned[0].filename == __file__
     assert model.bias_["label"] == "click + dwell > 0"
@@ -180,14 +180,14 @@ def test_a_method_for_clicks_says_what_it_takes_of_a_label():
     assert values.fit(data).bias_["label"] == "click + dwell"
 
 
-# Feedback that is held out
+# Held-out feedback
 
 
 THETA = {1: 1.0, 2: 0.5, 4: 0.3, 7: 0.08}  # positions are ids
 
 
 def biased(requests: int, seed: int = 0) -> pd.DataFrame:
-    """Four items a request, the first feature their chance to be clicked if seen, in an order that follows it a bit."""
+    """Requests of four items, roughly in the order of the first feature, the probability of a click if examined."""
     rng = np.random.default_rng(seed)
     chance = rng.uniform(size=(requests, 4))
     order = np.argsort(-chance + rng.normal(size=chance.shape), axis=1)
@@ -205,13 +205,13 @@ def biased(requests: int, seed: int = 0) -> pd.DataFrame:
 
 
 def expected_clicks(model: UnbiasedRanker, data: pd.DataFrame) -> float:
-    """What these users would click if they were shown the new rankings."""
+    """Return the expected clicks per request if these users were shown the new rankings."""
     ranked = model.rank(data)
     seen = np.array(list(THETA.values()))[ranked["rank"] - 1]
     return float((seen * ranked["feature_chance"]).sum() / data["request"].nunique())
 
 
-def test_without_true_labels_the_score_is_feedback_as_it_would_be_at_the_new_places():
+def test_without_true_labels_the_score_is_feedback_reweighted_to_the_new_positions():
     data = biased(30)
     model = quick(propensities=THETA).fit(data)
     total = 0.0
@@ -239,17 +239,17 @@ def test_requests_have_weights():
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_the_score_of_held_out_feedback_is_what_users_would_do(known):
+def test_the_score_of_held_out_feedback_is_close_to_the_expected_clicks(known):
     data, held_out = biased(150), biased(2000 if known else 600, seed=1)
     model = quick(propensities=THETA if known else None, steps=60).fit(data)
     shown = held_out.groupby("request")["click"].sum().mean()
     value = model.score(held_out)
-    # Clipping 1 / 0.08 at 10 costs a little where positions are known; estimates of them come on top.
+    # Clipping 1 / 0.08 at 10 has a small error; estimated examination adds to it.
     assert value == pytest.approx(expected_clicks(model, held_out), rel=0.05 if known else 0.15)
     assert value > 1.15 * shown
 
 
-def test_scores_compare_rankers_whatever_bias_they_believe_in():
+def test_scores_do_not_depend_on_the_bias_that_a_ranker_has_estimated():
     data = biased(100)
     held_out = biased(200, seed=1)
     model, other = quick(method="ipw-pointwise").fit(data), quick(method="pointwise").fit(data)
@@ -265,7 +265,7 @@ def test_true_labels_may_be_a_column():
     assert model.score(data, truth) != model.score(data)
 
 
-# With what scikit-learn has
+# Together with scikit-learn
 
 
 @pytest.mark.parametrize(
@@ -282,13 +282,13 @@ def test_true_labels_may_be_a_column():
         "check_valid_tag_types",
     ],
 )
-def test_checks_of_scikit_learn_that_need_no_fit_without_requests(name):
+def test_checks_of_scikit_learn_that_do_not_fit(name):
     if not hasattr(estimator_checks, name):
-        pytest.skip("of another version")
+        pytest.skip("this version of scikit-learn does not have the check")
     getattr(estimator_checks, name)("UnbiasedRanker", UnbiasedRanker())
 
 
-def test_it_has_the_manners_of_scikit_learn():
+def test_it_is_a_scikit_learn_estimator():
     model = ranker(lr=0.05)
     assert clone(model).get_params() == model.get_params()
     assert model.set_params(lr=0.01).lr == 0.01
@@ -303,7 +303,7 @@ def test_it_has_the_manners_of_scikit_learn():
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
-def test_a_frame_is_searched_over_with_requests_kept_whole(library):
+def test_a_grid_search_over_a_frame_does_not_split_requests(library):
     data = biased(90) if library == "pandas" else pl.from_pandas(biased(90))
     model = quick(propensities=THETA)
     search = GridSearchCV(model, {"lr": [1e-6, 0.1]}, cv=GroupKFold(3), error_score="raise")
@@ -318,15 +318,15 @@ def test_a_frame_is_searched_over_with_requests_kept_whole(library):
     assert search.predict(data).shape == (360,)
 
 
-def test_a_frame_of_features_is_cross_validated_with_clicks_beside_it():
+def test_a_frame_is_cross_validated_with_clicks_in_y():
     data = biased(60)
     folds = {"groups": data["request"], "cv": GroupShuffleSplit(2, random_state=0), "error_score": "raise"}
     model = quick(propensities=THETA)
-    beside = cross_val_score(model, data.drop(columns="click"), data["click"], **folds)
-    np.testing.assert_array_equal(beside, cross_val_score(model, data, **folds))
+    scores = cross_val_score(model, data.drop(columns="click"), data["click"], **folds)
+    np.testing.assert_array_equal(scores, cross_val_score(model, data, **folds))
 
 
-def test_arrays_are_cross_validated_by_their_own_columns_or_by_metadata_routing():
+def test_arrays_are_cross_validated_with_column_numbers_or_metadata_routing():
     data = biased(60)
     request, position, clicks = (data[name].to_numpy() for name in ("request", "position", "click"))
     matrix = data[["feature_chance", "feature_noise"]].to_numpy()
@@ -337,24 +337,24 @@ def test_arrays_are_cross_validated_by_their_own_columns_or_by_metadata_routing(
     by_column = clone(model).set_params(request=0, position=1)
     np.testing.assert_array_equal(cross_val_score(by_column, whole, clicks, **folds), expected)
 
-    beside = {"request": request, "position": position}
+    columns = {"request": request, "position": position}
     search = GridSearchCV(model, {"lr": [0.1]}, cv=GroupKFold(2), refit=False, error_score="raise")
-    with pytest.raises(UltrError, match="does not say which request"):
-        search.fit(matrix, clicks, groups=request, **beside)
+    with pytest.raises(UltrError, match="the request of each row is not given"):
+        search.fit(matrix, clicks, groups=request, **columns)
     with sklearn.config_context(enable_metadata_routing=True):
         model.set_fit_request(request=True, position=True).set_score_request(request=True, position=True)
-        search.fit(matrix, clicks, groups=request, **beside)
+        search.fit(matrix, clicks, groups=request, **columns)
         assert search.cv_results_["mean_test_score"][0] == pytest.approx(expected.mean())
         piped = GridSearchCV(make_pipeline(StandardScaler(), model), {}, cv=GroupKFold(2), error_score="raise")
-        piped.fit(matrix, clicks, groups=request, **beside)
+        piped.fit(matrix, clicks, groups=request, **columns)
         assert piped.cv_results_["mean_test_score"][0] == pytest.approx(expected.mean(), rel=0.1)
 
 
-def test_it_ends_a_pipeline():
+def test_it_is_the_last_step_of_a_pipeline():
     data = frame(40)
-    matrix, clicks, beside = arrays(data)
+    matrix, clicks, columns = arrays(data)
     pipeline = make_pipeline(StandardScaler(), quick())
-    pipeline.fit(matrix, clicks, **{f"unbiasedranker__{name}": values for name, values in beside.items()})
+    pipeline.fit(matrix, clicks, **{f"unbiasedranker__{name}": values for name, values in columns.items()})
     assert np.corrcoef(pipeline.predict(matrix), data["feature_good"])[0, 1] > 0.9
     scaled = make_column_transformer(
         (StandardScaler(), FEATURES), remainder="passthrough", verbose_feature_names_out=False
@@ -392,51 +392,51 @@ def test_a_random_state_repeats():
     np.testing.assert_array_equal(*drawn)
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_arguments_of_fit_are_errors():
     data = frame(40)
-    matrix, clicks, beside = arrays(data)
-    with pytest.raises(UltrError, match="does not say which request"):
+    matrix, clicks, columns = arrays(data)
+    with pytest.raises(UltrError, match="the request of each row is not given"):
         quick().fit(matrix, clicks)
-    with pytest.raises(UltrError, match="where an item was shown"):
-        quick().fit(matrix, clicks, request=beside["request"])
+    with pytest.raises(UltrError, match="no column with the position of each item"):
+        quick().fit(matrix, clicks, request=columns["request"])
     with pytest.raises(UltrError, match="needs the action 'click'"):
-        quick().fit(matrix, **beside)
-    with pytest.raises(UltrError, match="'click' should have one value for each of 200 rows"):
-        quick().fit(matrix, clicks[:3], **beside)
+        quick().fit(matrix, **columns)
+    with pytest.raises(UltrError, match="'click' must have one value for each of 200 rows"):
+        quick().fit(matrix, clicks[:3], **columns)
     with pytest.raises(UltrError, match="each of click, dwell, got shape \\[200\\]"):
-        quick(label="click + dwell").fit(matrix, clicks, **beside)
-    with pytest.raises(UltrError, match="X holds what was done \\(click\\), and there is y too"):
+        quick(label="click + dwell").fit(matrix, clicks, **columns)
+    with pytest.raises(UltrError, match="feedback is given twice, in X \\(click\\) and in y"):
         quick().fit(data, clicks)
     with pytest.raises(UltrError, match="no column 'feature_9' for the request"):
         quick(request=9, position=1).fit(matrix, clicks)
     with pytest.raises(UltrError, match=r"\[rows, columns\], got shape \[200\]"):
-        quick().fit(clicks, clicks, **beside)
+        quick().fit(clicks, clicks, **columns)
     with pytest.raises(UltrError, match="'request' cannot be read"):
-        quick().fit(matrix, clicks, request=np.array([1, "a", ()] + [0] * 197, object), position=beside["position"])
+        quick().fit(matrix, clicks, request=np.array([1, "a", ()] + [0] * 197, object), position=columns["position"])
     with pytest.raises(UltrError, match="no method"):
         quick(method="nothing").fit(data)
 
 
-def test_what_does_not_suit_the_model_is_refused():
+def test_data_that_does_not_fit_the_model_is_an_error():
     data = frame(40)
     model = quick().fit(data)
-    with pytest.raises(UltrError, match="lacks the feature 'feature_good'"):
+    with pytest.raises(UltrError, match="no column 'feature_good'"):
         model.predict(data.drop(columns="feature_good"))
-    with pytest.raises(UltrError, match=r"\[rows, 2\]"):
+    with pytest.raises(UltrError, match="must have 2 columns"):
         model.predict(np.zeros((3, 5)))
     with pytest.raises(UltrError, match="finite"):
         model.predict(np.full((3, 2), np.nan))
-    with pytest.raises(UltrError, match="does not say which request"):
+    with pytest.raises(UltrError, match="the request of each row is not given"):
         model.score(data[FEATURES].to_numpy(), data["click"])
-    with pytest.raises(UltrError, match="which request"):
+    with pytest.raises(UltrError, match="no column with the request id of each row"):
         model.score(data[FEATURES], data["click"])
     with pytest.raises(UltrError, match="needs the action 'click'"):
         model.score(data.drop(columns="click"))
-    with pytest.raises(UltrError, match="'relevance' should have one value"):
+    with pytest.raises(UltrError, match="'relevance' must have one value"):
         model.score(data, [1, 0])
-    with pytest.raises(UltrError, match="no propensity, got 5"):
+    with pytest.raises(UltrError, match="position 5 has no propensity"):
         quick(propensities=dict.fromkeys(range(1, 5), 0.5)).fit(data).score(data)
     with pytest.raises(UltrError, match="use predict"):
         model.rank(data[FEATURES].to_numpy())
-    with pytest.raises(UltrError, match="got 'rank'; rename"):
+    with pytest.raises(UltrError, match="a column 'rank'; rename"):
         model.rank(data.assign(rank=1))

@@ -1,6 +1,6 @@
-"""Unbiased learning to rank from clicks and continuous feedback.
+"""Unbiased learning to rank from clicks and from continuous feedback such as dwell time.
 
-Names are loaded when they are first used, so that `import ultr` is quick and needs no torch.
+Each public name is imported when it is first used, so that `import ultr` is quick and does not import torch.
 """
 
 from __future__ import annotations
@@ -8,63 +8,62 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ultr._version import __version__
+
 if TYPE_CHECKING:
+    from ultr.bias.audit import BiasReport, audit
     from ultr.datasets import Dataset, load_dataset, ranking_svm, show
-    from ultr.dwell import Dwell
+    from ultr.datasets.dwell import Dwell
+    from ultr.datasets.users import User, make_user, simulate_log
     from ultr.errors import UltrError
-    from ultr.evaluation import evaluate_scores, mean_with_interval, paired_test
-    from ultr.export import export_run
-    from ultr.exported import load_exported
-    from ultr.labels import Label
+    from ultr.evaluation.off_policy import compare_values, fit_direct, off_policy_value
+    from ultr.evaluation.scores import evaluate_scores, mean_with_interval, paired_test
     from ultr.lists import ListBatches, Lists
     from ultr.log import Log, read_log, write_log
-    from ultr.log.prepare import prepare_lists
-    from ultr.models import Model, load_model
-    from ultr.offpolicy import compare_values, fit_direct, off_policy_value
-    from ultr.preparing import RunConfig
-    from ultr.propensity import BiasReport, audit
+    from ultr.log.labels import Label
+    from ultr.log.prepare.pipeline import prepare_lists
+    from ultr.rankers.model import Model, load_model
     from ultr.report import write_report
-    from ultr.runs import run_training
-    from ultr.scoring import score_file
-    from ultr.simulate import User, make_user, simulate_log
+    from ultr.serving.export import export_run
+    from ultr.serving.exported import load_exported
+    from ultr.serving.scoring import score_file
     from ultr.sklearn import UnbiasedRanker
-    from ultr.training import TrainingOptions
-
-__version__ = "0.1.0"
+    from ultr.training.config import RunConfig, TrainingOptions
+    from ultr.training.run import run_training
 
 _MODULE_OF = {
-    "BiasReport": "propensity",
+    "BiasReport": "bias.audit",
     "Dataset": "datasets",
-    "Dwell": "dwell",
-    "Label": "labels",
+    "Dwell": "datasets.dwell",
+    "Label": "log.labels",
     "ListBatches": "lists",
     "Lists": "lists",
     "Log": "log",
-    "Model": "models",
-    "RunConfig": "preparing",
-    "TrainingOptions": "training",
+    "Model": "rankers.model",
+    "RunConfig": "training.config",
+    "TrainingOptions": "training.config",
     "UltrError": "errors",
     "UnbiasedRanker": "sklearn",
-    "User": "simulate",
-    "audit": "propensity",
-    "compare_values": "offpolicy",
-    "evaluate_scores": "evaluation",
-    "export_run": "export",
-    "fit_direct": "offpolicy",
+    "User": "datasets.users",
+    "audit": "bias.audit",
+    "compare_values": "evaluation.off_policy",
+    "evaluate_scores": "evaluation.scores",
+    "export_run": "serving.export",
+    "fit_direct": "evaluation.off_policy",
     "load_dataset": "datasets",
-    "load_exported": "exported",
-    "load_model": "models",
-    "make_user": "simulate",
-    "mean_with_interval": "evaluation",
-    "off_policy_value": "offpolicy",
-    "paired_test": "evaluation",
+    "load_exported": "serving.exported",
+    "load_model": "rankers.model",
+    "make_user": "datasets.users",
+    "mean_with_interval": "evaluation.scores",
+    "off_policy_value": "evaluation.off_policy",
+    "paired_test": "evaluation.scores",
     "prepare_lists": "log.prepare",
     "ranking_svm": "datasets",
     "read_log": "log",
-    "run_training": "runs",
-    "score_file": "scoring",
+    "run_training": "training.run",
+    "score_file": "serving.scoring",
     "show": "datasets",
-    "simulate_log": "simulate",
+    "simulate_log": "datasets.users",
     "write_log": "log",
     "write_report": "report",
 }

@@ -1,14 +1,14 @@
-"""Every refusal of the package is an `UltrError` that says what, where, got, and how to mend.
+"""The errors of the package. Each says what is wrong, where, the value, and what to do; `exit` is the CLI's exit code.
 
 UltrError
-├── OptionError          an option or argument is wrong: mend the call        (exit 2)
+├── OptionError          an option or argument is wrong                       (exit 2)
 ├── DataError            a file, table or array cannot be used as it is       (exit 1)
-│   ├── AbsentError      a named data set is not here
+│   ├── AbsentError      a data set or a run was not found
 │   └── ColumnError      a column is missing, misspelt or holds bad values
 ├── LabelError           a label expression cannot be parsed or computed      (exit 1)
 ├── OutputError          an output exists already or cannot be written        (exit 1)
-├── ProcessError         another process of the same training was lost        (exit 1)
-├── UnfinishedError      the time given is up; what is done is kept           (exit 3)
+├── ProcessError         another process of the same training failed          (exit 1)
+├── UnfinishedError      the time limit was reached; finished work is saved   (exit 3)
 └── MissingExtraError    an optional dependency is not installed              (exit 1)
 """
 
@@ -19,17 +19,17 @@ from collections.abc import Iterable
 
 
 class UltrError(Exception):
-    """`what` went wrong, `where`, what was `got`, and the `mend`."""
+    """The base class of all errors, with the message "where: what, got VALUE; hint"; only `what` is required."""
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: object = None, got: object = None, mend: str | None = None) -> None:
-        self.what, self.where, self.got, self.mend = what, where, got, mend
+    def __init__(self, what: str, *, where: object = None, got: object = None, hint: str | None = None) -> None:
+        self.what, self.where, self.got, self.hint = what, where, got, hint
         text = f"{where}: {what}" if where is not None else what
         if got is not None:
             text += f", got {got}"
-        if mend is not None:
-            text += f"; {mend}"
+        if hint is not None:
+            text += f"; {hint}"
         super().__init__(text)
 
 
@@ -66,20 +66,26 @@ class UnfinishedError(UltrError):
 
 
 class MissingExtraError(UltrError):
-    """An optional dependency is missing; the message names the command that installs it."""
+    """A package that `need`, such as a command, requires is not installed; the message has the install command."""
 
     def __init__(self, need: str, *, package: str, extra: str) -> None:
         super().__init__(
             f"{need} needs the package '{package}', which is not installed",
-            mend=f"install it with: pip install 'ultr[{extra}]'",
+            hint=f"install it with: pip install 'ultr[{extra}]'",
         )
 
 
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the hint "did you mean 'X'?", where X is the known name most similar to `name`; None if no name is."""
+    by_lower = {choice.lower(): choice for choice in sorted(set(known), reverse=True)}
+    matches = difflib.get_close_matches(name.lower(), sorted(by_lower), n=1, cutoff=0.6)
+    return f"did you mean '{by_lower[matches[0]]}'?" if matches else None
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A mend for an unknown name: the nearest known one if any is near, and otherwise the choices."""
+    """Return a hint for an unknown name: the most similar known name, or else a list of at most 20 known names."""
     choices = sorted(set(known))
-    near = difflib.get_close_matches(name.lower(), [c.lower() for c in choices], n=1, cutoff=0.6)
-    if near:
-        return f"did you mean '{next(c for c in choices if c.lower() == near[0])}'?"
-    shown = ", ".join(choices[:20]) + (f" and {len(choices) - 20} more" if len(choices) > 20 else "")
-    return f"known: {shown}" if choices else "there is none"
+    if hint := closest(name, choices):
+        return hint
+    more = f" and {len(choices) - 20} more" if len(choices) > 20 else ""
+    return f"use one of {', '.join(choices[:20])}{more}" if choices else "there are no names to choose from"

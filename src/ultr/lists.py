@@ -1,4 +1,4 @@
-"""`Lists`: a few requests as padded tensors, the only shape that training and evaluation see."""
+"""Requests as padded tensors (`Lists`), and batches of them from a log (`ListBatches`), for training and evaluation."""
 
 from __future__ import annotations
 
@@ -13,40 +13,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ultr.arguments import check_fields, checked
-from ultr.errors import DataError, OptionError
+from ultr.errors import DataError
 from ultr.log import Log
-
-
-def as_device(name: torch.device | str) -> torch.device:
-    """A device by its name, if it can be used here."""
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        if str(name).startswith("cuda") and not torch.cuda.is_available():
-            mend = "use --device cpu"
-            raise OptionError("this machine has no usable GPU", got=f"--device {name}", mend=mend) from error
-        raise OptionError(f"no device '{name}'", mend="use cpu, cuda or cuda:1") from error
-    if device.type == "meta":
-        raise OptionError("numbers of the device 'meta' have no values", mend="use cpu, cuda or cuda:1")
-    return device
+from ultr.utils.arguments import check_fields, checked
+from ultr.utils.devices import as_device
 
 
 class Part(NamedTuple):
-    """Requests of a batch that follow one another and belong to one of its parts, by its number."""
+    """A part of a training batch: adjacent requests that use one stream of random numbers."""
 
-    number: int
-    requests: int
-    longest: int  # of their lists
+    number: int  # index of the part in the batch, from 0
+    requests: int  # number of requests
+    longest: int  # number of items in the longest list
 
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """Requests padded to one length; `where` is true for items and false for padding, and is the last word on it.
+    """Requests padded with zeros to one length; `where` is true for items and false for padding.
 
-    `positions` are ids, not ranks (None where nothing was shown). `relevance` is the true label where it is known.
-    Padding holds zeros.
+    `positions` are ids of the places where items were shown. `relevance` are true labels. Both are None if unknown.
     """
 
     features: Tensor  # [requests, length, features]
@@ -55,53 +40,53 @@ class Lists:
     positions: Tensor | None = None  # [requests, length] int64
     actions: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [requests, length]
     relevance: Tensor | None = None  # [requests, length]
-    parts: tuple[Part, ...] = ()  # of the whole batch of a step, that these lists are; none where it is no step's
+    parts: tuple[Part, ...] = ()  # of the batch of a training step; empty for other lists
 
     def __post_init__(self) -> None:
         check_fields(self)
         shape = list(self.where.shape)
         if len(shape) != 2 or self.where.dtype != torch.bool:
-            raise DataError("'where' should be true or false, [requests, items]", got=f"{shape} of {self.where.dtype}")
-        whole = {"features": self.features, "weights": self.weights, "positions": self.positions}
-        wanted = {"features": [*shape, *self.features.shape[2:3]], "weights": shape[:1]}
-        for name, values in (whole | {"relevance": self.relevance} | dict(self.actions)).items():
-            if values is not None and list(values.shape) != wanted.get(name, shape):
-                got = list(values.shape)
-                raise DataError(f"'{name}' should be {wanted.get(name, shape)} where 'where' is {shape}", got=got)
+            raise DataError("'where' must be boolean, [requests, items]", got=f"{shape} of {self.where.dtype}")
+        tensors = {"features": self.features, "weights": self.weights, "positions": self.positions}
+        expected = {"features": [*shape, *self.features.shape[2:3]], "weights": shape[:1]}
+        for name, values in (tensors | {"relevance": self.relevance} | dict(self.actions)).items():
+            if values is not None and list(values.shape) != expected.get(name, shape):
+                what = f"'{name}' must have the shape {expected.get(name, shape)} if 'where' has {shape}"
+                raise DataError(what, got=list(values.shape))
 
     def __len__(self) -> int:
         return len(self.where)
 
     @property
     def shown_positions(self) -> Tensor:
-        """The positions, which must be there."""
+        """The positions of the items; raises DataError if the lists have none."""
         if self.positions is None:
-            raise DataError("these lists have no positions: their items were not shown", mend="show them first")
+            raise DataError("these lists have no positions", hint="give items positions with ultr.show(log, scores)")
         return self.positions
 
     @property
     def true_relevance(self) -> Tensor:
-        """The true labels, which must be there."""
+        """The true labels of the items; raises DataError if the lists have none."""
         if self.relevance is None:
-            raise DataError("these lists have no true labels", mend="use data that has them, such as 'synthetic'")
+            raise DataError("these lists have no true labels", hint="use labelled data, such as 'synthetic'")
         return self.relevance
 
     def with_actions(self, actions: Mapping[str, Tensor]) -> Lists:
-        """The same lists with other feedback."""
+        """Return a copy with `actions` in place of the recorded feedback."""
         return replace(self, actions=dict(actions))
 
-    def in_parts(self, parts: tuple[Part, ...]) -> Lists:
-        """The same lists as parts of the batch of a step."""
+    def with_parts(self, parts: tuple[Part, ...]) -> Lists:
+        """Return a copy that is marked as the batch of a training step with these parts."""
         return replace(self, parts=parts)
 
     def to(self, device: torch.device | str) -> Lists:
-        """The same lists on a device."""
+        """Return a copy on a device."""
         moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved, actions={name: values.to(device) for name, values in self.actions.items()})
 
     @staticmethod
     def together(several: Sequence[Lists]) -> Lists:
-        """Several as one, padded to the longest; they have the same fields."""
+        """Concatenate several `Lists` with the same fields: one after another, padded to the longest list."""
         if len(several) == 1:
             return several[0]
         longest = max(lists.where.shape[1] for lists in several)
@@ -116,22 +101,20 @@ class Lists:
 
         tensors = {name: joined(name) for name in ("features", "where", "positions", "relevance")}
         actions = {name: torch.cat([padded(lists.actions[name]) for lists in several]) for name in several[0].actions}
-        weights, parts = (
-            torch.cat([lists.weights for lists in several]),
-            tuple(p for lists in several for p in lists.parts),
-        )
+        weights = torch.cat([lists.weights for lists in several])
+        parts = tuple(part for lists in several for part in lists.parts)
         return Lists(**tensors, weights=weights, actions=actions, parts=parts)  # type: ignore[arg-type]
 
     @staticmethod
     def from_log(log: Log, *, device: torch.device | str = "cpu") -> Lists:
-        """A whole log at once; for large ones take batches from `ListBatches`."""
+        """Return a whole log as one `Lists`; use `ListBatches` for a log that is too large to be padded at once."""
         return ListBatches(log, device=device)[torch.arange(len(log))]
 
 
 class ListBatches:
-    """A log on a device, from which lists are taken by the indices of their requests.
+    """A log as tensors on a device; `batches[indices]` returns the requests with these indices as `Lists`.
 
-    Rows are stored once, unpadded; a batch is padded to its own longest list.
+    The log is stored without padding. `Lists` are padded to the longest list among them.
     """
 
     @checked
@@ -149,7 +132,7 @@ class ListBatches:
         values = np.ascontiguousarray(values)
         if values.flags.writeable:
             return torch.from_numpy(values).to(self.device)
-        with warnings.catch_warnings():  # memory-mapped data cannot be written, and nothing here writes it
+        with warnings.catch_warnings():  # memory-mapped data is read-only, and nothing here writes to it
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(values).to(self.device)
 
@@ -162,29 +145,30 @@ class ListBatches:
         return bool(self._actions)
 
     def without_features(self) -> ListBatches:
-        """The same requests, where only what was shown and done is looked at."""
+        """Return a copy whose lists have zero features."""
         light = copy(self)
         light._features = self._features[:, :0]
         return light
 
-    def batch(self, requests: Tensor, parts: Iterable[tuple[int, int]]) -> Lists:
-        """The lists of the given requests, which are parts of a step's batch: number and requests of each."""
-        found, first = [], 0
-        for number, count in parts:
-            found.append(Part(number, count, int(self._lengths[requests[first : first + count]].max())))
+    def batch(self, requests: Tensor, sizes: Iterable[tuple[int, int]]) -> Lists:
+        """Return `requests` as the batch of a training step; `sizes` has (index, number of requests) of each part."""
+        parts, first = [], 0
+        for number, count in sizes:
+            parts.append(Part(number, count, int(self._lengths[requests[first : first + count]].max())))
             first += count
-        return self[requests].in_parts(tuple(found))
+        return self[requests].with_parts(tuple(parts))
 
     @checked
     def __getitem__(self, requests: Tensor) -> Lists:
-        """The lists of the given requests, in the given order."""
+        """Return the requests with these indices (a vector, in any order) as `Lists`."""
         chosen = requests.cpu()
         if chosen.ndim != 1 or chosen.dtype not in (torch.int32, torch.int64) or not len(chosen):
-            raise DataError("requests are taken by their numbers", got=f"{list(chosen.shape)} of {chosen.dtype}")
+            got = f"{list(chosen.shape)} of {chosen.dtype}"
+            raise DataError("the index must be a vector of request indices, with at least one", got=got)
         if int(chosen.min()) < 0 or int(chosen.max()) >= len(self):
             got = f"{int(chosen.min())} to {int(chosen.max())}"
-            raise DataError(f"requests are numbered 0 to {len(self) - 1}", got=got)
-        lengths = self._lengths[chosen]  # known here, so that the device is not waited for
+            raise DataError(f"indices of requests must be 0 to {len(self) - 1}", got=got)
+        lengths = self._lengths[chosen]  # lengths stay on the CPU, because reading them from a GPU would wait for it
         longest, padded = int(lengths.max()), int(lengths.min()) < int(lengths.max())
         requests = requests.to(self.device)
         slots = torch.arange(longest, device=self.device)
@@ -194,30 +178,30 @@ class ListBatches:
             where = slots < lengths.to(self.device)[:, None]
             rows = torch.where(where, rows, 0)
 
-        def taken(values: Tensor) -> Tensor:
-            chosen = values.index_select(0, rows.view(-1)).view(*rows.shape, *values.shape[1:])
-            return chosen.masked_fill_(~where.view(*where.shape, *[1] * (values.ndim - 1)), 0) if padded else chosen
+        def as_lists(values: Tensor) -> Tensor:
+            lists = values.index_select(0, rows.view(-1)).view(*rows.shape, *values.shape[1:])
+            return lists.masked_fill_(~where.view(*where.shape, *[1] * (values.ndim - 1)), 0) if padded else lists
 
         return Lists(
-            features=taken(self._features),
+            features=as_lists(self._features),
             where=where,
             weights=self._weights[requests],
-            positions=None if self._positions is None else taken(self._positions),
-            actions={name: taken(values) for name, values in self._actions.items()},
-            relevance=None if self._relevance is None else taken(self._relevance),
+            positions=None if self._positions is None else as_lists(self._positions),
+            actions={name: as_lists(values) for name, values in self._actions.items()},
+            relevance=None if self._relevance is None else as_lists(self._relevance),
         )
 
     def by_length(self, max_items: int = 1 << 16) -> Iterator[tuple[Tensor, Lists]]:
-        """All lists once, lists alike in length together, at most `max_items` slots at a time (or one list).
+        """Yield all requests once, in batches of similar length: the indices of the requests, and their `Lists`.
 
-        Each batch comes with the indices of its requests.
+        A batch has at most `max_items` items including padding, or a single request with more items.
         """
         lengths = self._lengths.numpy()
         order = np.argsort(lengths, kind="stable")
         start = 0
         while start < len(order):
-            ahead = lengths[order[start : start + max_items]]  # they rise: the last of a batch is its longest
-            slots = ahead * np.arange(1, len(ahead) + 1)
+            following = lengths[order[start : start + max_items]]  # sorted, so the last list of a batch is its longest
+            slots = following * np.arange(1, len(following) + 1)
             stop = start + max(1, int(np.searchsorted(slots, max_items, side="right")))
             requests = torch.from_numpy(order[start:stop])
             yield requests, self[requests]

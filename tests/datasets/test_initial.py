@@ -29,7 +29,7 @@ def test_the_initial_ranker_is_fitted_once(monkeypatch):
     assert not same(initial_ranker(replace(DATA, fingerprint="other", train=DATA.test), share=0.5, seed=3), fitted)
 
 
-def test_a_damaged_or_unwritable_cache_is_no_reason_to_fail(monkeypatch, tmp_path):
+def test_a_damaged_or_unwritable_cache_is_not_an_error(monkeypatch, tmp_path):
     fitted = initial_ranker(DATA, share=0.5, seed=5)
     for path in cache_folder().glob("initial-*.npz"):
         path.write_bytes(b"damaged")

@@ -12,9 +12,8 @@ from ultr.datasets import DATASETS, SPLITS, load_dataset
 from ultr.datasets.cache import FORMAT
 from ultr.datasets.letor import read_letor
 from ultr.errors import DataError
-from ultr.formats import load_json
 from ultr.log import svmlight
-from ultr.seals import sealed
+from ultr.utils.jsonfiles import add_checksum, load_json
 
 
 def letor_text(first_qid: int, requests: int = 6, features: int = 4, grades: int = 3) -> str:
@@ -63,7 +62,7 @@ def test_a_single_file_is_split_by_request(tmp_path):
     assert [len(i) for i in ids] == [12, 4, 4]
     assert set.union(*ids) == set(range(20))
     (tmp_path / "few.txt").write_text(letor_text(0, requests=2))
-    with pytest.raises(DataError, match="five requests"):
+    with pytest.raises(DataError, match="at least 5 requests"):
         load_dataset(tmp_path / "few.txt")
 
 
@@ -71,11 +70,11 @@ def test_it_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
     write_layout(tmp_path, LAYOUTS["yahoo"])
     first = read_letor(tmp_path)
 
-    def refuse(*_):
+    def fail(*_):
         raise AssertionError("read again")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ultr.datasets.letor.read_svmlight", refuse)
+        patch.setattr("ultr.datasets.letor.read_svmlight", fail)
         second = read_letor(tmp_path)
     assert second.fingerprint == first.fingerprint
     assert second.train.feature_names == first.train.feature_names
@@ -101,7 +100,7 @@ def test_a_damaged_or_older_cache_is_made_again(damage, tmp_path, own_cache):
         meta.unlink()
     else:
         changed = {"format": 0} if damage == "older format" else {"rows": dict.fromkeys(SPLITS, 1)}
-        meta.write_text(json.dumps(sealed({**load_json(meta), **changed})))
+        meta.write_text(json.dumps(add_checksum({**load_json(meta), **changed})))
     again = read_letor(tmp_path)
     np.testing.assert_array_equal(again.train.features, features)
     assert load_json(meta)["format"] == FORMAT
@@ -124,24 +123,24 @@ def test_grades_are_doubled_and_requests_without_a_relevant_document_left_out_fo
     assert 90 not in data.test.request_ids.to_pylist() + data.validation.request_ids.to_pylist()
 
 
-def test_a_request_in_two_files_of_a_split_is_refused(tmp_path):
+def test_a_request_in_two_files_of_a_split_is_an_error(tmp_path):
     write_layout(tmp_path, LAYOUTS["blocks"])
     (tmp_path / "S2.txt").write_text(letor_text(0))
-    with pytest.raises(DataError, match="stands in two files"):
+    with pytest.raises(DataError, match="is in two files"):
         load_dataset(tmp_path)
 
 
-def test_what_is_not_there_is_said_with_where_to_put_it(tmp_path, monkeypatch):
+def test_the_error_of_missing_data_says_where_to_put_it(tmp_path, monkeypatch):
     monkeypatch.delenv("ULTR_DATA", raising=False)
     with pytest.raises(DataError, match="--data-dir or ULTR_DATA"):
         load_dataset("yahoo")
     monkeypatch.setenv("ULTR_DATA", str(tmp_path))
     for name in DATASETS:
-        with pytest.raises(DataError, match=f"put it into {tmp_path}/{name}"):
+        with pytest.raises(DataError, match=f"put its files into {tmp_path}/{name}"):
             load_dataset(name)
     with pytest.raises(DataError, match="did you mean 'synthetic'"):
         load_dataset("syntetic")
-    with pytest.raises(DataError, match="layout that is known, got nothing"):
+    with pytest.raises(DataError, match="known layout, got nothing"):
         load_dataset(tmp_path)
 
 
@@ -155,10 +154,10 @@ def test_mq2007_has_its_true_size(real_data):
     assert data.max_grade == 4
 
 
-def test_grades_that_no_user_has_and_files_without_features_are_refused(own_cache, tmp_path):
+def test_too_high_grades_and_files_without_features_are_errors(own_cache, tmp_path):
     rows = [f"{grade} qid:{query} 1:0.5" for query in range(9) for grade in (0, 1)]
     (tmp_path / "high.txt").write_text("\n".join([*rows, "100 qid:9 1:0.5"]))
-    with pytest.raises(DataError, match=r"grades up to 30, got 100\.0; scale them"):
+    with pytest.raises(DataError, match=r"grades of at most 30, got 100\.0; scale the labels"):
         read_letor(tmp_path / "high.txt")
     (tmp_path / "bare.txt").write_text("\n".join(row.removesuffix(" 1:0.5") for row in rows))
     with pytest.raises(DataError, match="no features"):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from ultr.datasets import SPLITS, ranking_svm
-from ultr.datasets.movielens import bpr_vectors, kept_vectors, parse_ratings, read_movielens, time_split
+from ultr.datasets.movielens import bpr_vectors, cached_vectors, parse_ratings, read_movielens, time_split
+from ultr.datasets.users import User
 from ultr.errors import DataError, MissingExtraError
-from ultr.evaluation import evaluate_scores
-from ultr.simulate import User
+from ultr.evaluation.scores import evaluate_scores
 
 
 def test_ratings_are_parsed_and_split_by_each_users_own_time():
@@ -28,17 +28,17 @@ def test_ratings_given_at_the_same_second_are_split_by_movie():
     assert time_split(ratings).tolist() == [2, 0, 1, 0]
 
 
-def test_what_is_not_movielens_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"not here.*ml-1m\.zip"):
+def test_other_files_than_movielens_are_errors(tmp_path):
+    with pytest.raises(DataError, match=r"not found.*ml-1m\.zip"):
         read_movielens(tmp_path)
     (tmp_path / "ml-1m.zip").write_bytes(b"not a zip")
-    with pytest.raises(DataError, match="not here"):
+    with pytest.raises(DataError, match="not found"):
         read_movielens(tmp_path)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("ml-1m/ratings.dat", "1::1::5::1\n")
     (tmp_path / "ml-1m.zip").write_bytes(buffer.getvalue())
-    with pytest.raises(DataError, match="not that of MovieLens-1M, got SHA-256"):
+    with pytest.raises(DataError, match="not the file of MovieLens-1M, got SHA-256"):
         read_movielens(tmp_path)
     (tmp_path / "ml-1m.zip").unlink()
     (tmp_path / "ratings.dat").write_text("1::1::5::1\n")
@@ -67,11 +67,11 @@ def test_vectors_are_kept_and_made_again_when_damaged(own_cache):
         return np.ones((2, 60)), np.zeros((4, 60))
 
     for _ in range(2):
-        users, movies = kept_vectors("toy", (2, 4), compute)
+        users, movies = cached_vectors("toy", (2, 4), compute)
         assert (users.shape, movies.shape) == ((2, 60), (4, 60))
     assert len(made) == 1
     (own_cache / "toy.npz").write_bytes(b"damaged")
-    kept_vectors("toy", (2, 4), compute)
+    cached_vectors("toy", (2, 4), compute)
     assert len(made) == 2
 
 

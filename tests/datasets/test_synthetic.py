@@ -10,10 +10,10 @@ from sklearn.neural_network import MLPRegressor
 
 from ultr.datasets import SPLITS, ranking_svm, show
 from ultr.datasets.synthetic import GRADE_SHARES, make_synthetic
+from ultr.datasets.users import User
 from ultr.errors import OptionError
-from ultr.evaluation import evaluate_scores
+from ultr.evaluation.scores import evaluate_scores
 from ultr.log import Log
-from ultr.simulate import User
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +103,13 @@ def test_shown_items_are_the_best_by_score_in_order(data):
         best = rows[np.argsort(-scores[rows])][:4]
         np.testing.assert_array_equal(shown.features[shown.offsets[i] : shown.offsets[i + 1]], log.features[best])
         assert shown.positions[shown.offsets[i] : shown.offsets[i + 1]].tolist() == [1, 2, 3, 4]
-    with pytest.raises(OptionError, match="at least one item"):
+    with pytest.raises(OptionError, match="'items' must be at least 1"):
         show(log, scores, items=0)
 
 
-def test_an_initial_ranker_that_cannot_be_fitted_is_refused(data):
+def test_an_initial_ranker_that_cannot_be_fitted_is_an_error(data):
     with pytest.raises(OptionError, match="share"):
         ranking_svm(data.train, share=0)
     flat = replace(data.validation, relevance=np.zeros(data.validation.rows, np.float32))
-    with pytest.raises(Exception, match="no two items of a request differ"):
+    with pytest.raises(Exception, match="no two items of a request have different grades"):
         ranking_svm(flat, share=0.1)

@@ -1,17 +1,17 @@
-"""The live test as an experiment: its text, its claims and its plot."""
+"""The live test as an experiment: its text, its claims and its plots."""
 
 from __future__ import annotations
 
 import json
-from xml.etree import ElementTree
 
 import pytest
 
-from ultr.compare import Workers
+from pages import plots_of, titles_of
 from ultr.datasets.synthetic import make_synthetic
 from ultr.errors import DataError
 from ultr.experiments import EXPERIMENTS, QUICK, Lab, abtest, live
 from ultr.experiments.claims import DIRECTION, HELD, NOT, REVERSED
+from ultr.training.compare import Workers
 
 SMALL = make_synthetic(requests=(120, 10, 10))
 TINY = live.LiveOptions(
@@ -35,28 +35,36 @@ TINY = live.LiveOptions(
         (-0.05, -0.02, -0.01, REVERSED),
     ],
 )
-def test_a_lift_is_held_only_if_its_interval_is_above_zero(low, mean, high, verdict):
+def test_the_claim_of_a_lift_holds_only_if_its_interval_is_above_zero(low, mean, high, verdict):
     assert abtest._verdict({"low": low, "mean": mean, "high": high}) == verdict
 
 
-def test_the_live_test_says_lifts_days_and_claims(tmp_path, monkeypatch):
+def test_the_live_test_shows_lifts_days_and_claims(tmp_path, monkeypatch):
     monkeypatch.setattr(live, "cached_dataset", lambda name, data_dir: SMALL)
     monkeypatch.setattr(abtest, "QUICK_LIVE", TINY)
     lab = Lab(tmp_path, QUICK, Workers(1), runs=2, device="cpu")
     outcome = EXPERIMENTS["live"](lab)
-    text, result = outcome.text(), outcome.figures
-    lift = result["lifts"]["pairwise-em:loss=opt"]["expected"]
+    text, results = outcome.text(), outcome.results
+    lift = results["lifts"]["pairwise-em:loss=opt"]["expected"]
     assert f"| pairwise-em:loss=opt | {lift['mean']:+.2%} [{lift['low']:+.2%}, {lift['high']:+.2%}] |" in text
-    course = [f"{day['expected']:.3f}" for day in result["course"]["lambdarank"]]
+    course = [f"{day['expected']:.3f}" for day in results["course"]["lambdarank"]]
     assert f"| lambdarank | {' | '.join(course)} |" in text
     assert len(outcome.claims) == 2
     whole, last = outcome.claims
     assert whole.verdict == abtest._verdict(lift)
-    last_day = result["lifts"]["pairwise-em:loss=opt"]["by_day"][-1]["expected"]
+    last_day = results["lifts"]["pairwise-em:loss=opt"]["by_day"][-1]["expected"]
     assert last.evidence.startswith(f"{last_day['mean']:+.2%}")
     json.dumps(outcome.to_json(), allow_nan=False)
-    plot = ElementTree.parse(tmp_path / "live.svg").getroot()  # noqa: S314 - our own file
-    assert len(list(plot.iter("{http://www.w3.org/2000/svg}polyline"))) == 3 + 2  # buckets, and lifts over the first
+    outcome.write(tmp_path)
+    page = (tmp_path / "live.html").read_text()
+    assert titles_of(page) == ["Lift over pal-click by day", "The live metric by day"]
+    lifts, metric = ({trace["name"]: trace for trace in plot["data"]} for plot in plots_of(page))
+    assert list(lifts) == list(TINY.entries[1:])
+    assert list(metric) == list(TINY.entries)
+    assert metric["lambdarank"]["x"] == [0, 1, 2]
+    days = [day["expected"] for day in results["course"]["lambdarank"]]
+    assert metric["lambdarank"]["y"] == pytest.approx(days, rel=1e-5)
+    assert lifts["pairwise-em:loss=opt"]["y"][-1] == pytest.approx(100 * last_day["mean"], rel=1e-5)
 
 
 def test_the_live_test_takes_one_data_set(tmp_path, monkeypatch):

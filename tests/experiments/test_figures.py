@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultr.checkpoint import write_json
-from ultr.compare import Comparison, Entry, Row, Workers, run_folder
+from pages import plots_of, titles_of
 from ultr.datasets.synthetic import make_synthetic
-from ultr.evaluation import mean_with_interval, paired_test
+from ultr.datasets.users import EYE_TRACKING
+from ultr.evaluation.scores import mean_with_interval, paired_test
 from ultr.experiments import figures
 from ultr.experiments import lab as labs
 from ultr.experiments.claims import DIRECTION, HELD, NOT
 from ultr.experiments.figures import figure3, figure4, figure5
 from ultr.experiments.lab import QUICK, Budget, Lab, World
 from ultr.experiments.paper import BAYES, OPT
-from ultr.simulate import EYE_TRACKING
+from ultr.training.compare import Comparison, Entry, Row, Workers, run_folder
+from ultr.utils.jsonfiles import write_json
 
 ENTRIES = [OPT, "dla", "regression-em", "pal-click", "lambdarank"]
 NAMES = ["Our Method (loss_opt)", "DLA", "Regression EM", "PAL-Click"]
@@ -43,7 +43,7 @@ def all_here(monkeypatch):
 
 
 def rate_in(plan, place):
-    """A rate that tells where it was tuned."""
+    """Return a rate that differs between the worlds it was tuned in."""
     return round(0.01 * (place + 1) + (0.1 if plan.base.label == "click" else 0) + plan.base.user_options["eta"], 4)
 
 
@@ -60,32 +60,35 @@ def made_up(plan):
 
 @pytest.fixture
 def calls(monkeypatch, all_here):
-    """The plans that were compared at once, call by call."""
-    found = []
+    """The plans of each call of `compare_all`."""
+    plans_of_calls = []
 
     def compare_all(plans, workers, on_done):
-        found.append(list(plans))
+        plans_of_calls.append(list(plans))
         return [made_up(plan) for plan in plans]
 
     monkeypatch.setattr(labs, "compare_all", compare_all)
-    return found
+    return plans_of_calls
 
 
-def drawn(path):
-    return ElementTree.parse(path).getroot()  # noqa: S314 - our own file
-
-
-def count(path, tag):
-    return len(list(drawn(path).iter("{http://www.w3.org/2000/svg}" + tag)))
+def drawn(result, out):
+    """Write a result, and return the lines by name, the number of bands and the heat maps of each plot of its page."""
+    result.write(out)
+    plots = []
+    for plot in plots_of((out / f"{result.name}.html").read_text()):
+        lines = {trace["name"]: trace for trace in plot["data"] if "name" in trace}
+        bands = sum("fill" in trace for trace in plot["data"])
+        plots.append((lines, bands, [trace["z"] for trace in plot["data"] if trace["type"] == "heatmap"]))
+    return plots
 
 
 def sections(text):
-    found = {}
+    by_title = {}
     for part in text.split("\n## ")[1:]:
         lines = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")]
         if lines:
-            found[part.splitlines()[0]] = lines
-    return found
+            by_title[part.splitlines()[0]] = lines
+    return by_title
 
 
 def test_a_gain_is_the_mean_of_the_relative_differences_of_runs():
@@ -97,10 +100,12 @@ def test_a_gain_is_the_mean_of_the_relative_differences_of_runs():
 
 @given(st.lists(st.tuples(st.floats(0.5, 9), st.floats(0.5, 9)), min_size=2, max_size=6))
 def test_a_gain_does_not_change_with_the_scale_of_a_run(pairs):
-    own, lower = map(np.array, zip(*pairs, strict=True))
-    scale = 1 + np.arange(len(own))
-    one = figures._gain(comparison("m", dla=own.tolist(), lambdarank=lower.tolist()), "dla", "m")
-    other = figures._gain(comparison("m", dla=(scale * own).tolist(), lambdarank=(scale * lower).tolist()), "dla", "m")
+    values, lower = map(np.array, zip(*pairs, strict=True))
+    scale = 1 + np.arange(len(values))
+    one = figures._gain(comparison("m", dla=values.tolist(), lambdarank=lower.tolist()), "dla", "m")
+    other = figures._gain(
+        comparison("m", dla=(scale * values).tolist(), lambdarank=(scale * lower).tolist()), "dla", "m"
+    )
     assert (one.mean, one.low, one.high) == pytest.approx((other.mean, other.low, other.high))
 
 
@@ -164,38 +169,41 @@ def test_figure_4_tunes_at_delta_3_and_uses_those_rates_at_every_delta(tmp_path,
     ],
 )
 def test_gains_are_shown_by_the_value_they_belong_to(tmp_path, calls, make, name, axis, values, heads, kinds):
-    outcome = make(lab_of(tmp_path))
-    outcome.write(tmp_path)
-    found = sections(outcome.text())
-    assert list(found) == heads
-    assert list(outcome.figures) == heads
+    result = make(lab_of(tmp_path))
+    result.write(tmp_path)
+    by_title = sections(result.text())
+    assert list(by_title) == heads
+    assert list(result.results) == heads
     final = calls[1]
     content = json.loads((tmp_path / f"{name}.json").read_text())["figures"]
     for number, (head, kind) in enumerate(zip(heads, kinds, strict=True)):
         plans = final[5 * number : 5 * number + 5]
-        first, *lines = found[head]
+        first, *lines = by_title[head]
         assert first == ["method", *(f"{axis} {value:g}" for value in values)]
         assert [line[0] for line in lines] == NAMES
         assert content[head]["metric"] == f"{kind}@10"
         assert content[head][axis] == values
         for i, entry in enumerate(ENTRIES[:-1]):
             for at, plan in enumerate(plans):
-                rows = {row.entry: np.array(row.figures[f"{kind}@10"]) for row in made_up(plan).rows}
+                rows = {row.entry: np.array(row.results[f"{kind}@10"]) for row in made_up(plan).rows}
                 gain = mean_with_interval(rows[entry] / rows["lambdarank"] - 1)
                 assert lines[i][1 + at] == f"{gain.mean:+.2%} [{gain.low:+.2%}, {gain.high:+.2%}]"
                 assert content[head]["gain"][entry][at]["mean"] == pytest.approx(gain.mean)
                 assert content[head]["seeds"][entry][at] == rows[entry].tolist()
         assert set(content[head]["seeds"]) == set(ENTRIES)
         assert set(content[head]["gain"]) == set(ENTRIES[:-1])
-    assert [claim.data for claim in outcome.claims] == heads
-    assert [claim.verdict for claim in outcome.claims] == [HELD] * len(heads)
-    assert outcome.plots == [f"{name}.svg"]
-    assert count(tmp_path / f"{name}.svg", "polyline") == 4 * len(heads)
-    assert count(tmp_path / f"{name}.svg", "polygon") == 4 * len(heads)
-    assert count(tmp_path / f"{name}.svg", "circle") == 4 * 5 * len(heads)
+    assert [claim.data for claim in result.claims] == heads
+    assert [claim.verdict for claim in result.claims] == [HELD] * len(heads)
+    assert titles_of((tmp_path / f"{name}.html").read_text()) == heads
+    for head, (lines, bands, _) in zip(heads, drawn(result, tmp_path), strict=True):
+        assert list(lines) == NAMES
+        assert bands == 4
+        for entry, line in zip(ENTRIES, lines.values(), strict=False):
+            assert line["x"] == values
+            assert line["y"] == pytest.approx([100 * gain["mean"] for gain in content[head]["gain"][entry]], rel=1e-5)
 
 
-def test_figures_are_of_the_sets_of_the_paper_and_the_default_data(tmp_path, calls):
+def test_figures_use_the_data_sets_of_the_paper_and_the_default_data(tmp_path, calls):
     for make in (figure3, figure4):
         calls.clear()
         make(lab_of(tmp_path, data=()))
@@ -207,10 +215,10 @@ def test_figures_are_of_the_sets_of_the_paper_and_the_default_data(tmp_path, cal
 
 
 def test_gains_of_one_run_have_no_band(tmp_path, calls):
-    outcome = figure4(lab_of(tmp_path, runs=1))
-    assert count(tmp_path / "figure4.svg", "polyline") == 4
-    assert count(tmp_path / "figure4.svg", "polygon") == 0
-    assert "[" not in sections(outcome.text())["Default data (synthetic)"][1][1]
+    result = figure4(lab_of(tmp_path, runs=1))
+    ((lines, bands, _),) = drawn(result, tmp_path)
+    assert (len(lines), bands) == (4, 0)
+    assert "[" not in sections(result.text())["Default data (synthetic)"][1][1]
 
 
 def test_figures_of_one_run_are_plain_json(tmp_path, calls):
@@ -221,7 +229,7 @@ def test_figures_of_one_run_are_plain_json(tmp_path, calls):
 
 
 SURE = {"opt": [2.0, 2.1, 2.2], "dla": [1.0, 1.11, 1.2], "pal": [1.5, 1.61, 1.7], "lambdarank": [1.0, 1.0, 1.0]}
-FIRST = SURE | {"opt": [1.6, 1.5, 1.8]}  # above PAL-Click, and not significantly
+FIRST = SURE | {"opt": [1.6, 1.5, 1.8]}  # above PAL-Click, but not significantly
 SECOND = SURE | {"dla": [3.0, 3.1, 3.3]}
 
 
@@ -235,7 +243,7 @@ SECOND = SURE | {"dla": [3.0, 3.1, 3.3]}
         ([SECOND, SECOND], NOT, 0, 0),
     ],
 )
-def test_the_largest_gain_is_held_only_if_it_is_so_everywhere_and_significantly(worlds, verdict, first, sure):
+def test_the_claim_of_the_largest_gain_holds_only_if_it_is_significant_everywhere(worlds, verdict, first, sure):
     results = [comparison("m", **world) for world in worlds]
     gains = {e: [figures._gain(r, e, "m") for r in results] for e in (OPT, "dla", "pal-click")}
     claim = figures._largest("text", "head", gains, results, "m")
@@ -260,7 +268,7 @@ def test_the_largest_gain_is_held_only_if_it_is_so_everywhere_and_significantly(
         ([[0.7, 0.1, 0.4, 0.3], [0.7, 0.9, 0.2, 0.1]], HELD, 3),  # on the mean
     ],
 )
-def test_what_falls_with_position_falls_at_every_step(theta, verdict, falls):
+def test_a_curve_falls_with_position_if_it_falls_at_every_step(theta, verdict, falls):
     rising = np.array([[0.1, 0.2, 0.4, 0.8]])
     first, second = figures._falling("head", {"theta": np.array(theta), "P(c>0) / theta": rising})
     assert first.verdict == verdict
@@ -297,14 +305,14 @@ def write_reports(lab, data, lr):
         write_json(run_folder(out, Entry.parse(BAYES), lr, seed) / "bias.json", report)
 
 
-def test_figure_5_shows_what_its_runs_learned(tmp_path, calls):
+def test_figure_5_shows_the_bias_of_its_runs(tmp_path, calls):
     lab = lab_of(tmp_path, runs=2, data=("synthetic", "yahoo"))
     (plan,) = labs.compare_all([lab.plan(World("synthetic"), [BAYES], reference=BAYES, rate_of={})], None, None)
     calls.clear()
     for data in lab.data:
         write_reports(lab, data, plan.rows[0].lr)  # the rate that was chosen
-    outcome = figure5(lab)
-    outcome.write(tmp_path)
+    result = figure5(lab)
+    result.write(tmp_path)
     ((first, second),) = calls
     assert [entry.text for entry in first.entries] == [BAYES]
     assert (first.base.label, first.base.user_options["eta"]) == ("click + dwell / exp(3)", 1.0)
@@ -312,49 +320,53 @@ def test_figure_5_shows_what_its_runs_learned(tmp_path, calls):
     content = json.loads((tmp_path / "figure5.json").read_text())["figures"]
     json.dumps(content, allow_nan=False)
     for data in lab.data:
-        found = content[data]
-        assert found["positions"] == [1, 2, 3]
-        assert found["theta"] == [[0.8, 0.5, 0.2], [0.6, 0.3, 0.4]]
-        np.testing.assert_allclose(found["P(c>0)"], [[0.4, 0.2, 0.1], [0.3, 0.15, 0.2]])
-        np.testing.assert_allclose(found["P(c>0) / theta"], [[0.5, 0.4, 0.5], [0.5, 0.5, 0.5]])
-        assert found["true_theta"] == list(EYE_TRACKING[:3])
-        m = np.array(found["m"], dtype=float)
+        saved = content[data]
+        assert saved["positions"] == [1, 2, 3]
+        assert saved["theta"] == [[0.8, 0.5, 0.2], [0.6, 0.3, 0.4]]
+        np.testing.assert_allclose(saved["P(c>0)"], [[0.4, 0.2, 0.1], [0.3, 0.15, 0.2]])
+        np.testing.assert_allclose(saved["P(c>0) / theta"], [[0.5, 0.4, 0.5], [0.5, 0.5, 0.5]])
+        assert saved["true_theta"] == list(EYE_TRACKING[:3])
+        m = np.array(saved["m"], dtype=float)
         expected = [[np.nan, 0.8, 0.6], [0.7, np.nan, np.nan], [0.3, np.nan, np.nan]]  # over runs that saw the pair
         np.testing.assert_allclose(m, expected)
-    first, *lines = sections(outcome.text())["Default data (synthetic)"]
+    first, *table = sections(result.text())["Default data (synthetic)"]
     assert first == ["position", "1", "2", "3"]
-    assert lines == [
+    assert table == [
         ["theta", "0.700", "0.400", "0.300"],
         ["P(c>0)", "0.350", "0.175", "0.150"],
         ["P(c>0) / theta", "0.500", "0.450", "0.500"],
         ["true theta", "0.680", "0.610", "0.480"],
     ]
-    assert "m_ij over pairs of positions: 0.30 to 0.80, deviation 0.187" in outcome.text()
-    assert [(claim.data, claim.verdict) for claim in outcome.claims] == [
+    assert "m_ij over pairs of positions: 0.30 to 0.80, deviation 0.187" in result.text()
+    assert [(claim.data, claim.verdict) for claim in result.claims] == [
         ("Default data (synthetic)", HELD),
         ("Default data (synthetic)", NOT),
         ("Yahoo! LETOR set 1", HELD),
         ("Yahoo! LETOR set 1", NOT),
     ]
-    assert outcome.plots == ["figure5.svg", "figure5-m-synthetic.svg", "figure5-m-yahoo.svg"]
-    assert count(tmp_path / "figure5.svg", "polyline") == 2 * 4
-    assert count(tmp_path / "figure5.svg", "polygon") == 2 * 3  # what is true has no interval
-    assert [count(tmp_path / name, "rect") for name in outcome.plots[1:]] == [4, 4]
+    plots = drawn(result, tmp_path)
+    assert len(plots) == 2 * 2
+    for (lines, bands, _), (_, _, (heat_map,)) in zip(plots[::2], plots[1::2], strict=True):
+        assert {name: line["y"] for name, line in lines.items()} == {
+            line[0]: pytest.approx([float(cell) for cell in line[1:]], abs=5e-4) for line in table
+        }
+        assert bands == 3  # the true theta has no interval
+        np.testing.assert_allclose(np.array(heat_map, float), expected, rtol=1e-5)
 
 
 def test_figure_5_of_one_run_has_no_band(tmp_path, calls):
     lab = lab_of(tmp_path, runs=1)
     write_reports(lab, "synthetic", 1.01)
-    outcome = figure5(lab)
-    assert outcome.figures["synthetic"]["theta"] == [[0.8, 0.5, 0.2]]
-    assert count(tmp_path / "figure5.svg", "polyline") == 4
-    assert count(tmp_path / "figure5.svg", "polygon") == 0
+    result = figure5(lab)
+    assert result.results["synthetic"]["theta"] == [[0.8, 0.5, 0.2]]
+    (lines, bands, _), _ = drawn(result, tmp_path)
+    assert (len(lines), bands) == (4, 0)
 
 
-def test_figures_are_made_of_real_runs(tmp_path, monkeypatch):
+def test_figures_work_with_real_runs(tmp_path, monkeypatch):
     small = make_synthetic(requests=(60, 10, 10))
-    monkeypatch.setattr("ultr.preparing.cached_dataset", lambda name, data_dir: small)
-    monkeypatch.setattr("ultr.compare.cached_dataset", lambda name, data_dir: small)
+    monkeypatch.setattr("ultr.training.data.cached_dataset", lambda name, data_dir: small)
+    monkeypatch.setattr("ultr.training.compare.cached_dataset", lambda name, data_dir: small)
     monkeypatch.setattr(labs, "load_dataset", lambda name, data_dir=None: small)
     monkeypatch.setattr(
         figures,
@@ -363,15 +375,15 @@ def test_figures_are_made_of_real_runs(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(figures, "ETAS", (0.0, 1.0))
     lab = lab_of(tmp_path, TINY, runs=1)
-    found = figure5(lab).figures["synthetic"]
-    assert np.shape(found["theta"]) == (1, 10)
-    assert np.shape(found["m"]) == (10, 10)
-    assert 0 < np.min(found["theta"]) <= np.max(found["theta"]) < 1
-    np.testing.assert_allclose(np.array(found["P(c>0) / theta"]) * found["theta"], found["P(c>0)"])
+    curves = figure5(lab).results["synthetic"]
+    assert np.shape(curves["theta"]) == (1, 10)
+    assert np.shape(curves["m"]) == (10, 10)
+    assert 0 < np.min(curves["theta"]) <= np.max(curves["theta"]) < 1
+    np.testing.assert_allclose(np.array(curves["P(c>0) / theta"]) * curves["theta"], curves["P(c>0)"])
     folders = {Path(p).parent for p in tmp_path.rglob("test.json")}
-    outcome = figure3(lab)
+    result = figure3(lab)
     runs = {p.parent for p in tmp_path.rglob("test.json")} - folders
     assert len(runs) == 2 * 2 * 3  # labels, etas, methods
-    assert count(tmp_path / "figure3.svg", "polyline") == 2 * 2
-    gains = outcome.figures["clicks, Default data (synthetic)"]["seeds"]
-    assert all(len(set(map(tuple, values))) == 2 for values in gains.values())  # eta is at work
+    assert [list(lines) for lines, _, _ in drawn(result, tmp_path)] == [["Our Method (loss_opt)", "PAL-Click"]] * 2
+    gains = result.results["clicks, Default data (synthetic)"]["seeds"]
+    assert all(len(set(map(tuple, values))) == 2 for values in gains.values())  # eta has an effect

@@ -11,18 +11,18 @@ import pytest
 import torch
 from scipy import stats
 
-from ultr.checkpoint import load_tensors, read_json, write_json
-from ultr.compare import Workers
 from ultr.datasets import ranking_svm
 from ultr.datasets.synthetic import make_synthetic
 from ultr.errors import DataError, LabelError, OptionError, OutputError, UnfinishedError
-from ultr.evaluation import evaluate_scores
+from ultr.evaluation.scores import evaluate_scores
 from ultr.experiments import live
 from ultr.experiments.lift import Arm, arm_of, lift_of
 from ultr.experiments.live import BucketTask, LiveOptions, LiveResult, Traffic, metric_of, run_live, run_one
-from ultr.formats import load_json
-from ultr.labels import Label
-from ultr.runs import with_training
+from ultr.log.labels import Label
+from ultr.training.compare import Workers
+from ultr.training.config import with_training
+from ultr.utils.jsonfiles import load_json, read_json, write_json
+from ultr.utils.tensors import load_tensors
 
 SMALL = make_synthetic(requests=(120, 10, 10))
 TINY = LiveOptions(
@@ -44,7 +44,7 @@ def small_data(monkeypatch):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """The logs that were learned from, in order."""
+    """The training logs, in order."""
     logs = []
 
     def spy(config, out, *, log, **options):
@@ -93,7 +93,7 @@ def test_rankers_that_learn_are_served(tmp_path):
     assert days[2]["expected"] > 1.1 * days[0]["expected"]
 
 
-def test_a_bucket_has_no_lift_over_itself():
+def test_a_bucket_has_no_lift_over_the_same_bucket():
     arm = of_sample(np.random.default_rng(0).exponential(size=500))
     lift = lift_of(arm, arm)
     assert lift.lift == 0
@@ -102,7 +102,7 @@ def test_a_bucket_has_no_lift_over_itself():
     assert lift_of(Arm(2, 0), Arm(1, 0)).p == 0
 
 
-def test_the_interval_of_a_lift_is_that_of_a_bootstrap():
+def test_the_interval_of_a_lift_agrees_with_a_bootstrap():
     rng = np.random.default_rng(1)
     a, b = rng.gamma(1.0, 1.5, 1500), rng.gamma(0.5, 2.0, 800)
     lift = lift_of(of_sample(a), of_sample(b))
@@ -113,14 +113,14 @@ def test_the_interval_of_a_lift_is_that_of_a_bootstrap():
     assert lift.p == pytest.approx(stats.ttest_ind(a, b, equal_var=False).pvalue, rel=0.05)
 
 
-def test_an_a_a_test_errs_as_often_as_it_says():
+def test_an_a_a_test_has_its_nominal_error_rate():
     rng = np.random.default_rng(2)
     lifts = [lift_of(of_sample(rng.exponential(size=300)), of_sample(rng.exponential(size=300))) for _ in range(3000)]
     assert np.mean([lift.low <= 0 <= lift.high for lift in lifts]) == pytest.approx(0.95, abs=0.015)
     assert np.mean([lift.p < 0.2 for lift in lifts]) == pytest.approx(0.2, abs=0.03)
 
 
-def test_days_count_alike_whatever_their_sessions():
+def test_days_have_equal_weights_whatever_their_sessions():
     rng = np.random.default_rng(3)
     days = [rng.exponential(scale, size) for scale, size in ((1, 100), (3, 300))]
     records = [{"sessions": len(x), "mean": x.mean(), "variance": x.var(ddof=1)} for x in days]
@@ -130,7 +130,7 @@ def test_days_count_alike_whatever_their_sessions():
     assert arm.variance == pytest.approx(draws.var(), rel=0.05)
 
 
-def test_a_control_without_feedback_is_refused():
+def test_a_control_without_feedback_is_an_error():
     with pytest.raises(DataError, match="no feedback"):
         lift_of(Arm(1, 1), Arm(0, 0))
 
@@ -138,26 +138,26 @@ def test_a_control_without_feedback_is_refused():
 def test_the_sampled_metric_agrees_with_the_exact_one():
     traffic = Traffic.make(replace(PLAIN, sessions=20_000), 0)
     upside_down = replace(traffic, first_scores=-traffic.first_scores)
-    found = [metric_of(traffic.served(traffic.shown(None), bucket, 0), traffic.options.label) for bucket in (0, 1)]
-    errors = [(day["variance"] / day["sessions"]) ** 0.5 for day in found]
+    days = [metric_of(traffic.served(traffic.shown(None), bucket, 0), traffic.options.label) for bucket in (0, 1)]
+    errors = [(day["variance"] / day["sessions"]) ** 0.5 for day in days]
     exact, wrong = traffic.expected(traffic.shown(None)), traffic.expected(upside_down.shown(None))
-    for day, error in zip(found, errors, strict=True):
+    for day, error in zip(days, errors, strict=True):
         assert abs(day["mean"] - exact) < 3 * error
         assert abs(day["mean"] - wrong) > 10 * error
-    assert found[0]["mean"] != found[1]["mean"]
+    assert days[0]["mean"] != days[1]["mean"]
 
 
-def test_the_metric_of_a_session_is_its_label_summed():
+def test_the_metric_of_a_session_is_the_sum_of_its_labels():
     traffic = Traffic.make(PLAIN, 0)
     log = traffic.served(traffic.shown(None), 1, 0)
-    found = metric_of(log, "click + 2 * like")
+    metric = metric_of(log, "click + 2 * like")
     sums = [
         sum(log.actions["click"][a:b]) + 2 * sum(log.actions["like"][a:b])
         for a, b in zip(log.offsets[:-1], log.offsets[1:], strict=True)
     ]
-    assert found["sessions"] == len(sums)
-    assert (found["mean"], found["variance"]) == pytest.approx((np.mean(sums), np.var(sums, ddof=1)))
-    assert found["actions"]["dwell"] == pytest.approx(log.actions["dwell"].sum() / len(sums))
+    assert metric["sessions"] == len(sums)
+    assert (metric["mean"], metric["variance"]) == pytest.approx((np.mean(sums), np.var(sums, ddof=1)))
+    assert metric["actions"]["dwell"] == pytest.approx(log.actions["dwell"].sum() / len(sums))
 
 
 def test_likes_and_shares_follow_clicks_and_grades():
@@ -176,10 +176,10 @@ def test_every_session_is_served_by_one_bucket():
         traffic.served(traffic.shown(None), bucket, day).request_ids.to_numpy() for day in (0, 1) for bucket in range(4)
     ]
     assert sorted(np.concatenate(ids)) == list(range(2 * 4 * 60))
-    assert len({len(own) for own in ids}) > 1
+    assert len({len(sessions) for sessions in ids}) > 1
 
 
-def test_users_of_two_buckets_or_days_do_not_act_alike():
+def test_users_of_two_buckets_or_days_act_independently():
     traffic = Traffic.make(replace(PLAIN, sessions=3000), 0)
     logs = [traffic.served(traffic.shown(None), bucket, day) for bucket, day in ((0, 0), (1, 0), (0, 1))]
     clicks = np.stack([log.actions["click"][:25_000].reshape(-1, 10) for log in logs])
@@ -251,7 +251,7 @@ def test_the_same_seed_gives_the_same_result(tiny_result, tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["pal-click/day-02", "pairwise-em_loss=opt/day-02", "pointwise"])
-def test_what_is_lost_is_done_again_and_nothing_else(tiny_result, tmp_path, trained, lost):
+def test_only_lost_days_are_repeated(tiny_result, tmp_path, trained, lost):
     folder, _ = tiny_result
     shutil.copytree(folder, tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "run-0" / lost)
@@ -261,16 +261,16 @@ def test_what_is_lost_is_done_again_and_nothing_else(tiny_result, tmp_path, trai
 
 
 @pytest.mark.parametrize(("name", "call"), [("run_training", 3), ("metric_of", 2), ("metric_of", 6), ("write_json", 4)])
-def test_killed_between_days_it_goes_on_to_the_same_result(plain_result, tmp_path, monkeypatch, name, call):
+def test_a_killed_test_resumes_to_the_same_result(plain_result, tmp_path, monkeypatch, name, call):
     folder, _ = plain_result
     calls = 0
 
-    def killed(*given, **options):
+    def killed(*arguments, **options):
         nonlocal calls
         calls += 1
         if calls == call:
             raise KeyboardInterrupt
-        return original(*given, **options)
+        return original(*arguments, **options)
 
     original = getattr(live, name)
     with monkeypatch.context() as patch:
@@ -282,17 +282,17 @@ def test_killed_between_days_it_goes_on_to_the_same_result(plain_result, tmp_pat
     assert (tmp_path / "live.json").read_bytes() == (folder / "live.json").read_bytes()
 
 
-def test_nothing_is_repeated_when_all_is_there(tiny_result, trained, monkeypatch):
+def test_a_finished_test_is_not_repeated(tiny_result, trained, monkeypatch):
     folder, result = tiny_result
     monkeypatch.setattr(live, "metric_of", lambda *_: pytest.fail("a day was served again"))
     assert run_live(TINY, folder).to_json() == result.to_json()
     assert not trained
 
 
-def test_days_can_be_added_and_nothing_else_changed(plain_result, tmp_path):
+def test_days_can_be_added_but_no_other_option_changed(plain_result, tmp_path):
     run_live(replace(PLAIN, days=1), tmp_path / "grown")
     assert run_live(PLAIN, tmp_path / "grown").to_json() == plain_result[1].to_json()
-    with pytest.raises(OutputError, match="another 'steps'"):
+    with pytest.raises(OutputError, match="made with 'steps' = 4, got 5"):
         run_live(replace(PLAIN, steps=5), tmp_path / "grown")
 
 
@@ -328,17 +328,17 @@ def test_lifts_leave_day_0_out(tiny_result):
     assert lift["by_day"][1]["lift"] == pytest.approx(treated[1]["mean"] / control[1]["mean"] - 1)
 
 
-def test_runs_have_seeds_of_their_own_and_an_interval_over_them(tmp_path):
-    heard = []
-    result = run_live(PLAIN, tmp_path, runs=3, on_done=lambda *what: heard.append(what))
+def test_runs_have_different_seeds_and_an_interval_over_them(tmp_path):
+    progress = []
+    result = run_live(PLAIN, tmp_path, runs=3, on_done=lambda *event: progress.append(event))
     assert [run["seed"] for run in result.runs] == [0, 1, 2]
-    assert [(done, total) for done, total, _ in heard] == [(i, 18) for i in range(1, 19)]
+    assert [(done, total) for done, total, _ in progress] == [(i, 18) for i in range(1, 19)]
     for kind, key in (("expected", "expected"), ("sampled", "lift")):
         lifts = [run["lifts"]["pointwise (A/A)"][key] for run in result.runs]
         assert len(set(lifts)) == 3
-        found = result.lifts["pointwise (A/A)"][kind]
+        lift = result.lifts["pointwise (A/A)"][kind]
         low, high = stats.t.interval(0.95, 2, np.mean(lifts), stats.sem(lifts))
-        assert (found["mean"], found["low"], found["high"]) == pytest.approx((np.mean(lifts), low, high))
+        assert (lift["mean"], lift["low"], lift["high"]) == pytest.approx((np.mean(lifts), low, high))
 
 
 def test_the_result_is_plain_json(tiny_result):
@@ -349,7 +349,7 @@ def test_the_result_is_plain_json(tiny_result):
     assert LiveResult(TINY, json.loads(json.dumps(list(result.runs)))).lifts == result.lifts
 
 
-def test_buckets_of_one_entry_have_names_of_their_own():
+def test_buckets_of_the_same_entry_have_different_names():
     assert replace(TINY, entries=["dla", "dla", "pointwise", "dla"]).buckets == (
         "dla",
         "dla (A/A)",
@@ -363,18 +363,18 @@ def test_buckets_of_one_entry_have_names_of_their_own():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"days": 0}, "'days' should be 1"),
-        ({"sessions": 29}, "'sessions' should be 30"),
+        ({"days": 0}, "'days' must be at least 1"),
+        ({"sessions": 29}, "'sessions' must be at least 30"),
         ({"items": 0}, "'items'"),
         ({"window": -1}, "'window'"),
         ({"seed": -1}, "'seed'"),
-        ({"entries": ["pointwise"]}, "a control and another"),
+        ({"entries": ["pointwise"]}, "a control and at least one other entry"),
         ({"entries": ["pointwise", "pal-clik"]}, "did you mean 'pal-click'"),
         ({"entries": ["pointwise", "dla:from=no-bias"]}, "live users have position bias"),
-        ({"entries": ["pointwise", "dla:from=nowhere"]}, "cannot learn from"),
-        ({"label": "click + buy"}, "users do not 'buy'"),
-        ({"like": (0.1, 1.1)}, "'like' should be"),
-        ({"rates": {"lambdarank": 0.1}}, "no entry 'lambdarank'"),
+        ({"entries": ["pointwise", "dla:from=nowhere"]}, "'learn_from' must be one of"),
+        ({"label": "click + buy"}, "no action 'buy'"),
+        ({"like": (0.1, 1.1)}, "'like' must be"),
+        ({"rates": {"lambdarank": 0.1}}, "unknown entry 'lambdarank'"),
         ({"lr": 0}, "learning rate"),
         ({"steps": 0}, "'steps'"),
     ],
@@ -393,31 +393,31 @@ def test_labels_are_checked():
     ("wrong", "says"),
     [
         ({"entries": ["pointwise", "pairwise-em:scale=estimated"]}, "add theta=regression"),
-        ({"hidden": (0,)}, "hidden layers"),
+        ({"hidden": (0,)}, "'hidden'"),
         ({"dropout": 1.0}, "dropout"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_anything_is_written(tmp_path, wrong, says):
+def test_an_entry_that_cannot_be_trained_is_an_error_before_anything_is_written(tmp_path, wrong, says):
     with pytest.raises(OptionError, match=says):
         run_live(replace(PLAIN, **wrong), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_there_is_one_run_or_more(tmp_path):
-    with pytest.raises(OptionError, match="one run or more"):
+def test_there_is_at_least_one_run(tmp_path):
+    with pytest.raises(OptionError, match="'runs' must be at least 1"):
         run_live(PLAIN, tmp_path, runs=0)
 
 
-def test_buckets_served_by_workers_come_to_the_same(tmp_path, plain_result):
+def test_buckets_served_by_workers_give_the_same_result(tmp_path, plain_result):
     with Workers(1) as workers:
         assert run_live(PLAIN, tmp_path, workers=workers).to_json() == plain_result[1].to_json()
 
 
-def test_no_day_is_begun_after_the_time_is_up_and_the_same_call_goes_on(tmp_path, plain_result, trained):
+def test_no_day_starts_after_the_time_limit_and_the_same_call_continues(tmp_path, plain_result, trained):
     with Workers(1, until=0.0) as workers, pytest.raises(UnfinishedError, match="0 of 2"):
         run_live(PLAIN, tmp_path, workers=workers)
     task = BucketTask(PLAIN, str(tmp_path), 0, 0, until=0.0)
-    task.perform()  # its time was up while it waited
+    task.perform()  # the time limit passed while it waited
     assert not task.finished
     assert not trained
     assert run_live(PLAIN, tmp_path).to_json() == plain_result[1].to_json()

@@ -1,6 +1,7 @@
-"""`python -m hardening.disks FOLDER`: work on disks that are small or read-only, and side by side in one place.
+"""Run work on small or read-only disks, and several processes on one output: `python -m hardening.disks FOLDER`.
 
-A disk is a tmpfs that only its own fork sees, so that nothing of it is left; systems that do not allow it say so.
+A disk is a tmpfs in the mount namespace of a fork, so that it disappears with the fork. If the system does not allow
+this, the output says so.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from pathlib import Path
 
 import torch
 
-from hardening.faults import CASES, REFUSED, Case, contents, done, ended, make_inputs, network, start, train
+from hardening.faults import CASES, ULTR_ERROR, Case, contents, done, ended, make_inputs, network, start, train
 from ultr.errors import UltrError
 from ultr.log import read_log, write_log
-from ultr.log.prepare import prepare_lists
-from ultr.runs import run_training
+from ultr.log.prepare.pipeline import prepare_lists
+from ultr.training.run import run_training
 
-NEW_NAMESPACE, PRIVATE, REMOUNT, READ_ONLY = 0x20000, 0x44000, 32, 1  # of unshare(2) and mount(2)
+NEW_NAMESPACE, PRIVATE, REMOUNT, READ_ONLY = 0x20000, 0x44000, 32, 1  # flags of unshare(2) and mount(2)
 LARGE = 64 << 10
-SIZES = (4, 8, 12, 16, 40, 100, 200)  # KiB that are free; none would mean no limit
+SIZES = (4, 8, 12, 16, 40, 100, 200)  # free KiB; 0 would mean no limit
 ON_DISKS = ("network", "trees", "prepare", "score", "write_log", "export", "report", "bias", "compare", "cache")
 
 
@@ -35,7 +36,7 @@ def mount(place: Path, kilobytes: int, flags: int = 0) -> None:
 
 
 def own_disk(place: Path) -> None:
-    """Put a disk there for this process alone."""
+    """Mount a disk that only this process sees."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(NEW_NAMESPACE) or libc.mount(b"none", b"/", None, PRIVATE, None):
         raise PermissionError(ctypes.get_errno(), "unshare")
@@ -46,36 +47,36 @@ def allowed(place: Path) -> bool:
     return sys.platform == "linux" and ended(*start(lambda: own_disk(place)))[0] == 0
 
 
-def tried(case: Case, inputs: Path, out: Path) -> str:
-    before, said = contents(out), ""
+def outcome_of(case: Case, inputs: Path, out: Path) -> str:
+    before, message = contents(out), ""
     try:
         case.work(inputs, out)
     except UltrError as error:
-        said = str(error)
-    if not said:
-        return "went on"
-    assert "No space left" in said or "Read-only" in said or "Out of Memory" in said, said
-    assert {name: found for name, found in contents(out).items() if name in before} == before, "it was changed"
-    return "refused"
+        message = str(error)
+    if not message:
+        return "completed"
+    assert "No space left" in message or "Read-only" in message or "Out of Memory" in message, message
+    assert {name: crc for name, crc in contents(out).items() if name in before} == before, "a file was changed"
+    return "error"
 
 
 def on_small_disk(case: Case, inputs: Path, out: Path, free: int) -> str:
-    """On a disk with so many KiB left; when there is space again, it comes to what it would have come to."""
+    """Run a case on a disk with `free` KiB left, then with enough; return the first outcome and the final files."""
     own_disk(out)
     case.before(inputs, out)
     used = os.statvfs(out)
     mount(out, (used.f_blocks - used.f_bfree) * used.f_frsize // 1024 + free, REMOUNT)
-    how = tried(case, inputs, out)
+    outcome = outcome_of(case, inputs, out)
     mount(out, LARGE, REMOUNT)
     case.work(inputs, out)
-    return json.dumps([how, contents(out)])
+    return json.dumps([outcome, contents(out)])
 
 
 def on_read_only_disk(case: Case, inputs: Path, out: Path) -> str:
     own_disk(out)
     case.before(inputs, out)
     mount(out, LARGE, REMOUNT | READ_ONLY)
-    return tried(case, inputs, out)
+    return outcome_of(case, inputs, out)
 
 
 def disks(inputs: Path, out: Path) -> None:
@@ -83,19 +84,19 @@ def disks(inputs: Path, out: Path) -> None:
         case, counts = CASES[name], Counter[str]()
         _, expected = json.loads(done(lambda case=case: on_small_disk(case, inputs, out, LARGE)))  # type: ignore[misc]
         for free in SIZES:
-            how, found = json.loads(done(lambda case=case, free=free: on_small_disk(case, inputs, out, free)))  # type: ignore[misc]
-            assert found == expected, f"{name} with {free} KiB: {[n for n in found if found[n] != expected.get(n)]}"
-            counts[how] += 1
+            outcome, files = json.loads(done(lambda case=case, free=free: on_small_disk(case, inputs, out, free)))  # type: ignore[misc]
+            assert files == expected, f"{name} with {free} KiB: {[n for n in files if files[n] != expected.get(n)]}"
+            counts[outcome] += 1
         print(json.dumps({"how": "small disk", "case": name, **counts}), flush=True)
-        how = done(lambda case=case: on_read_only_disk(case, inputs, out))  # type: ignore[misc]
-        print(json.dumps({"how": "read-only disk", "case": name, how: 1}), flush=True)
+        outcome = done(lambda case=case: on_read_only_disk(case, inputs, out))  # type: ignore[misc]
+        print(json.dumps({"how": "read-only disk", "case": name, outcome: 1}), flush=True)
 
 
-# --- Side by side -----------------------------------------------------------------------------------------------------
+# --- In parallel ------------------------------------------------------------------------------------------------------
 
 
 class Pause:
-    """Where a fork waits until it is let go."""
+    """A point where a fork waits until the parent calls `let_go`."""
 
     def __init__(self) -> None:
         self._reached, self._go = os.pipe(), os.pipe()
@@ -104,22 +105,22 @@ class Pause:
     def __call__(self, *_: object) -> None:
         if not self._passed:
             self._passed = True
-            os.close(self._go[1])  # so that it ends with the process that would let it go
+            os.close(self._go[1])  # so that the fork does not wait for a parent that has ended
             os.write(self._reached[1], b".")
             os.read(self._go[0], 1)
 
     def reached(self) -> None:
         os.close(self._reached[1])
-        assert os.read(self._reached[0], 1), "it ended before"
+        assert os.read(self._reached[0], 1), "the fork ended before the pause"
 
     def let_go(self) -> None:
         os.write(self._go[1], b".")
 
 
-def refused(work: Callable[[], object], *saying: str) -> None:
-    code, left = ended(*start(work))
-    assert code == REFUSED, left
-    assert all(words in left for words in saying), left
+def rejected(work: Callable[[], object], *words: str) -> None:
+    code, message = ended(*start(work))
+    assert code == ULTR_ERROR, message
+    assert all(word in message for word in words), message
 
 
 def two_trainings(inputs: Path, out: Path) -> None:
@@ -128,8 +129,8 @@ def two_trainings(inputs: Path, out: Path) -> None:
     first = start(lambda: run_training(config, out / "run", on_progress=pause, checkpoint_seconds=0))
     pause.reached()
     words = ("another process is training here", f"process {first[0]} on")
-    refused(lambda: run_training(config, out / "run", resume=True), *words)
-    refused(lambda: run_training(config, out / "run", overwrite=True), *words)
+    rejected(lambda: run_training(config, out / "run", resume=True), *words)
+    rejected(lambda: run_training(config, out / "run", overwrite=True), *words)
     pause.let_go()
     assert ended(*first)[0] == 0
     assert contents(out / "run") == contents(out / "alone" / "run")
@@ -140,13 +141,13 @@ def two_preparations(inputs: Path, out: Path) -> None:
     done(lambda: prepare_lists(log, out / "alone", threads=1))
     first = start(lambda: prepare_lists(log, out / "lists", threads=1, progress=pause))
     pause.reached()
-    refused(lambda: prepare_lists(log, out / "lists", threads=1), "another process is writing it now")
+    rejected(lambda: prepare_lists(log, out / "lists", threads=1), "another process is writing it now")
     assert len(list(out.glob(".*.partial"))) == 1
     done(lambda: prepare_lists(log, out / "lists", overwrite=True, threads=1))
     assert contents(out / "lists") == contents(out / "alone")
     pause.let_go()
-    code, left = ended(*first)
-    assert (code, "output exists already" in left) == (REFUSED, True), left
+    code, message = ended(*first)
+    assert (code, "output exists already" in message) == (ULTR_ERROR, True), message
     assert contents(out / "lists") == contents(out / "alone")
     assert not list(out.glob(".*.partial"))
 
@@ -156,8 +157,8 @@ def several_logs(inputs: Path, out: Path) -> None:
     for number in range(2):
         forks = [start(lambda n=number: write_log(log, out / f"{n}.parquet")) for _ in range(4)]  # type: ignore[misc]
         codes = Counter(ended(*fork)[0] for fork in forks)
-        assert codes[0] == 1, codes  # one has written it, and the others have left it alone
-        assert codes[REFUSED] == 3, codes
+        assert codes[0] == 1, codes  # one process writes the file, and the others are rejected
+        assert codes[ULTR_ERROR] == 3, codes
         forks = [start(lambda: write_log(log, out / "all.parquet", overwrite=True)) for _ in range(4)]
         assert [ended(*fork)[0] for fork in forks] == [0] * 4
         assert read_log(out / "all.parquet").rows == read_log(out / f"{number}.parquet").rows == log.rows
@@ -165,20 +166,20 @@ def several_logs(inputs: Path, out: Path) -> None:
 
 
 def several_of(name: str) -> Callable[[Path, Path], None]:
-    """The same work several times at once: each is done or refused, and then it is whole."""
+    """Run a case in several processes at once: each completes or is rejected, and the output is complete."""
 
     def together(inputs: Path, out: Path) -> None:
         (out / "alone").mkdir()
-        (out / "beside").mkdir()
+        (out / "together").mkdir()
         work = CASES[name].work
         done(lambda: work(inputs, out / "alone"))
-        forks = [start(lambda: work(inputs, out / "beside")) for _ in range(3)]
+        forks = [start(lambda: work(inputs, out / "together")) for _ in range(3)]
         ends = [ended(*fork) for fork in forks]
-        assert all(code in (0, REFUSED) for code, _ in ends), ends
+        assert all(code in (0, ULTR_ERROR) for code, _ in ends), ends
         assert any(code == 0 for code, _ in ends), ends
-        done(lambda: work(inputs, out / "beside"))
-        assert contents(out / "beside") == contents(out / "alone")
-        assert not list((out / "beside").rglob(".*.partial"))
+        done(lambda: work(inputs, out / "together"))
+        assert contents(out / "together") == contents(out / "alone")
+        assert not list((out / "together").rglob(".*.partial"))
 
     return together
 
@@ -194,18 +195,18 @@ TOGETHER: dict[str, Callable[[Path, Path], None]] = {
 
 
 def main() -> None:
-    folder, asked = Path(sys.argv[1]), sys.argv[2:]
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
     inputs, out = folder / "inputs", folder / "out"
-    done(lambda: make_inputs(inputs, set(asked or ON_DISKS)))
+    done(lambda: make_inputs(inputs, set(names or ON_DISKS)))
     for name, together in TOGETHER.items():
-        if not asked or name in asked:
+        if not names or name in names:
             out.mkdir()
             together(inputs, out)
             shutil.rmtree(out)
-            print(json.dumps({"how": "side by side", "case": name, "held": 1}), flush=True)
+            print(json.dumps({"how": "in parallel", "case": name, "passed": 1}), flush=True)
     out.mkdir()
-    if not asked or "disks" in asked:
+    if not names or "disks" in names:
         if allowed(out):
             disks(inputs, out)
         else:

@@ -1,7 +1,7 @@
-"""Draws of numbers at the edges of what floating point and the model allow, and callers that fill in arguments by name.
+"""Draws of extreme numbers for floating point and for the models, and helpers that fill in arguments by name.
 
-A function that is added to a table of the project is drawn for without more ado, as long as its parameters bear names
-that stand here; a new name is refused with a word on where to put it.
+A new function in a table of the project is tested automatically if its parameters have names that are listed here. A
+parameter with another name fails, with a message that says where to add it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ultr.labels import Label
 from ultr.lists import Lists
+from ultr.log.labels import Label
 from ultr.methods import Method, MethodInputs, make_method
 
 DENORMAL = 1e-40  # in single precision
-NEARLY_ONE = 1 - 2.0**-24  # the last number below one in single precision
+NEARLY_ONE = 1 - 2.0**-24  # the largest number below one in single precision
 PROBABILITIES = (0.0, 1e-12, 1e-6, 1e-3, 0.3, 0.5, 0.9, 1 - 1e-3, NEARLY_ONE, 1.0)
 EXAMINED = (1e-6, 1e-3, 0.01, 0.3, 0.7, NEARLY_ONE, 1.0)
 SCORES = (0.0, DENORMAL, -DENORMAL, 1e-7, 1.0, -1.0, 3.0, -17.0, 88.0, -88.0, 104.0, -104.0, 1e4, -1e4)
@@ -44,8 +44,8 @@ TRIED: Counter[str] = Counter()
 LARGEST: dict[str, float] = {}
 
 
-def tried(what: str, examples: int, strategy: st.SearchStrategy[Any], holds: Callable[[Any], None]) -> None:
-    """Let a property hold for so many drawn cases, and count them."""
+def check_draws(what: str, examples: int, strategy: st.SearchStrategy[Any], holds: Callable[[Any], None]) -> None:
+    """Check a property for `examples` drawn cases, and count them."""
 
     @settings(max_examples=examples)
     @given(strategy)
@@ -56,14 +56,14 @@ def tried(what: str, examples: int, strategy: st.SearchStrategy[Any], holds: Cal
     property_()
 
 
-def differs(what: str, found: float) -> float:
-    """The same, kept if it is the largest difference of its kind."""
-    LARGEST[what] = max(LARGEST.get(what, 0.0), found)
-    return found
+def record(what: str, difference: float) -> float:
+    """Record a difference if it is the largest of its kind, and return it."""
+    LARGEST[what] = max(LARGEST.get(what, 0.0), difference)
+    return difference
 
 
-def written_down(module: str) -> Iterator[None]:
-    """Counts and largest differences of a long run, as a line of JSON in the file that `ULTR_COUNTS` names."""
+def write_counts(module: str) -> Iterator[None]:
+    """Append the counts and largest differences of a test module, as JSON, to the file that `ULTR_COUNTS` names."""
     TRIED.clear()
     LARGEST.clear()
     yield
@@ -74,46 +74,46 @@ def written_down(module: str) -> Iterator[None]:
 
 
 def assert_near(what: str, single: Tensor, double: Tensor, *, rtol: float, scale: Tensor | float = 0.0) -> None:
-    """Single precision is double to `rtol` of it, or of a scale; both finite. The largest difference is kept."""
+    """Check that both are finite, and differ by at most `rtol` times the larger of the double value and `scale`."""
     assert torch.isfinite(single).all(), f"{what} is not finite in single precision"
     assert torch.isfinite(double).all(), f"{what} is not finite in double precision"
     assert double.dtype == torch.float64
     size = torch.maximum(double.abs(), torch.as_tensor(scale, dtype=torch.float64))
-    smallest = torch.finfo(torch.float32).tiny  # what is smaller has fewer digits
+    smallest = torch.finfo(torch.float32).tiny  # smaller numbers have fewer digits
     off = ((single.double() - double).abs() / size.clamp(min=smallest / rtol)).max().item() if double.numel() else 0.0
-    assert differs(what, off) <= rtol, f"{what} differs by {off:.2e} of its size"
+    assert record(what, off) <= rtol, f"{what} differs by {off:.2e} of its size"
 
 
 # --- Arguments by name --------------------------------------------------------------------------------------------
 
 
 def public_functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """The functions that a module defines for others."""
-    found = inspect.getmembers(module, inspect.isfunction)
-    return {name: f for name, f in found if f.__module__ == module.__name__ and not name.startswith("_")}
+    """Return the public functions that a module defines."""
+    functions = inspect.getmembers(module, inspect.isfunction)
+    return {name: f for name, f in functions if f.__module__ == module.__name__ and not name.startswith("_")}
 
 
-def filled(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a function, by their names."""
+def arguments_of(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a function, taken from `values` by name."""
     names = [
         p.name for p in inspect.signature(function).parameters.values() if p.name in values or p.default is p.empty
     ]
     if unknown := [name for name in names if name not in values]:
-        pytest.fail(f"{function.__name__} takes {unknown}: say in tests/hardening how that is drawn")
+        pytest.fail(f"{function.__name__} takes {unknown}: add draws of these names to tests/hardening")
     return {name: values[name] for name in names}
 
 
-def tensors_in(found: Any) -> list[Tensor]:
-    """The tensors of a result, whatever holds them."""
-    if isinstance(found, Tensor):
-        return [found]
-    if is_dataclass(found):
-        return [getattr(found, field.name) for field in fields(found)]
-    return list(found)
+def tensors_in(result: Any) -> list[Tensor]:
+    """Return the tensors of a result: a tensor, a dataclass or a sequence."""
+    if isinstance(result, Tensor):
+        return [result]
+    if is_dataclass(result):
+        return [getattr(result, field.name) for field in fields(result)]
+    return list(result)
 
 
 def in_double(value: Any) -> Any:
-    """The same numbers in double precision, in tensors, and in what has tensors as fields."""
+    """Return a value with all its tensors in double precision, also those in dataclasses and dicts."""
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     if is_dataclass(value) and not isinstance(value, type):
@@ -124,7 +124,7 @@ def in_double(value: Any) -> Any:
 
 
 def pools(seed: int) -> Callable[..., Tensor]:
-    """Draws of a shape from some values, in single precision."""
+    """Return a function that draws a tensor of a shape from some values, in single precision."""
     rng = np.random.default_rng(seed)
     return lambda values, *shape: torch.from_numpy(rng.choice(np.array(values, np.float32), shape))
 
@@ -134,7 +134,7 @@ def pools(seed: int) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Ranked:
-    """Scores and labels of a few lists, and what of them is no padding."""
+    """Scores, labels, weights and the padding mask of a few lists."""
 
     scores: Tensor
     labels: Tensor
@@ -143,31 +143,31 @@ class Ranked:
     seed: int
 
     def with_garbage(self, *names: str) -> Ranked:
-        """The same, with what is not even a number where there is padding."""
+        """Return a copy with NaN, infinite and huge numbers in the padding."""
         draw = pools(self.seed)
-        spoilt = {
+        garbage = {
             name: torch.where(self.where, values := getattr(self, name), draw(GARBAGE, *values.shape)) for name in names
         }
-        return Ranked(**{**vars(self), **spoilt})
+        return Ranked(**{**vars(self), **garbage})
 
 
 @st.composite
 def ranked(
     draw: Any, scores: tuple[float, ...] = VAST_SCORES, labels: tuple[float, ...] = VAST_LABELS, longest: int = 7
 ) -> Ranked:
-    """Six lists, some of one item or all padding; scores with ties, labels all alike or from one end to the other."""
+    """Draw six lists, some with one item or only padding, with tied scores and equal or very different labels."""
     seed, length = draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from([min(5, longest), 1, 2, longest]))
     rng = np.random.default_rng(seed)
 
     def by_list(values: tuple[float, ...], most: int) -> Tensor:
-        """Of each list a few of the values."""
+        """Draw a few of the values for each list."""
         rows = [
             rng.choice(rng.choice(np.array(values, np.float32), rng.integers(1, most + 1)), length) for _ in range(6)
         ]
         return torch.from_numpy(np.stack(rows))
 
-    found, blurred = by_list(scores, length + 1), torch.from_numpy(rng.normal(size=(6, length)).astype(np.float32))
-    blurred = found + blurred * torch.from_numpy(rng.integers(0, 2, (6, 1)).astype(np.float32))
+    ties, noise = by_list(scores, length + 1), torch.from_numpy(rng.normal(size=(6, length)).astype(np.float32))
+    blurred = ties + noise * torch.from_numpy(rng.integers(0, 2, (6, 1)).astype(np.float32))
     where = torch.from_numpy(rng.random((6, length)) < np.array([[1.0], [1.0], [0.7], [0.3], [0.1], [0.0]]))
     weights = torch.from_numpy(rng.choice(np.array([1e-3, 0.5, 1.0, 1e3], np.float32), 6))
     return Ranked(blurred, by_list(labels, 3), where, weights, seed)
@@ -177,7 +177,7 @@ def ranked(
 
 FEATURES = 3
 POSITIONS = (1, 2, 3, 40, 1000)
-LABEL = "click + dwell / length"  # which is 0/0 for padding
+LABEL = "click + dwell / length"  # 0/0 for padding
 VARIANTS: dict[str, list[dict[str, str]]] = {
     "pairwise-em": [
         {"loss": "posterior"},
@@ -196,8 +196,8 @@ VARIANTS: dict[str, list[dict[str, str]]] = {
 }
 
 
-def made(name: str, options: dict[str, str], seed: int, *, size: float = 1.0, double: bool = False) -> Method:
-    """A method as it is in training, with scores of about `size`, and what it knows of bias at the edges."""
+def extreme_method(name: str, options: dict[str, str], seed: int, *, size: float = 1.0, double: bool = False) -> Method:
+    """Make a method as in training, with scores of about `size` and extreme parameters of bias."""
     torch.manual_seed(seed)
     inputs = MethodInputs(
         label=Label(LABEL),
@@ -231,7 +231,7 @@ def made(name: str, options: dict[str, str], seed: int, *, size: float = 1.0, do
 
 @st.composite
 def some_lists(draw: Any) -> Lists:
-    """A batch with full lists, lists of one and of padding alone, clicks on all or none, dwell from nothing to days."""
+    """Draw a batch with full, one-item and empty lists, clicks on all or no items, and extreme dwell times."""
     seed, length, n = draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from([5, 1, 2])), 6
     rng, pool = np.random.default_rng(seed), pools(seed)
     where = torch.from_numpy(rng.random((n, length)) < np.array([[1.0], [1.0], [1.0], [0.7], [0.3], [0.0]]))
@@ -250,8 +250,8 @@ def some_lists(draw: Any) -> Lists:
     )
 
 
-def spoilt(lists: Lists, seed: int = 0) -> Lists:
-    """The same lists, with garbage where there is padding."""
+def with_garbage(lists: Lists, seed: int = 0) -> Lists:
+    """Return the lists with garbage in the padding."""
     draw = pools(seed)
 
     def padded(values: Tensor) -> Tensor:
@@ -264,6 +264,6 @@ def spoilt(lists: Lists, seed: int = 0) -> Lists:
 
 
 def gradients(method: torch.nn.Module, loss: Tensor) -> Tensor:
-    """Of all parameters, one after the other."""
-    found = torch.autograd.grad(loss, list(method.parameters()), allow_unused=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(method.parameters(), found, strict=True)])  # fmt: skip  # noqa: E501
+    """Return the gradients of all parameters in one tensor."""
+    gradients = torch.autograd.grad(loss, list(method.parameters()), allow_unused=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(method.parameters(), gradients, strict=True)])  # fmt: skip  # noqa: E501

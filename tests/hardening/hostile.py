@@ -1,10 +1,11 @@
-"""Makers of hostile files, and strategies that draw them; `hostile_cases` has a table of those with names."""
+"""Make hostile files, and draw them with hypothesis; `hostile_cases` has a table of named ones."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,11 @@ REQUESTS, ITEMS = 20, 4
 ROWS = REQUESTS * ITEMS
 
 
-# What is not hostile
+# Valid files
 
 
 def base(requests: int = REQUESTS, items: int = ITEMS, *, strings: bool = True) -> pa.Table:
-    """A log that every command accepts, with true labels beside its feedback."""
+    """Make a log that every command accepts, with feedback and true labels."""
     rng = np.random.default_rng(0)
     rows = requests * items
     click = rng.random(rows) < 0.4
@@ -69,7 +70,7 @@ def svmlight_bytes(requests: int = REQUESTS, items: int = ITEMS) -> bytes:
 
 
 def clean(suffix: str) -> bytes:
-    """The content of a good file of a kind."""
+    """Return the content of a valid file."""
     table = base()
     return {
         ".parquet": lambda: parquet_bytes(table),
@@ -86,9 +87,9 @@ KINDS = (".parquet", ".csv", ".csv.gz", ".arrow", ".txt", ".txt.gz")
 
 def holds(content: bytes | str | Callable[[], bytes], suffix: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        found = content() if callable(content) else content
+        data = content() if callable(content) else content
         path = folder / f"hostile{suffix}"
-        path.write_bytes(found if isinstance(found, bytes) else found.encode())
+        path.write_bytes(data if isinstance(data, bytes) else data.encode())
         return path
 
     return make
@@ -108,7 +109,7 @@ HOSTILE_TEXTS = ("", " ", "\0", "r1", "1", "01", "1e5", "NaN", "null", "[x]", "'
 
 @st.composite
 def damaged(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A good file of some kind that was cut, flipped, or had bytes put in, left out or repeated."""
+    """Draw a valid file and damage it: cut it, or flip, insert, drop, repeat or swap some bytes."""
     suffix = draw(st.sampled_from(KINDS))
     content = bytearray(clean(suffix))
     for _ in range(draw(st.integers(1, 3))):
@@ -160,7 +161,7 @@ def _columns() -> st.SearchStrategy[pa.Array]:
     )
 
     def column(kind: tuple[Any, Any]) -> st.SearchStrategy[pa.Array]:
-        few = st.lists(kind[0], min_size=1, max_size=4)  # that recur, as the values of columns do
+        few = st.lists(kind[0], min_size=1, max_size=4)  # a few values that recur, as in real columns
         holes = st.sampled_from((0, 0, 0, 1))
         return st.builds(partial(_filled, kind=kind[1]), few, holes, st.booleans())
 
@@ -172,13 +173,13 @@ def _filled(few: list[Any], holes: int, dictionary: bool, *, kind: pa.DataType) 
     for hole in range(holes):
         values[hole * 7 + 3] = None
     column = pa.array(values, kind)
-    plain = pa.types.is_nested(kind) or pa.types.is_float16(kind)  # which pyarrow cannot encode
+    plain = pa.types.is_nested(kind) or pa.types.is_float16(kind)  # pyarrow cannot encode these
     return column.dictionary_encode() if dictionary and not plain else column
 
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A log some of whose columns hold what was drawn, as Parquet or Arrow, or CSV where that can hold it."""
+    """Draw a log with some drawn columns, as Parquet or CSV, or as Arrow if these cannot store the values."""
     table = base(strings=draw(st.booleans()))
     for name in draw(st.lists(st.sampled_from(table.column_names), min_size=1, max_size=2, unique=True)):
         table = with_column(table, name, draw(_columns()))
@@ -188,13 +189,13 @@ def tables(draw: st.DrawFn) -> tuple[str, bytes]:
     table = table.slice(0, draw(st.sampled_from((ROWS, ROWS, ROWS, ITEMS, 5, 1, 0))))
     try:
         return (".csv", csv_bytes(table)) if draw(st.booleans()) else (".parquet", parquet_bytes(table))
-    except pa.ArrowException:  # it has no such values
+    except pa.ArrowException:  # the format cannot store such values
         return ".arrow", arrow_bytes(table)
 
 
 @st.composite
 def texts(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A CSV or SVMlight file with lines that were drawn."""
+    """Draw a CSV or SVMlight file with some drawn lines."""
     suffix, alphabet = draw(
         st.sampled_from(((".csv", ",\";\t\r\0 rR01.eE-+naif'|é"), (".txt", "qid: 0123456789.e-+#\tnaif\r")))
     )
@@ -213,7 +214,7 @@ def files() -> st.SearchStrategy[tuple[str, bytes]]:
 
 @st.composite
 def propensities(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A table of position,propensity some of whose fields were drawn, and that may be damaged."""
+    """Draw a table position,propensity with some drawn fields and sometimes damaged bytes."""
     rows = [[str(k), str(1 / k)] for k in range(1, ITEMS + 1)]
     odd = st.sampled_from((*map(str, HOSTILE_NUMBERS), *HOSTILE_TEXTS)) | st.text(max_size=4)
     for _ in range(draw(st.integers(0, 3))):
@@ -228,7 +229,7 @@ def propensities(draw: st.DrawFn) -> tuple[str, bytes]:
 
 @st.composite
 def spoilt_json(draw: st.DrawFn, text: str) -> str:
-    """JSON one of whose values is another, or is gone."""
+    """Draw JSON with one value replaced or deleted."""
     about = json.loads(text)
     inside, key = about, None
     while isinstance(inside, dict | list) and inside and (key is None or draw(st.booleans())):
@@ -239,24 +240,7 @@ def spoilt_json(draw: st.DrawFn, text: str) -> str:
             return draw(st.sampled_from(("", "[]", text[: len(text) // 2])))
         key = draw(st.sampled_from(sorted(inside) if isinstance(inside, dict) else range(len(inside))))
     if draw(st.booleans()):
-        others = (
-            None,
-            [],
-            {},
-            "",
-            "x",
-            -1,
-            0,
-            1e30,
-            2**70,
-            True,
-            [1],
-            [[]],
-            ["x"],
-            {"x": 1},
-            float("nan"),
-            float("inf"),
-        )
+        others = (None, [], {}, "", "x", -1, 0, 1e30, 2**70, True, [1], [[]], ["x"], {"x": 1}, math.nan, math.inf)
         inside[key] = draw(st.sampled_from(others))
     else:
         del inside[key]

@@ -1,4 +1,4 @@
-"""The licences of what is installed beside `ultr`: `python tests/hardening/licences.py` writes docs/licences.md."""
+"""Write docs/licences.md, the licences of the dependencies: `python tests/hardening/licences.py`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "licences.md"
 FAMILIES = ("Apache", "BSD", "MIT", "MPL", "AGPL", "LGPL", "GPL")
-NOT_EVERYWHERE = {"xgboost": "Apache-2.0"}  # in place of xgboost-cpu where there is none
+NOT_EVERYWHERE = {"xgboost": "Apache-2.0"}  # replaces xgboost-cpu where that is not available
 INTRO = """\
 # Licences
 
-`ultr` is under Apache-2.0 ([LICENSE](../LICENSE)). These are the packages it asks for by name, and their licences as
-their own metadata has them; what they bring with them in turn (DuckDB with ibis, under MIT, among others) has its own.
-Pages that `ultr report` writes hold plotly.js (MIT). None of them names the GPL; MPL-2.0 asks for changes to its own
-files alone. `python tests/hardening/licences.py` writes this page, and a test holds it against `pyproject.toml` and
-what is installed.
+`ultr` is under Apache-2.0 ([LICENSE](../LICENSE)). The table lists the direct dependencies, with the licences that
+their metadata names. Their own dependencies (such as DuckDB, MIT, which ibis installs) have their own licences. Pages
+of `ultr report` contain plotly.js (MIT). No licence below is the GPL. MPL-2.0 covers only changes to its own files.
+
+`python tests/hardening/licences.py` writes this page. A test checks it against `pyproject.toml` and the installed
+packages.
 
 | package | for | licence |
 |---|---|---|
@@ -26,18 +27,18 @@ what is installed.
 
 
 def dependencies() -> dict[str, list[str]]:
-    """Each package that pyproject.toml names, and what for: `core`, or extras."""
+    """Return the packages that pyproject.toml names, each with its uses: `core`, or extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found: dict[str, list[str]] = {}
-    for use, wanted in {"core": project["dependencies"], **project["optional-dependencies"]}.items():
-        for requirement in wanted:
-            found.setdefault(re.split(r"[^\w.-]", requirement)[0].lower(), []).append(use)
-    del found["ultr"]
-    return found
+    uses: dict[str, list[str]] = {}
+    for use, requirements in {"core": project["dependencies"], **project["optional-dependencies"]}.items():
+        for requirement in requirements:
+            uses.setdefault(re.split(r"[^\w.-]", requirement)[0].lower(), []).append(use)
+    del uses["ultr"]
+    return uses
 
 
 def licence(package: str) -> str | None:
-    """What the metadata of an installed package says, in one line."""
+    """Return the licence in the metadata of an installed package, in one line."""
     try:
         about = metadata(package)
     except PackageNotFoundError:
@@ -49,12 +50,12 @@ def licence(package: str) -> str | None:
 
 
 def families(text: str) -> set[str]:
-    found = {family for family in FAMILIES if re.search(rf"\b{family}\b", text.replace("0BSD", ""))}
-    return found | ({"MPL"} if "Mozilla Public" in text else set())
+    named = {family for family in FAMILIES if re.search(rf"\b{family}\b", text.replace("0BSD", ""))}
+    return named | ({"MPL"} if "Mozilla Public" in text else set())
 
 
 def table() -> dict[str, str]:
-    """Package -> licence, as the page has it."""
+    """Return the table of the page: package -> licence."""
     rows = PAGE.read_text().split("|---|---|---|")[1]
     return {row[0]: row[1] for row in re.findall(r"^\| ([\w.-]+) \| .* \| (.+) \|$", rows, re.MULTILINE)}
 

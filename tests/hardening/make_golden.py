@@ -1,6 +1,6 @@
-"""Small folders of each kind as this version writes them, which later versions must read.
+"""Write a small folder of each kind with this version, which later versions must read.
 
-`python tests/hardening/make_golden.py FOLDER` makes them anew, for a new format only: what is there stays.
+Run `python tests/hardening/make_golden.py FOLDER` for a new format only, with a new folder: existing ones must stay.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ def make(folder: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from conftest import make_shown_log
     from lists_folder import write_lists
-    from ultr.compare import compare
-    from ultr.export import export_run
+    from ultr.datasets.users import User, simulate_log
     from ultr.log import write_log
-    from ultr.models import load_model
-    from ultr.preparing import RunConfig
-    from ultr.runs import run_training
-    from ultr.simulate import User, simulate_log
-    from ultr.training import TrainingOptions
+    from ultr.rankers.model import load_model
+    from ultr.serving.export import export_run
+    from ultr.training.compare import compare
+    from ultr.training.config import RunConfig, TrainingOptions
+    from ultr.training.run import run_training
 
     folder.mkdir(parents=True)
-    os.chdir(folder)  # so that no path of this machine is in them
+    os.chdir(folder)  # so that the files contain no path of this machine
     log = replace(simulate_log(make_shown_log(40, seed=5), User(max_grade=4), seed=0)[0], relevance=None)
     write_log(log, "log.parquet")
     write_lists(log, Path("lists"))
@@ -48,9 +47,9 @@ def make(folder: Path) -> None:
     shutil.rmtree("compared/runs")
     scores = {run: load_model(run).score_features(FEATURES).tolist() for run in ("network", "trees")}
     Path("scores.json").write_text(json.dumps(scores))
-    shutil.rmtree("network/bias")  # large, and the same for all
-    for kept in Path().rglob(".lock"):
-        kept.unlink()
+    shutil.rmtree("network/bias")  # large, and not read by any test
+    for lock in Path().rglob(".lock"):
+        lock.unlink()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Work whose results are told as digests of all files: `python repeated.py FOLDER NAME ...`, for another process."""
+"""Do work in another process and print digests of its files: `python repeated.py FOLDER NAME ...`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from ultr.compare import compare
+from ultr.bias.audit import audit
 from ultr.datasets import load_dataset, ranking_svm, show
+from ultr.datasets.users import User, simulate_log
 from ultr.log import Log, write_log
-from ultr.log.prepare import prepare_lists
-from ultr.preparing import RunConfig
-from ultr.propensity import audit
-from ultr.runs import run_training, with_training
-from ultr.simulate import User, simulate_log
-from ultr.training import TrainingOptions
+from ultr.log.prepare.pipeline import prepare_lists
+from ultr.training.compare import compare
+from ultr.training.config import RunConfig, TrainingOptions, with_training
+from ultr.training.run import run_training
 
 LOG = Path("log.parquet")
 TRAINING = TrainingOptions(steps=6, bias_steps=6, batch=16, evaluate_every=3, device="cpu")
@@ -44,11 +43,11 @@ def shown_log() -> Log:
 
 
 def digest(path: Path) -> str:
-    """Of the names and contents of all files, and of nothing else."""
-    found = hashlib.sha256()
+    """Return a digest of the names and contents of all files below a folder."""
+    sha = hashlib.sha256()
     for file in sorted(p for p in path.rglob("*") if p.is_file() and p.suffix != ".lock" and p.name != ".lock"):
-        found.update(file.relative_to(path).as_posix().encode() + file.read_bytes())
-    return found.hexdigest()
+        sha.update(file.relative_to(path).as_posix().encode() + file.read_bytes())
+    return sha.hexdigest()
 
 
 def network(out: Path) -> None:
@@ -56,7 +55,7 @@ def network(out: Path) -> None:
 
 
 def users(out: Path) -> None:
-    """Simulated users who are asked at each step, in double precision nowhere."""
+    """Train on users who are simulated at each step."""
     config = replace(CONFIG, data="synthetic", users="pbm", ranker_options={"hidden": [8]}, select="ndcg@10")
     run_training(config, out)
 
@@ -105,11 +104,9 @@ def main(folder: str, *names: str) -> None:
 
     torch.set_num_threads(1)
     os.chdir(folder)
-    found = {}
     for name in names:
         WORK[name](Path(name))
-        found[name] = digest(Path(name))
-    print(json.dumps(found))
+    print(json.dumps({name: digest(Path(name)) for name in names}))
 
 
 if __name__ == "__main__":

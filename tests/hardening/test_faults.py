@@ -1,4 +1,4 @@
-"""Disks that are full or read-only, places that are taken, and files with a bit flipped or of another version."""
+"""Full and read-only disks, outputs that other processes write, and files with a flipped bit or of another version."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ import pytest
 import torch
 
 from hardening.faults import contents, feedback_log, network, trees
-from ultr import files
-from ultr.boosting import TreeRun
-from ultr.checkpoint import load_checkpoint, locked, newest_checkpoint, read_json, read_metrics, write_json
 from ultr.datasets.base import Dataset
 from ultr.datasets.cache import cached
 from ultr.errors import DataError, OutputError, UltrError
-from ultr.export import export_run
-from ultr.exported import load_exported
-from ultr.files import atomic_path, remove_abandoned
-from ultr.judging import load_judge
+from ultr.evaluation.judge import load_judge
 from ultr.log import read_log, write_log
-from ultr.log.prepare import prepare_lists
+from ultr.log.prepare.pipeline import prepare_lists
 from ultr.log.shards import SPLITS, Shards
 from ultr.methods import make_method
-from ultr.models import kept_rows, load_model
-from ultr.outcomes import read_outcome
-from ultr.preparing import RunConfig, prepare
-from ultr.runs import method_inputs, run_training
-from ultr.seals import SEAL
-from ultr.stages import load_bias
-from ultr.training import start
+from ultr.rankers.model import kept_rows, load_model
+from ultr.serving.export import export_run
+from ultr.serving.exported import load_exported
+from ultr.training.bias_stage import load_bias
+from ultr.training.checkpoints import load_checkpoint, lock_run, newest_checkpoint, read_metrics
+from ultr.training.config import RunConfig
+from ultr.training.data import load_run_data, method_inputs
+from ultr.training.loop import start
+from ultr.training.outcome import read_outcome
+from ultr.training.run import run_training
+from ultr.training.trees import TreeRun
+from ultr.utils import files
+from ultr.utils.files import atomic_path, remove_abandoned
+from ultr.utils.jsonfiles import CHECKSUM, read_json, write_json
 
 FEW, MANY = 4, 150  # bits flipped in each file
 
@@ -52,14 +53,14 @@ def count(**what: Any) -> None:
 # --- Temporaries and names --------------------------------------------------------------------------------------------
 
 
-def test_what_killed_processes_left_is_removed_and_what_others_write_is_not(tmp_path):
+def test_files_of_killed_processes_are_removed_and_those_of_running_ones_are_not(tmp_path):
     for name in (".out.abcdefgh.partial", ".out.txt.abcdefgh.partial", ".out.txt.mine.partial"):
         (tmp_path / name / "half").mkdir(parents=True)
     with atomic_path(tmp_path / "out.txt") as temporary:
         temporary.write_text("whole")
         assert {path.name for path in tmp_path.iterdir()} == {
             ".out.abcdefgh.partial",  # of another output
-            ".out.txt.mine.partial",  # not one of ours
+            ".out.txt.mine.partial",  # not a temporary name of ultr
             temporary.parent.name,
         }
         assert remove_abandoned(tmp_path)
@@ -91,7 +92,7 @@ def test_an_output_that_came_in_the_meantime_is_left_alone(folder, at_once, tmp_
 
 
 def replaced_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: type[BaseException]) -> Path:
-    """A folder that is replaced where names cannot be exchanged, until it fails between the two renamings."""
+    """Replace a folder where the system cannot exchange names, and fail between the two renamings."""
     monkeypatch.setattr(files, "_rename_at_once", lambda *_: False)
     target, rename = tmp_path / "out", Path.replace
     target.mkdir()
@@ -106,7 +107,7 @@ def replaced_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: typ
         patch.setattr(Path, "replace", replace)
         with pytest.raises(fails if fails is KeyboardInterrupt else OutputError):
             if fails is KeyboardInterrupt:
-                patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as killed
+                patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a killed process does not clean up
             with atomic_path(target, overwrite=True, folder=True) as temporary:
                 (temporary / "file").write_text("new")
     return target
@@ -127,34 +128,34 @@ def test_a_folder_whose_replacement_was_killed_comes_back_with_the_next(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_place_below_a_file_is_refused_by_all(run, log_path, tmp_path):
+def test_an_output_below_a_file_is_rejected(run, log_path, tmp_path):
     (tmp_path / "file").write_text("mine")
     place = tmp_path / "file" / "out"
     for work in (
         lambda: run_training(network(log_path), place),
         lambda: write_log(read_log(log_path), place.with_suffix(".parquet")),
         lambda: prepare_lists(log_path, place),
-        lambda: locked(place).__enter__(),
+        lambda: lock_run(place).__enter__(),
     ):
         with pytest.raises(OutputError):
             work()
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_only_a_run_is_emptied_and_only_a_whole_one_goes_on(log_path, run, tmp_path):
+def test_only_a_run_is_replaced_and_only_a_complete_one_is_resumed(log_path, run, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(OutputError, match="no run, so it is not replaced"):
+    with pytest.raises(OutputError, match="not a run, so it is not replaced"):
         run_training(network(log_path), tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
     shutil.copytree(run, tmp_path / "half")
     (tmp_path / "half" / "config.json").unlink()
-    with pytest.raises(OutputError, match=r"no config\.json, so it cannot go on"):
+    with pytest.raises(OutputError, match=r"no config\.json, so it cannot be resumed"):
         run_training(network(log_path), tmp_path / "half", resume=True)
 
 
-def run_disks(folder: Path, *asked: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-W", "ignore", "-m", "hardening.disks", str(folder), *asked]
+def run_disks(folder: Path, *names: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-W", "ignore", "-m", "hardening.disks", str(folder), *names]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -164,21 +165,21 @@ def run_disks(folder: Path, *asked: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork to start work quickly")
-def test_of_two_in_one_place_one_is_refused_or_harmless(tmp_path):
-    asked = ("train", "prepare", "write_log")
-    assert [line["case"] for line in run_disks(tmp_path, *asked)] == list(asked)
+def test_processes_that_write_the_same_output_do_no_harm(tmp_path):
+    names = ("train", "prepare", "write_log")
+    assert [line["case"] for line in run_disks(tmp_path, *names)] == list(names)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork to start work quickly")
-def test_side_by_side_and_on_small_and_read_only_disks(tmp_path):
+def test_work_in_parallel_and_on_small_and_read_only_disks(tmp_path):
     lines = run_disks(tmp_path)
     if "not allowed" in lines[-1]:
-        pytest.skip("this system lets no process have a disk of its own")
+        pytest.skip("this system does not allow a process to mount a disk")
     small = [line for line in lines if line["how"] == "small disk"]
-    assert all(line.get("refused", 0) >= 1 for line in small if line["case"] != "cache")
+    assert all(line.get("error", 0) >= 1 for line in small if line["case"] != "cache")
     read_only = [line for line in lines if line["how"] == "read-only disk"]
-    assert all("refused" in line for line in read_only if line["case"] != "cache")
+    assert all("error" in line for line in read_only if line["case"] != "cache")
 
 
 # --- Flipped bits -----------------------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ def lists(log_path, tmp_path_factory) -> Path:
 
 
 def stopped(config: RunConfig, out: Path) -> Path:
-    """A run that was stopped when it had two checkpoints."""
+    """Start a run and stop it when it has two checkpoints."""
 
     def stop(_: object) -> None:
         if len(list((out / "checkpoints").glob("step-*"))) == 2:
@@ -221,15 +222,15 @@ def stopped(config: RunConfig, out: Path) -> Path:
     return out
 
 
-def was_seal(name: str) -> bool:
-    """Whether a bit may have been flipped in the name of a checksum: then it is one more thing that nobody reads."""
-    return len(name) == len(SEAL) and sum(a != b for a, b in zip(name, SEAL, strict=True)) == 1
+def is_flipped_checksum(name: str) -> bool:
+    """Return whether a key is that of a checksum with a flipped bit, which is then a key that nothing reads."""
+    return len(name) == len(CHECKSUM) and sum(a != b for a, b in zip(name, CHECKSUM, strict=True)) == 1
 
 
 def plain(value: Any) -> Any:
-    """What can be compared."""
+    """Convert a value so that `==` compares all of it."""
     if isinstance(value, dict):
-        return {str(name): plain(part) for name, part in value.items() if not was_seal(str(name))}
+        return {str(name): plain(part) for name, part in value.items() if not is_flipped_checksum(str(name))}
     if isinstance(value, list | tuple):
         return [plain(part) for part in value]
     if isinstance(value, torch.Tensor):
@@ -238,39 +239,39 @@ def plain(value: Any) -> Any:
 
 
 def read_run(folder: Path) -> Any:
-    """All that is read of a run."""
+    """Read every file of a run."""
     log, outcome, judge = feedback_log(20), read_outcome(folder), load_judge(folder / "judge")
     config = RunConfig.from_json(read_json(folder / "config.json"), where=folder)
     model = load_model(folder)
     assert outcome is not None
-    found = [model.score(log), model.label, kept_rows(folder), repr(config), read_metrics(folder)]
+    parts = [model.score(log), model.label, kept_rows(folder), repr(config), read_metrics(folder)]
     about = {name: value for name, value in outcome.about.items() if name != "sum"}
-    found += [read_json(folder / "bias.json"), about, outcome.requests, outcome.weights, outcome.agreement]
-    found += [outcome.figures, None if judge is None else [judge.theta, judge.direct.weights, judge.direct.lowest]]
-    return plain(found)
+    parts += [read_json(folder / "bias.json"), about, outcome.requests, outcome.weights, outcome.agreement]
+    parts += [outcome.results, None if judge is None else [judge.theta, judge.direct.weights, judge.direct.lowest]]
+    return plain(parts)
 
 
 def read_tree_run(folder: Path) -> Any:
     config = RunConfig.from_json(read_json(folder / "config.json"), where=folder)
-    weigher = TreeRun(config, prepare(config)).method.weigher()
-    assert weigher is not None
-    model = weigher.bias_model
+    pair_model = TreeRun(config, load_run_data(config)).method.pair_model()
+    assert pair_model is not None
+    model = pair_model.bias_model
     load_bias(folder / "bias", model)
     features = torch.from_numpy(feedback_log(20).features)
     return [read_run(folder), plain(model.network(features)), plain(model.state_dict())]
 
 
 def read_lists(folder: Path) -> Any:
-    found = []
+    parts: list[Any] = []
     for split in SPLITS:
         shards = Shards(folder, split)
         log = shards.read_all()
-        found += [log.features, log.offsets, log.positions, dict(log.actions), log.request_ids.to_pylist()]
-    return plain([*found, vars(shards.manifest)])
+        parts += [log.features, log.offsets, log.positions, dict(log.actions), log.request_ids.to_pylist()]
+    return plain([*parts, vars(shards.manifest)])
 
 
 def flipped(path: Path, rng: np.random.Generator) -> Callable[[], None]:
-    """Flip a bit of a file; gives what puts it back."""
+    """Flip a bit of a file; return a function that restores the file."""
     content = path.read_bytes()
     place, bit = int(rng.integers(len(content))), int(rng.integers(8))
     path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
@@ -278,8 +279,8 @@ def flipped(path: Path, rng: np.random.Generator) -> Callable[[], None]:
 
 
 def flip_all(folder: Path, read: Callable[[Path], Any], times: int, *, skip: tuple[str, ...] = (".lock",)) -> Counter:
-    """Flip bits of every file, one at a time: what is read is refused with the file's name, or the same as before."""
-    expected, found, rng = read(folder), Counter[str](), np.random.default_rng(0)
+    """Flip bits of every file, one at a time; count the reads that name the file in an error, or give the same."""
+    expected, outcomes, rng = read(folder), Counter[str](), np.random.default_rng(0)
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in skip):
         for _ in range(times):
             put_back = flipped(path, rng)
@@ -287,17 +288,17 @@ def flip_all(folder: Path, read: Callable[[Path], Any], times: int, *, skip: tup
                 same = read(folder) == expected
             except UltrError as error:
                 named = path.name in str(error) or path.parent.name in str(error)
-                found["refused" if named else f"refused without naming {path.name}: {error}"] += 1
+                outcomes["rejected" if named else f"rejected without naming {path.name}: {error}"] += 1
             else:
-                found["harmless" if same else f"silently wrong: {path.relative_to(folder)}"] += 1
+                outcomes["harmless" if same else f"silently wrong: {path.relative_to(folder)}"] += 1
             put_back()
-    return found
+    return outcomes
 
 
-def check_flips(name: str, found: Counter) -> None:
-    count(how="bits flipped", case=name, **found)
-    assert set(found) <= {"refused", "harmless"}, found
-    assert found["refused"] > 3 * found["harmless"], found  # spaces, and bits that nobody reads
+def check_flips(name: str, outcomes: Counter) -> None:
+    count(how="bits flipped", case=name, **outcomes)
+    assert set(outcomes) <= {"rejected", "harmless"}, outcomes
+    assert outcomes["rejected"] > 3 * outcomes["harmless"], outcomes  # a bit of a space, or one that nothing reads
 
 
 @pytest.mark.parametrize("times", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
@@ -324,8 +325,8 @@ def test_a_flipped_bit_in_an_exported_model_is_found(times, tree_run, tmp_path):
     folder = export_run(tree_run, tmp_path / "model").folder
 
     def read(folder: Path) -> Any:
-        found = load_exported(folder)
-        return plain([found.onnx(), dict(found.about)])
+        model = load_exported(folder)
+        return plain([model.onnx(), dict(model.about)])
 
     check_flips("exported", flip_all(folder, read, times, skip=("README.md", "lightgbm.txt")))
 
@@ -339,13 +340,13 @@ def test_a_cache_with_a_flipped_bit_is_built_again(times, log_path, own_cache):
         return Dataset("small", log, log, log, max_grade=4, fingerprint="x")
 
     def read(_: Path) -> Any:
-        found = cached("small", "key", build)
-        return plain([part.features for part in (found.train, found.validation, found.test)])
+        dataset = cached("small", "key", build)
+        return plain([part.features for part in (dataset.train, dataset.validation, dataset.test)])
 
     expected, rng = read(own_cache), np.random.default_rng(0)
-    files_kept = sorted(p for p in own_cache.rglob("*") if p.is_file())
-    assert len(files_kept) == 4
-    for path in files_kept:
+    cache_files = sorted(p for p in own_cache.rglob("*") if p.is_file())
+    assert len(cache_files) == 4
+    for path in cache_files:
         for _ in range(times):
             flipped(path, rng)
             assert read(own_cache) == expected
@@ -354,42 +355,42 @@ def test_a_cache_with_a_flipped_bit_is_built_again(times, log_path, own_cache):
 
 
 @pytest.mark.parametrize("times", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
-def test_a_flipped_bit_in_the_newest_checkpoint_means_the_one_before(times, log_path, tmp_path):
+def test_a_flipped_bit_in_the_newest_checkpoint_loads_the_one_before(times, log_path, tmp_path):
     half = stopped(network(log_path), tmp_path / "half")
-    inputs = method_inputs(network(log_path), prepare(network(log_path)))
+    inputs = method_inputs(network(log_path), load_run_data(network(log_path)))
 
     def load(_: Path | None = None) -> Any:
         method = make_method("pairwise-em", inputs)
         state = start(method, prepared.train, network(log_path).training)
         assert load_checkpoint(half, state)
-        return plain([state.step, state.best, state.best_step, state.waited, method.state_dict(), state.best_weights])
+        return plain([state.step, state.stopping.to_json(), method.state_dict(), state.best_weights])
 
-    prepared = prepare(network(log_path))
+    prepared = load_run_data(network(log_path))
     older, newer = sorted((half / "checkpoints").iterdir())
     newest = load()
     newer.rename(tmp_path / "aside")
     before = load()
     (tmp_path / "aside").rename(newer)
-    found, rng = Counter[str](), np.random.default_rng(0)
+    outcomes, rng = Counter[str](), np.random.default_rng(0)
     for path in sorted(newer.iterdir()):
         for _ in range(times):
             put_back = flipped(path, rng)
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as messages:
                 warnings.simplefilter("always")
                 result = load()
             put_back()
             if result == newest:
-                found["harmless"] += 1
+                outcomes["harmless"] += 1
             else:
                 assert result == before
-                assert f"going on from {older.name}" in str(said[0].message)
-                assert path.name in str(said[0].message)
-                found["refused"] += 1
-    check_flips("checkpoint", found)
+                assert f"resuming from {older.name}" in str(messages[0].message)
+                assert path.name in str(messages[0].message)
+                outcomes["rejected"] += 1
+    check_flips("checkpoint", outcomes)
 
 
 @pytest.mark.parametrize("make", [network, trees])
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_to_the_same_bits(make, log_path, tmp_path):
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_to_the_same_bits(make, log_path, tmp_path):
     config = make(log_path, training={"steps": 6})
     whole = run_training(config, tmp_path / "whole")
     half = stopped(config, tmp_path / "half")
@@ -398,12 +399,12 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_to_the_same_bits
     content = bytearray(largest.read_bytes())
     content[-3] ^= 1
     largest.write_bytes(content)
-    with pytest.warns(UserWarning, match=f"going on from {older.name}"):
+    with pytest.warns(UserWarning, match=f"resuming from {older.name}"):
         run_training(config, half, resume=True)
     assert contents(half) == contents(whole)
 
 
-def test_a_run_without_a_whole_checkpoint_says_so(log_path, tmp_path):
+def test_a_run_without_an_undamaged_checkpoint_raises_an_error(log_path, tmp_path):
     half = stopped(network(log_path), tmp_path / "half")
     for folder in (half / "checkpoints").iterdir():
         (folder / "weights.safetensors").write_bytes(b"damaged")
@@ -416,15 +417,15 @@ def test_a_run_without_a_whole_checkpoint_says_so(log_path, tmp_path):
 
 
 @pytest.mark.parametrize("number", [0, 99])
-def test_checkpoints_of_another_version_are_refused_unless_one_is_of_this(number, log_path, tmp_path):
+def test_checkpoints_of_another_version_are_rejected_unless_one_is_of_this_version(number, log_path, tmp_path):
     half = stopped(network(log_path), tmp_path / "half")
     older, newer = sorted((half / "checkpoints").iterdir())
     for folder in (newer, older):
         write_json(folder / "meta.json", {**read_json(folder / "meta.json"), "format": number})
         if folder is newer:
-            with pytest.warns(UserWarning, match=f"going on from {older.name}"):
+            with pytest.warns(UserWarning, match=f"resuming from {older.name}"):
                 assert newest_checkpoint(half, lambda folder, _: folder) == older
-    with pytest.raises(DataError, match=f"format {number} where 1 is known"):
+    with pytest.raises(DataError, match=f"format {number}, expected 1"):
         run_training(network(log_path), half, resume=True)
 
 
@@ -444,7 +445,7 @@ def test_a_cache_of_another_version_is_built_again(log_path, own_cache):
     assert len(built) == 3
 
 
-def test_what_was_written_before_there_were_checksums_is_read(run, tmp_path):
+def test_files_without_checksums_are_read(run, tmp_path):
     old = tmp_path / "run"
     shutil.copytree(run, old)
     for path in old.rglob("*.json"):
@@ -458,7 +459,7 @@ def test_what_was_written_before_there_were_checksums_is_read(run, tmp_path):
     assert read_run(old) == read_run(run)
 
 
-def test_steps_beyond_a_million_are_in_their_order(tmp_path):
+def test_checkpoints_beyond_a_million_steps_are_in_order(tmp_path):
     for step in (999_999, 1_000_000):
         folder = tmp_path / "checkpoints" / f"step-{step:06}"
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Gradients against finite differences: of every loss, of every method as it is trained, of all that trees are told."""
+"""Compare gradients with finite differences: of every loss, every method in training, and all objectives of trees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call
 
-import ultr.losses
+import ultr.methods.losses
 from conftest import make_shown_log
 from hardening.extremes import (
     FEATURES,
@@ -21,57 +21,57 @@ from hardening.extremes import (
     POSITIONS,
     VARIANTS,
     Ranked,
-    differs,
+    arguments_of,
+    check_draws,
     effort,
-    filled,
+    extreme_method,
     in_double,
-    made,
     public_functions,
     ranked,
-    tried,
-    written_down,
+    record,
+    write_counts,
 )
-from ultr.bias import PairModel, item_log_likelihood, pair_log_likelihood
-from ultr.examination import _order_loss
-from ultr.labels import Label
+from ultr.bias.equations import PairModel, item_log_likelihood, pair_log_likelihood
+from ultr.bias.logging_policy import _order_loss
+from ultr.datasets.users import User, simulate_log
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.losses import lambdarank_weights
+from ultr.log.labels import Label
 from ultr.methods import METHODS, Method, MethodInputs
 from ultr.methods.bias_model import BiasModel
 from ultr.methods.boosted_bias import _EM
-from ultr.rankers.trees import Kind, PairTerms, PairwiseObjective
-from ultr.simulate import User, simulate_log
+from ultr.methods.losses import lambdarank_weights
+from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective
 
-STEP = 1e-5  # of a difference: its own error is STEP² of the third derivative and 1e-16 / STEP of the figure
-DIFFERENCE = 1e-6  # what that comes to for sums of a few dozen terms
-SECOND_STEP, SECOND_DIFFERENCE = 3e-4, 1e-5  # of a second difference, 1e-16 / STEP² of the figure
+STEP = 1e-5  # a difference has an error of STEP² times the third derivative, and 1e-16 / STEP times the value
+DIFFERENCE = 1e-6  # that error for sums of a few dozen terms
+SECOND_STEP, SECOND_DIFFERENCE = 3e-4, 1e-5  # second differences have an error of 1e-16 / STEP² times the value
 SCORES = (0.0, 1e-3, 1.0, -1.0, 5.0, -5.0, 30.0, -30.0)
 GRADES = (0.0, 1e-6, 0.3, 1.0, 1.0, 4.0)
-LOSSES = {name: f for name, f in public_functions(ultr.losses).items() if name.endswith("_loss")}
+LOSSES = {name: f for name, f in public_functions(ultr.methods.losses).items() if name.endswith("_loss")}
 seeds = st.integers(0, 2**32 - 1)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _counts() -> Iterator[None]:
-    yield from written_down("gradients")
+    yield from write_counts("gradients")
 
 
 def slopes(function: Callable[[np.ndarray], float], at: np.ndarray, step: float = STEP) -> np.ndarray:
-    """By central differences."""
+    """Return the gradient by central differences."""
     return np.array([(function(at + move) - function(at - move)) / (2 * step) for move in step * np.eye(len(at))])
 
 
 def bends(function: Callable[[np.ndarray], float], at: np.ndarray, step: float = SECOND_STEP) -> np.ndarray:
-    """Second derivatives by each number alone."""
+    """Return the second derivative by each variable."""
     here = function(at)
     moves = step * np.eye(len(at))
     return np.array([(function(at + move) - 2 * here + function(at - move)) / step**2 for move in moves])
 
 
-def assert_slopes(what: str, found: np.ndarray, expected: np.ndarray, within: float = DIFFERENCE) -> None:
+def assert_slopes(what: str, actual: np.ndarray, expected: np.ndarray, within: float = DIFFERENCE) -> None:
     size = max(1.0, float(np.abs(expected).max(initial=0)))
-    assert differs(what, float(np.abs(found - expected).max(initial=0)) / size) < within
+    assert record(what, float(np.abs(actual - expected).max(initial=0)) / size) < within
 
 
 # --- Losses -------------------------------------------------------------------------------------------------------
@@ -82,21 +82,21 @@ def assert_slopes(what: str, found: np.ndarray, expected: np.ndarray, within: fl
 def test_losses_have_the_gradients_and_the_curvatures_of_finite_differences(name, examples):
     def holds(drawn: Ranked) -> None:
         case, function = in_double(drawn.with_garbage("labels")), LOSSES[name]
-        # Apart, so that no step puts them in another order.
+        # Distinct scores, so that no step changes their order.
         scores = case.scores + 0.01 * torch.arange(case.scores.shape[-1])
-        given = {"labels": case.labels, "item_weights": case.labels, "targets": case.labels.clamp(max=1)}
-        given |= {"pair_weights": lambdarank_weights(scores, case.labels, where=case.where), "where": case.where}
+        inputs = {"labels": case.labels, "item_weights": case.labels, "targets": case.labels.clamp(max=1)}
+        inputs |= {"pair_weights": lambdarank_weights(scores, case.labels, where=case.where), "where": case.where}
 
         def loss(first: Tensor, second: Tensor) -> Tensor:
-            values = {**given, "scores": first, "logits": first, "others": second, "weights": case.weights}
-            found: Tensor = function(**filled(function, values))
-            return found + 0 * second.sum()
+            values = {**inputs, "scores": first, "logits": first, "others": second, "weights": case.weights}
+            value: Tensor = function(**arguments_of(function, values))
+            return value + 0 * second.sum()
 
         leaves = scores.requires_grad_(), (0.5 * scores.detach() + 1).requires_grad_()
         assert gradcheck(loss, leaves)
         assert gradgradcheck(loss, leaves, atol=1e-4, fast_mode=True)
 
-    tried("gradients of losses", examples // 2, ranked(SCORES, GRADES, longest=4), holds)
+    check_draws("gradients of losses", examples // 2, ranked(SCORES, GRADES, longest=4), holds)
 
 
 @effort
@@ -105,14 +105,14 @@ def test_the_likelihood_of_an_order_has_the_gradient_of_finite_differences(examp
         if drawn.where.any():
             assert gradcheck(lambda s: _order_loss(s, drawn.where), in_double(drawn).scores.requires_grad_())
 
-    tried("gradients of an order", examples, ranked(SCORES, GRADES, longest=4), holds)
+    check_draws("gradients of an order", examples, ranked(SCORES, GRADES, longest=4), holds)
 
 
 # --- Methods ------------------------------------------------------------------------------------------------------
 
-# Weights or targets that follow smoothly from the scores and carry no gradient: the loss is not what is climbed down.
-HELD = {"dla": "see test_click_methods", "regression-em": "see below"}
-CHECKED = [(name, options) for name in METHODS if name not in HELD for options in VARIANTS.get(name, [{}])]
+# Methods that do not descend their loss: their weights or targets depend on the scores, but have no gradient.
+EXCLUDED = {"dla": "see test_click_methods", "regression-em": "see below"}
+CHECKED = [(name, options) for name in METHODS if name not in EXCLUDED for options in VARIANTS.get(name, [{}])]
 
 
 def feedback(seed: int, requests: int = 5) -> Log:
@@ -121,17 +121,17 @@ def feedback(seed: int, requests: int = 5) -> Log:
 
 
 def along(method: Method, lists: Lists, loss: Callable[[Method, Lists], Tensor], seed: int) -> tuple[float, float]:
-    """The slope of a method's loss in a random direction of its parameters, and a difference of `loss` along it."""
+    """Return the slope of a method's loss in a random direction of its parameters, and the difference of `loss`."""
     parameters = {name: p for name, p in method.named_parameters() if p.requires_grad and "bias_model" not in name}
     torch.manual_seed(seed)
-    way = {name: torch.randn_like(p) for name, p in parameters.items()}
-    found = torch.autograd.grad(method.loss(lists), list(parameters.values()), allow_unused=True)
-    slope = sum(float((g * w).sum()) for g, w in zip(found, way.values(), strict=True) if g is not None)
+    direction = {name: torch.randn_like(p) for name, p in parameters.items()}
+    gradient = torch.autograd.grad(method.loss(lists), list(parameters.values()), allow_unused=True)
+    slope = sum(float((g * d).sum()) for g, d in zip(gradient, direction.values(), strict=True) if g is not None)
 
     def moved(by: float) -> float:
         with torch.no_grad():
-            there = {name: p + by * way[name] for name, p in parameters.items()}
-            method.forward = lambda: loss(method, lists)  # by which functional_call goes
+            there = {name: p + by * direction[name] for name, p in parameters.items()}
+            method.forward = lambda: loss(method, lists)  # functional_call calls this
             return float(functional_call(method, there, ()))
 
     return slope, (moved(STEP) - moved(-STEP)) / (2 * STEP)
@@ -141,30 +141,30 @@ def along(method: Method, lists: Lists, loss: Callable[[Method, Lists], Tensor],
 @pytest.mark.parametrize(("name", "options"), CHECKED, ids=lambda v: "-".join(v.values()) if isinstance(v, dict) else v)
 def test_methods_have_the_gradients_of_finite_differences(name, options, examples):
     def holds(seed: int) -> None:
-        method = made(name, options, seed, double=True)
+        method = extreme_method(name, options, seed, double=True)
         lists = in_double(Lists.from_log(feedback(seed % 1000)))
         with torch.no_grad():
             method.update(lists)
         slope, difference = along(method, lists, lambda m, batch: m.loss(batch), seed)
         assert_slopes(f"gradient of {name}", np.array([slope]), np.array([difference]), 1e-5)
 
-    tried("gradients of methods", examples // 4, seeds, holds)
+    check_draws("gradients of methods", examples // 4, seeds, holds)
 
 
 @effort
 def test_regression_em_climbs_the_likelihood_of_clicks(examples):
     def likelihood(method: Method, lists: Lists) -> Tensor:
         theta = method.positions.theta[method.positions.index(lists.shown_positions)]
-        found = item_log_likelihood(method.clicked(lists), theta, method.score(lists.features).sigmoid())
-        return -ultr.losses.reduced(torch.where(lists.where, found, 0.0).sum(-1), lists.weights)
+        likelihoods = item_log_likelihood(method.clicked(lists), theta, method.score(lists.features).sigmoid())
+        return -ultr.methods.losses.reduced(torch.where(lists.where, likelihoods, 0.0).sum(-1), lists.weights)
 
     def holds(seed: int) -> None:
-        method = made("regression-em", {}, seed, double=True)
+        method = extreme_method("regression-em", {}, seed, double=True)
         method.positions.theta.clamp_(min=0.05)  # impossible clicks have no slope
         slope, difference = along(method, in_double(Lists.from_log(feedback(seed % 1000))), likelihood, seed)
         assert_slopes("gradient of regression-em", np.array([slope]), np.array([difference]), 1e-5)
 
-    tried("gradients of methods", examples, seeds, holds)
+    check_draws("gradients of methods", examples, seeds, holds)
 
 
 # --- Trees --------------------------------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ def test_regression_em_climbs_the_likelihood_of_clicks(examples):
 @pytest.mark.parametrize("clip", [np.inf, 2.0])
 @pytest.mark.parametrize("by_metric", [False, True])
 @pytest.mark.parametrize("kind", Kind)
-def test_what_trees_are_told_are_the_differences_of_the_loss(kind, by_metric, clip, examples):
-    """Near and far: scores of a request more than 300 apart go another way."""
+def test_objectives_of_trees_have_the_derivatives_of_finite_differences(kind, by_metric, clip, examples):
+    """Scores of a request that are more than 300 apart take another code path."""
 
     def holds(seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -195,15 +195,15 @@ def test_what_trees_are_told_are_the_differences_of_the_loss(kind, by_metric, cl
         at = scores + np.concatenate([np.zeros((1, rows)), *steps])
         here, *moved = np.split(losses_at(terms, at), np.cumsum([1, rows, rows, rows]))
         slope, bend = (moved[0] - moved[1]) / (2 * STEP), (moved[2] - 2 * here + moved[3]) / SECOND_STEP**2
-        size = max(1.0, here.item() / 100)  # of what is rounded in a difference
+        size = max(1.0, here.item() / 100)  # rounding errors are relative to this size
         assert_slopes("trees, gradient", gradient / size, slope / size)
         assert_slopes("trees, curvature", curvature / size, bend / size, SECOND_DIFFERENCE)
 
-    tried("gradients of trees", examples // 2, seeds, holds)
+    check_draws("gradients of trees", examples // 2, seeds, holds)
 
 
 def losses_at(terms: PairTerms, scores: np.ndarray) -> np.ndarray:
-    """The sum of losses at each row of scores: as many copies of the requests, in one call."""
+    """Return the sum of losses at each row of scores, in one call with copies of the requests."""
     copies, rows = scores.shape
     offsets = (terms.offsets[:-1] + rows * np.arange(copies)[:, None]).ravel()
     repeated = {
@@ -215,8 +215,8 @@ def losses_at(terms: PairTerms, scores: np.ndarray) -> np.ndarray:
     return PairwiseObjective(many)._computed(scores.ravel(), True)[2].reshape(copies, -1).sum(1)
 
 
-class Told:
-    """In place of trees: what they would be told at some scores."""
+class RecordedTrees:
+    """A stand-in for trees that records the derivatives at some scores."""
 
     def __init__(self, scores: np.ndarray) -> None:
         self.scores = torch.from_numpy(scores)
@@ -227,7 +227,7 @@ class Told:
 
 
 @effort
-def test_the_trees_of_a_bias_model_are_told_the_slope_of_its_likelihood(examples):
+def test_the_trees_of_a_bias_model_get_the_derivatives_of_its_likelihood(examples):
     """β by clicks with Fisher's curvature, μ by the gamma deviance of values, g by pairs with that of EM."""
 
     def holds(seed: int) -> None:
@@ -246,14 +246,14 @@ def test_the_trees_of_a_bias_model_are_told_the_slope_of_its_likelihood(examples
         theta, zeta, rho = model.theta[place], model.zeta[place], model.rho[place]
         rows = torch.from_numpy(np.repeat(log.weights, log.lengths)).double()
         weights, plus, minus = rows * model.row_weights(place), model.plus.clone(), model.minus.clone()
-        outputs = [Told(rng.choice([0.0, 1.0, -4.0, 8.0], log.rows)) for _ in range(3)]
+        outputs = [RecordedTrees(rng.choice([0.0, 1.0, -4.0, 8.0], log.rows)) for _ in range(3)]
         _EM(model, log, place, label).step(outputs)
         clicks, values, pairs = outputs
         positive, beta = label > 0, clicks.scores.sigmoid()
 
         def of_clicks(logit: np.ndarray) -> float:
-            found = item_log_likelihood(positive, theta, torch.from_numpy(logit).sigmoid(), zeta)
-            return -float((weights * found).sum())
+            likelihood = item_log_likelihood(positive, theta, torch.from_numpy(logit).sigmoid(), zeta)
+            return -float((weights * likelihood).sum())
 
         def of_values(log_value: np.ndarray) -> float:
             mu = torch.from_numpy(log_value)
@@ -271,12 +271,12 @@ def test_the_trees_of_a_bias_model_are_told_the_slope_of_its_likelihood(examples
         assert_slopes("trees of clicks", clicks.gradient, slopes(of_clicks, clicks.scores.numpy()))
         assert_slopes("trees of values", values.gradient, slopes(of_values, values.scores.numpy()))
         assert_slopes("bend of values", values.curvature, bends(of_values, values.scores.numpy()), SECOND_DIFFERENCE)
-        fisher = torch.zeros(log.rows, dtype=torch.float64)  # the mean over clicks and none of the squared slope
+        fisher = torch.zeros(log.rows, dtype=torch.float64)  # the expected squared slope, over click and no click
         for seen in (True, False):
             logit = clicks.scores.clone().requires_grad_()
-            found = item_log_likelihood(torch.tensor(seen), theta, logit.sigmoid(), zeta)
-            (slope,) = torch.autograd.grad(found.sum(), logit)
-            fisher += found.detach().exp() * slope.square()
+            likelihood = item_log_likelihood(torch.tensor(seen), theta, logit.sigmoid(), zeta)
+            (slope,) = torch.autograd.grad(likelihood.sum(), logit)
+            fisher += likelihood.detach().exp() * slope.square()
         assert_slopes("bend of clicks", clicks.curvature, (weights * fisher).numpy())
         gamma = (pairs.scores[i] - pairs.scores[j]).sigmoid()
         of_rows = torch.zeros(log.rows, dtype=torch.float64)
@@ -286,4 +286,4 @@ def test_the_trees_of_a_bias_model_are_told_the_slope_of_its_likelihood(examples
         assert_slopes("trees of pairs", pairs.gradient * mean, slopes(of_pairs, pairs.scores.numpy()))
         assert_slopes("bend of pairs", pairs.curvature * mean, of_rows.numpy())
 
-    tried("gradients of bias trees", examples, seeds, holds)
+    check_draws("gradients of bias trees", examples, seeds, holds)

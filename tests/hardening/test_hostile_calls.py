@@ -1,4 +1,4 @@
-"""As `test_hostile_values`, for what reads and writes files, learns, or takes longer."""
+"""Do the same as `test_hostile_values` for functions that read or write files, train, or take longer."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def folder() -> Iterator[Path]:
 
 
 def into(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Called with a path of its own, unless it is given another."""
+    """Return a function that passes an output path in a temporary folder to `call`, unless it gets another."""
 
     def written(out: Any = None, **arguments: Any) -> Any:
         with folder() as place:
-            found = call(out=place / name if out is None else out, **arguments)
-            return None if isinstance(found, Path) else found
+            result = call(out=place / name if out is None else out, **arguments)
+            return None if isinstance(result, Path) else result
 
     return written
 
@@ -266,8 +266,8 @@ CASES: dict[str, Case] = {
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    """Paths that are drawn are relative to it."""
+def working_folder(tmp_path, monkeypatch):
+    """Use a temporary working folder, because drawn paths are relative to it."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -275,13 +275,13 @@ ALL_CASES = {**OTHER_CASES, **CASES}
 
 
 @pytest.mark.parametrize("name", [name for name, case in ALL_CASES.items() if case.examples])
-def test_a_call_works_or_is_refused_in_words(name):
+def test_a_call_works_or_is_rejected_with_a_clear_message(name):
     check(ALL_CASES[name])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ALL_CASES)
-def test_many_calls_work_or_are_refused_in_words(name):
+def test_many_calls_work_or_are_rejected_with_a_clear_message(name):
     count(name, ALL_CASES[name])
 
 
@@ -290,7 +290,7 @@ def test_features_in_double_precision_are_scored():
     assert np.array_equal(model().score_features(features), model().score_features(features.astype(np.float32)))
 
 
-def test_every_public_name_is_tried():
-    tried = {word for name in ALL_CASES for word in name.replace(".", " ").replace("'s", "").split()}
-    made = {"BiasReport", "Model", "UltrError", "__version__"}  # by what others give
-    assert set(ultr.__all__) - tried <= made
+def test_every_public_name_is_tested():
+    tested = {word for name in ALL_CASES for word in name.replace(".", " ").replace("'s", "").split()}
+    results = {"BiasReport", "Model", "UltrError", "__version__"}  # of other functions
+    assert set(ultr.__all__) - tested <= results

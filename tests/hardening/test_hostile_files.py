@@ -1,4 +1,4 @@
-"""Whatever file a command is given, it works, or refuses in one message and leaves everything as it was."""
+"""Run commands on hostile files: each works, or rejects the file with one message and changes nothing."""
 
 from __future__ import annotations
 
@@ -41,18 +41,20 @@ from hardening.hostile import (
 )
 from hardening.hostile_cases import CASES, LARGE, PROPENSITIES, TEXTS, run_cases
 from ultr import cli
-from ultr.exported import load_exported
 from ultr.log import read_log
 from ultr.log.shards import Shards
-from ultr.models import load_model
+from ultr.rankers.model import load_model
+from ultr.serving.export import export_run
+from ultr.serving.exported import load_exported
+from ultr.serving.http import served
 
 SMALL = ("--device", "cpu", "--steps", 2, "--batch", 16, "--evaluate-every", 2)
 NETWORK = (*SMALL, "--hidden", 4, "--bias-steps", 3)
-JUDGED = "ndcg@10,feedback-ndcg@10,off-policy-reward@10"
+METRICS = "ndcg@10,feedback-ndcg@10,off-policy-reward@10"
 
 
 class Command(NamedTuple):
-    """How a command is called with a file and an output, and what shows that it has worked."""
+    """The arguments of a command, made from a file and an output, and a check of its results."""
 
     arguments: Callable[[Path, Path, SimpleNamespace], tuple[object, ...]]
     check: Callable[[SimpleNamespace, Path], None]
@@ -61,10 +63,10 @@ class Command(NamedTuple):
 
 
 def finite_json(text: str) -> Any:
-    def refuse(constant: str) -> None:
+    def reject(constant: str) -> None:
         raise AssertionError(f"{constant} in {text[:300]}")
 
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(text, parse_constant=reject)
 
 
 def prints_json(done: SimpleNamespace, _out: Path) -> None:
@@ -125,9 +127,11 @@ def is_export(_done: SimpleNamespace, out: Path) -> None:
 
 
 def serves(done: SimpleNamespace, _out: Path) -> None:
-    assert "serves at" in done.stderr
+    assert "serving version" in done.stderr
 
 
+TREES = ("--ranker", "lightgbm", "--ranker-option", "min_data_in_leaf=2", "--steps", 2)
+TREES += ("--method", "pointwise", "--select", "feedback-ndcg@10")
 COMPARE = ("--methods", "pointwise", "--seeds", 1, "--lrs", 0.1, "--jobs", 1)
 OF_LOGS: dict[str, Command] = {
     "describe": Command(lambda f, o, h: ("describe", f), prints),
@@ -140,7 +144,7 @@ OF_LOGS: dict[str, Command] = {
         lambda f, o, h: ("score", h.trees, f, "--out", o, "--device", "cpu"), is_scores, "scores.parquet"
     ),
     "evaluate": Command(
-        lambda f, o, h: ("evaluate", h.run, f, "--metrics", JUDGED, "--json", "--device", "cpu"), prints_json
+        lambda f, o, h: ("evaluate", h.run, f, "--metrics", METRICS, "--json", "--device", "cpu"), prints_json
     ),
     "evaluate trees": Command(lambda f, o, h: ("evaluate", h.trees, f, "--metrics", "feedback-ndcg@10"), prints),
     "prepare": Command(
@@ -155,26 +159,7 @@ OF_LOGS: dict[str, Command] = {
     "train pointwise": Command(
         lambda f, o, h: ("train", f, "--out", o, "--method", "pointwise", "--ranker", "linear", *SMALL), is_run, "run"
     ),
-    "train trees": Command(
-        lambda f, o, h: (
-            "train",
-            f,
-            "--out",
-            o,
-            "--ranker",
-            "lightgbm",
-            "--method",
-            "pointwise",
-            "--select",
-            "feedback-ndcg@10",
-            "--steps",
-            2,
-            "--ranker-option",
-            "min_data_in_leaf=2",
-        ),
-        is_run,
-        "run",
-    ),
+    "train trees": Command(lambda f, o, h: ("train", f, "--out", o, *TREES), is_run, "run"),
     "compare": Command(
         lambda f, o, h: ("compare", f, "--out", o, *COMPARE, *NETWORK), is_comparison, "comparison", overwrites=False
     ),
@@ -209,42 +194,48 @@ OF_TEXTS: dict[str, Command] = {
     "serve --token-file": Command(lambda f, o, h: ("serve", h.trees, "--port", 0, "--token-file", f), serves),
 }
 COMMANDS = OF_LOGS | OF_RUNS | OF_PROPENSITIES | OF_TEXTS
-EVERY = 10  # refusals that are tried again with something where the output goes
+EVERY = 10  # one in 10 rejected files is tried again with an existing output
 tried: Counter[tuple[str, str]] = Counter()
+
+
+@pytest.fixture(autouse=True)
+def export_in_this_process(monkeypatch):
+    """A server exports a run in another process, which takes seconds to start."""
+    monkeypatch.setattr(served, "export_in_process", lambda run, out, stopped=None: export_run(run, out).folder)
 
 
 @pytest.fixture(scope="session")
 def here(tmp_path_factory) -> SimpleNamespace:
-    """What commands need beside the file that is hostile."""
+    """The logs and runs that commands need in addition to the hostile file."""
     folder = tmp_path_factory.mktemp("here")
-    found = SimpleNamespace(log=folder / "log.parquet", unseen=folder / "unseen.parquet", graded=folder / "graded.txt")
-    found.log.write_bytes(clean(".parquet"))
-    found.graded.write_bytes(clean(".txt"))
-    pq.write_table(pq.read_table(found.log).drop_columns(["click", "dwell"]), found.unseen)
-    found.run, found.trees, found.without_rows = folder / "run", folder / "trees", folder / "without"
-    for name, out in (("train", found.run), ("train trees", found.trees)):
-        arguments = OF_LOGS[name].arguments(found.log, out, found)
+    paths = SimpleNamespace(log=folder / "log.parquet", unseen=folder / "unseen.parquet", graded=folder / "graded.txt")
+    paths.log.write_bytes(clean(".parquet"))
+    paths.graded.write_bytes(clean(".txt"))
+    pq.write_table(pq.read_table(paths.log).drop_columns(["click", "dwell"]), paths.unseen)
+    paths.run, paths.trees, paths.without_rows = folder / "run", folder / "trees", folder / "without"
+    for name, out in (("train", paths.run), ("train trees", paths.trees)):
+        arguments = OF_LOGS[name].arguments(paths.log, out, paths)
         typer.main.get_command(cli.app)(list(map(str, arguments)), standalone_mode=False)
-    shutil.copytree(found.run, found.without_rows)
-    (found.without_rows / "model" / "rows.safetensors").unlink()
-    return found
+    shutil.copytree(paths.run, paths.without_rows)
+    (paths.without_rows / "model" / "rows.safetensors").unlink()
+    return paths
 
 
 @pytest.fixture(scope="session", autouse=True)
-def counts() -> Iterator[None]:
-    """How many inputs were tried, by command and outcome, as a line of the file that ULTR_COUNTS names."""
+def write_counts() -> Iterator[None]:
+    """Append the number of inputs, by command and outcome, to the file that ULTR_COUNTS names."""
     yield
     if path := os.environ.get("ULTR_COUNTS"):
-        found: dict[str, dict[str, int]] = {}
+        counts: dict[str, dict[str, int]] = {}
         for (command, outcome), count in sorted(tried.items()):
-            found.setdefault(command, {})[outcome] = count
+            counts.setdefault(command, {})[outcome] = count
         with Path(path).open("a") as file:
-            file.write(json.dumps({"test": "hostile files", "tried": found, "total": tried.total()}) + "\n")
+            file.write(json.dumps({"test": "hostile files", "tried": counts, "total": tried.total()}) + "\n")
 
 
 @pytest.fixture
 def attempt(ultr, here, tmp_path, monkeypatch) -> Iterator[Callable[[str, Callable[[Path], Path]], str]]:
-    """Give a command a file that is made in an empty folder, and say whether it works or refuses; all else fails."""
+    """Run a command with a file in an empty folder; return whether it works or rejects the file, or fail."""
     monkeypatch.setattr(cli, "app", built())
     monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -263,16 +254,17 @@ def attempt(ultr, here, tmp_path, monkeypatch) -> Iterator[Callable[[str, Callab
             assert not list(folder.rglob("*.partial")), about
             command.check(done, out)
         else:
-            check_refusal(done, path, about)
+            check_rejection(done, path, about)
             assert content(folder) == before, about
-            if command.overwrites and command.out is not None and tried[name, "refused"] % EVERY == 0:
-                keeps_what_is_there(name, arguments, out)
-        tried[name, "works" if done.returncode == 0 else "refused"] += 1
+            if command.overwrites and command.out is not None and tried[name, "rejected"] % EVERY == 0:
+                check_existing_output(name, arguments, out)
+        outcome = "works" if done.returncode == 0 else "rejected"
+        tried[name, outcome] += 1
         shutil.rmtree(folder)
-        return "works" if done.returncode == 0 else "refused"
+        return outcome
 
-    def keeps_what_is_there(name: str, arguments: tuple[object, ...], out: Path) -> None:
-        """An output that is there stays, byte for byte, where it may not be overwritten or the input is refused."""
+    def check_existing_output(name: str, arguments: tuple[object, ...], out: Path) -> None:
+        """Check that an existing output is unchanged, without `--overwrite` and if the input is rejected."""
         if out.suffix:
             out.write_text("precious")
         elif out.name == "run":
@@ -287,7 +279,7 @@ def attempt(ultr, here, tmp_path, monkeypatch) -> Iterator[Callable[[str, Callab
             assert content(out.parent) == before, (name, more, done.stderr)
 
     yield run
-    for number, handler in handlers.items():  # a server takes these for itself
+    for number, handler in handlers.items():  # a server replaces these
         signal.signal(number, handler)
     sys.setswitchinterval(interval)
     gc.unfreeze()
@@ -295,12 +287,12 @@ def attempt(ultr, here, tmp_path, monkeypatch) -> Iterator[Callable[[str, Callab
 
 @functools.cache
 def built() -> Any:
-    """The commands, which take longer to be built than most take to refuse a file."""
+    """Build the commands once, because this takes longer than most rejections."""
     return typer.main.get_command(cli.app)
 
 
-def check_refusal(done: SimpleNamespace, path: Path, about: str) -> None:
-    """One message, which names the file, a column or an option, and says how to mend it."""
+def check_rejection(done: SimpleNamespace, path: Path, about: str) -> None:
+    """Check that there is one error message, which names the file, a column or an option, and has a hint."""
     assert done.returncode in (1, 2), about
     assert done.stdout == "", about
     if done.returncode == 2 and done.stderr.startswith("Usage:"):
@@ -316,29 +308,29 @@ def content(folder: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in paths}
 
 
-# Files with names
+# Named files
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_hostile_file_is_described_or_refused(attempt, name):
+def test_a_hostile_file_is_described_or_rejected(attempt, name):
     attempt("describe --json", CASES[name].make)
 
 
-# Of all cases, each command takes one in so many by default, and all under the marker `long`.
+# A command is tested with one in this number of cases, and with all cases under the marker `long`.
 ONE_IN = {"describe": 20, "score": 7, "score to CSV": 29, "score by trees": 29, "evaluate": 17, "evaluate trees": 61}
 ONE_IN |= {"simulate": 17, "prepare": 29, "prepare --events": 61, "bias": 37, "bias --json": 61}
 ONE_IN |= {"train": 61, "train pointwise": 61, "train trees": 97, "compare": 150}
 
 
 @pytest.mark.parametrize("command", ONE_IN)
-def test_commands_take_some_hostile_files_or_refuse_them(attempt, command):
+def test_commands_accept_some_hostile_files_or_reject_them(attempt, command):
     for name in list(CASES)[sum(map(ord, command)) % ONE_IN[command] :: ONE_IN[command]]:
         attempt(command, CASES[name].make)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", OF_LOGS)
-def test_commands_take_all_hostile_files_or_refuse_them(attempt, command):
+def test_commands_accept_all_hostile_files_or_reject_them(attempt, command):
     for case in CASES.values():
         attempt(command, case.make)
 
@@ -346,13 +338,13 @@ def test_commands_take_all_hostile_files_or_refuse_them(attempt, command):
 @pytest.mark.long
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("command", OF_LOGS)
-def test_commands_take_large_files_or_refuse_them(attempt, command, name):
+def test_commands_accept_large_files_or_reject_them(attempt, command, name):
     attempt(command, LARGE[name].make)
 
 
 @pytest.mark.parametrize("suffix", KINDS)
-def test_good_files_are_good(attempt, suffix):
-    """Or else all would be refused for no reason of their own."""
+def test_valid_files_work(attempt, suffix):
+    """Valid files must work, because hostile files could otherwise be rejected for the wrong reason."""
     assert attempt("describe --json", holds(clean(suffix), suffix)) == "works"
 
 
@@ -360,65 +352,64 @@ SLOW = {"export --rows"}  # torch takes seconds to export
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.long) if c in SLOW else c for c in OF_LOGS])
-def test_a_good_log_is_taken_by_every_command(attempt, command):
+def test_a_valid_log_works_with_every_command(attempt, command):
     suffix = ".txt" if command == "simulate" else ".parquet"
     assert attempt(command, holds(clean(suffix), suffix)) == "works"
 
 
 @pytest.mark.parametrize("name", ["position has nan", "click has nan", "relevance has nan"])
 def test_prepare_finds_nan_that_the_statistics_of_parquet_leave_out(attempt, name):
-    assert attempt("prepare", CASES[name].make) == "refused"
+    assert attempt("prepare", CASES[name].make) == "rejected"
 
 
 @pytest.mark.parametrize("name", ["no label is positive", "labels are too large", "one request"])
-def test_what_cannot_be_learned_from_leaves_an_older_run_alone(attempt, here, monkeypatch, name):
-    """It is refused before the run that is to be replaced is emptied."""
+def test_a_log_without_information_does_not_change_an_older_run(attempt, here, monkeypatch, name):
+    """The log is rejected before the run is replaced."""
     actions = {"no label is positive": 0.0, "labels are too large": 3e38}
     table = base()
     for action in ("click", "dwell"):
         table = with_column(table, action, [actions.get(name, 1.0)] * table.num_rows)
-    monkeypatch.setitem(tried, ("train", "refused"), 0)  # so that it is tried with a run where the output goes
+    monkeypatch.setitem(tried, ("train", "rejected"), 0)  # so that it is tried with an existing run
     table = table.slice(0, ITEMS) if name == "one request" else table
-    assert attempt("train", holds(parquet_bytes(table), ".parquet")) == "refused"
+    assert attempt("train", holds(parquet_bytes(table), ".parquet")) == "rejected"
 
 
-def test_a_run_is_judged_alike_whatever_the_order_of_columns(ultr, here, tmp_path):
+def test_evaluation_does_not_depend_on_the_order_of_columns(ultr, here, tmp_path):
     other = tmp_path / "other.parquet"
     table = base()
     pq.write_table(table.select(table.column_names[::-1]).append_column("f0", table["f1"]), other)
-    arguments = ("--metrics", JUDGED, "--json", "--device", "cpu")
+    arguments = ("--metrics", METRICS, "--json", "--device", "cpu")
     before, after = (finite_json(ultr("evaluate", here.run, log, *arguments).stdout) for log in (here.log, other))
     assert before == pytest.approx(after, rel=1e-4)
 
 
 @pytest.mark.parametrize("command", ["bias --propensities", "train --propensities"])
-def test_propensities_are_taken_or_refused(attempt, command):
+def test_propensities_work_or_are_rejected(attempt, command):
     outcomes = {name: attempt(command, case.make) for name, case in PROPENSITIES.items()}
     assert outcomes["good propensities"] == "works"
-    assert outcomes["two of one position"] == "refused"
+    assert outcomes["two of one position"] == "rejected"
 
 
 @pytest.mark.parametrize("command", OF_TEXTS)
-def test_other_texts_are_taken_or_refused(attempt, command):
+def test_other_texts_work_or_are_rejected(attempt, command):
     outcomes = {attempt(command, case.make) for case in TEXTS.values()}
-    assert outcomes == {"works", "refused"}
+    assert outcomes == {"works", "rejected"}
 
 
 # Run folders
 
 
 @pytest.mark.parametrize("command", ["evaluate run", "score run", "report", "serve"])
-def test_a_spoilt_run_is_taken_or_refused(attempt, here, command):
-    cases = list(run_cases(here.trees).values())  # serving a network takes another process
+def test_a_spoilt_run_works_or_is_rejected(attempt, here, command):
+    cases = list(run_cases(here.trees).values())
     for case in cases[sum(map(ord, command)) % 5 :: 5]:
         attempt(command, case.make)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", OF_RUNS)
-def test_any_spoilt_run_is_taken_or_refused(attempt, here, command):
-    networks = {} if command == "serve" else run_cases(here.run)
-    for case in [*networks.values(), *run_cases(here.trees).values()]:
+def test_any_spoilt_run_works_or_is_rejected(attempt, here, command):
+    for case in [*run_cases(here.run).values(), *run_cases(here.trees).values()]:
         attempt(command, case.make)
 
 
@@ -432,13 +423,13 @@ def drawn(examples: int) -> Callable[[Any], Any]:
 
 @drawn(80)
 @given(files())
-def test_a_drawn_file_is_described_or_refused(attempt, file):
+def test_a_drawn_file_is_described_or_rejected(attempt, file):
     attempt("describe --json", holds(file[1], file[0]))
 
 
 @drawn(25)
 @given(files(), st.sampled_from(("score", "score by trees", "evaluate", "simulate")))
-def test_a_drawn_file_is_used_or_refused(attempt, file, command):
+def test_a_drawn_file_is_used_or_rejected(attempt, file, command):
     attempt(command, holds(file[1], file[0]))
 
 
@@ -446,7 +437,7 @@ def test_a_drawn_file_is_used_or_refused(attempt, file, command):
 @pytest.mark.parametrize(
     "command", ["describe --json", "score", "score to CSV", "score by trees", "evaluate", "simulate"]
 )
-def test_thousands_of_drawn_files_are_used_or_refused(attempt, command):
+def test_thousands_of_drawn_files_are_used_or_rejected(attempt, command):
     @drawn(1000)
     @given(files())
     def each(file):
@@ -457,7 +448,7 @@ def test_thousands_of_drawn_files_are_used_or_refused(attempt, command):
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["prepare", "bias", "train", "train pointwise", "train trees", "evaluate trees"])
-def test_hundreds_of_drawn_files_are_learned_from_or_refused(attempt, command):
+def test_hundreds_of_drawn_files_are_learned_from_or_rejected(attempt, command):
     @drawn(200)
     @given(files())
     def each(file):
@@ -468,7 +459,7 @@ def test_hundreds_of_drawn_files_are_learned_from_or_refused(attempt, command):
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", OF_PROPENSITIES)
-def test_drawn_propensities_are_taken_or_refused(attempt, command):
+def test_drawn_propensities_work_or_are_rejected(attempt, command):
     @drawn(200)
     @given(propensities())
     def each(file):
@@ -479,7 +470,7 @@ def test_drawn_propensities_are_taken_or_refused(attempt, command):
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["evaluate run", "score run", "report", "train --bias"])
-def test_runs_with_drawn_json_are_taken_or_refused(attempt, here, command):
+def test_runs_with_drawn_json_work_or_are_rejected(attempt, here, command):
     @drawn(200)
     @given(st.data())
     def each(data):
@@ -496,17 +487,17 @@ def test_runs_with_drawn_json_are_taken_or_refused(attempt, here, command):
     each()
 
 
-# What would never end
+# Pipes
 
 
 @pytest.mark.parametrize("command", [*OF_LOGS, *OF_PROPENSITIES, "simulate --dwell-file"])
-def test_nobody_waits_for_a_pipe(attempt, command):
-    """It is refused before it is opened, as nobody may ever write to it."""
+def test_a_pipe_is_rejected_before_it_is_opened(attempt, command):
+    """Opening a pipe waits for a process that writes to it, which may never come."""
     over, opened = threading.Event(), []
 
     def watch(pipe: Path) -> None:
         while not over.wait(0.01):
-            try:  # possible as soon as somebody reads, who then finds nothing
+            try:  # succeeds as soon as the command opens the pipe for reading
                 os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
                 opened.append(pipe)
             except OSError:
@@ -519,7 +510,7 @@ def test_nobody_waits_for_a_pipe(attempt, command):
         return pipe
 
     try:
-        assert attempt(command, make) == "refused"
+        assert attempt(command, make) == "rejected"
     finally:
         over.set()
     assert not opened

@@ -1,4 +1,4 @@
-"""Whatever values a public function is given, it works, or refuses in words that say what is wrong."""
+"""Call public functions with bad values: each call works, or is rejected with a message that says what is wrong."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from hardening.values import (
     tensors,
 )
 from ultr.datasets import randomise
+from ultr.datasets.users import USERS, User, make_user
 from ultr.errors import DataError
-from ultr.evaluation import Mean, parse_any_metric
-from ultr.labels import Label
+from ultr.evaluation.metrics import METRICS, ranks_of, sampled_reward_metric
+from ultr.evaluation.scores import Mean, parse_any_metric
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
-from ultr.metrics import METRICS, ranks_of, sampled_reward_metric
-from ultr.simulate import USERS, User, make_user
+from ultr.log.labels import Label
 
 ROWS = 6
 SEEDS = st.sampled_from([-1, 0, 2**32, 2**63 - 2, 2**63 - 1, 2**64, 1.0, True, np.int64(5), "0", None])
@@ -101,8 +101,8 @@ def ranked() -> dict[str, Any]:
 
 
 def user_arguments() -> dict[str, Any]:
-    given = {"examination": (0.9, 0.5), "eta": 1.0, "epsilon": 0.1, "max_grade": 4, "dwell": None, "further": {}}
-    return {**given, "attraction": None}
+    options = {"examination": (0.9, 0.5), "eta": 1.0, "epsilon": 0.1, "max_grade": 4, "dwell": None, "further": {}}
+    return {**options, "attraction": None}
 
 
 def log_arguments() -> dict[str, Any]:
@@ -125,16 +125,14 @@ def list_arguments() -> dict[str, Any]:
     return dict(vars(Lists.from_log(make_log((2, 3)))))
 
 
-def interval(found: Any) -> bool:
-    """One request alone has an interval without ends."""
-    alone = found.requests == 1
-    return is_finite(found.mean if isinstance(found, Mean) else found.p) and (
-        alone or is_finite([found.low, found.high])
-    )
+def interval(result: Any) -> bool:
+    """Return whether a result is finite; the interval of a single request has no ends."""
+    ends = [] if result.requests == 1 else [result.low, result.high]
+    return is_finite([result.mean if isinstance(result, Mean) else result.p, *ends])
 
 
 def used(make: Callable[..., User]) -> Callable[..., Any]:
-    """A user that is made and asked."""
+    """Return a function that makes a user and calls its methods."""
 
     def call(**options: Any) -> Any:
         user, grades, places = make(**options), torch.tensor([[0.0, 1.0]]), torch.tensor([[1, 10**9]])
@@ -143,7 +141,7 @@ def used(make: Callable[..., User]) -> Callable[..., Any]:
     return call
 
 
-def asked(method: str) -> Callable[..., Any]:
+def call_method(method: str) -> Callable[..., Any]:
     def call(user: Any, relevance: Any, positions: Any, where: Any) -> Any:
         more = {"label": "click"} if method == "expected" else {}
         return getattr(make_user(user), method)(relevance, positions, where=where, **more)
@@ -157,7 +155,7 @@ def fields_of(kind: type) -> dict[str, Any]:
 
 
 def as_json(made: Any) -> Any:
-    """A configuration should be one that can be written down."""
+    """Return a configuration as JSON, which must be possible for every valid one."""
     return json.dumps(made.to_json() if isinstance(made, ultr.RunConfig) else vars(made))
 
 
@@ -221,7 +219,7 @@ CASES: dict[str, Case] = {
     "make_user": Case(used(make_user), lambda: {"name": "trust", "eta": 1.0, "trust": torch.ones_like}),
     **{
         f"User.{method}": Case(
-            asked(method),
+            call_method(method),
             lambda: {"user": "pbm", "relevance": torch.ones(2, 3), "positions": torch.ones(2, 3).long(), "where": None},
             {"user": st.sampled_from(sorted(USERS)), **dict.fromkeys(["relevance", "positions", "where"], TENSORS)},
         )
@@ -286,7 +284,7 @@ CASES: dict[str, Case] = {
             "kind": st.sampled_from(["dcg", "x"]),
             "estimator": st.sampled_from(["ips", "clipped", "snips", "dr", "x"]),
         },
-        lambda found: is_finite([found.value, found.unclipped, found.effective_clicks, found.clipped, found.coverage]),
+        lambda got: is_finite([got.value, got.unclipped, got.effective_clicks, got.clipped, got.coverage]),
         30,
     ),
     "compare_values": Case(ultr.compare_values, lambda: {"a": value(), "b": value()}, examples=10),
@@ -326,38 +324,38 @@ CASES: dict[str, Case] = {
     ),
     "read_log": Case(
         ultr.read_log,
-        lambda: {"source": pa.table(frame()), "request": "request", "actions": ["click"], "missing": "refuse"},
+        lambda: {"source": pa.table(frame()), "request": "request", "actions": ["click"], "missing": "reject"},
         {"source": framed(), "missing": st.sampled_from(["keep", "x"])},
         examples=60,
     ),
 }
 
 
-def test_a_column_whose_name_holds_nul_is_refused_before_polars_ends_the_process():
+def test_a_column_name_with_nul_is_rejected_before_polars_ends_the_process():
     with pytest.raises(DataError, match="NUL"):
         ultr.read_log(pl.DataFrame({"request": [1], "f1\0": [1.0]}))
 
 
-def test_numbers_of_numpy_are_options_like_others():
+def test_options_may_be_numbers_of_numpy():
     made = ultr.TrainingOptions(steps=np.int64(5), lr=np.float32(0.5))
     assert json.loads(as_json(made))["steps"] == 5
     assert type(made.lr) is float
 
 
-def test_masks_that_do_not_lie_in_one_piece_are_masks_like_others():
-    given = ranked()
-    spread = given["where"].T.contiguous().T
-    assert not spread.is_contiguous()
-    assert torch.equal(METRICS["ndcg"](**given), METRICS["ndcg"](**given | {"where": spread}))
+def test_masks_need_not_be_contiguous():
+    arguments = ranked()
+    where = arguments["where"].T.contiguous().T
+    assert not where.is_contiguous()
+    assert torch.equal(METRICS["ndcg"](**arguments), METRICS["ndcg"](**arguments | {"where": where}))
 
 
 def test_grades_in_double_precision_are_simulated():
-    log = make_log(relevance="usual", double=True)
+    log = make_log(relevance="typical", double=True)
     assert log.relevance.dtype == np.float64
     assert ultr.simulate_log(log, User())[0].actions["click"].dtype == np.float32
 
 
-def test_a_request_of_many_items_is_a_request_like_others():
+def test_a_request_may_have_many_items():
     log, items = make_log((10**5,)), 10**5
     scores = np.arange(items, dtype=np.float64)
     theta = {k: 1 / k for k in range(1, items + 1)}
@@ -371,6 +369,6 @@ def test_a_request_of_many_items_is_a_request_like_others():
 )
 def test_means_are_right_at_any_scale(values, weights):
     unit = values[0]
-    found = ultr.mean_with_interval(values, weights)
-    assert found.mean == pytest.approx(2 * unit, rel=1e-6)
-    assert found.high - found.mean == pytest.approx(12.7062047 * unit, rel=1e-6)  # t of one degree, error 1
+    result = ultr.mean_with_interval(values, weights)
+    assert result.mean == pytest.approx(2 * unit, rel=1e-6)
+    assert result.high - result.mean == pytest.approx(12.7062047 * unit, rel=1e-6)  # t of one degree, error 1

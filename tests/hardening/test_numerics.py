@@ -1,7 +1,7 @@
-"""Every posterior, loss, metric and label in single precision against double, at the edges of what may come in.
+"""Compare every posterior, loss, metric and label in single precision with double precision, at extreme inputs.
 
-What is drawn is exact in single precision, so that a difference is one of arithmetic. Tolerances are relative to the
-figure, or to a size that is named where figures are differences of larger ones.
+The inputs are exact in single precision, so that all differences come from arithmetic. Tolerances are relative to the
+value. Where a value is a difference of larger ones, they are relative to a given scale.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-import ultr.bias
-import ultr.losses
+import ultr.bias.equations
+import ultr.methods.losses
 from conftest import make_shown_log
 from hardening.extremes import (
     DENORMAL,
@@ -30,37 +30,37 @@ from hardening.extremes import (
     VAST_LABELS,
     VAST_SCORES,
     Ranked,
+    arguments_of,
     assert_near,
-    differs,
+    check_draws,
     effort,
-    filled,
+    extreme_method,
     gradients,
     in_double,
-    made,
     pools,
     public_functions,
     ranked,
+    record,
     some_lists,
-    spoilt,
     tensors_in,
-    tried,
-    written_down,
+    with_garbage,
+    write_counts,
 )
-from ultr.bias import PairModel, pair_posterior
+from ultr.bias.equations import PairModel, pair_posterior
+from ultr.datasets.users import MAX_GRADE, User, simulate_log
+from ultr.evaluation.metrics import METRICS
 from ultr.lists import Lists
-from ultr.losses import lambdarank_weights, pairwise_loss
 from ultr.methods import METHODS, Method
-from ultr.metrics import METRICS
+from ultr.methods.losses import lambdarank_weights, pairwise_loss
 from ultr.rankers import Synthesised
-from ultr.rankers.trees import Kind, PairTerms, PairwiseObjective
-from ultr.simulate import MAX_GRADE, User, simulate_log
+from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective
 
 POSTERIOR = 3e-6  # fifty roundings of 6e-8: no posterior takes more than a few dozen steps, and none of them cancels
 LOSS = 2e-5  # exp(-x) has a relative error of x roundings, and is above zero in single precision up to x = 104
-GRADIENT = 2e-5  # of the weights of a list, whose sigmoids are taken from one another
+GRADIENT = 2e-5  # relative to the weights of a list, because its sigmoids are subtracted
 METRIC = 3e-6  # sums of seven terms
 METHOD, METHOD_GRADIENT = 1e-4, 1e-3  # networks before the loss: rounding errors of scores go through its sigmoids
-BF16_LOSS, BF16_GRADIENT = 0.01, 0.03  # a rounding to eight bits is 0.004; about as many in a row as there are layers
+BF16_LOSS, BF16_GRADIENT = 0.01, 0.03  # a rounding to eight bits is 0.004, and there is about one per layer
 METHOD_VARIANTS = [(name, options) for name in METHODS for options in VARIANTS.get(name, [{}])]
 over_methods = pytest.mark.parametrize(("name", "options"), METHOD_VARIANTS, ids=lambda v: "-".join(v.values()) if isinstance(v, dict) else v)  # fmt: skip  # noqa: E501
 
@@ -69,16 +69,16 @@ seeds = st.integers(0, 2**32 - 1)
 
 @pytest.fixture(autouse=True, scope="module")
 def _counts() -> Iterator[None]:
-    yield from written_down("numerics")
+    yield from write_counts("numerics")
 
 
 # --- Posteriors ---------------------------------------------------------------------------------------------------
 
-POSTERIORS = public_functions(ultr.bias)
+POSTERIORS = public_functions(ultr.bias.equations)
 
 
 def model_values(seed: int, size: int = 200) -> dict[str, Any]:
-    """All that functions of `ultr.bias` take, by name."""
+    """Draw all arguments of functions of `ultr.bias.equations`, by name."""
     draw = pools(seed)
     theta, p = partial(draw, EXAMINED, size), partial(draw, PROBABILITIES, size)
     some = theta()
@@ -94,7 +94,7 @@ def model_values(seed: int, size: int = 200) -> dict[str, Any]:
 
 def called(name: str, values: dict[str, Any]) -> list[Tensor]:
     values = {**values, "posterior": pair_posterior(values["pair"])}
-    return tensors_in(POSTERIORS[name](**filled(POSTERIORS[name], values)))
+    return tensors_in(POSTERIORS[name](**arguments_of(POSTERIORS[name], values)))
 
 
 @effort
@@ -105,11 +105,11 @@ def test_posteriors_and_weights_are_as_in_double_precision(name, examples):
         for single, double in zip(called(name, values), called(name, in_double(values)), strict=True):
             assert single.dtype == torch.float32
             logarithm = name.endswith("log_likelihood")
-            least = -85 if logarithm else -torch.inf  # what is impossible has the log of the smallest number there is
-            found, expected = single.clamp(min=least), double.clamp(min=least)
-            assert_near(f"bias.{name}", found, expected, rtol=POSTERIOR, scale=float(logarithm))
+            least = -85 if logarithm else -torch.inf  # impossible feedback has the log of the smallest number
+            actual, expected = single.clamp(min=least), double.clamp(min=least)
+            assert_near(f"bias.{name}", actual, expected, rtol=POSTERIOR, scale=float(logarithm))
 
-    tried("posteriors", examples, seeds, holds)
+    check_draws("posteriors", examples, seeds, holds)
 
 
 @effort
@@ -122,31 +122,31 @@ def test_the_states_of_a_pair_are_probabilities_that_sum_to_one(dtype, examples)
             for state in states:
                 assert ((state >= 0) & (state <= 1)).all()
             total = torch.stack(states).sum(0)
-            off = torch.where(total > 0, (total - 1).abs(), 0.0).max().item()  # 0 where what was seen is impossible
-            assert differs(f"sum of states, {dtype}", off) <= 4 * torch.finfo(dtype).eps
+            off = torch.where(total > 0, (total - 1).abs(), 0.0).max().item()  # 0 where the feedback is impossible
+            assert record(f"sum of states, {dtype}", off) <= 4 * torch.finfo(dtype).eps
 
-    tried("states of a pair", examples, seeds, holds)
+    check_draws("states of a pair", examples, seeds, holds)
 
 
 # --- Losses -------------------------------------------------------------------------------------------------------
 
-LOSSES = {name: f for name, f in public_functions(ultr.losses).items() if name.endswith("_loss")}
+LOSSES = {name: f for name, f in public_functions(ultr.methods.losses).items() if name.endswith("_loss")}
 
 
 def loss_and_gradient(name: str, case: Ranked) -> tuple[Tensor, Tensor, Tensor]:
-    """A loss, its gradient for the scores (and for others), and the weight that pairs or items have in a list."""
+    """Return a loss, its gradient by the scores (and by `others`), and the total weight of its pairs or items."""
     scores, labels = case.scores, case.labels
-    if name == "pointwise_loss":  # squares of 1e30 are beyond single precision
+    if name == "pointwise_loss":  # squares of 1e30 overflow single precision
         scores, labels = scores.clamp(-1e15, 1e15), labels.clamp(max=1e15)
     scores = scores.clone().requires_grad_()
     others = (scores.detach() * torch.where(labels > 0, 0.5, -0.5)).requires_grad_()
     pair_weights = lambdarank_weights(scores, labels, where=case.where)
-    given = {"scores": scores, "logits": scores, "others": others, "labels": labels, "pair_weights": pair_weights}
-    given |= {"item_weights": labels.clamp(max=20), "targets": labels.clamp(max=1)}
+    inputs = {"scores": scores, "logits": scores, "others": others, "labels": labels, "pair_weights": pair_weights}
+    inputs |= {"item_weights": labels.clamp(max=20), "targets": labels.clamp(max=1)}
     function = LOSSES[name]
-    arguments = filled(function, {**given, "where": case.where, "weights": case.weights})
+    arguments = arguments_of(function, {**inputs, "where": case.where, "weights": case.weights})
     loss = function(**arguments)
-    leaves = [value for value in (scores, others) if any(value is given for given in arguments.values())]
+    leaves = [value for value in (scores, others) if any(value is argument for argument in arguments.values())]
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, leaves)])
     weight = arguments.get("pair_weights", arguments.get("item_weights", torch.ones_like(labels)))
     weight = torch.where(torch.isfinite(weight), weight, 0.0)
@@ -165,7 +165,7 @@ def test_losses_and_their_gradients_are_as_in_double_precision(name, examples):
         assert_near(f"gradient of losses.{name}", single[1], double[1], rtol=GRADIENT, scale=double[2])
         assert not single[1][:, ~case.where].any()
 
-    tried("losses", examples, ranked(), holds)
+    check_draws("losses", examples, ranked(), holds)
 
 
 @effort
@@ -173,11 +173,12 @@ def test_losses_and_their_gradients_are_as_in_double_precision(name, examples):
 def test_garbage_in_padding_changes_no_loss_and_no_gradient(name, examples):
     def holds(case: Ranked) -> None:
         clean = replace(case, scores=torch.where(case.where, case.scores, 0.0), labels=case.labels * case.where)
-        found, expected = loss_and_gradient(name, case.with_garbage("scores", "labels")), loss_and_gradient(name, clean)
-        assert torch.equal(found[0], expected[0])
-        assert torch.equal(found[1], expected[1])
+        dirty, expected = case.with_garbage("scores", "labels"), loss_and_gradient(name, clean)
+        actual = loss_and_gradient(name, dirty)
+        assert torch.equal(actual[0], expected[0])
+        assert torch.equal(actual[1], expected[1])
 
-    tried("garbage in losses", examples, ranked(), holds)
+    check_draws("garbage in losses", examples, ranked(), holds)
 
 
 @effort
@@ -185,27 +186,28 @@ def test_garbage_in_padding_changes_no_loss_and_no_gradient(name, examples):
 def test_losses_do_not_depend_on_the_order_of_slots(name, examples):
     def holds(case: Ranked) -> None:
         double = in_double(case)
-        # Items with equal scores have their ranks by slot: their pairs' weights go with the order.
+        # Items with equal scores are ranked by slot, so that the weights of their pairs would depend on the order.
         distinct = double.scores + torch.arange(double.scores.shape[-1]) * (1 + double.scores.abs()) * 1e-9
         double = replace(double, scores=distinct)
         order = torch.randperm(distinct.shape[-1], generator=torch.Generator().manual_seed(case.seed))
         moved = Ranked(distinct[:, order], double.labels[:, order], double.where[:, order], double.weights, case.seed)
-        (loss, gradient, weight), (found, turned, _) = loss_and_gradient(name, double), loss_and_gradient(name, moved)
-        assert_near(f"order of {name}", found, loss, rtol=1e-9)
+        loss, gradient, weight = loss_and_gradient(name, double)
+        moved_loss, turned, _ = loss_and_gradient(name, moved)
+        assert_near(f"order of {name}", moved_loss, loss, rtol=1e-9)
         assert_near(f"order of {name}", turned, gradient[..., order], rtol=1e-9, scale=weight)
 
-    tried("order of losses", examples, ranked(), holds)
+    check_draws("order of losses", examples, ranked(), holds)
 
 
 @pytest.mark.parametrize(("a", "b"), [(-2.0, -14.0), (-14.0, -2.0), (-8.0, -8.0), (3.0, -15.0), (20.0, 20.0)])
 def test_the_slope_of_a_product_has_all_its_digits_where_the_product_is_small(a, b):
     p, q = (1 / (1 + np.exp(-x)) for x in (a, b))
     logits, others = torch.tensor([[a]], requires_grad=True), torch.tensor([[b]], requires_grad=True)
-    loss = ultr.losses.product_logistic_loss(logits, others, torch.zeros(1, 1), where=torch.ones(1, 1).bool())
-    for found, rest in zip(
+    loss = ultr.methods.losses.product_logistic_loss(logits, others, torch.zeros(1, 1), where=torch.ones(1, 1).bool())
+    for actual, rest in zip(
         torch.autograd.grad(loss, (logits, others)), (1 / (1 + np.exp(a)), 1 / (1 + np.exp(b))), strict=True
     ):
-        assert found.item() == pytest.approx(p * q * rest / (1 - p * q), rel=LOSS)
+        assert actual.item() == pytest.approx(p * q * rest / (1 - p * q), rel=LOSS)
 
 
 # --- Metrics ------------------------------------------------------------------------------------------------------
@@ -223,29 +225,29 @@ def measured(name: str, case: Ranked, k: int | None, **options: Any) -> Tensor:
 
 @effort
 @pytest.mark.parametrize("name", METRICS)
-def test_metrics_are_as_in_double_precision_and_know_nothing_of_padding(name, examples):
+def test_metrics_are_as_in_double_precision_and_ignore_padding(name, examples):
     def holds(drawn: tuple[Ranked, int | None]) -> None:
         case, k = drawn
-        found = measured(name, case, k)
-        assert found.dtype == torch.float32
-        assert_near(f"metrics.{name}", found, measured(name, in_double(case), k), rtol=METRIC)
-        assert torch.equal(measured(name, case.with_garbage("scores", "labels"), k), found)
-        assert (found >= 0).all()
-        assert name not in BOUNDED or (found <= 1).all()
+        actual = measured(name, case, k)
+        assert actual.dtype == torch.float32
+        assert_near(f"metrics.{name}", actual, measured(name, in_double(case), k), rtol=METRIC)
+        assert torch.equal(measured(name, case.with_garbage("scores", "labels"), k), actual)
+        assert (actual >= 0).all()
+        assert name not in BOUNDED or (actual <= 1).all()
 
     cut_offs = st.sampled_from([None, 1, 3, 1000])
     top = (*GRADES, MAX_GRADE) if name != "reward" else GRADES
-    tried("metrics", examples, st.tuples(ranked(labels=top), cut_offs), holds)
+    check_draws("metrics", examples, st.tuples(ranked(labels=top), cut_offs), holds)
 
 
 @effort
 @pytest.mark.parametrize("name", [name for name, f in METRICS.items() if "gain" in signature(f).parameters])
 def test_metrics_of_continuous_labels_are_as_in_double_precision(name, examples):
     def holds(case: Ranked) -> None:
-        found = measured(name, case, 3, gain="linear")
-        assert_near(f"metrics.{name}, linear", found, measured(name, in_double(case), 3, gain="linear"), rtol=METRIC)
+        actual = measured(name, case, 3, gain="linear")
+        assert_near(f"metrics.{name}, linear", actual, measured(name, in_double(case), 3, gain="linear"), rtol=METRIC)
 
-    tried("metrics of continuous labels", examples, ranked(), holds)
+    check_draws("metrics of continuous labels", examples, ranked(), holds)
 
 
 @pytest.mark.parametrize("size", [DENORMAL, 1e-30, 1e30])
@@ -259,7 +261,7 @@ def test_metrics_that_are_ratios_do_not_depend_on_the_size_of_labels(size):
 
 
 def taken(method: Method, lists: Lists) -> tuple[Tensor, Tensor]:
-    """The loss of a step and its gradients."""
+    """Take a step; return its loss and its gradients."""
     with torch.no_grad():
         method.update(lists)
     loss = method.loss(lists)
@@ -271,19 +273,19 @@ def taken(method: Method, lists: Lists) -> tuple[Tensor, Tensor]:
 def test_steps_are_finite_and_as_in_double_precision(name, options, examples):
     def holds(case: tuple[Lists, int, float]) -> None:
         lists, seed, size = case
-        single, double = made(name, options, seed, size=size), made(name, options, seed, size=size, double=True)
+        single, double = (extreme_method(name, options, seed, size=size, double=double) for double in (False, True))
         loss, gradient = taken(single, lists)
         for key, values in (*single.state_dict().items(), ("loss", loss), ("gradient", gradient)):
             assert torch.isfinite(values).all(), key
-        if size > 1:  # rounding errors of scores this large are no smaller than a sigmoid is wide
+        if size > 1:  # rounding errors of such scores are larger than the width of a sigmoid
             return
         expected, direction = taken(double, in_double(lists))
         assert_near(f"loss of {name}", loss, expected, rtol=METHOD, scale=1e-3)
-        largest = direction.abs().max().clamp(min=1e-2)  # a posterior less what it was before is smaller than both
+        largest = direction.abs().max().clamp(min=1e-2)  # the difference of two posteriors is smaller than both
         assert_near(f"gradient of {name}", gradient, direction, rtol=METHOD_GRADIENT, scale=largest)
 
     sizes = st.sampled_from([1.0, 1e4])
-    tried("steps of methods", examples // 3, st.tuples(some_lists(), seeds, sizes), holds)
+    check_draws("steps of methods", examples // 3, st.tuples(some_lists(), seeds, sizes), holds)
 
 
 @effort
@@ -291,13 +293,13 @@ def test_steps_are_finite_and_as_in_double_precision(name, options, examples):
 def test_garbage_in_padding_changes_nothing_that_is_learned(name, options, examples):
     def holds(case: tuple[Lists, int]) -> None:
         lists, seed = case
-        clean, dirty = made(name, options, seed), made(name, options, seed)
-        for found, expected in zip(taken(dirty, spoilt(lists, seed)), taken(clean, lists), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+        clean, dirty = extreme_method(name, options, seed), extreme_method(name, options, seed)
+        for actual, expected in zip(taken(dirty, with_garbage(lists, seed)), taken(clean, lists), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
         for key, values in clean.state_dict().items():
             torch.testing.assert_close(dirty.state_dict()[key], values, msg=key)
 
-    tried("garbage in methods", examples // 3, st.tuples(some_lists(), seeds), holds)
+    check_draws("garbage in methods", examples // 3, st.tuples(some_lists(), seeds), holds)
 
 
 def feedback(requests: int = 64) -> Lists:
@@ -309,35 +311,35 @@ def feedback(requests: int = 64) -> Lists:
 def test_half_precision_stays_close_in_loss_and_gradient(name, options):
     lists = feedback()
     with torch.no_grad():
-        method = made(name, options, 0)
+        method = extreme_method(name, options, 0)
         method.update(lists)
-    found = []
+    results = []
     for enabled in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             loss = method.loss(lists)
-        found.append((loss.detach(), gradients(method, loss)))
-    (loss, gradient), (rough, direction) = found
+        results.append((loss.detach(), gradients(method, loss)))
+    (loss, gradient), (rough, direction) = results
     assert rough.dtype == torch.float32
-    assert differs(f"bf16 loss of {name}", float(abs(rough / loss - 1))) < BF16_LOSS
-    assert differs(f"bf16 gradient of {name}", float((direction - gradient).norm() / gradient.norm())) < BF16_GRADIENT
+    assert record(f"bf16 loss of {name}", float(abs(rough / loss - 1))) < BF16_LOSS
+    assert record(f"bf16 gradient of {name}", float((direction - gradient).norm() / gradient.norm())) < BF16_GRADIENT
 
 
 @over_methods
-def test_what_is_made_of_scores_in_half_precision_is_made_in_single(name, options):
-    """Eight bits tell no ranks beyond 256, and no gaps between scores that are close."""
-    lists, method = feedback(), made(name, options, 0, size=30)
+def test_losses_of_scores_in_half_precision_are_computed_in_single_precision(name, options):
+    """Eight bits cannot represent ranks beyond 256, or small gaps between scores."""
+    lists, method = feedback(), extreme_method(name, options, 0, size=30)
     network = method.ranker.ranker if isinstance(method.ranker, Synthesised) else method.ranker
-    found = []
+    results = []
     for taken_as in (torch.bfloat16, torch.float32):
         hook = network.register_forward_hook(lambda _, __, out, kind=taken_as: out.bfloat16().to(kind))
-        found.append(method.loss(lists))
+        results.append(method.loss(lists))
         hook.remove()
-    assert found[0].dtype == torch.float32
-    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+    assert results[0].dtype == torch.float32
+    torch.testing.assert_close(*results, rtol=1e-6, atol=0)
 
 
 def test_pairwise_debiasing_keeps_its_ratios_where_the_first_position_has_no_pairs_whatever_the_power():
-    method = made("pairwise-debias", {"regularisation": "200"}, 0)
+    method = extreme_method("pairwise-debias", {"regularisation": "200"}, 0)
     method.plus.copy_(torch.tensor([1.0, 0.5, 0.3, 0.05, 20.0]))
     before = method.plus.clone()
     lists = replace(feedback(), positions=torch.where(feedback().positions == 1, 2, feedback().positions))
@@ -346,11 +348,11 @@ def test_pairwise_debiasing_keeps_its_ratios_where_the_first_position_has_no_pai
 
 
 @pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
-def test_the_scale_of_an_action_is_found_though_its_squares_are_beyond_single_precision(size):
+def test_the_scale_of_an_action_is_right_if_its_squares_overflow_single_precision(size):
     log, _ = simulate_log(make_shown_log(40, features=FEATURES), User(), seed=1)
     actions = {"click": log.actions["click"], "dwell": np.full(log.rows, size, np.float32)}
-    method = made("pal-click", {}, 0)
-    method.prepare(replace(log, actions={**actions, "length": actions["dwell"]}), user=None, sessions=1, seed=0)
+    method = extreme_method("pal-click", {}, 0)
+    method.estimate_bias(replace(log, actions={**actions, "length": actions["dwell"]}), user=None, sessions=1, seed=0)
     assert method.ranker.scale[1].item() == pytest.approx(max(size, 1e-6), rel=1e-6)
 
 
@@ -377,7 +379,7 @@ def pair_case(seed: int, kind: Kind, *, by_metric: bool, clip: float) -> tuple[P
 @pytest.mark.parametrize("clip", [np.inf, 10.0])
 @pytest.mark.parametrize("by_metric", [False, True])
 @pytest.mark.parametrize("kind", Kind)
-def test_what_trees_are_told_is_finite_and_curves_upward(kind, by_metric, clip, examples):
+def test_derivatives_of_tree_objectives_are_finite_with_nonnegative_curvature(kind, by_metric, clip, examples):
     def holds(seed: int) -> None:
         terms, scores = pair_case(seed, kind, by_metric=by_metric, clip=clip)
         objective = PairwiseObjective(terms)
@@ -386,15 +388,15 @@ def test_what_trees_are_told_is_finite_and_curves_upward(kind, by_metric, clip, 
             assert np.isfinite(values).all()
         assert (curvature >= 0).all()
         assert objective.loss(scores) >= 0
-        of_request = np.add.reduceat(gradient, terms.offsets[:-1])  # what one of a pair is told, the other is against
+        of_request = np.add.reduceat(gradient, terms.offsets[:-1])  # the gradients of the two items of a pair cancel
         size = np.add.reduceat(np.abs(gradient), terms.offsets[:-1])
         assert (np.abs(of_request) <= 1e-12 * size).all()
 
-    tried("trees", examples, seeds, holds)
+    check_draws("trees", examples, seeds, holds)
 
 
 @effort
-def test_what_trees_are_told_of_gaps_is_what_torch_finds(examples):
+def test_derivatives_of_the_tree_objective_of_gaps_are_those_of_torch(examples):
     def holds(seed: int) -> None:
         terms, scores = pair_case(seed, Kind.GAP, by_metric=False, clip=np.inf)
         gradient, curvature = PairwiseObjective(terms).derivatives(scores)
@@ -408,4 +410,4 @@ def test_what_trees_are_told_of_gaps_is_what_torch_finds(examples):
             assert_near("trees, gradient", torch.from_numpy(gradient[first:last]), slope[0].detach(), rtol=1e-13, scale=size)  # fmt: skip  # noqa: E501
             assert_near("trees, curvature", torch.from_numpy(curvature[first:last]), torch.stack(bend), rtol=1e-13, scale=size)  # fmt: skip  # noqa: E501
 
-    tried("trees against torch", examples, seeds, holds)
+    check_draws("trees against torch", examples, seeds, holds)

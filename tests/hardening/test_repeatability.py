@@ -1,4 +1,4 @@
-"""The same seed gives the same bits: again, in another process, and however many help where that is promised."""
+"""Check that a seed gives the same bits: again, in another process, and with other numbers of threads and workers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from hardening import repeated
 from hardening.repeated import CONFIG, LOG, WORK, digest
 from ultr.log import read_log, write_log
 from ultr.methods import METHODS
-from ultr.runs import run_training, with_training
+from ultr.training.config import with_training
+from ultr.training.run import run_training
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch) -> Path:
-    """A folder of its own with a log, in which names mean the same to every process."""
+    """A temporary working folder with a log, so that relative paths are the same in every process."""
     monkeypatch.chdir(tmp_path)
     write_log(repeated.shown_log(), LOG)
     return tmp_path
 
 
 def elsewhere(folder: Path, names: list[str], hash_seed: int) -> dict[str, str]:
-    """Digests of what another process makes of the same log, whose sets and dictionaries of text go another way."""
+    """Return digests of the work of another process, with another hash seed for sets and dicts."""
     folder.mkdir()
     shutil.copy(LOG, folder)
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed), "OMP_NUM_THREADS": "1"}
@@ -42,8 +43,8 @@ def elsewhere(folder: Path, names: list[str], hash_seed: int) -> dict[str, str]:
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    digests: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return digests
 
 
 def again(name: str) -> tuple[str, str]:
@@ -82,7 +83,7 @@ def test_batches_do_not_depend_on_the_number_of_workers():
         assert (digest(one) == digest(three)) if one.is_dir() else (one.read_bytes() == three.read_bytes()), part
 
 
-def test_users_are_simulated_alike(tmp_path):
+def test_simulated_users_do_the_same_again(tmp_path):
     first, second = again("simulated")
     assert first == second
 
@@ -97,7 +98,7 @@ def test_all_work_has_the_same_bits_again_and_in_another_process(name, tmp_path)
 
 
 @pytest.mark.long
-def test_a_comparison_does_not_depend_on_how_many_runs_go_side_by_side():
+def test_a_comparison_does_not_depend_on_the_number_of_jobs():
     for jobs in (1, 2):
         repeated.compared(Path(f"jobs-{jobs}"), jobs=jobs)
     one, two = (json.loads(Path(f"jobs-{jobs}", "comparison.json").read_text()) for jobs in (1, 2))
@@ -110,7 +111,7 @@ def test_a_comparison_does_not_depend_on_how_many_runs_go_side_by_side():
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_other_methods_repeat(method):
+def test_every_method_has_the_same_bits_again(method):
     config = replace(CONFIG, method=method, select="feedback-ndcg@10")
     for number in (1, 2):
         run_training(config, f"run-{number}")

@@ -1,4 +1,4 @@
-"""What is read is never run: no code from files, no files outside their folders, no memory beyond what is there."""
+"""Check that input is never run as code, reaches no file outside its folder, and does not fill memory."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from hypothesis import strategies as st
 from conftest import make_shown_log
 from hardening import licences
 from lists_folder import write_lists
-from ultr.checkpoint import load_tensors, read_json
-from ultr.compare import Entry, run_folder
+from ultr.bias.audit import audit
 from ultr.datasets import cache, movielens
 from ultr.datasets.initial import initial_ranker
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError, LabelError, UltrError
-from ultr.exported import load_exported, onnx_session, refers_to_files
-from ultr.judging import load_judge
-from ultr.labels import Label
+from ultr.evaluation.judge import load_judge
 from ultr.log import write_log
+from ultr.log.labels import Label
 from ultr.log.shards import Shards
-from ultr.models import load_model
-from ultr.outcomes import read_outcome
-from ultr.preparing import RunConfig
-from ultr.propensity import audit
+from ultr.rankers.model import load_model
 from ultr.report import write_report
-from ultr.runs import best_evaluation, run_training
-from ultr.simulate import User, simulate_log
-from ultr.training import TrainingOptions
+from ultr.serving.exported import load_exported, onnx_session, refers_to_files
+from ultr.training.compare import Entry, run_folder
+from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.outcome import read_outcome
+from ultr.training.run import best_evaluation, run_training
+from ultr.utils.jsonfiles import read_json
+from ultr.utils.tensors import load_tensors
 
 SOURCE = Path(__file__).parents[2] / "src" / "ultr"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-# --- Nothing in the source runs what it reads ---------------------------------------------------------------------
+# --- Source code --------------------------------------------------------------------------------------------------
 
 FORBIDDEN_IMPORTS = {
     *("pickle", "cPickle", "marshal", "shelve", "dill", "joblib", "cloudpickle", "yaml", "subprocess", "pty"),
@@ -68,31 +68,31 @@ FORBIDDEN_METHODS = {"extractall", "extract", "create_connection", "urlopen", "r
 
 
 def dangers(source: str) -> list[str]:
-    """What of a source could run what it reads, unpack it, or reach the network."""
-    found = []
+    """Return the parts of a source that could run input as code, unpack it, or use the network."""
+    parts = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if alias.name.split(".")[0] in FORBIDDEN_IMPORTS]
+            parts += [alias.name for alias in node.names if alias.name.split(".")[0] in FORBIDDEN_IMPORTS]
         elif isinstance(node, ast.ImportFrom):
             imported = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [name for name in imported if name.split(".")[0] in FORBIDDEN_IMPORTS]
-            found += [name for name in imported if _attribute(*name.rpartition(".")[::2])]
+            parts += [name for name in imported if name.split(".")[0] in FORBIDDEN_IMPORTS]
+            parts += [name for name in imported if _attribute(*name.rpartition(".")[::2])]
         elif isinstance(node, ast.Attribute):
             owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
             if _attribute(owner, node.attr) or node.attr in FORBIDDEN_METHODS:
-                found.append(f"{owner}.{node.attr}")
+                parts.append(f"{owner}.{node.attr}")
         elif isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
-            found.append(node.id)
+            parts.append(node.id)
         if isinstance(node, ast.Call):
-            given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+            options = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
             name = ast.unparse(node.func)
-            if given.get("shell"):
-                found.append("shell=True")
-            if name in ("np.load", "numpy.load") and given.get("allow_pickle") is not False:
-                found.append(name)
+            if options.get("shell"):
+                parts.append("shell=True")
+            if name in ("np.load", "numpy.load") and options.get("allow_pickle") is not False:
+                parts.append(name)
             if name.endswith("import_module") and not isinstance(node.args[0], ast.Constant):
-                found.append(name)
-    return found
+                parts.append(name)
+    return parts
 
 
 def _attribute(owner: str, name: str) -> bool:
@@ -101,7 +101,7 @@ def _attribute(owner: str, name: str) -> bool:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_no_input_is_ever_run_as_code(path):
-    by_name = ["import_module"] if path == SOURCE / "__init__.py" else []  # of the table of public names
+    by_name = ["import_module"] if path == SOURCE / "__init__.py" else []  # imports the modules of the public names
     assert dangers(path.read_text()) == by_name
 
 
@@ -127,15 +127,15 @@ def test_no_input_is_ever_run_as_code(path):
         "builtins.eval(x)",
     ],
 )
-def test_what_is_forbidden_would_be_found(line):
+def test_forbidden_code_is_found(line):
     assert dangers(f"def f():\n    {line}\n")
 
 
-# Events by which Python tells of what is forbidden while it runs, and who may have them, with the reason.
+# Audit events that commands must not cause, and the modules that may cause them, with the reason.
 ALLOWED = {
     "pickle.find_class": {
-        "numba": "its cache of compiled code, in a folder of the user's own (SECURITY.md)",
-        "multiprocessing": "processes of our own, started by us",
+        "numba": "its cache of compiled code, in a folder of the user (SECURITY.md)",
+        "multiprocessing": "processes that ultr starts",
     },
     "subprocess.Popen": {},
     "os.system": {},
@@ -209,7 +209,7 @@ def test_no_command_unpickles_starts_a_program_or_connects(commands, log, tmp_pa
 
 
 @pytest.mark.parametrize("code", ["import os; os.system('true')", "import pickle; pickle.loads(pickle.dumps(print))"])
-def test_the_watch_sees_what_it_watches_for(code, tmp_path):
+def test_the_audit_hook_finds_forbidden_events(code, tmp_path):
     script = WATCHED.format(allowed={event: [] for event in ALLOWED}, commands=[]) + code
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "FORBIDDEN" in done.stderr
@@ -271,14 +271,14 @@ TEXTS = st.text(max_size=60) | st.lists(PIECES, max_size=25).map("".join) | EXPR
 
 @settings(max_examples=300)
 @given(TEXTS)
-def test_a_label_is_computed_or_refused(text):
+def test_a_label_is_computed_or_rejected(text):
     label_holds(text)
 
 
 @pytest.mark.long
 @settings(max_examples=20_000)
 @given(TEXTS)
-def test_twenty_thousand_labels_are_computed_or_refused(text):
+def test_twenty_thousand_labels_are_computed_or_rejected(text):
     label_holds(text)
 
 
@@ -321,7 +321,7 @@ def test_twenty_thousand_labels_are_computed_or_refused(text):
     ],
     ids=lambda text: text[:30],
 )
-def test_labels_that_no_one_should_compute_are_refused(text):
+def test_dangerous_labels_are_rejected(text):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         with pytest.raises(LabelError):
@@ -341,18 +341,18 @@ def zipped(path: Path, members: dict[str, bytes]) -> Path:
     return path
 
 
-def test_an_archive_writes_nothing_wherever_its_names_point(tmp_path, own_cache):
+def test_an_archive_writes_no_file_whatever_its_names(tmp_path, own_cache):
     inside = tmp_path / "a" / "b"
     inside.mkdir(parents=True)
     evil = {"../../evil": b"x", "/evil": b"x", str(tmp_path / "evil"): b"x", "ml-1m/../../../evil": b"x"}
     zipped(inside / "ml-1m.zip", {**evil, "ml-1m/ratings.dat": b"1::2::3::4\n"})
-    with pytest.raises(DataError, match=r"ratings\.dat is not that of MovieLens-1M"):
+    with pytest.raises(DataError, match=r"ratings\.dat is not the file of MovieLens-1M"):
         movielens.read_movielens(inside)
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["ml-1m.zip"]
     assert list(own_cache.rglob("*")) == []
 
 
-def test_an_archive_that_would_fill_memory_is_refused_before_it_is_read(tmp_path):
+def test_an_archive_that_would_fill_memory_is_rejected_before_it_is_read(tmp_path):
     bomb = zipped(tmp_path / "ml-1m.zip", {"ml-1m/ratings.dat": bytes(movielens.MAX_BYTES + 1)})
     assert bomb.stat().st_size < 1 << 20
     tracemalloc.start()
@@ -363,9 +363,9 @@ def test_an_archive_that_would_fill_memory_is_refused_before_it_is_read(tmp_path
     assert most < 4 << 20
 
 
-def test_an_archive_that_lies_about_sizes_or_is_damaged_is_refused(tmp_path):
+def test_an_archive_with_false_sizes_or_damage_is_rejected(tmp_path):
     whole = zipped(tmp_path / "whole.zip", {"ml-1m/ratings.dat": bytes(5 << 20)}).read_bytes()
-    place = whole.index(b"PK\x01\x02")  # of the first member, in the directory at the end
+    place = whole.index(b"PK\x01\x02")  # the first member in the directory at the end
     lying = bytearray(whole)
     lying[place + 24 : place + 28] = struct.pack("<I", 100)
     encrypted = bytearray(whole)
@@ -378,39 +378,39 @@ def test_an_archive_that_lies_about_sizes_or_is_damaged_is_refused(tmp_path):
     for number, content in enumerate((lying, encrypted, unknown, torn, whole[:-30], b"PK\x03\x04")):
         path = tmp_path / f"{number}.zip"
         path.write_bytes(content)
-        with pytest.raises(DataError, match="MovieLens-1M is not here"):
+        with pytest.raises(DataError, match="MovieLens-1M was not found"):
             movielens.read_movielens(path)
 
 
 class Mine:
-    """What would show that it was unpickled."""
+    """An object that prints a line if it is unpickled."""
 
     def __reduce__(self):
         return (print, ("UNPICKLED",))
 
 
 def crafted_npz(path: Path, shape: str, *, descr: str = "'<f8'", data: bytes = b"") -> None:
-    """An archive whose arrays claim a shape."""
+    """Write an archive whose arrays claim a shape."""
     header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     content = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
     zipped(path, dict.fromkeys(("mean.npy", "scale.npy", "weights.npy"), content))
 
 
-def test_kept_arrays_are_numbers_of_the_shape_that_is_expected(tmp_path, capsys):
+def test_cached_arrays_are_numbers_of_the_expected_shape(tmp_path, capsys):
     path, shapes = tmp_path / "kept.npz", dict.fromkeys(("mean", "scale", "weights"), (3,))
     np.savez(path, **dict.fromkeys(shapes, np.ones(3)))
-    assert len(cache.kept_arrays(path, shapes)) == 3
+    assert len(cache.cached_arrays(path, shapes)) == 3
     objects = np.array([Mine(), Mine(), Mine()], dtype=object)
     for wrong in (objects, np.ones(4), np.ones((3, 1)), np.full(3, np.nan), np.array(["a", "b", "c"])):
         np.savez(path, **dict.fromkeys(shapes, wrong))
-        assert cache.kept_arrays(path, shapes) is None
+        assert cache.cached_arrays(path, shapes) is None
     for shape in ("(10**15,)", "(1000000000000,)", "(-1,)", "3", "'x'", "(3,", "__import__('os')"):
         crafted_npz(path, shape)
-        assert cache.kept_arrays(path, shapes) is None
+        assert cache.cached_arrays(path, shapes) is None
     crafted_npz(path, "(3,)", descr="'|O'", data=b"cbuiltins\nprint\n(S'UNPICKLED'\ntR.")
-    assert cache.kept_arrays(path, shapes) is None
+    assert cache.cached_arrays(path, shapes) is None
     np.savez_compressed(path, **dict.fromkeys(shapes, np.zeros(10_000_000)))
-    assert cache.kept_arrays(path, shapes) is None
+    assert cache.cached_arrays(path, shapes) is None
     assert "UNPICKLED" not in capsys.readouterr().out
 
 
@@ -420,9 +420,9 @@ def test_a_cached_ranker_of_objects_is_fitted_again(own_cache, capsys):
     log = make_shown_log(60)
     dataset = Dataset("toy", log, log, log, max_grade=4, fingerprint="toy")
     fitted = initial_ranker(dataset, share=1.0)
-    (kept,) = own_cache.glob("initial-*.npz")
+    (cached,) = own_cache.glob("initial-*.npz")
     objects = np.array([Mine()] * 3, dtype=object)
-    np.savez(kept, mean=objects, scale=objects, weights=objects)
+    np.savez(cached, mean=objects, scale=objects, weights=objects)
     again = initial_ranker(dataset, share=1.0)
     np.testing.assert_array_equal(fitted.weights, again.weights)
     assert "UNPICKLED" not in capsys.readouterr().out
@@ -463,7 +463,7 @@ def entry(shape: list[int], size: int, dtype: str = "F32") -> dict:
     ],
     ids=range(17),
 )
-def test_files_of_tensors_that_lie_are_refused(content, tmp_path):
+def test_tensor_files_with_false_headers_are_rejected(content, tmp_path):
     path = tmp_path / "weights.safetensors"
     path.write_bytes(content)
     with pytest.raises(DataError, match="cannot be read"):
@@ -484,7 +484,7 @@ def run(log, tmp_path_factory) -> Path:
     training = TrainingOptions(steps=2, bias_steps=2, batch=16, evaluate_every=1, device="cpu")
     config = RunConfig(data=str(folder / "log.parquet"), ranker_options={"hidden": [4]}, training=training)
     made = run_training(config, folder / "run")
-    described(made, log)
+    add_other_folders(made, log)
     return made
 
 
@@ -511,7 +511,7 @@ def rewrite(path: Path, **changes: object) -> None:
     ],
     ids=["missing", "extra", "shape", "double", "whole", "complex", "none"],
 )
-def test_weights_that_are_not_the_networks_are_refused(spoil, copy):
+def test_weights_that_do_not_fit_the_network_are_rejected(spoil, copy):
     from safetensors.torch import load_file, save_file
 
     path = copy / "model" / "weights.safetensors"
@@ -545,7 +545,7 @@ def test_networks_larger_than_their_weights_take_no_memory(changes, copy):
 
 # --- Descriptions -------------------------------------------------------------------------------------------------
 
-TEXTS_THAT_ARE_NO_DESCRIPTION = [
+INVALID_DESCRIPTIONS = [
     "[" * 100_000,
     '{"format": ' * 100_000,
     '{"format": 1, "a": ' + "[" * 100_000 + "]" * 100_000 + "}",
@@ -567,18 +567,18 @@ ODD_VALUES = [
 ]
 
 
-def described(run: Path, log) -> None:
-    """Put into a run one of each other folder that describes itself."""
+def add_other_folders(run: Path, log) -> None:
+    """Add to a run one of each other kind of folder that has a description."""
     summary = {"ndcg@10": {"mean": 0.5, "deviation": 0.1, "seeds": [0.4, 0.6], "against": None}}
     rows = [{"method": "pointwise", "lr": 0.1, "figures": summary}]
     compared = {"format": 1, "metrics": ["ndcg@10"], "reference": "pointwise", "rows": rows}
     files = {"model.onnx": hashlib.sha256(b"").hexdigest()}
-    about = {"format": 1, "features": ["a", "b"], "vocabularies": {"b": ["x"]}, "label": "click", "ranker": "mlp"}
+    about = {"format": 1, "feature_names": ["a", "b"], "vocabularies": {"b": ["x"]}, "label": "click", "ranker": "mlp"}
     contents = {
         "compared/comparison.json": compared,
-        "exported/model.json": {**about, "missing": "refuse", "files": files},
-        "told/bias.json": {"format": 1, **audit(log, bootstrap=0).to_json()},
-        "told/propensities.csv": "",
+        "exported/model.json": {**about, "keeps_missing": False, "files": files},
+        "audited/bias.json": {"format": 1, **audit(log, bootstrap=0).to_json()},
+        "audited/propensities.csv": "",
     }
     for name, content in contents.items():
         (run / name).parent.mkdir(exist_ok=True)
@@ -598,21 +598,21 @@ READERS = {
     "exported/model.json": lambda folder: load_exported(folder / "exported"),
     "lists/lists.json": lambda folder: Shards(folder / "lists").read_all(),
     "compared/comparison.json": lambda folder: report(folder / "compared"),
-    "told/bias.json": lambda folder: report(folder / "told"),
+    "audited/bias.json": lambda folder: report(folder / "audited"),
 }
 
 
 @pytest.mark.parametrize("kind", READERS)
-@pytest.mark.parametrize("text", TEXTS_THAT_ARE_NO_DESCRIPTION, ids=range(len(TEXTS_THAT_ARE_NO_DESCRIPTION)))
-def test_text_that_describes_no_run_is_refused(kind, text, copy):
+@pytest.mark.parametrize("text", INVALID_DESCRIPTIONS, ids=range(len(INVALID_DESCRIPTIONS)))
+def test_text_that_is_not_a_description_is_rejected(kind, text, copy):
     (copy / kind).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UltrError):
         READERS[kind](copy)
 
 
-def takes_or_refuses(path: Path, use, content: dict, places: list[str]) -> int:
-    """Put odd values in places of a description, one at a time; how many were tried."""
-    for name in places:
+def try_odd_values(path: Path, use, content: dict, names: list[str]) -> int:
+    """Put odd values into a description, one at a time; return the number of values."""
+    for name in names:
         for odd in ODD_VALUES:
             path.write_text(json.dumps({**content, name: odd}))
             try:
@@ -621,45 +621,45 @@ def takes_or_refuses(path: Path, use, content: dict, places: list[str]) -> int:
                 pass
             except Exception as error:
                 raise AssertionError(f"{path.name}: {name} = {odd!r} gives {error!r}") from error
-    return len(places) * len(ODD_VALUES)
+    return len(names) * len(ODD_VALUES)
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.long] if kind.startswith("told") else []) for kind in READERS]
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] if kind.startswith("audited") else []) for kind in READERS]
 )
-def test_odd_values_in_a_description_are_taken_or_refused_in_words(kind, copy):
+def test_odd_values_in_a_description_are_accepted_or_rejected(kind, copy):
     whole = {name: value for name, value in read_json(copy / kind).items() if name != "seal"}
-    assert takes_or_refuses(copy / kind, lambda: READERS[kind](copy), whole, list(whole)) > 20
+    assert try_odd_values(copy / kind, lambda: READERS[kind](copy), whole, list(whole)) > 20
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["config.json", "outcome/outcome.json", "bias.json"])
-def test_pages_of_odd_runs_are_made_or_refused_in_words(kind, copy):
+def test_reports_of_odd_runs_are_written_or_rejected(kind, copy):
     whole = {name: value for name, value in read_json(copy / kind).items() if name != "seal"}
-    takes_or_refuses(copy / kind, lambda: report(copy), whole, list(whole))
+    try_odd_values(copy / kind, lambda: report(copy), whole, list(whole))
     if kind == "outcome/outcome.json":
         for part in ("data", "moves"):
             for name in whole[part]:
                 for odd in ODD_VALUES:
                     changed = {**whole, part: {**whole[part], name: odd}}
-                    takes_or_refuses(copy / kind, lambda: report(copy), changed, [])
+                    try_odd_values(copy / kind, lambda: report(copy), changed, [])
 
 
 # --- Paths --------------------------------------------------------------------------------------------------------
 
 
-def test_names_in_descriptions_lead_nowhere_outside(copy, tmp_path):
+def test_names_in_descriptions_reach_no_file_outside(copy, tmp_path):
     outside = tmp_path / "outside"
     shutil.copytree(copy / "lists" / "train", outside)
     manifest = read_json(copy / "lists" / "lists.json")
     rewrite(copy / "lists" / "lists.json", splits={"../../outside": manifest["splits"]["train"]})
-    with pytest.raises(DataError, match="splits should be among"):
+    with pytest.raises(DataError, match="splits must be among"):
         Shards(copy / "lists", "../../outside")
     (tmp_path / "model.onnx").write_bytes(b"")
     digest = hashlib.sha256(b"").hexdigest()
     for name in ("../model.onnx", str(tmp_path / "model.onnx"), "a/../../model.onnx"):
         rewrite(copy / "exported" / "model.json", files={name: digest, "model.onnx": digest})
-        with pytest.raises(DataError, match="no model among its files"):
+        with pytest.raises(DataError, match="the files must be a model and its card"):
             load_exported(copy / "exported")
     for method in ("..", "../../..", "/", "a/b", "\0"):
         entry_of = Entry(method, "", "feedback", {})
@@ -667,7 +667,7 @@ def test_names_in_descriptions_lead_nowhere_outside(copy, tmp_path):
 
 
 def external_model(place: str, *, nested: bool = False) -> bytes:
-    """A model whose weights lie in another file."""
+    """Make an ONNX model whose weights are in another file."""
     onnx = pytest.importorskip("onnx")
     weights = onnx.TensorProto(name="w", data_type=1, dims=[3], data_location=1)
     for key, value in {"location": place, "offset": "0", "length": "12"}.items():
@@ -683,14 +683,14 @@ def external_model(place: str, *, nested: bool = False) -> bytes:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("place", ["secret.bin", "../secret.bin", "/etc/hostname"])
-def test_onnx_with_weights_in_other_files_is_refused(place, nested, tmp_path, monkeypatch):
+def test_onnx_with_weights_in_other_files_is_rejected(place, nested, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.ones(3, np.float32).tofile(tmp_path / "secret.bin")
     with pytest.raises(DataError, match="other files"):
         onnx_session(external_model(place, nested=nested))
 
 
-def test_onnx_that_only_speaks_of_locations_is_taken():
+def test_onnx_that_only_mentions_locations_is_accepted():
     onnx = pytest.importorskip("onnx")
     node = onnx.helper.make_node("Identity", ["features"], ["scores"], doc_string="location")
     ends = [onnx.helper.make_tensor_value_info(name, 1, ["a", "b", 3]) for name in ("features", "scores")]
@@ -710,6 +710,6 @@ def test_every_dependency_and_its_licence_is_on_the_page():
     named, listed = licences.dependencies(), licences.table()
     assert named.keys() == listed.keys()
     for package, text in listed.items():
-        told = licences.families(licences.licence(package) or text)
-        assert licences.families(text) & told, f"{package}: its metadata says {told}"
-        assert not {"GPL", "AGPL"} & told, package
+        families = licences.families(licences.licence(package) or text)
+        assert licences.families(text) & families, f"{package}: its metadata says {families}"
+        assert not {"GPL", "AGPL"} & families, package

@@ -1,10 +1,11 @@
-"""Bad values of every kind, and whether what came of them is what the library promises."""
+"""Bad values of every kind, and a check that calls with them work or are rejected with a clear message."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -49,7 +50,7 @@ DTYPES = (
     torch.bool,
 )
 POOLS: dict[str, tuple[float, ...]] = {
-    "usual": (0, 1, 2, 3, 0.5),
+    "typical": (0, 1, 2, 3, 0.5),
     "zero": (0.0, -0.0),
     "ones": (1,),
     "tiny": (5e-324, 1e-310, 1e-45, 1e-38, 0),
@@ -63,7 +64,7 @@ POOLS: dict[str, tuple[float, ...]] = {
 
 @st.composite
 def arrays(draw: st.DrawFn, rows: int = 6, *columns: int) -> Any:
-    """Arrays of any type, shape and layout, most of them of so many rows."""
+    """Draw arrays of any type, shape and layout; most have `rows` rows."""
     shape = draw(
         st.sampled_from([(rows, *columns)] * 20 + [(0,), (), (1,), (rows + 1,), (rows, 1), (1, rows), (rows, 2, 2)])
     )
@@ -84,7 +85,7 @@ def arrays(draw: st.DrawFn, rows: int = 6, *columns: int) -> Any:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Tensors of any type, two lists of three items or of other shapes."""
+    """Draw tensors of any type, most of them two lists of three items."""
     shape = draw(st.sampled_from([(2, 3)] * 20 + [(6,), (), (0,), (2, 0), (0, 3), (3,), (2, 4), (1, 2, 3), (3, 2)]))
     numbers = draw(st.sampled_from([(0, 1), (0,), (1,), (0, 1, 2, 3), (-1, 5), (1e30, 0), (1e-40, 0), (0, math.nan)]))
     seeded = torch.Generator().manual_seed(draw(st.integers(0, 9)))
@@ -97,7 +98,7 @@ ANYTHING = st.sampled_from(NUMBERS) | st.sampled_from(OTHERS) | TEXTS | arrays()
 
 
 class Made(NamedTuple):
-    """A value that is made when it is needed: it may be refused in the making."""
+    """A value that is made within the call, because making it may raise an error."""
 
     make: Callable[..., Any]
     options: Mapping[str, Any]
@@ -115,7 +116,7 @@ PARTS: dict[str, SearchStrategy[Any]] = {
     "dwell": COLUMN,
     "relevance": COLUMN | st.none(),
     "weights": COLUMN,
-    "items": st.sampled_from(["own", "repeated", "null"]),
+    "items": st.sampled_from(["distinct", "repeated", "null"]),
     "context": st.sampled_from(["query", "segment", "randomised"]),
     "double": st.just(True),
 }
@@ -123,7 +124,7 @@ PARTS: dict[str, SearchStrategy[Any]] = {
 
 @st.composite
 def logs(draw: st.DrawFn) -> Made:
-    """Logs that are right in shape, with one or two parts that no log should have, or few."""
+    """Draw logs of the right shape with one or two bad or unusual parts."""
     parts = draw(st.lists(st.sampled_from(sorted(PARTS)), min_size=1, max_size=2, unique=True))
     return Made(make_log, {part: draw(PARTS[part]) for part in parts})
 
@@ -133,8 +134,8 @@ def make_log(
     *,
     features: str = "normal",
     positions: str = "from 1",
-    click: str = "usual",
-    dwell: str = "usual",
+    click: str = "typical",
+    dwell: str = "typical",
     relevance: str | None = "grades",
     weights: str | None = None,
     items: str = "none",
@@ -152,7 +153,7 @@ def make_log(
     place = np.concatenate([np.arange(length) for length in lengths])
     spread = {"from 1": place + 1, "from 0": place, "gaps": 3 * place + 5, "far": place + 10**9, "equal": 0 * place}
     spread["last"] = 2**63 - 1 - place
-    ids = {"own": np.arange(rows), "repeated": np.arange(rows) % 5}.get(items)
+    ids = {"distinct": np.arange(rows), "repeated": np.arange(rows) % 5}.get(items)
     about = {
         "query": np.arange(requests) % 2,
         "segment": np.arange(requests) % 2,
@@ -191,11 +192,11 @@ COLUMN_VALUES = arrays().filter(lambda a: np.ndim(a) == 1 and len(a) == 6) | st.
 
 @st.composite
 def framed(draw: st.DrawFn) -> Any:
-    """Frames of three libraries with one or two columns spoilt, renamed, dropped or doubled."""
+    """Draw frames of three libraries with one or two columns replaced, renamed, dropped or duplicated."""
     columns = frame()
     for name in draw(st.lists(st.sampled_from(sorted(columns)), min_size=1, max_size=2, unique=True)):
-        how = draw(st.sampled_from(["spoilt"] * 4 + ["dropped", "renamed"]))
-        if how == "spoilt":
+        how = draw(st.sampled_from(["replaced"] * 4 + ["dropped", "renamed"]))
+        if how == "replaced":
             columns[name] = draw(COLUMN_VALUES)
         else:
             values = columns.pop(name)
@@ -205,23 +206,23 @@ def framed(draw: st.DrawFn) -> Any:
     try:
         made = kind(columns)
         return pd.concat([made, made[made.columns[:1]]], axis=1) if twice and kind is pd.DataFrame else made
-    except Exception:  # no frame can be made of it
+    except Exception:  # the library cannot make a frame of these columns
         return None
 
 
 class Case(NamedTuple):
-    """How a function is called so that it works, and what is bad for its arguments beside what is bad for all."""
+    """A function, arguments that work, and bad values for some arguments, in addition to those for all arguments."""
 
     call: Callable[..., Any]
     good: Callable[[], dict[str, Any]]
     bad: Mapping[str, SearchStrategy[Any]] = {}
-    check: Callable[[Any], bool] | None = None  # of what it gives for finite arguments; that it is finite if not given
+    check: Callable[[Any], bool] | None = None  # of the result for finite arguments (default: is_finite)
     examples: int = 15
     long: int = 600
 
 
 def draw_arguments(case: Case, data: st.DataObject) -> dict[str, Any]:
-    """Arguments that work but for one or two, of which most are of the right kind."""
+    """Draw arguments that work except for one or two, most of them of the right type."""
     arguments = case.good()
     for name in data.draw(st.lists(st.sampled_from(sorted(arguments)), min_size=1, max_size=2, unique=True)):
         likely = name in case.bad and data.draw(st.integers(0, 5)) > 0
@@ -230,31 +231,31 @@ def draw_arguments(case: Case, data: st.DataObject) -> dict[str, Any]:
 
 
 def outcomes(case: Case, examples: int) -> Counter[str]:
-    """How many calls with one or two arguments spoilt were answered, and how many refused in words."""
+    """Count the calls with one or two bad arguments that work, and those that are rejected."""
     counts: Counter[str] = Counter()
 
-    # What is drawn is small as it is: to shrink it would take minutes where a call takes a second.
+    # No shrinking: the values are small, and it would take minutes if a call takes a second.
     @settings(max_examples=examples, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
     @given(st.data())
-    def spoilt(data: st.DataObject) -> None:
+    def call(data: st.DataObject) -> None:
         counts[outcome(case, draw_arguments(case, data))] += 1
 
-    spoilt()
+    call()
     return counts
 
 
 def check(case: Case) -> None:
-    """Arguments that are right work, and a few bad ones are refused."""
+    """Check that good arguments work, and that some bad ones are rejected."""
     case.call(**case.good())
-    assert outcomes(case, case.examples)["refused"], "nothing bad was tried"
+    assert outcomes(case, case.examples)["rejected"], "no bad value was tried"
 
 
 def count(name: str, case: Case) -> None:
-    """Many; how many of each are written to the file that `ULTR_COUNTS` names."""
-    found = outcomes(case, case.long)
+    """Try many bad arguments, and append the counts to the file that `ULTR_COUNTS` names."""
+    counts = outcomes(case, case.long)
     if "ULTR_COUNTS" in os.environ:
         with Path(os.environ["ULTR_COUNTS"]).open("a") as file:
-            file.write(json.dumps({"function": name, "works": found["works"], "refused": found["refused"]}) + "\n")
+            file.write(json.dumps({"function": name, "works": counts["works"], "rejected": counts["rejected"]}) + "\n")
 
 
 def outcome(case: Case, arguments: dict[str, Any]) -> str:
@@ -262,23 +263,19 @@ def outcome(case: Case, arguments: dict[str, Any]) -> str:
         warnings.simplefilter("error")
         try:
             made = {name: value() if isinstance(value, Made) else value for name, value in arguments.items()}
-            found = case.call(**made)
+            result = case.call(**made)
         except UltrError as error:
-            refusal: UltrError | None = error
-        else:
-            refusal = None
-    if refusal is not None:
-        enough = refusal.got is not None or refusal.mend is not None or "should" in refusal.what
-        assert enough, f"{refusal} is no help"
-        assert len(str(refusal)) < 2000
-        return "refused"
+            clear = error.got is not None or error.hint is not None or re.search("should|must", error.what)
+            assert clear, f"the error has no value and no hint: {error}"  # noqa: PT017
+            assert len(str(error)) < 2000  # noqa: PT017
+            return "rejected"
     if is_finite(made):
-        assert (case.check or is_finite)(found), f"{found} of {made}"
+        assert (case.check or is_finite)(result), f"{result} of {made}"
     return "works"
 
 
 def is_finite(value: Any) -> bool:
-    """Whether no number in it, however deep, is infinite or none."""
+    """Return whether all numbers in a value, at any depth, are finite."""
     if isinstance(value, float | complex | np.number):
         return bool(np.isfinite(value))
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Logs come in every shape; the same rows give the same `Log`, and what cannot be used is refused with a mend."""
+"""The same rows give the same `Log` from every format, and bad input is an error with a hint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tables(draw) -> pa.Table:
 
 
 def expected_log(table: pa.Table) -> dict[str, object]:
-    """The same by pandas, request by request in order of appearance."""
+    """Compute the expected log with pandas, request by request in order of appearance."""
     frame = table.to_pandas()
     groups = [rows.sort_values("position") for _, rows in frame.groupby("request", sort=False)]
     rows = pd.concat(groups)
@@ -185,7 +185,7 @@ def test_requests_without_feedback_and_requests_of_one_item_are_kept():
     assert log.lengths.tolist() == [2, 1]
 
 
-def test_columns_are_found_without_regard_to_case_and_others_are_left_alone_and_named():
+def test_columns_are_recognised_in_any_case_and_others_are_listed_as_unused():
     log = read_log(pa.table({"QID": [1], "Rank": [3], "Clicked": [1], "price": [9.0], "F_1": [0.5]}))
     assert list(log.actions) == ["Clicked"]
     assert log.feature_names == ("F_1",)
@@ -223,101 +223,101 @@ def test_booleans_decimals_and_categories_are_numbers_and_ids():
     assert log.request_ids.to_pylist() == ["a", "b"]
 
 
-REFUSED = [
-    (dict(request=None), {}, "no column that says which request"),
-    (dict(position=None), {}, "row order is not taken for position"),
+BAD_TABLES = [
+    (dict(request=None), {}, "no column with the request id of each row"),
+    (dict(position=None), {}, "row order is not a position"),
     ({}, dict(position="positon"), "no column 'positon' for the position; did you mean 'position'"),
-    ({}, dict(actions="clicks"), "no column 'clicks' among the actions; did you mean 'click'"),
-    ({}, dict(features="g*"), "no column 'g[*]' among the features"),
-    ({}, dict(features="click", actions="click"), "column 'click' is given two parts"),
-    ({}, dict(features=[1]), "'features' should be a list of texts"),
-    ({}, dict(request=5), "'request' should be a text"),
-    ({}, dict(missing="kep"), "'refuse' or 'keep', got 'kep'"),
+    ({}, dict(actions="clicks"), "no column 'clicks' for the actions; did you mean 'click'"),
+    ({}, dict(features="g*"), "no column 'g[*]' for the features"),
+    ({}, dict(features="click", actions="click"), "column 'click' has two roles"),
+    ({}, dict(features=[1]), "'features' must be a list of strings"),
+    ({}, dict(request=5), "'request' must be a string"),
+    ({}, dict(missing="kep"), "'missing' must be one of 'reject', 'keep', got 'kep'; did you mean 'keep'"),
     (dict(request=[1.0, float("nan"), 2.0]), {}, r"'request' has 1 missing values \(first in row 2\)"),
-    (dict(request=[{"a": 1}, {"a": 1}, {"a": 2}]), {}, "cannot be told apart, got type struct"),
+    (dict(request=[{"a": 1}, {"a": 1}, {"a": 2}]), {}, "cannot be compared, got type struct"),
     (dict(request=[1, None, 2]), {}, r"'request' has 1 missing values \(first in row 2\)"),
     (dict(position=[1, None, 1]), {}, r"'position' has 1 missing values \(first in row 2\)"),
     (dict(position=[1.5, 2.0, 1.0]), {}, "whole numbers, got 1.5 in row 1"),
     (dict(position=[float("nan"), 2.0, 1.0]), {}, "whole numbers, got nan"),
-    (dict(position=[1, -1, 1]), {}, "should not be negative, got -1 in row 2"),
-    (dict(position=["a", "b", "c"]), {}, "position column 'position' should hold numbers"),
+    (dict(position=[1, -1, 1]), {}, "must not be negative, got -1 in row 2"),
+    (dict(position=["a", "b", "c"]), {}, "position column 'position' must hold numbers"),
     (dict(position=[1, 1, 1]), {}, "position 1 twice in request 1"),
     (dict(click=[0, None, 1]), {}, r"'click' has 1 missing values"),
     (dict(click=[0, -1, 1]), {}, "finite and not negative in every row, got -1 in row 2"),
     (dict(click=[0, float("inf"), 1]), {}, "got inf in row 2"),
     (dict(click=[0, 1e39, 1]), {}, "got 1e[+]39 in row 2"),
-    (dict(click=["x", "y", "z"]), {}, "action column 'click' should hold numbers, got type string"),
+    (dict(click=["x", "y", "z"]), {}, "action column 'click' must hold numbers, got type string"),
     (dict(f2=[1.0, None, 2.0]), {}, "feature 'f2' has values that are not finite, got nan in row 2"),
     (dict(f2=[1.0, 2.0, float("nan")]), {}, "missing='keep'"),
     (dict(f2=[1.0, 2.0, float("-inf")]), {}, "feature 'f2' .* got -inf in row 3"),
     (dict(f2=[1.0, 2.0, 1e300]), {}, "got inf in row 3 .* beyond 3.4e38"),
-    (dict(f2=["x", "y", "z"]), {}, "feature column 'f2' should hold numbers"),
+    (dict(f2=["x", "y", "z"]), {}, "feature column 'f2' must hold numbers"),
     (dict(weight=[1, 2, 1]), {}, "one value per request"),
-    (dict(weight=[1, 1, 0]), {}, "should be positive"),
+    (dict(weight=[1, 1, 0]), {}, "must be positive"),
     (dict(weight=[1, 1, -1]), {}, "not negative"),
-    (dict(features=[[1.0], [1.0, 2.0], [1.0]]), {}, "equally long lists, got lengths 1 to 2"),
+    (dict(features=[[1.0], [1.0, 2.0], [1.0]]), {}, "lists of one length, got lengths 1 to 2"),
     (dict(features=[[1.0], None, [1.0]]), {}, "'features' has 1 missing values"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "options", "message"), REFUSED)
-def test_what_cannot_be_used_is_refused_with_a_mend(changes, options, message):
+@pytest.mark.parametrize(("changes", "options", "message"), BAD_TABLES)
+def test_a_bad_table_is_an_error_with_a_hint(changes, options, message):
     with pytest.raises(UltrError, match=message):
         read_log(table_with(**changes), **options)
 
 
-def test_infinite_features_are_refused_even_where_missing_ones_are_kept():
+def test_infinite_features_are_an_error_even_if_missing_ones_are_kept():
     with pytest.raises(ColumnError, match="got inf"):
         read_log(table_with(f1=[0.1, None, float("inf")]), missing="keep")
 
 
-def test_tables_without_rows_and_things_that_are_no_tables_are_refused():
+def test_tables_without_rows_and_other_objects_are_errors():
     with pytest.raises(DataError, match="no rows"):
         read_log(table_with().slice(0, 0))
-    with pytest.raises(DataError, match="a log is a path, an Arrow table, or a pandas or polars frame, got list"):
+    with pytest.raises(DataError, match="a log must be a path, an Arrow table, or a pandas or polars frame, got list"):
         read_log([1, 2])
 
 
-def test_repeated_column_names_are_refused():
+def test_repeated_column_names_are_an_error():
     with pytest.raises(ColumnError, match="'click' twice"):
         read_log(pa.Table.from_arrays([pa.array([1])] * 3, names=["request", "click", "click"]))
 
 
-def test_lists_of_one_request_must_be_equally_long():
+def test_lists_of_one_request_must_have_the_same_length():
     table = pa.table({"request": [1], "position": [[1, 2]], "click": [[1]]})
-    with pytest.raises(ColumnError, match=r"'click' should have as many values as 'position'.*got 1 and 2 in row 1"):
+    with pytest.raises(ColumnError, match=r"'click' must have as many values as 'position'.*got 1 and 2 in row 1"):
         read_log(table)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("log.parquet", b"request,position\n1,1\n", "named like Parquet but holds text"),
-        ("log.csv", b"PAR1 and so on", "named like text but holds Parquet"),
-        ("log.csv.gz", b"request,position\n1,1\n", "named like gzip but holds text"),
+        ("log.parquet", b"request,position\n1,1\n", "the name says Parquet but the file holds text"),
+        ("log.csv", b"PAR1 and so on", "the name says text but the file holds Parquet"),
+        ("log.csv.gz", b"request,position\n1,1\n", "the name says gzip but the file holds text"),
         ("log.parquet", b"PAR1" + b"junk" * 20, "cannot be read as Parquet"),
         ("log.arrow", b"ARROW1" + b"junk" * 20, "cannot be read as Arrow"),
         ("log.csv", b'request,position\n1,1\n1,2,3\n', "cannot be read as CSV"),
-        ("log.xls", b"anything", "end it in one of .parquet"),
+        ("log.xls", b"anything", "use one of .parquet"),
         ("log.csv", b"", "empty"),
         ("log.csv", b"request,position,click\n", "no rows"),
     ],
 )  # fmt: skip
-def test_files_that_are_not_what_they_should_be_are_refused(tmp_path, name, content, message):
+def test_files_whose_content_does_not_match_their_name_are_errors(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         read_log(tmp_path / name)
 
 
-def test_gzipped_parquet_and_folders_without_shards_are_refused(tmp_path):
+def test_gzipped_parquet_and_folders_without_shards_are_errors(tmp_path):
     (tmp_path / "log.parquet.gz").write_bytes(gzip.compress(b"PAR1"))
-    with pytest.raises(DataError, match="not read gzipped"):
+    with pytest.raises(DataError, match="gzipped Parquet files are not supported"):
         read_log(tmp_path / "log.parquet.gz")
     with pytest.raises(DataError, match="no Parquet files"):
         read_log(tmp_path)
 
 
-def test_shards_that_differ_are_refused(tmp_path):
+def test_shards_that_differ_are_an_error(tmp_path):
     pq.write_table(table_with(), tmp_path / "a.parquet")
     pq.write_table(table_with(f2=None), tmp_path / "b.parquet")
     with pytest.raises(DataError, match=r"b\.parquet"):
@@ -351,7 +351,7 @@ def test_real_clicks_of_a_search_engine_are_read_as_they_come(real_data):
     assert (log.unused_columns, len(log.context["query"].unique())) == ((), 20)
 
 
-def test_log_refuses_columns_that_do_not_fit():
+def test_columns_of_a_log_that_do_not_fit_are_errors():
     good = dict(
         features=np.zeros((2, 1), np.float32),
         offsets=np.array([0, 2]),
@@ -412,7 +412,7 @@ def test_categories_become_codes_and_are_written_as_they_were(tmp_path):
     again = read_log(tmp_path / "log.parquet")
     assert again.feature_names == log.feature_names
     np.testing.assert_array_equal(again.features, log.features)
-    with pytest.raises(ColumnError, match="cannot be a category"):
+    with pytest.raises(ColumnError, match="cannot be categorical"):
         read_log(table_with(shop=[{"a": 1}] * 3), categorical="shop")
 
 
@@ -439,13 +439,13 @@ def test_csv_may_have_a_mark_spaces_semicolons_and_windows_line_ends(tmp_path):
     assert log.actions["click"].tolist() == [0, 1]
 
 
-def test_missing_ids_in_csv_are_refused(tmp_path):
+def test_missing_ids_in_csv_are_an_error(tmp_path):
     (tmp_path / "log.csv").write_text("request,position,click\na,1,0\n,2,1\n")
     with pytest.raises(ColumnError, match=r"'request' has 1 missing values \(first in row 2\)"):
         read_log(tmp_path / "log.csv")
 
 
-def test_actions_of_any_name_survive_writing_and_reserved_names_are_refused(tmp_path):
+def test_actions_of_any_name_can_be_written_and_reserved_names_are_errors(tmp_path):
     log = read_log(table_with(tap=[1, 0, 2]), actions=["tap"])
     write_log(log, tmp_path / "log.parquet")
     assert list(read_log(tmp_path / "log.parquet").actions) == ["tap"]
@@ -453,9 +453,9 @@ def test_actions_of_any_name_survive_writing_and_reserved_names_are_refused(tmp_
         replace(log, actions={"position": log.actions["tap"]})
 
 
-def test_a_log_that_would_not_read_back_is_not_written(tmp_path):
+def test_a_log_with_repeated_ids_is_not_written(tmp_path):
     log = read_log(table_with())
-    with pytest.raises(DataError, match="read back as one"):
+    with pytest.raises(DataError, match="two requests have the same id"):
         write_log(log.select([0, 0]), tmp_path / "log.parquet")
     with pytest.raises(DataError, match="no requests"):
         write_log(log.select([]), tmp_path / "log.parquet")
@@ -464,16 +464,16 @@ def test_a_log_that_would_not_read_back_is_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_shards_with_other_features_and_folders_with_other_data_are_refused(tmp_path):
+def test_shards_with_other_features_and_folders_with_other_data_are_errors(tmp_path):
     for i, names in enumerate((("p", "q"), ("q", "p"))):
         table = table_with(f1=None, f2=None, request=[10 * i, 10 * i, 10 * i + 1], p=[1.0, 2.0, 3.0], q=[4.0, 5.0, 6.0])
         write_log(read_log(table, features=names), tmp_path / f"{i}.parquet")
-    with pytest.raises(DataError, match=r"1\.parquet: its features are not those of the first shard"):
+    with pytest.raises(DataError, match=r"1\.parquet: its features differ from those of the first file"):
         read_log(tmp_path)
     (tmp_path / "1.parquet").rename(tmp_path / "_1.parquet")
     assert len(read_log(tmp_path)) == 2
     (tmp_path / "more.csv").write_text("request,position\n1,1\n")
-    with pytest.raises(DataError, match=r"other data beside its shards, got more\.csv"):
+    with pytest.raises(DataError, match=r"other formats next to its Parquet files, got more\.csv"):
         read_log(tmp_path)
 
 
@@ -485,10 +485,10 @@ def test_scores_of_any_number_type_are_taken_as_numbers(shown_log):
             shown_log.check_scores(scores)
 
 
-def test_requests_are_selected_by_mask_and_out_of_range_is_refused():
+def test_requests_are_selected_by_mask_and_out_of_range_is_an_error():
     log = read_log(table_with())
     assert log.select(np.array([False, True])).request_ids.to_pylist() == [2]
-    with pytest.raises(DataError, match="numbered 0 to 1"):
+    with pytest.raises(DataError, match="must be 0 to 1"):
         log.select([2])
 
 

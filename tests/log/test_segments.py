@@ -30,21 +30,21 @@ def test_without_segments_a_position_is_its_number():
     assert slot(3) == "3"
 
 
-def test_logs_without_segments_and_huge_positions_are_refused():
+def test_logs_without_segments_and_huge_positions_are_errors():
     with pytest.raises(DataError, match="no segments"):
         by_segment(read_log(TABLE))
     huge = TABLE.set_column(1, "position", pa.array([2, 1, 1, 2, 1 << 20]))
-    with pytest.raises(DataError, match="should be below"):
+    with pytest.raises(DataError, match="must be below"):
         by_segment(read_log(huge, segment="device"))
 
 
-def test_a_segment_is_said_of_whole_requests():
+def test_a_segment_has_one_value_per_request():
     mixed = TABLE.set_column(3, "device", pa.array(["phone", "desk", "desk", "desk", "desk"]))
     with pytest.raises(DataError, match="one value per request"):
         read_log(mixed, segment="device")
 
 
-def test_what_is_said_of_requests_is_selected_and_written_with_them():
+def test_the_context_of_requests_is_selected_and_written_with_them():
     table = TABLE.append_column("query", pa.array(["a", "a", "b", "b", "c"]))
     table = table.append_column("randomised", pa.array([1, 1, 0, 0, 0]))
     log = read_log(table, segment="device")

@@ -1,4 +1,4 @@
-"""A folder of lists is read back as it was written, in pieces, and what is damaged in it is refused by name."""
+"""A folder of lists is read as it was written, by row group, and errors name the damaged file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from conftest import make_shown_log
 from lists_folder import write_lists
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError, OptionError
 from ultr.log import Log, read_log
-from ultr.log.shards import MANIFEST, Manifest, Shards, is_lists, joined_logs
-from ultr.simulate import User, simulate_log
+from ultr.log.shards import MANIFEST, Manifest, Shards, concatenate_logs, is_lists
 
 ABOUT = Manifest(
     features=("f0", "f1"),
@@ -107,24 +107,24 @@ def test_a_manifest_is_read_back_equal(tmp_path):
     assert Manifest.load(tmp_path) == ABOUT
 
 
-def test_a_manifest_of_another_version_is_refused(tmp_path):
+def test_a_manifest_of_another_version_is_an_error(tmp_path):
     ABOUT.save(tmp_path)
     content = json.loads((tmp_path / MANIFEST).read_text())
     del content["seal"]
     (tmp_path / MANIFEST).write_text(json.dumps({**content, "format": 99}))
-    with pytest.raises(DataError, match=r"lists\.json.*newer ultr, got format 99 where 1 is known; update ultr"):
+    with pytest.raises(DataError, match=r"lists\.json.*newer version of ultr, got format 99, expected 1; update ultr"):
         Manifest.load(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"format": 1}', '{"format": 1, "features": 3}'])
-def test_a_manifest_that_is_broken_is_refused_by_name(text, tmp_path):
+def test_the_error_of_a_broken_manifest_names_it(text, tmp_path):
     (tmp_path / MANIFEST).write_text(text)
     with pytest.raises(DataError, match=r"lists\.json"):
         Manifest.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["features", "actions", "positions", "splits", "categorical", "binary", "label"])
-def test_a_manifest_that_lacks_a_field_is_refused(name, tmp_path):
+def test_a_manifest_without_a_field_is_an_error(name, tmp_path):
     ABOUT.save(tmp_path)
     content = json.loads((tmp_path / MANIFEST).read_text())
     del content["seal"]
@@ -135,7 +135,7 @@ def test_a_manifest_that_lacks_a_field_is_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize("splits", [{"train": {}}, {"train": 3}])
-def test_a_manifest_whose_splits_say_nothing_is_refused(splits, folder):
+def test_a_manifest_with_empty_splits_is_an_error(splits, folder):
     content = json.loads((folder / MANIFEST).read_text())
     del content["seal"]
     (folder / MANIFEST).write_text(json.dumps({**content, "splits": splits}))
@@ -145,7 +145,7 @@ def test_a_manifest_whose_splits_say_nothing_is_refused(splits, folder):
 
 def test_splits_are_train_validation_and_test(folder):
     for splits in ({}, {"trian": {"requests": 1, "rows": 1, "longest": 1}}):
-        with pytest.raises(DataError, match="splits should be among train, validation, test"):
+        with pytest.raises(DataError, match="splits must be among train, validation, test"):
             replace(ABOUT, splits=splits)
     with pytest.raises(DataError, match=r"no split 'test', got .*train"):
         Shards(folder, "test")
@@ -153,7 +153,7 @@ def test_splits_are_train_validation_and_test(folder):
         Shards(folder, "trian")
 
 
-def test_no_folder_of_lists_is_refused(tmp_path):
+def test_a_folder_without_lists_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"lists\.json"):
         Shards(tmp_path)
 
@@ -177,7 +177,7 @@ def test_pieces_are_read_one_by_one_and_counted_by_their_footers(log, folder):
     for group in shards.groups:
         piece = shards.read(group)
         assert (len(piece), piece.rows) == (group.requests, group.rows)
-    assert_same_log(joined_logs([shards.read(group) for group in shards.groups]), shards.read_all())
+    assert_same_log(concatenate_logs([shards.read(group) for group in shards.groups]), shards.read_all())
     assert_same_log(shards.read_all(shards.groups[1:2]), shards.read(shards.groups[1]))
     assert (shards.width, shards.row_bytes) == (3, 4 * (3 + 2 + 3))  # features; and actions, position, relevance, item
 
@@ -259,8 +259,8 @@ def test_names_that_are_those_of_the_lists_are_taken(named, folder):
     "named",
     [{"actions": "click"}, {"request": "session"}, {"features": "f0,f1"}, {"categorical": ["shop"]}, {"item": "doc"}],
 )
-def test_other_names_are_refused(named, folder):
-    with pytest.raises(OptionError, match=f"names of their own, got {next(iter(named))}="):
+def test_other_names_are_an_error(named, folder):
+    with pytest.raises(OptionError, match=f"cannot be changed, got {next(iter(named))}="):
         read_log(folder, **named)
 
 
@@ -301,7 +301,7 @@ def truncate(folder: Path) -> None:
 
 
 def blank(folder: Path) -> None:
-    """The footer stands, and what it points to is overwritten."""
+    """Overwrite the data of a file, and leave its footer."""
     path = first_shard(folder)
     content = bytearray(path.read_bytes())
     content[4 : len(content) // 2] = bytes(len(content) // 2 - 4)
@@ -313,33 +313,33 @@ DAMAGED = {
     "overwritten": (blank, "cannot be read as Parquet"),
     "no Parquet": (lambda folder: first_shard(folder).write_text("request,position\n"), "cannot be read as Parquet"),
     "empty": (lambda folder: first_shard(folder).write_bytes(b""), "cannot be read as Parquet"),
-    "without positions": (rewrite(lambda table: table.drop(["position"])), "lacks the column 'position'"),
-    "without an action": (rewrite(lambda table: table.drop(["dwell"])), "lacks the column 'dwell'"),
-    "without features": (rewrite(lambda table: table.drop(["features"])), "lacks the column 'features'"),
-    "without requests": (rewrite(lambda table: table.drop(["request"])), "lacks the column 'request'"),
-    "a longer list": (with_values("click", lambda values: [*values, 1.0]), "lists of 'click' should be as long"),
-    "a shorter list": (with_values("relevance", lambda values: values[:-1]), "lists of 'relevance' should be as long"),
-    "no list": (with_values("dwell", lambda _: None), "lists of 'dwell' should be as long"),
-    "no list of positions": (with_values("position", lambda _: None), "should have an item or more"),
-    "no list of features": (with_values("features", lambda _: None), "lists of 'features' should be as long"),
-    "an item without features": (with_values("features", lambda v: [None, *v[1:]]), "should have 3 features"),
+    "without positions": (rewrite(lambda table: table.drop(["position"])), "column 'position' is missing"),
+    "without an action": (rewrite(lambda table: table.drop(["dwell"])), "column 'dwell' is missing"),
+    "without features": (rewrite(lambda table: table.drop(["features"])), "column 'features' is missing"),
+    "without requests": (rewrite(lambda table: table.drop(["request"])), "column 'request' is missing"),
+    "a longer list": (with_values("click", lambda values: [*values, 1.0]), "lists of 'click' must be as long"),
+    "a shorter list": (with_values("relevance", lambda values: values[:-1]), "lists of 'relevance' must be as long"),
+    "no list": (with_values("dwell", lambda _: None), "lists of 'dwell' must be as long"),
+    "no list of positions": (with_values("position", lambda _: None), "must have at least one item"),
+    "no list of features": (with_values("features", lambda _: None), "lists of 'features' must be as long"),
+    "an item without features": (with_values("features", lambda v: [None, *v[1:]]), "must have 3 features"),
     "a NaN": (with_values("features", lambda v: [[0, float("nan"), 0], *v[1:]]), "'f1' has values that are not finite"),
     "an infinity": (with_values("features", lambda v: [[0, 0, float("inf")], *v[1:]]), "'f2' has values that are not"),
-    "a feature more": (with_values("features", lambda v: [[0.0] * 4, *v[1:]]), "each item should have 3 features"),
+    "a feature more": (with_values("features", lambda v: [[0.0] * 4, *v[1:]]), "each item must have 3 features"),
     "a feature moved": (
         with_values("features", lambda v: [[0.0] * 4, [0.0] * 2, *v[2:]]),
-        "each item should have 3 features",
+        "each item must have 3 features",
     ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_shard_is_refused_by_name(damage, folder):
+def test_the_error_of_a_damaged_shard_names_it(damage, folder):
     change, message = DAMAGED[damage]
     change(folder)
-    with pytest.raises(DataError, match=message) as refused:
+    with pytest.raises(DataError, match=message) as raised:
         Shards(folder).read_all()
-    assert str(first_shard(folder)) in str(refused.value)
+    assert str(first_shard(folder)) in str(raised.value)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
@@ -360,14 +360,14 @@ def test_a_damaged_shard_is_refused_by_name(damage, folder):
         "actions that are no lists",
     ],
 )
-def test_what_is_no_number_in_a_list_is_refused_by_name(damage, folder):
+def test_the_error_of_a_bad_number_in_a_list_names_the_shard(damage, folder):
     damage(folder)
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as raised:
         Shards(folder).read_all()
-    assert str(first_shard(folder)) in str(refused.value)
+    assert str(first_shard(folder)) in str(raised.value)
 
 
-def test_a_request_without_items_is_refused(folder):
+def test_a_request_without_items_is_an_error(folder):
     def emptied(table: pa.Table) -> pa.Table:
         for name in ("position", "click", "dwell", "relevance", "features"):
             values = [[], *table[name].to_pylist()[1:]]
@@ -381,18 +381,18 @@ def test_a_request_without_items_is_refused(folder):
 
 def test_a_lost_shard_is_noticed_before_anything_is_read(folder):
     first_shard(folder).unlink()
-    with pytest.raises(DataError, match=r"shards should hold 48 requests, got 24; run ultr prepare again") as refused:
+    with pytest.raises(DataError, match=r"shards must have 48 requests, got 24; run ultr prepare again") as raised:
         Shards(folder)
-    assert str(folder) in str(refused.value)
+    assert str(folder) in str(raised.value)
 
 
 def test_a_shard_too_many_is_noticed(folder):
     (folder / "train" / "part-00009.parquet").write_bytes(first_shard(folder).read_bytes())
-    with pytest.raises(DataError, match=r"should hold 48 requests, got 72"):
+    with pytest.raises(DataError, match=r"must have 48 requests, got 72"):
         Shards(folder)
 
 
-def test_an_empty_split_is_refused(folder):
+def test_an_empty_split_is_an_error(folder):
     about = Manifest.load(folder)
     with pytest.raises(DataError, match="the split 'validation' is empty"):
         replace(about, splits={**about.splits, "validation": {"requests": 0, "rows": 0, "longest": 0}})

@@ -28,5 +28,5 @@ def test_feedback_by_position_counts_requests_with_their_weights():
     assert table.impressions.tolist() == [2, 2]
     np.testing.assert_allclose(table.rates["click"], [1 / 4, 3 / 4])
     np.testing.assert_allclose(table.means["dwell"], [9 / 4, 3 * 4 / 4])
-    with pytest.raises(DataError, match="no positions"):
+    with pytest.raises(DataError, match="a summary needs positions"):
         by_position(replace(log, positions=None))

@@ -1,4 +1,4 @@
-"""A bias model of trees: what it recovers of a simulated world, and its files."""
+"""A bias model of trees: recovery of the parameters of simulated users, and its files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pyarrow as pa
 import pytest
 import torch
 
+from ultr.datasets.users import EYE_TRACKING, make_user, simulate_log
 from ultr.errors import DataError
-from ultr.labels import Label
 from ultr.lists import Lists
 from ultr.log import Log
+from ultr.log.labels import Label
 from ultr.methods import MethodInputs
 from ultr.methods.bias_model import BiasModel
 from ultr.methods.boosted_bias import BoostedOutputs, fit_boosted
-from ultr.simulate import EYE_TRACKING, make_user, simulate_log
 
 REQUESTS, ITEMS, HELD = 3000, 8, 600
 THETA = np.array(EYE_TRACKING[:ITEMS])
@@ -24,7 +24,7 @@ CODES = 4
 
 
 def world(user: str = "pbm", seed: int = 0) -> Log:
-    """Relevance by the first feature and a category; lists in an order that half follows it."""
+    """Make a log with relevance by the first feature and a category; the order of lists partly follows it."""
     rng = np.random.default_rng(seed)
     rows = REQUESTS * ITEMS
     features = rng.normal(size=(rows, 3)).astype(np.float32)
@@ -49,13 +49,13 @@ def fitted(log: Log, *, positions=tuple(range(1, ITEMS + 1)), rounds: int = 20, 
     model.estimate(log, user=None, sessions=0, seed=seed)
     learned, held = log.select(np.arange(HELD, REQUESTS)), log.select(np.arange(HELD))
     labels = np.asarray(Label()(learned.actions), np.float32)
-    judged = [Lists.from_log(held)]
-    fit_boosted(model, learned, labels, judged=judged, categorical=(2,), rounds=rounds, seed=seed)
+    held_out = [Lists.from_log(held)]
+    fit_boosted(model, learned, labels, held_out=held_out, categorical=(2,), rounds=rounds, seed=seed)
     return model
 
 
 def known(options: dict) -> dict:
-    """Examination as it is, unless it is to be found."""
+    """Fit a bias model with the true examination, unless that is to be estimated."""
     if options.get("theta_from") == "regression":
         return {}
     return {"propensities": dict(zip(range(1, ITEMS + 1), THETA.tolist(), strict=True))}
@@ -87,7 +87,7 @@ def test_beta_is_recovered(log, found):
 
 
 def test_values_are_recovered(log, found):
-    """E[c | c > 0] by features, as the mean of clicks in tenths of what is predicted."""
+    """Compare E[c | c > 0] with the mean label of clicks, in deciles of the prediction."""
     label = np.asarray(Label()(log.actions))[: HELD * ITEMS]
     with torch.no_grad():
         value = found.predictions(torch.from_numpy(log.features[: HELD * ITEMS]))[1].exp().numpy()
@@ -98,16 +98,16 @@ def test_values_are_recovered(log, found):
     assert value[clicked].mean() == pytest.approx(label[clicked].mean(), rel=0.15)
 
 
-def test_theta_is_recovered_where_the_order_is_partly_random(log):
+def test_theta_is_recovered_if_the_order_is_partly_random(log):
     model = fitted(log, theta_from="regression", scale=EYE_TRACKING[0], rounds=100)
     theta = model.theta.numpy()
     assert theta.max() == pytest.approx(EYE_TRACKING[0])
     assert np.abs(theta / THETA - 1)[:6].max() < 0.25
-    assert np.abs(theta / THETA - 1).max() < 0.45  # where a click is rare, the form of beta has its say
+    assert np.abs(theta / THETA - 1).max() < 0.45  # where clicks are rare, the shape of beta matters
     assert (model.theta_minus.numpy() <= theta + 1e-6).all()
 
 
-def test_positions_never_shown_keep_what_they_had(log):
+def test_positions_never_shown_keep_their_values(log):
     model = fitted(log, positions=(*range(1, ITEMS + 1), 99), theta_from="regression", scale=0.6, rounds=10)
     assert model.theta[-1] == pytest.approx(0.6)
     assert model.theta[:-1].max() == pytest.approx(0.6)
@@ -128,7 +128,7 @@ def test_trust_in_pairs_is_learned(log):
 def test_values_may_be_scaled_by_position(log):
     model = fitted(log, scaled_values=True, rounds=10)
     assert model.rho[model.theta.argmax()] == 1
-    np.testing.assert_allclose(model.rho[:4], 1, atol=0.35)  # this user dwells as long anywhere
+    np.testing.assert_allclose(model.rho[:4], 1, atol=0.35)  # the dwell time of this user does not depend on position
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -153,22 +153,22 @@ def test_one_seed_gives_the_same_bits(log):
 
 
 def test_requests_count_by_weight(log):
-    """A request of weight two is one that stands there twice; a weight of all changes nothing."""
+    """A request of weight two counts like two requests; equal weights change nothing."""
     few = log.select(np.arange(REQUESTS) % 2 == 0)
     ones = fitted_on(few)
     assert torch.allclose(ones, fitted_on(replace(few, weights=np.ones(len(few), np.float32))))
     doubled = np.where(np.arange(len(few)) % 3, 1, 2)
-    weighed = fitted_on(replace(few, weights=doubled.astype(np.float32)))
-    np.testing.assert_allclose(weighed, fitted_on(few.select(np.repeat(np.arange(len(few)), doubled))), atol=1e-5)
-    assert not torch.allclose(ones, weighed, atol=1e-3)
+    weighted = fitted_on(replace(few, weights=doubled.astype(np.float32)))
+    np.testing.assert_allclose(weighted, fitted_on(few.select(np.repeat(np.arange(len(few)), doubled))), atol=1e-5)
+    assert not torch.allclose(ones, weighted, atol=1e-3)
 
 
 def fitted_on(log: Log) -> torch.Tensor:
-    """θ by regression after a few rounds of trees with one split each, so that sums are all that decides."""
+    """Return θ by regression after a few rounds of trees with one split each, so that only sums matter."""
     model = BiasModel(MethodInputs(Label(), 3, tuple(range(1, ITEMS + 1))), theta_from="regression").eval()
     labels = np.asarray(Label()(log.actions), np.float32)
     signs = replace(log, features=np.where([True, False, False], log.features > 0, 0).astype(np.float32))
-    fit_boosted(model, signs, labels, judged=[Lists.from_log(signs)], categorical=(), rounds=3, seed=0)
+    fit_boosted(model, signs, labels, held_out=[Lists.from_log(signs)], categorical=(), rounds=3, seed=0)
     return model.theta
 
 
@@ -176,5 +176,5 @@ def test_positions_are_needed(log):
     model = BiasModel(MethodInputs(Label(), 3, (1,)))
     with pytest.raises(DataError, match="--position"):
         fit_boosted(
-            model, replace(log, positions=None), np.zeros(log.rows), judged=[], categorical=(), rounds=1, seed=0
+            model, replace(log, positions=None), np.zeros(log.rows), held_out=[], categorical=(), rounds=1, seed=0
         )

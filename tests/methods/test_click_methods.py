@@ -1,4 +1,4 @@
-"""The methods for clicks: losses and updates against sums written out, and unbiasedness by enumeration."""
+"""The methods for clicks: losses and updates, compared with explicit sums, and unbiasedness by enumeration."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from conftest import make_shown_log
+from ultr.bias.estimators import SMALLEST as LEAST
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import OptionError
-from ultr.examination import LEAST
-from ultr.feeding import Feed
-from ultr.labels import DEFAULT_LABEL, Label
 from ultr.lists import ListBatches, Lists
+from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.methods import Method, MethodInputs, make_method, thresholds
 from ultr.methods.base import POSITION_SPEED
 from ultr.methods.pairwise_debias import LEAST as LEAST_RATIO
 from ultr.methods.pairwise_debias import MOST as MOST_RATIO
 from ultr.methods.position_model import FORGET, WARM_UP
-from ultr.simulate import User, simulate_log
-from ultr.training import TrainingOptions, start, take_step
+from ultr.training.config import TrainingOptions
+from ultr.training.feed import Feed
+from ultr.training.loop import start, take_step
 
 NAMES = ("dla", "regression-em", "pairwise-debias", "ipw-pointwise", "ipw-listwise", "affine")
 IDS = (3, 70, 500, 1200)
@@ -41,7 +42,7 @@ BIAS = {
 
 
 class FirstFeature(nn.Module):
-    """A ranker whose score is a feature, so that a test may set it and take gradients for it."""
+    """A ranker whose score is a feature, so that a test can set it and compute its gradient."""
 
     def forward(self, features: Tensor) -> Tensor:
         return features[..., 0]
@@ -52,7 +53,7 @@ def inputs(**changes) -> MethodInputs:
 
 
 def make(name: str, *, bias: dict | None = None, given: dict | None = None, **options) -> Method:
-    """A method in double precision that scores by the first feature, with the bias it is told."""
+    """Make a method in double precision that scores by the first feature, with a fixed bias."""
     method = make_method(name, inputs(**(given or {})), **options)
     method.ranker = FirstFeature()
     method.double()
@@ -85,7 +86,7 @@ def lists_of(scores, positions, clicks, *, where=None, weights=None) -> Lists:
 
 
 def random_lists(seed: int = 0, requests: int = 14, spread: float = 1.0) -> Lists:
-    """Rows in any order of position, padding in any slot that claims a click, requests of unequal weight."""
+    """Make lists with positions in any order, padding with clicks in any slot, and unequal weights."""
     rng = np.random.default_rng(seed)
     shape = requests, 6
     positions = np.stack([rng.permutation([*IDS, *IDS[:2]]) for _ in range(requests)])
@@ -107,14 +108,14 @@ def name(request) -> str:
 
 
 def single(method: Method, lists: Lists) -> tuple[Method, Lists]:
-    """The same in the precision that is trained in."""
+    """Return the lists in single precision, as in training."""
     actions = {key: values.float() for key, values in lists.actions.items()}
     return method.float(), replace(
         lists, features=lists.features.float(), weights=lists.weights.float(), actions=actions
     )
 
 
-# --- Sums written out ---------------------------------------------------------------------------------------------
+# --- Explicit sums ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def written_regression(items: list[Item], theta: list[float]) -> float:
 
 
 def pair_losses(items: list[Item]) -> list[tuple[Item, Item, float]]:
-    """Clicked, not clicked, and |ΔNDCG| log(1 + exp(-gap))."""
+    """Yield pairs of a clicked and an unclicked item, with |ΔNDCG| log(1 + exp(-gap))."""
     rank = {id(i): 1 + sum(j.held > i.held for j in items) for i in items}
     ideal = sum(1 / math.log2(1 + r) for r in range(1, 1 + sum(i.clicked for i in items)))
     return [
@@ -226,7 +227,7 @@ def written_affine(items: list[Item], theta: list[float], zeta: list[float], mos
 def written_out(
     name: str, requests: Requests, *, bias: dict | None = None, held: dict | None = None, most=20.0, values=False
 ) -> float:
-    """The loss of a method from its definition; `held` is the bias that weights are computed from."""
+    """Compute the loss of a method from its definition; `held` is the bias that weights are computed from."""
     bias = bias or BIAS[name]
 
     def of_list(items: list[Item]) -> float:
@@ -248,7 +249,7 @@ def written_out(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_losses_are_the_sums_they_stand_for(name, seed):
+def test_losses_equal_explicit_sums(name, seed):
     lists = random_lists(seed)
     method, given_lists = single(ready(name), lists)
     assert method.loss(given_lists).item() == pytest.approx(written_out(name, requests_of(lists)), rel=1e-4)
@@ -261,7 +262,7 @@ def test_weights_are_at_most_max_weight(name, lists):
     assert loss != pytest.approx(written_out(name, requests_of(lists)), rel=1e-2)
 
 
-def test_a_click_where_almost_nobody_looks_counts_twenty_times():
+def test_a_click_at_a_rarely_examined_position_counts_twenty_times():
     click = lists_of([[0.0]], [[1200]], [[1.0]])
     rare = {"theta": [0.5, 0.5, 0.5, 1e-9]}
     assert make("ipw-pointwise", bias=rare).loss(click).item() == pytest.approx(20**2)
@@ -281,7 +282,7 @@ def test_positions_never_seen_count_as_the_nearest(name, lists):
     assert method.loss(moved).item() == pytest.approx(method.loss(lists).item(), rel=1e-12)
 
 
-def test_the_order_of_rows_is_not_taken_for_position(name):
+def test_the_order_of_rows_is_not_used_as_position(name):
     scores, clicks = [[0.4, -0.2, 0.9, 0.0]], [[0.0, 1.0, 1.0, 0.0]]
     down, up = lists_of(scores, list(IDS), clicks), lists_of(scores, list(IDS[::-1]), clicks)
     method = ready(name)
@@ -347,7 +348,7 @@ SCORES = (0.3, -0.6, 1.1)
 
 
 def outcomes(scores=SCORES, *, positions=SHOWN, rho=RHO, believed=(1.0, 0.0)) -> tuple[Lists, Tensor]:
-    """A list in every hidden state, weighed by its probability: examined, relevant and, if so or not, clicked."""
+    """Make a list in every hidden state (examined, relevant, clicked), weighted by its probability."""
     clicks, relevant, weights = [], [], []
     states = list(product((0, 1), repeat=3))
     for state in product(states, repeat=len(positions)):
@@ -404,7 +405,7 @@ def test_the_mean_loss_of_listwise_ipw_is_that_of_true_relevance():
     assert make("ipw-listwise", bias={"theta": [1.0] * 4}).loss(lists).item() != pytest.approx(truth, rel=1e-2)
 
 
-def test_the_label_of_affine_has_the_mean_of_relevance_where_clicks_are_on_trust():
+def test_the_label_of_affine_has_the_mean_of_relevance_for_clicks_from_trust():
     trust, mistrust = 0.95, 0.3
     lists, _ = outcomes(believed=(trust, mistrust))
     bias = {"theta": [trust * THETA[k] for k in IDS], "zeta": [mistrust * THETA[k] for k in IDS]}
@@ -415,7 +416,7 @@ def test_the_label_of_affine_has_the_mean_of_relevance_where_clicks_are_on_trust
     assert [s - slope / 2 for s, slope in zip(SCORES, ipw, strict=True)] != pytest.approx(RHO, rel=0.1)
 
 
-def test_clipping_takes_the_mean_below_relevance():
+def test_clipping_lowers_the_mean_below_relevance():
     lists, _ = outcomes()
     labels = [
         s - d / 2 for s, d in zip(SCORES, mean_gradient(known("ipw-pointwise", max_weight=2), lists), strict=True)
@@ -425,21 +426,21 @@ def test_clipping_takes_the_mean_below_relevance():
 
 
 @pytest.mark.parametrize("positions", [SHOWN, (70, 500, 3), (1200, 500, 70)])
-def test_dla_rests_where_scores_are_relevance_and_logits_are_propensities(positions):
+def test_dla_is_stationary_at_relevance_and_propensities(positions):
     lists, _ = outcomes([math.log(p) + 0.8 for p in RHO], positions=positions)
     method = make("dla", bias={"g": [math.log(THETA[k]) - 0.3 for k in IDS]}, max_weight=1e6)
     assert mean_gradient(method, lists) == pytest.approx([0.0] * 3, abs=1e-7)
     assert method.propensity.weight.grad.tolist() == pytest.approx([0.0] * 4, abs=1e-7)
 
 
-def test_dla_does_not_rest_where_propensities_are_wrong():
+def test_dla_is_not_stationary_at_wrong_propensities():
     lists, _ = outcomes([math.log(p) for p in RHO])
     method = make("dla", bias={"g": [0.0] * 4})
     assert max(map(abs, mean_gradient(method, lists))) > 1e-2
     assert method.propensity.weight.grad.abs().max() > 1e-2
 
 
-def test_dla_learns_the_propensities_of_a_small_world():
+def test_dla_learns_the_propensities_of_a_small_example():
     world = joined(*(outcomes([math.log(p) for p in RHO], positions=k)[0] for k in ORDERS))
     method = make("dla", max_weight=1e6)
     optimizer = torch.optim.Adam([method.propensity.weight], lr=0.2 / POSITION_SPEED)
@@ -488,7 +489,7 @@ def test_sampled_targets_are_draws_with_the_mean_of_soft_ones():
 
 
 def written_theta(batches: list[Lists], scale: float) -> list[float]:
-    """θ after batches: ratios of click rates at first, then Σ [c>0]/(1-θβ) / Σ β/(1-θβ), of averages over batches."""
+    """Return θ after batches: ratios of click rates, then Σ [c>0]/(1-θβ) / Σ β/(1-θβ) of averages over batches."""
     theta, averages = [scale] * 4, [[0.0] * 4 for _ in range(4)]
     for n, lists in enumerate(batches, start=1):
         requests = requests_of(lists)
@@ -513,13 +514,13 @@ def written_theta(batches: list[Lists], scale: float) -> list[float]:
 
 
 @pytest.mark.parametrize("count", [1, 2, WARM_UP, WARM_UP + 1, WARM_UP + 5])
-def test_theta_follows_its_sums_written_out(count):
+def test_theta_equals_explicit_sums(count):
     batches = [random_lists(seed, requests=5) for seed in range(count)]
     method = updates(make("regression-em", scale=0.8), *batches)
     assert method.positions.theta.tolist() == pytest.approx(written_theta(batches, 0.8), rel=1e-5)
 
 
-def test_theta_is_found_where_relevance_is_known():
+def test_theta_is_estimated_if_relevance_is_known():
     scores = [math.log(p / (1 - p)) for p in RHO]
     world = joined(*(outcomes(scores, positions=k)[0] for k in ORDERS))
     method = updates(make("regression-em", scale=0.9), *[world] * 300)
@@ -527,7 +528,7 @@ def test_theta_is_found_where_relevance_is_known():
     assert method.bias([])["theta"] == pytest.approx(method.positions.theta.tolist(), abs=1e-5)
 
 
-def test_theta_is_held_where_it_is_largest_though_clicks_are_most_elsewhere():
+def test_the_largest_theta_is_fixed_even_if_another_position_has_most_clicks():
     rho = (0.05, 0.5, 0.9)
     world, _ = outcomes([math.log(p / (1 - p)) for p in rho], positions=(3, 70, 500), rho=rho)
     method = updates(make("regression-em", scale=0.9), *[world] * 300)
@@ -535,7 +536,7 @@ def test_theta_is_held_where_it_is_largest_though_clicks_are_most_elsewhere():
 
 
 @pytest.mark.parametrize("scale", [0.4, 1.0])
-def test_theta_is_held_at_its_scale_where_it_is_largest(scale):
+def test_the_largest_theta_is_fixed_at_its_scale(scale):
     method = make("regression-em", scale=scale)
     for seed in range(WARM_UP + 10):
         updates(method, random_lists(seed))
@@ -556,7 +557,7 @@ def test_lists_without_clicks_count():
     )
 
 
-def test_known_propensities_are_held(lists):
+def test_known_propensities_are_fixed(lists):
     method = known("regression-em")
     before = copy.deepcopy(method.state_dict())
     updates(method, *[lists] * 30)
@@ -570,7 +571,7 @@ def test_known_propensities_are_not_estimated_again(name):
     log, _ = simulate_log(make_shown_log(), User(), seed=0)
     given_theta = {k: 1 / k for k in range(1, 13)}
     method = make_method(name, inputs(positions=tuple(given_theta), propensities=given_theta, features=3))
-    method.prepare(log, user=None, sessions=0, seed=0)
+    method.estimate_bias(log, user=None, sessions=0, seed=0)
     assert method.positions.theta.tolist() == pytest.approx(list(given_theta.values()))
 
 
@@ -578,7 +579,7 @@ def test_known_propensities_are_not_estimated_again(name):
 
 
 def pair_sums(lists: Lists, plus: list[float], minus: list[float]) -> list[list[float]]:
-    """Loss over t⁻ by the position of the click, loss over t⁺ by that of the other, and impressions, as shares."""
+    """Return, as shares, loss over t⁻ by position of the click, loss over t⁺ by the other, and impressions."""
     sums, requests = [[0.0] * 4 for _ in range(3)], requests_of(lists)
     total = sum(weight for weight, items in requests for _ in items)
     for weight, items in requests:
@@ -605,7 +606,7 @@ def mixed(first: list[list[float]], second: list[list[float]], share: float) -> 
 
 
 @pytest.mark.parametrize("regularisation", [0.0, 1.0, 2.5])
-def test_an_update_takes_the_ratios_of_its_sums_to_the_power_of_one_over_p_and_one(lists, regularisation):
+def test_an_update_is_the_ratio_of_sums_to_the_power_of_one_over_p_plus_one(lists, regularisation):
     method = updates(ready("pairwise-debias", regularisation=regularisation), lists)
     plus, minus = ratios(pair_sums(lists, **BIAS["pairwise-debias"]), 1 / (regularisation + 1))
     assert method.plus.tolist() == pytest.approx(plus, rel=1e-6)
@@ -645,7 +646,7 @@ def test_without_a_loss_at_the_first_position_nothing_changes(lists, regularisat
     assert math.isfinite(method.loss(absent).item())
 
 
-def test_each_ratio_waits_for_a_loss_of_its_own_at_the_first_position():
+def test_each_ratio_changes_after_its_first_loss_at_the_first_position():
     never = lists_of([[0.2, 0.5, -0.1]], [70, 3, 500], [[1.0, 0.0, 1.0]])
     method = updates(ready("pairwise-debias"), never)
     assert method.plus.tolist() == pytest.approx(BIAS["pairwise-debias"]["plus"])
@@ -716,7 +717,7 @@ def with_dwell(lists: Lists) -> Lists:
     return lists.with_actions({"click": clicks, "dwell": dwell})
 
 
-def test_a_continuous_label_counts_as_a_click_where_it_is_above_zero(name, lists):
+def test_a_continuous_label_counts_as_a_click_if_it_is_above_zero(name, lists):
     lists = with_dwell(lists)
     clicks, dwell = ready(name), ready(name, given={"label": Label(DEFAULT_LABEL)})
     assert torch.equal(clicks.loss(lists), dwell.loss(lists))
@@ -729,7 +730,7 @@ def test_a_continuous_label_counts_as_a_click_where_it_is_above_zero(name, lists
 
 
 @pytest.mark.parametrize("name", ["ipw-pointwise", "ipw-listwise"])
-def test_ipw_weighs_the_label_itself_if_asked(name, lists):
+def test_ipw_can_weight_the_label_itself(name, lists):
     lists = with_dwell(lists)
     method = ready(name, given={"label": Label(DEFAULT_LABEL)}, labels="values")
     requests = requests_of(lists, label=DEFAULT_LABEL)
@@ -742,40 +743,40 @@ def test_ipw_weighs_the_label_itself_if_asked(name, lists):
 @pytest.mark.parametrize(
     ("name", "options", "match"),
     [
-        ("dla", {"max_weight": 0.9}, "'max_weight' should be 1 or more"),
-        ("dla", {"max_weight": "nan"}, "'max_weight' should be 1 or more"),
+        ("dla", {"max_weight": 0.9}, "'max_weight' must be at least 1"),
+        ("dla", {"max_weight": "nan"}, "'max_weight' must be at least 1"),
         ("dla", {"max_weights": 5}, "no option 'max_weights'.*did you mean 'max_weight'"),
-        ("regression-em", {"targets": "hard"}, "'targets' should be one of soft, sampled"),
-        ("regression-em", {"scale": 0}, "'scale' should be above 0"),
-        ("regression-em", {"scale": 1.01}, "'scale' should be above 0"),
-        ("regression-em", {"scale": "nan"}, "'scale' should be above 0"),
+        ("regression-em", {"targets": "hard"}, "'targets' must be one of soft, sampled"),
+        ("regression-em", {"scale": 0}, "'scale' must be above 0"),
+        ("regression-em", {"scale": 1.01}, "'scale' must be above 0"),
+        ("regression-em", {"scale": "nan"}, "'scale' must be above 0"),
         ("regression-em", {"target": "soft"}, "no option 'target'.*did you mean 'targets'"),
-        ("pairwise-debias", {"regularisation": -0.1}, "'regularisation' should be 0 or more"),
-        ("pairwise-debias", {"regularisation": "inf"}, "'regularisation' should be 0 or more"),
+        ("pairwise-debias", {"regularisation": -0.1}, "'regularisation' must be at least 0"),
+        ("pairwise-debias", {"regularisation": "inf"}, "'regularisation' must be at least 0"),
         ("pairwise-debias", {"regularization": 1}, "no option 'regularization'.*did you mean 'regularisation'"),
-        ("ipw-pointwise", {"theta": "regression"}, "'theta' should be one of strata, items"),
-        ("ipw-pointwise", {"labels": "raw"}, "'labels' should be one of clicks, values"),
-        ("ipw-listwise", {"max_weight": "many"}, "'max_weight' should be 1 or more"),
+        ("ipw-pointwise", {"theta": "regression"}, "'theta' must be one of strata, items"),
+        ("ipw-pointwise", {"labels": "raw"}, "'labels' must be one of clicks, values"),
+        ("ipw-listwise", {"max_weight": "many"}, "'max_weight' must be at least 1"),
         ("ipw-listwise", {"label": "values"}, "no option 'label'.*did you mean 'labels'"),
-        ("affine", {"max_weight": 0}, "'max_weight' should be 1 or more"),
-        ("affine", {"theta": "guess"}, "'theta' should be one of strata, items"),
+        ("affine", {"max_weight": 0}, "'max_weight' must be at least 1"),
+        ("affine", {"theta": "guess"}, "'theta' must be one of strata, items"),
         ("affine", {"labels": "values"}, "no option 'labels'"),
     ],
 )
-def test_wrong_options_are_refused(name, options, match):
+def test_wrong_options_are_rejected(name, options, match):
     with pytest.raises(OptionError, match=f"(?s){match}"):
         make_method(name, inputs(), **options)
 
 
-def test_affine_refuses_known_propensities():
-    with pytest.raises(OptionError, match="known propensities say nothing of clicks on trust"):
+def test_affine_rejects_known_propensities():
+    with pytest.raises(OptionError, match=r"affine .* cannot use known propensities"):
         known("affine")
 
 
 # --- Training and any lists ---------------------------------------------------------------------------------------
 
 
-def test_steps_add_up_in_one_optimizer_at_the_rate_of_the_schedule():
+def test_steps_use_one_optimizer_at_the_learning_rate_of_the_schedule():
     log, _ = simulate_log(make_shown_log(), User(), seed=0)
     torch.manual_seed(0)
     theta = {k: 1 / k for k in range(1, 13)}

@@ -1,4 +1,4 @@
-"""What every method in the table must do; a new row is tested by being there."""
+"""The contract of all methods: every row of the table is tested."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import pytest
 import torch
 
 from conftest import make_shown_log, some_always
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import OptionError
-from ultr.evaluation import evaluate_scores
-from ultr.feeding import Feed
-from ultr.labels import Label
+from ultr.evaluation.scores import evaluate_scores
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
+from ultr.log.labels import Label
 from ultr.methods import METHODS, Method, MethodInputs, make_method
 from ultr.methods.base import FeedbackMethod
 from ultr.rankers import score_rows
-from ultr.simulate import User, simulate_log
-from ultr.training import TrainingOptions, fit_first, start, take_step, train
+from ultr.training.bias_stage import fit_bias
+from ultr.training.config import TrainingOptions
+from ultr.training.feed import Feed
+from ultr.training.loop import start, take_step, train
 
 FEATURES = 5
 
@@ -82,7 +84,7 @@ def test_gradients_reach_the_ranker_and_not_the_data(method, lists):
     method.update(lists)
     method.loss(replace(lists, features=features)).backward()
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in method.ranker.parameters())
-    assert not features.grad[~lists.where].any()  # nothing is learned from padding
+    assert not features.grad[~lists.where].any()  # padding has no gradient
 
 
 def test_padding_changes_nothing(method, lists):
@@ -125,7 +127,7 @@ def test_permuting_a_list_permutes_its_scores(method, lists):
     torch.testing.assert_close(method.loss(permuted), method.loss(lists))
 
 
-def test_scores_depend_on_features_alone_and_are_those_of_the_module_that_ships(method, lists):
+def test_scores_depend_on_features_alone_and_equal_those_of_the_served_module(method, lists):
     torch.testing.assert_close(method.serving()(lists.features), method.score(lists.features))
 
 
@@ -153,7 +155,7 @@ def trained(name: str, log: Log, **options) -> Method:
     method = make_method(name, inputs())
     settings = TrainingOptions(**{"steps": 10, "bias_steps": 10, "batch": 16, "device": "cpu", **options})
     state = start(method, log, settings)
-    fit_first(method, log, settings)
+    fit_bias(method, log, settings)
     feed = Feed(ListBatches(log), batch=settings.batch, seed=settings.seed)
     for step in range(settings.steps):
         take_step(state, feed(step), settings)
@@ -168,7 +170,7 @@ def test_a_seed_repeats_a_run_and_another_gives_another(name):
 
 
 def test_save_and_load_give_equal_scores(name, lists, tmp_path):
-    from ultr.checkpoint import load_tensors, save_tensors
+    from ultr.utils.tensors import load_tensors, save_tensors
 
     method = trained(name, feedback_log())
     save_tensors(tmp_path / "weights.safetensors", method.state_dict())
@@ -204,7 +206,7 @@ def test_a_tiny_unbiased_set_is_learned(name):
     options = TrainingOptions(steps=200, bias_steps=100, batch=32, lr=0.05, evaluate_every=50, device="cpu")
     state = start(method, log, options)
     user = User(epsilon=0.0).unbiased()
-    fit_first(method, log, options, user=user)
+    fit_bias(method, log, options, user=user)
     feed = Feed(ListBatches(log), batch=options.batch, seed=0, user=user)
 
     def evaluate(trained: Method) -> dict[str, float]:
@@ -213,25 +215,25 @@ def test_a_tiny_unbiased_set_is_learned(name):
         return {"ndcg@10": float(figures[np.maximum.reduceat(grades, log.offsets[:-1]) > 0].mean())}
 
     *_, last = train(state, feed, evaluate, options, select="ndcg@10")
-    assert state.best > 0.95
+    assert state.stopping.best > 0.95
     assert math.isfinite(last.loss)
 
 
-def test_unknown_methods_and_options_are_refused():
+def test_unknown_methods_and_options_are_rejected():
     with pytest.raises(OptionError, match="did you mean 'lambdarank'"):
         make_method("lamdarank", inputs())
     with pytest.raises(OptionError, match="no option 'sharpness'"):
         make_method("lambdarank", inputs(), sharpness=3)
 
 
-def test_true_labels_are_read_only_when_asked_for(name, lists):
+def test_true_labels_are_used_only_on_request(name, lists):
     log = feedback_log()
     without = Lists.from_log(replace(log, relevance=None))
     torch.manual_seed(0)
     blind = make_method(name, inputs()).eval()
     torch.testing.assert_close(blind.loss(without), blind.loss(Lists.from_log(log)))
     if issubclass(METHODS[name], FeedbackMethod):
-        with pytest.raises(OptionError, match="nothing to correct in true labels"):
+        with pytest.raises(OptionError, match="true labels have none"):
             make_method(name, inputs(truth=True))
         return
     torch.manual_seed(0)

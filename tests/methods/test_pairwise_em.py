@@ -1,4 +1,4 @@
-"""The method pairwise-em: its losses against sums written out, its EM against the likelihood, and what it warns of."""
+"""The method pairwise-em: losses against explicit sums, EM against the likelihood, and warnings."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from torch.nn.functional import softplus
 
 from conftest import make_shown_log
-from ultr.bias import exact_weights, examined_though_zero, pair_examined, pair_trust
+from ultr.bias.equations import exact_weights, examined_though_zero, pair_examined, pair_trust
+from ultr.bias.examination import Examination
+from ultr.datasets.users import EYE_TRACKING, User, simulate_log
 from ultr.errors import DataError, OptionError
-from ultr.examination import Examination
-from ultr.labels import Label
+from ultr.evaluation.metrics import discounts_at, ranks_of
 from ultr.lists import Lists
+from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_method
 from ultr.methods.bias_model import BiasModel
-from ultr.metrics import discounts_at, ranks_of
-from ultr.simulate import EYE_TRACKING, User, simulate_log
-from ultr.training import TrainingOptions, fit_first
+from ultr.training.bias_stage import fit_bias
+from ultr.training.config import TrainingOptions
 
 FEATURES = 5
 LOSSES = [("posterior", "posterior"), ("opt", "posterior")]
@@ -42,7 +43,7 @@ def lists() -> Lists:
 
 
 def ready(**options):
-    """A method whose bias model holds arbitrary values, as if it had been learned."""
+    """Make a method whose bias model has arbitrary values, as if it was trained."""
     torch.manual_seed(0)
     method = make_method("pairwise-em", inputs(), **options)
     model, generator = method.bias_model, torch.Generator().manual_seed(1)
@@ -55,7 +56,7 @@ def ready(**options):
 
 @torch.no_grad()
 def written_out(method, lists) -> float:
-    """The loss as a sum over pairs, one at a time."""
+    """Compute the loss in a loop over pairs."""
     model, labels = method.bias_model, method.labels(lists)
     scores = method.score(lists.features).detach()
     logit, log_value, g = model.predictions(lists.features)
@@ -95,13 +96,13 @@ def written_out(method, lists) -> float:
 
 
 @pytest.mark.parametrize(("loss", "weights"), LOSSES)
-def test_losses_are_the_sums_they_stand_for(loss, weights, lists):
+def test_losses_equal_explicit_sums(loss, weights, lists):
     method = ready(loss=loss, weights=weights)
     assert method.loss(lists).item() == pytest.approx(written_out(method, lists), rel=1e-4)
 
 
 @pytest.mark.parametrize("weights", ["exact", "paper"])
-def test_bayes_ipw_is_ipw_where_the_feedback_can_be_trusted(weights, lists):
+def test_bayes_ipw_is_ipw_without_trust_bias(weights, lists):
     bayes, ipw = ready(loss="bayes-ipw", weights=weights), ready(loss="ipw", weights=weights)
     bayes.bias_model.plus.fill_(1.0)
     bayes.bias_model.minus.fill_(0.0)
@@ -133,7 +134,7 @@ def test_sampled_targets_have_the_mean_of_soft_ones(lists):
     assert abs((losses.mean() - soft.loss(lists)).item()) < 3.5 * losses.std() / 20
 
 
-def test_positions_may_be_any_ids_and_those_never_seen_keep_their_prior(lists):
+def test_positions_can_be_any_ids_and_unseen_ones_keep_their_prior(lists):
     model = BiasModel(inputs(positions=(3, 70, 500)), pairs=True, theta_from="regression", scale=0.8)
     places = torch.tensor([3, 70])[torch.arange(lists.where.shape[1]) % 2]
     shown = replace(lists, positions=places.expand(lists.where.shape).clone())
@@ -147,7 +148,7 @@ def test_positions_may_be_any_ids_and_those_never_seen_keep_their_prior(lists):
     assert model.theta.max() == pytest.approx(0.8)
 
 
-def test_an_empty_cell_of_a_batch_leaves_its_parameter(lists):
+def test_an_empty_cell_of_a_batch_keeps_its_parameter(lists):
     model = BiasModel(inputs(), pairs=True)
     first_two = replace(lists, where=lists.where & (lists.positions <= 2))
     with torch.no_grad():
@@ -159,7 +160,7 @@ def test_an_empty_cell_of_a_batch_leaves_its_parameter(lists):
 
 
 def world(requests: int = 1500, seed: int = 0):
-    """Relevance by the first feature; lists of ten in an order that half follows it."""
+    """Make a log with relevance by the first feature; the order of lists of ten partly follows it."""
     rng = np.random.default_rng(seed)
     log = make_shown_log(requests=requests, seed=seed, features=FEATURES)
     grades = np.clip(np.round(1.5 + 1.5 * log.features[:, 0]), 0, 4).astype(np.float32)
@@ -176,7 +177,7 @@ def test_theta_is_learned_first(theta):
     log = world()
     method = make_method("pairwise-em", inputs(), theta=theta, scale=0.68)
     options = TrainingOptions(bias_steps=600, batch=128, device="cpu")
-    fit_first(method, log, options, user=User())
+    fit_bias(method, log, options, user=User())
     found = method.bias_model.theta[:10].numpy()
     assert found.max() == pytest.approx(0.68)
     assert np.abs(found / np.array(EYE_TRACKING) - 1).max() < (0.15 if theta == "strata" else 0.4)
@@ -186,15 +187,15 @@ def test_theta_is_learned_first(theta):
     assert report["held_out_log_likelihood"]["beta of x"] > report["held_out_log_likelihood"]["one beta"]
 
 
-def test_known_propensities_are_held_and_named():
+def test_known_propensities_are_fixed_and_named():
     known = {k: 1 / k for k in range(1, 13)}
     method = make_method("pairwise-em", inputs(propensities=known))
     log = world(requests=200)
-    fit_first(method, log, TrainingOptions(bias_steps=20, batch=32, device="cpu"), user=User())
+    fit_bias(method, log, TrainingOptions(bias_steps=20, batch=32, device="cpu"), user=User())
     np.testing.assert_allclose(method.bias_model.theta, [1 / k for k in range(1, 13)], rtol=1e-6)
     report = method.bias([Lists.from_log(simulate_log(log, User(), seed=5)[0])])
     assert report["theta_from"] == "known propensities"
-    assert report["theta_scale"] == "as known"
+    assert report["theta_scale"] == "as in the known propensities"
     with pytest.raises(DataError, match="no propensity"):
         make_method("pairwise-em", inputs(propensities={1: 0.5}))
 
@@ -203,7 +204,7 @@ def warned(method, lists) -> set[str]:
     return {warning["name"] for warning in method.bias([lists])["warnings"]}
 
 
-def test_what_goes_wrong_is_named(lists):
+def test_problems_have_named_warnings(lists):
     assert not warned(ready(), lists)
     method = ready()
     method.bias_model.network.layers[-1].bias.data[0] = 30.0
@@ -228,7 +229,7 @@ def test_what_goes_wrong_is_named(lists):
     assert "weights uneven" in warned(method, Lists.from_log(many))
 
 
-def test_eps_minus_never_passes_eps_plus(lists):
+def test_eps_minus_never_exceeds_eps_plus(lists):
     model = BiasModel(inputs(), pairs=True)
     for _ in range(30):
         with torch.no_grad():
@@ -245,15 +246,15 @@ def test_the_report_has_trust_by_pairs_of_positions(lists):
 
 def test_options_are_checked():
     for options, match in (
-        ({"loss": "best"}, "'loss' should be one of"),
-        ({"scale": 2}, "'scale' should be above 0"),
+        ({"loss": "best"}, "'loss' must be one of"),
+        ({"scale": 2}, "'scale' must be above 0"),
         ({"scale": "estimated"}, "theta=regression"),
-        ({"max_weight": 0.5}, "'max_weight' should be 1 or more"),
+        ({"max_weight": 0.5}, "'max_weight' must be at least 1"),
         ({"speed": 3}, "no option 'speed'"),
-        ({"loss": "ipw", "weights": "posterior"}, "loss=ipw does not go with weights=posterior"),
-        ({"loss": "posterior", "weights": "paper"}, "loss=posterior does not go with weights=paper"),
-        ({"loss": "opt", "trust": "pairs"}, "add weights=exact"),
-        ({"loss": "opt", "max_weight": 5}, "max_weight clips weights that correct pairs"),
+        ({"loss": "ipw", "weights": "posterior"}, "loss=ipw cannot be used with weights=posterior"),
+        ({"loss": "posterior", "weights": "paper"}, "loss=posterior cannot be used with weights=paper"),
+        ({"loss": "opt", "trust": "pairs"}, "use loss=bayes-ipw, or loss=opt with weights=exact"),
+        ({"loss": "opt", "max_weight": 5}, "max_weight cannot be used with weights=posterior"),
     ):
         with pytest.raises(OptionError, match=match):
             make_method("pairwise-em", inputs(), **options)
@@ -262,14 +263,14 @@ def test_options_are_checked():
     assert make_method("pairwise-em", inputs(), scale="estimated", theta="regression").bias_model.scale is None
 
 
-def test_the_scale_of_theta_leaves_what_the_log_shows_as_it_was():
-    """P(c>0) = θβ + ζ(1-β): θ - ζ at another scale and β in return give the same clicks."""
+def test_the_scale_of_theta_does_not_change_click_probabilities():
+    """P(c>0) = θβ + ζ(1-β) stays the same if θ - ζ is scaled and β is divided by the scale."""
     exam = Examination(
         positions=(1, 2),
-        theta=torch.tensor([1.0, 0.5]),
-        zeta=torch.tensor([0.3, 0.0]),
-        impressions=torch.tensor([100.0, 100.0]),
-        clicks=torch.tensor([51.0, 15.0]),
+        theta=np.array([1.0, 0.5]),
+        zeta=np.array([0.3, 0.0]),
+        impressions=np.array([100.0, 100.0]),
+        clicks=np.array([51.0, 15.0]),
         moved=0.0,
         strata=1,
     )
@@ -282,9 +283,9 @@ def test_the_scale_of_theta_leaves_what_the_log_shows_as_it_was():
 
 
 @pytest.mark.parametrize("options", [{}, {"loss": "ipw"}, {"loss": "opt"}, {"variant": "released"}])
-def test_true_labels_are_learned_from_as_they_are(options, lists):
+def test_true_labels_are_used_without_correction(options, lists):
     method = make_method("pairwise-em", inputs(truth=True), **options)
-    assert method.first() is None
+    assert method.bias_learner() is None
     assert method.bias([lists]) is None
     labels, scores = lists.relevance, method.score(lists.features).detach()
     where = lists.where[:, :, None] & lists.where[:, None, :] & (labels[:, :, None] > labels[:, None, :])

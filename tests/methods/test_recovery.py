@@ -1,8 +1,8 @@
-"""Each debiasing method in the world that its assumptions describe: it finds the bias, and ranks better for it.
+"""Each debiasing method with users that satisfy its assumptions: it recovers the bias and ranks better.
 
-One run each of a small network on feedback that is drawn anew for every step, judged on other requests with true
-grades. What it is compared with learns from the same feedback in the same way, but for the correction: `known
-propensities of 1` turn a weighing method into its plain counterpart. Run with -s to see the figures.
+Each test trains a small network on feedback that is drawn anew for every step, and evaluates it on other requests with
+true grades. The baseline learns from the same feedback without the correction: known propensities of 1 turn a weighting
+method into its baseline. Run with -s to see the results.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from ultr.evaluation import evaluate_scores, paired_test
-from ultr.feeding import Feed
-from ultr.labels import Label
+from ultr.datasets.users import EYE_TRACKING, TrustUser, User, default_mistrust, default_trust, simulate_log
+from ultr.evaluation.scores import evaluate_scores, paired_test
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
+from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_method
 from ultr.rankers import score_rows
-from ultr.simulate import EYE_TRACKING, TrustUser, User, default_mistrust, default_trust, simulate_log
-from ultr.training import TrainingOptions, fit_first, start, take_step
+from ultr.training.bias_stage import fit_bias
+from ultr.training.config import TrainingOptions
+from ultr.training.feed import Feed
+from ultr.training.loop import start, take_step
 
 pytestmark = pytest.mark.long
 
@@ -34,12 +36,12 @@ FEATURES, ITEMS, REQUESTS, STEPS = 5, 10, 1500, 600
 POSITIONS = tuple(range(1, ITEMS + 1))
 THETA = np.array(EYE_TRACKING)
 BOTH = "click + dwell / exp(3)"
-WEIGHING = ("ipw-listwise", "regression-em")  # which are plain where all is known to be examined
+WEIGHTING = ("ipw-listwise", "regression-em")  # methods that equal their baseline if everything is examined
 PLAIN = dict.fromkeys(POSITIONS, 1.0)
 
 
 class AdditiveUser(User):
-    """Position takes something away from relevance: from its logit, or from the probability of a click itself."""
+    """Users whose position bias is subtracted from the logit of relevance, or from the click probability."""
 
     in_logits = True
 
@@ -62,7 +64,7 @@ class LinearlyAdditiveUser(AdditiveUser):
 
 
 def world(seed: int, *, ordered: bool) -> Log:
-    """Grades by three features, one of which the logging ranker knows and shows by, with noise; or any order."""
+    """Make a log with grades by three features, in the noisy order of one of them or in random order."""
     rng = np.random.default_rng(seed)
     rows = REQUESTS * ITEMS
     x = rng.normal(size=(rows, FEATURES)).astype(np.float32)
@@ -91,7 +93,7 @@ def learned(
     ordered: bool = True,
     plain: bool = False,
 ) -> tuple[dict[str, Any] | None, np.ndarray]:
-    """What a method reports of bias, and its NDCG@10 on each of other requests."""
+    """Return the bias report of a method, and its NDCG@10 on each of other requests."""
     torch.manual_seed(0)
     log, user = world(0, ordered=ordered), USERS[users]()
     inputs = MethodInputs(
@@ -105,7 +107,7 @@ def learned(
     options = TrainingOptions(steps=STEPS, bias_steps=1000, batch=128, lr=0.05, schedule="cosine", device="cpu")
     trained = make_method(method, inputs)
     state = start(trained, log, options)
-    fit_first(trained, log, options, user=user)
+    fit_bias(trained, log, options, user=user)
     feed = Feed(ListBatches(log), batch=options.batch, seed=0, user=user)
     for step in range(STEPS):
         take_step(state, feed(step), options)
@@ -116,7 +118,7 @@ def learned(
 
 
 def relative(values: Any, truth: np.ndarray) -> float:
-    """The largest relative error of ratios to the first position."""
+    """Return the largest relative error of ratios to the first position."""
     found = np.asarray(values)
     return float(np.abs(found / found[0] * truth[0] / truth - 1).max())
 
@@ -130,7 +132,7 @@ def theta(bias: dict[str, Any]) -> float:
 
 
 def slope(action: str, truth: float) -> Callable[[dict[str, Any]], float]:
-    """The largest error of what an adding tower takes away, as a share of what it takes away at the last position."""
+    """Return the largest error of an adding tower, relative to its value at the last position."""
 
     def error(bias: dict[str, Any]) -> float:
         found = np.asarray(bias["towers"][action])
@@ -150,9 +152,9 @@ def click_bias(bias: dict[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """A method in its world, how wrong its bias may be, and what it must rank better than.
+    """A method with its log and users, the largest allowed error of its bias, and the baseline that it must beat.
 
-    `ranked` is the world for ranking, where it is not the same.
+    `ranked` are the log and users for ranking, if they are different.
     """
 
     method: str
@@ -180,11 +182,11 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.method)
-def test_a_method_finds_its_bias_and_ranks_better_for_it(case: Case):
+def test_a_method_recovers_the_bias_and_ranks_better(case: Case):
     bias, figures = learned(case.method, **case.world)
     if case.ranked is not None:
         _, figures = learned(case.method, **case.ranked)
-    _, plain = learned(case.plain, **(case.ranked or case.world), plain=case.plain in WEIGHING)
+    _, plain = learned(case.plain, **(case.ranked or case.world), plain=case.plain in WEIGHTING)
     error, test = case.error(bias), paired_test(figures, plain)
     print(
         f"\n{case.method}: bias within {error:.1%}; NDCG@10 {figures.mean():.4f} against {plain.mean():.4f}"
@@ -195,13 +197,15 @@ def test_a_method_finds_its_bias_and_ranks_better_for_it(case: Case):
     assert test.significant
 
 
-def test_a_tower_with_context_finds_the_bias_of_each_device():
+def test_a_tower_with_context_recovers_the_bias_of_each_device():
     """Users of the second device look half as deep; the device is a feature of the request."""
     log = world(0, ordered=True)
     device = np.repeat(np.arange(REQUESTS) % 2, ITEMS)
     features = log.features.copy()
     features[:, -1] = device
-    user = User(examination=(*EYE_TRACKING, *np.square(EYE_TRACKING)))  # positions 11 to 20 stand for the second
+    user = User(
+        examination=(*EYE_TRACKING, *np.square(EYE_TRACKING))
+    )  # positions 11 to 20 are those of the second device
     drawn, _ = simulate_log(
         replace(log, features=features, positions=log.positions + ITEMS * device), user, sessions=20_000
     )

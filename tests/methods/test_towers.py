@@ -1,4 +1,4 @@
-"""Shallow towers: their losses against sums written out, what they serve, their options, and runs with them."""
+"""Shallow towers: losses against explicit sums, scores, options, and runs."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import make_shown_log
-from ultr import runs
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import LabelError, OptionError
-from ultr.labels import Label
 from ultr.lists import Lists
 from ultr.log import Log, read_log
-from ultr.losses import product_logistic_loss
+from ultr.log.labels import Label
 from ultr.methods import METHODS, MethodInputs, make_method, parse_options
 from ultr.methods.base import POSITION_SPEED
+from ultr.methods.losses import product_logistic_loss
 from ultr.methods.towers import Tower
-from ultr.models import load_model
-from ultr.preparing import Prepared, RunConfig
 from ultr.rankers import score_rows
-from ultr.runs import run_training
-from ultr.simulate import User, simulate_log
-from ultr.training import TrainingOptions, start, take_step
+from ultr.rankers.model import load_model
+from ultr.training import finish
+from ultr.training import run as runs
+from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.data import RunData
+from ultr.training.loop import start, take_step
+from ultr.training.run import run_training
 
 FEATURES = 4
 POSITIONS = tuple(range(1, 13))
 FOUR = "click + dwell / 20 + 2 * like + 3 * share"
 BINARY = ("click", "like", "share")
-HIDDEN = 77.0  # what the tower would give where the position is hidden
+HIDDEN = 77.0  # output of the tower for a hidden position
 SYNTHESIZE = ("sum-synthesize", "pal-synthesize")
 TASKS = ("sum-click", "pal-click", "pal-click-dwell")
 
@@ -77,16 +79,16 @@ def towers_of(method) -> dict[str, Tower]:
 
 
 def set_values(tower: Tower, values: torch.Tensor) -> None:
-    """Let a tower give these values at its positions, the last where the position is hidden."""
+    """Set the outputs of a tower at its positions; the last is for a hidden position."""
     with torch.no_grad():
         tower.table.weight.copy_(values / POSITION_SPEED)
 
 
 def ready(name: str, log: Log, *, label: str | None = None, **options):
-    """A method in service, with the scale of its actions known and arbitrary values in its towers."""
+    """Make a method in evaluation mode, with scales of actions and arbitrary values in its towers."""
     torch.manual_seed(0)
     method = make_method(name, inputs(label=Label() if label is None else Label(label)), **options).eval()
-    method.prepare(log, user=None, sessions=0, seed=0)
+    method.estimate_bias(log, user=None, sessions=0, seed=0)
     for i, tower in enumerate(towers_of(method).values()):
         values = torch.randn(len(POSITIONS) + 1, generator=torch.Generator().manual_seed(i))
         values[-1] = HIDDEN
@@ -103,14 +105,14 @@ def softplus(x: float) -> float:
 
 
 def outputs_of(method, features: np.ndarray) -> np.ndarray:
-    """What a linear ranker gives for rows of features, in float64."""
+    """Return the outputs of a linear ranker for rows of features, in float64."""
     layer = getattr(method.ranker, "ranker", method.ranker).output
     weight, bias = (p.detach().numpy().astype(np.float64) for p in (layer.weight, layer.bias))
     return features.astype(np.float64) @ weight.T + bias
 
 
 def learned(method, log: Log, action: str) -> np.ndarray:
-    """The rows an action is learned from: those clicked, if it may follow a click."""
+    """Return the rows that an action is learned from: clicked rows if the label uses clicks."""
     follows = method.after_click and action != "click" and "click" in method.inputs.label.actions
     return log.actions["click"] > 0 if follows else np.ones(log.rows, dtype=bool)
 
@@ -120,7 +122,7 @@ def scale_of(method, log: Log, action: str) -> float:
 
 
 def item_loss(method, log: Log, row: int, outputs: np.ndarray) -> float:
-    """The loss of one item, from the definitions."""
+    """Compute the loss of one item from the definitions."""
     multiplies = not type(method).__name__.startswith("Sum")
     place = int(log.positions[row]) - 1
     at = {action: tower.table.values[place].item() for action, tower in towers_of(method).items()}
@@ -174,7 +176,7 @@ def written_out(method, log: Log, weights: np.ndarray) -> float:
         ("sum-click", {"rows": "all"}, ["click"]),
     ],
 )
-def test_losses_are_the_sums_they_stand_for(name, options, towers, log, lists):
+def test_losses_equal_explicit_sums(name, options, towers, log, lists):
     method = ready(name, log, **options)
     assert list(towers_of(method)) == towers
     expected = written_out(method, log, lists.weights.numpy().astype(np.float64))
@@ -182,7 +184,7 @@ def test_losses_are_the_sums_they_stand_for(name, options, towers, log, lists):
 
 
 @pytest.mark.parametrize("name", [*SYNTHESIZE, *TASKS])
-def test_scores_know_nothing_of_the_tower(name, log, lists):
+def test_scores_do_not_depend_on_the_tower(name, log, lists):
     method = ready(name, log)
     scores, loss = method.score(lists.features), method.loss(lists)
     for tower in towers_of(method).values():
@@ -243,14 +245,14 @@ def test_options_say_which_actions_have_a_tower():
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_an_action_may_have_any_name(name):
+def test_an_action_can_have_any_name(name):
     label = Label("click + 2 * apply")
     method = make_method(name, inputs(label=label, binary=("click", "apply")), towers="all")
     assert set(towers_of(method)) == {"click", "apply"}
 
 
 @pytest.mark.parametrize("name", [*SYNTHESIZE, *TASKS])
-def test_context_may_be_numbers_and_categories(name):
+def test_context_can_be_numbers_and_categories(name):
     method = make_method(name, inputs(categories={3: 5}), context="f0+f1+device")
     for tower in towers_of(method).values():
         assert tower.context.numeric.tolist() == [0, 1]
@@ -276,20 +278,20 @@ def test_options_read_from_text_make_the_same_method(name, text):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("sum-synthesize", {"context": "devise"}, "no feature 'devise'.*did you mean 'device'"),
-        ("pal-click", {"context": "f0+devise"}, "no feature 'devise'.*did you mean 'device'"),
-        ("pal-click", {"context": "f0,device"}, "no feature 'f0,device'"),
-        ("pal-click", {"towers": "dwel"}, "no action 'dwel'.*did you mean 'dwell'"),
-        ("sum-click", {"towers": "click+dwel"}, "no action 'dwel'.*did you mean 'dwell'"),
-        ("pal-click", {"towers": "share"}, "no action 'share' for a tower; known: click, dwell"),
+        ("sum-synthesize", {"context": "devise"}, "context 'devise' is not a feature.*did you mean 'device'"),
+        ("pal-click", {"context": "f0+devise"}, "context 'devise' is not a feature.*did you mean 'device'"),
+        ("pal-click", {"context": "f0,device"}, "context 'f0,device' is not a feature"),
+        ("pal-click", {"towers": "dwel"}, "tower 'dwel' is not an action.*did you mean 'dwell'"),
+        ("sum-click", {"towers": "click+dwel"}, "tower 'dwel' is not an action.*did you mean 'dwell'"),
+        ("pal-click", {"towers": "share"}, "tower 'share' is not an action of the label; use one of click, dwell"),
         ("pal-click", {"tower": "all"}, "no option 'tower'; did you mean 'towers'"),
         ("sum-click", {"contexts": "f0"}, "no option 'contexts'; did you mean 'context'"),
         ("pal-synthesize", {"contxt": "f0"}, "no option 'contxt'; did you mean 'context'"),
         ("pal-click-dwell", {"position_droput": 0.1}, "did you mean 'position_dropout'"),
-        ("sum-synthesize", {"towers": "all"}, "no option 'towers'; known: context, position_dropout"),
+        ("sum-synthesize", {"towers": "all"}, "no option 'towers'; use one of context, position_dropout"),
     ],
 )
-def test_what_is_misspelt_is_refused_and_not_ignored(name, options, message):
+def test_misspelt_names_are_rejected(name, options, message):
     with pytest.raises(OptionError, match=message):
         make_method(name, inputs(), **options)
 
@@ -299,11 +301,11 @@ def test_position_dropout_is_a_share_below_one(name):
     for value, message in [
         (1.0, "below 1"),
         (1.5, "below 1"),
-        (-0.1, "0 or more"),
-        ("nan", "0 or more"),
-        ("half", "0 or more"),
+        (-0.1, "at least 0"),
+        ("nan", "at least 0"),
+        ("half", "at least 0"),
     ]:
-        with pytest.raises(OptionError, match=f"'position_dropout' should be {message}"):
+        with pytest.raises(OptionError, match=f"'position_dropout' must be {message}"):
             make_method(name, inputs(), position_dropout=value)
     shares = {tower.hide.p for tower in towers_of(make_method(name, inputs())).values()}
     assert shares == {0.1 if name.startswith("sum") else 0.0}
@@ -317,7 +319,7 @@ def shown_at(positions: torch.Tensor, features: torch.Tensor | None = None) -> L
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 0.5])
-def test_dropout_hides_positions_in_training_alone(dropout):
+def test_dropout_hides_positions_only_in_training(dropout):
     torch.manual_seed(0)
     tower = Tower(inputs(), context=(), dropout=dropout)
     lists = shown_at(torch.arange(1, 13).repeat(400, 1))
@@ -337,7 +339,7 @@ def test_dropout_hides_positions_in_training_alone(dropout):
 
 
 @pytest.mark.parametrize("name", [*SYNTHESIZE, *TASKS])
-def test_the_hidden_position_is_learned_in_training_alone(name, log, lists):
+def test_the_hidden_position_is_learned_only_in_training(name, log, lists):
     for training in (True, False):
         torch.manual_seed(0)
         method = make_method(name, inputs(), position_dropout=0.5).train(training)
@@ -347,7 +349,7 @@ def test_the_hidden_position_is_learned_in_training_alone(name, log, lists):
             assert tower.table.weight.grad[:-1].any()
 
 
-def test_towers_start_at_nothing_and_context_tells_devices_apart():
+def test_towers_start_at_zero_and_context_distinguishes_devices():
     features = torch.zeros(1, 4, FEATURES)
     features[0, :, 3] = torch.tensor([1.0, 2.0, 1.0, 1.0])
     features[0, 2, 1] = 5.0
@@ -382,7 +384,7 @@ def test_the_report_has_the_towers_by_position(name, log, lists):
         assert report["towers"][action] == pytest.approx(values.tolist(), abs=1e-5)
 
 
-def test_the_report_averages_a_tower_with_context_over_what_was_shown(log, lists):
+def test_the_report_averages_a_tower_with_context_over_the_rows_shown(log, lists):
     torch.manual_seed(0)
     method = make_method("sum-click", inputs(), context="f0").eval()
     tower = towers_of(method)["click"]
@@ -395,30 +397,30 @@ def test_the_report_averages_a_tower_with_context_over_what_was_shown(log, lists
 def test_the_scale_of_actions_is_the_root_of_their_mean_square(log):
     method = make_method("pal-click", inputs(label=Label(FOUR)))
     assert method.ranker.scale.tolist() == [1.0] * 4
-    method.prepare(log, user=None, sessions=0, seed=0)
+    method.estimate_bias(log, user=None, sessions=0, seed=0)
     scale = scale_of(method, log, "dwell")
     assert method.ranker.scale.tolist() == pytest.approx([1.0, scale, 1.0, 1.0])
     shown, user = make_shown_log(requests=200, features=FEATURES), User()
     method = make_method("pal-click", inputs())
-    method.prepare(shown, user=user, sessions=0, seed=0)
+    method.estimate_bias(shown, user=user, sessions=0, seed=0)
     drawn = simulate_log(shown, user, sessions=10_000, seed=3)[0].actions["dwell"].astype(np.float64)
     assert method.ranker.scale.tolist() == pytest.approx([1.0, math.sqrt(np.mean(drawn[drawn > 0] ** 2))], rel=0.2)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_label_of_what_users_do_not_give_is_refused(name, log):
+def test_a_label_of_missing_actions_is_rejected(name, log):
     shown = make_shown_log(features=FEATURES)
     method = make_method(name, inputs(label=Label("click + 2 * like"), binary=("click",)))
     with pytest.raises(LabelError, match="needs the action 'like'"):
-        method.prepare(shown, user=User(), sessions=0, seed=0)
+        method.estimate_bias(shown, user=User(), sessions=0, seed=0)
     method = make_method(name, inputs(label=Label("click + 2 * save"), binary=("click",)))
     with pytest.raises(LabelError, match="needs the action 'save'"):
-        method.prepare(log, user=None, sessions=0, seed=0)
+        method.estimate_bias(log, user=None, sessions=0, seed=0)
 
 
 def test_towers_need_feedback():
     for name in (*SYNTHESIZE, *TASKS):
-        with pytest.raises(OptionError, match="nothing to correct in true labels"):
+        with pytest.raises(OptionError, match="true labels have none"):
             make_method(name, inputs(truth=True))
 
 
@@ -427,7 +429,7 @@ FAST = {"steps": 20, "batch": 16, "evaluate_every": 5, "device": "cpu"}
 
 @pytest.fixture
 def log_path(tmp_path):
-    """A log with a category, the device."""
+    """Write a log with the device as a category."""
     log, _ = simulate_log(make_shown_log(requests=60), User())
     devices = np.random.default_rng(0).choice(["phone", "desk", "tv"], log.rows)
     table = log.to_table().drop(["relevance"])
@@ -449,19 +451,19 @@ def config(path, **changes) -> RunConfig:
 @pytest.mark.parametrize(("label", "categorical"), [("click + dwell / exp(3)", True), ("click", False)])
 def test_a_run_is_loaded_with_the_scores_it_had(label, categorical, log_path, tmp_path, monkeypatch):
     kept = []
-    save_model = runs.save_model
-    monkeypatch.setattr(runs, "save_model", lambda *args, **rest: (kept.append(args[1]), save_model(*args, **rest)))
+    save_model = finish.save_model
+    monkeypatch.setattr(finish, "save_model", lambda *args, **rest: (kept.append(args[1]), save_model(*args, **rest)))
     changes = {} if categorical else {"columns": {}, "method_options": {"context": "f0"}}
     run = run_training(config(log_path, label=label, **changes), tmp_path / "run")
     log = read_log(log_path, **({"categorical": "device"} if categorical else {}))
     assert bool(log.vocabularies) == categorical
     scores = load_model(run).score(log)
-    np.testing.assert_array_equal(scores, score_rows(kept[0].score, log.features, device="cpu"))
+    np.testing.assert_array_equal(scores, score_rows(kept[0], log.features, device="cpu"))
     assert np.unique(scores).size > 10
     assert (scores > 0).all()
 
 
-def test_a_run_starts_again_from_itself(log_path, tmp_path):
+def test_a_run_can_start_from_itself(log_path, tmp_path):
     first = run_training(config(log_path), tmp_path / "one")
     barely = config(log_path, training={"steps": 1, "evaluate_every": 1, "lr": 1e-9})
     second = run_training(barely, tmp_path / "two", warm_start=first)
@@ -469,7 +471,7 @@ def test_a_run_starts_again_from_itself(log_path, tmp_path):
     np.testing.assert_allclose(load_model(second).score(log), load_model(first).score(log), rtol=1e-4, atol=1e-5)
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits(log_path, tmp_path):
+def test_a_stopped_run_resumes_to_the_same_bits(log_path, tmp_path):
     class StoppedError(Exception):
         pass
 
@@ -485,9 +487,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(log_path, tmp_path):
         assert (resumed / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_users_who_do_not_give_the_label_leave_no_run_behind(tmp_path, monkeypatch):
+def test_a_label_that_users_do_not_have_leaves_no_run(tmp_path, monkeypatch):
     shown = make_shown_log()
-    monkeypatch.setattr(runs, "prepare", lambda _: Prepared(shown, shown, "tiny", User(), User()))
+    monkeypatch.setattr(runs, "load_run_data", lambda _: RunData(shown, shown, "tiny", User(), User()))
     users = config("tiny", users="pbm", label="click + share", select="ndcg@10", method_options={})
     with pytest.raises(LabelError, match="needs the action 'share'"):
         run_training(users, tmp_path / "run")
@@ -513,7 +515,7 @@ LARGE = st.floats(-80, 80, width=32)
 
 
 @given(st.lists(st.tuples(SMALL, SMALL, st.floats(0, 1)), min_size=1, max_size=5))
-def test_the_product_loss_is_the_naive_one_where_that_is_stable(rows):
+def test_the_product_loss_is_the_naive_one_if_that_is_stable(rows):
     a, b, target = (torch.tensor([column], dtype=torch.float64) for column in zip(*rows, strict=True))
     expected = 0.0
     for x, y, t in rows:
@@ -536,7 +538,7 @@ def test_the_product_loss_is_finite_at_large_logits(rows):
 
 
 @pytest.mark.parametrize("x", [20.0, 40.0, 80.0])
-def test_nothing_cancels_where_both_are_near_one(x):
+def test_nothing_cancels_if_both_are_near_one(x):
     """1 - sigmoid(x)² is 2 exp(-x) for large x."""
     a = torch.tensor([[x]], requires_grad=True)
     loss = product_logistic_loss(a, torch.tensor([[x]]), torch.zeros(1, 1), where=torch.ones(1, 1, dtype=torch.bool))

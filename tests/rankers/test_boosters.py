@@ -1,4 +1,4 @@
-"""LightGBM and XGBoost behind one shape, and what each is given to learn from."""
+"""LightGBM and XGBoost with one interface, and the tasks that each is given."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultr.errors import DataError, MissingExtraError, OptionError
-from ultr.labels import Label
 from ultr.log import Log
+from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_tree_method
 from ultr.methods.trees import BUCKETS, bucketed
 from ultr.rankers.boosters import BOOSTERS, Boosting, TreeRanker, TreeRows, check_parameters, parse_parameters
-from ultr.rankers.trees import PairTerms, PairwiseObjective
+from ultr.rankers.tree_objective import PairTerms, PairwiseObjective
 
 REQUESTS, ITEMS = 120, 5
 SMALL = {"lightgbm": {"num_leaves": 7}, "xgboost": {"max_depth": 3}}
@@ -88,16 +88,16 @@ def test_rounds_add_up(library, toy):
 
 @every_library
 def test_rounds_of_a_mean_add_up_too(library, toy):
-    """Where labels are not around zero: what all scores have in common counts once."""
+    """Labels are far from zero: the base score must count once."""
     log = make_log(label=20 + toy[0].features[:, 0])
     task = tree_method("pointwise", library).task(log)
-    booster, features = grown(library, task.rows, own=task.own), toy[0].features
+    booster, features = grown(library, task.rows, library_options=task.library_options), toy[0].features
     parts = [booster.predict(features, first, last) for first, last in ((0, 3), (3, 8))]
     np.testing.assert_allclose(sum(parts), booster.predict(features), rtol=1e-5)
 
 
 @every_library
-def test_a_run_may_stop_and_go_on(library, toy, tmp_path):
+def test_a_stopped_run_can_be_resumed(library, toy, tmp_path):
     rows, objective = toy
     whole, path = grown(library, rows, objective), tmp_path / BOOSTERS[library].FILE
     half = grown(library, rows, objective, stop=4)
@@ -120,7 +120,7 @@ def test_one_seed_gives_the_same_bits(library, toy, tmp_path):
 
 @every_library
 @pytest.mark.parametrize("content", ["", "no trees at all\n"])
-def test_what_is_no_file_of_trees_is_named(library, content, tmp_path):
+def test_a_file_without_trees_is_rejected(library, content, tmp_path):
     path = tmp_path / BOOSTERS[library].FILE
     path.write_text(content)
     with pytest.raises(DataError, match="train again") as raised:
@@ -131,7 +131,7 @@ def test_what_is_no_file_of_trees_is_named(library, content, tmp_path):
 
 
 @every_library
-def test_trees_are_a_ranker_like_any_other(library, toy):
+def test_trees_are_a_ranker(library, toy):
     booster, features = grown(library, *toy), torch.from_numpy(toy[0].features)
     scores = TreeRanker(booster)(features.view(REQUESTS, ITEMS, -1))
     assert scores.shape == (REQUESTS, ITEMS)
@@ -143,7 +143,7 @@ def test_trees_are_a_ranker_like_any_other(library, toy):
 
 
 @every_library
-def test_what_is_missing_is_learned_from(library):
+def test_missing_values_are_learned_from(library):
     rng = np.random.default_rng(0)
     features = rng.normal(size=(REQUESTS * ITEMS, 2))
     absent = rng.uniform(size=len(features)) < 0.3
@@ -154,7 +154,7 @@ def test_what_is_missing_is_learned_from(library):
 
 @every_library
 def test_categories_are_split_by_set_and_not_by_size(library, tmp_path):
-    """Of codes 1 to 6, 2 and 5 are liked: one split tells, if codes are categories. 0 is no code."""
+    """Codes 2 and 5 of 1 to 6 are preferred: one split separates them if codes are categories. 0 is missing."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 7, (REQUESTS * ITEMS, 1)).astype(np.float32)
     liked = np.isin(codes[:, 0], (2, 5)).astype(float)
@@ -175,7 +175,7 @@ def test_categories_are_split_by_set_and_not_by_size(library, tmp_path):
 
 
 @every_library
-def test_codes_are_left_as_they_were(library):
+def test_codes_are_not_changed(library):
     codes = np.random.default_rng(0).integers(0, 4, (REQUESTS * ITEMS, 1)).astype(np.float32)
     before = codes.copy()
     rows = rows_of(codes, categorical=(0,))
@@ -187,7 +187,7 @@ def test_codes_are_left_as_they_were(library):
 @pytest.mark.parametrize(
     "names", [("a b", "x[1]", "c"), ("a", "a", "b"), ("a<b", "c,d", '{"e":1}'), ("ä", "日", "c"), ("", "b", "c")]
 )
-def test_any_names_of_features_will_do(library, names, toy, tmp_path):
+def test_any_names_of_features_are_accepted(library, names, toy, tmp_path):
     rows, objective = toy
     named = grown(library, rows_of(rows.features, names=names), objective, rounds=2)
     path = tmp_path / BOOSTERS[library].FILE
@@ -200,26 +200,26 @@ def test_any_names_of_features_will_do(library, names, toy, tmp_path):
 
 
 @every_library
-def test_reserved_parameters_are_refused(library):
-    for name in BOOSTERS[library].TAKEN:
+def test_reserved_parameters_are_rejected(library):
+    for name in BOOSTERS[library].RESERVED:
         with pytest.raises(OptionError, match=f"'{name}' .* use --method, --lr, --steps"):
             check_parameters(library, {name: 1})
     check_parameters(library, {"lambda": 1.0} if library == "xgboost" else {"lambda_l2": 1.0, "min_child_samples": 5})
 
 
 @pytest.mark.parametrize("alias", ["n_estimators", "num_round", "shrinkage_rate", "eta", "random_state", "application"])
-def test_reserved_parameters_are_refused_by_their_other_names_too(alias):
+def test_aliases_of_reserved_parameters_are_rejected(alias):
     with pytest.raises(OptionError, match=f"'{alias}'"):
         check_parameters("lightgbm", {alias: 1})
 
 
-def test_unknown_parameters_are_refused():
+def test_unknown_parameters_are_rejected():
     with pytest.raises(OptionError, match="did you mean 'num_lea"):
         check_parameters("lightgbm", {"num_leafs": 7})
 
 
 @every_library
-def test_wrong_values_are_refused_with_what_the_library_says(library, toy):
+def test_wrong_values_are_rejected_with_the_message_of_the_library(library, toy):
     for value in (-3, "many"):
         name = "num_leaves" if library == "lightgbm" else "max_depth"
         with pytest.raises(OptionError, match=rf"(?s){name}.*--ranker-option") as raised:
@@ -227,20 +227,20 @@ def test_wrong_values_are_refused_with_what_the_library_says(library, toy):
         assert "[bt]" not in str(raised.value)
 
 
-def test_what_xgboost_says_is_no_trace_of_calls(toy):
+def test_errors_of_xgboost_have_no_stack_trace(toy):
     with pytest.raises(OptionError) as raised:
         grown("xgboost", *toy, parameters={"tree_method": "exact"})
     assert "[bt]" not in str(raised.value)
 
 
 @every_library
-def test_bins_are_the_users_to_set(library, toy):
+def test_users_can_set_the_number_of_bins(library, toy):
     rows, objective = toy
     few = grown(library, rows, objective, rounds=1, parameters={**SMALL[library], "max_bin": 3}).predict(rows.features)
     assert len(np.unique(few)) > 1
 
 
-def test_parameters_are_read():
+def test_parameters_are_parsed():
     read = parse_parameters(["a=1", "b=0.5", "c=1e-3", "d=gbdt", "e=-2", "f=2.0", "g=a=b", "h=", "i=nan", "j=true"])
     assert read == {
         "a": 1, "b": 0.5, "c": 0.001, "d": "gbdt", "e": -2, "f": 2.0, "g": "a=b", "h": "", "i": "nan", "j": "true",
@@ -252,13 +252,13 @@ def test_parameters_are_read():
 
 
 @every_library
-def test_a_library_that_is_not_there_is_named(library, monkeypatch):
+def test_a_library_that_is_not_installed_is_named(library, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(MissingExtraError, match=r"ultr\[trees\]"):
         check_parameters(library, {})
 
 
-# --- What libraries learn of their own ----------------------------------------------------------------------------
+# --- Objectives of the libraries ----------------------------------------------------------------------------------
 
 
 def make_log(label: np.ndarray | None = None, *, positions: bool = True, weights: np.ndarray | None = None) -> Log:
@@ -282,7 +282,7 @@ def tree_method(name: str, library: str, **options):
     return make_tree_method(name, inputs, **options)
 
 
-def test_lightgbm_refuses_labels_that_are_no_whole_numbers():
+def test_lightgbm_rejects_labels_that_are_not_whole_numbers():
     for label in (None, np.arange(REQUESTS * ITEMS) % 40):
         with pytest.raises(DataError, match="labels=buckets or labels=click"):
             tree_method("lambdarank", "lightgbm").task(make_log(label))
@@ -298,18 +298,18 @@ def test_a_library_ranks_by_its_own_objective(library, labels, correction):
     if library == "lightgbm" and labels == "values":
         log = make_log(np.arange(REQUESTS * ITEMS) % 4 * (log.features[:, 0] > 0.4), weights=log.weights)
     task = tree_method("lambdarank", library, labels=labels, correction=correction).task(log)
-    own, value = dict(task.own), log.actions["dwell"]
+    options, value = dict(task.library_options), log.actions["dwell"]
     assert task.objective is None
-    assert own["objective"] == ("lambdarank" if library == "lightgbm" else "rank:ndcg")
+    assert options["objective"] == ("lambdarank" if library == "lightgbm" else "rank:ndcg")
     assert np.array_equal(task.rows.label > 0, value > 0)
     assert (task.rows.positions is not None) == (library == "lightgbm" and correction == "own")
     if library == "xgboost":
-        assert own["lambdarank_unbiased"] == (correction == "own")
-        assert own["ndcg_exp_gain"] == (labels == "click")
+        assert options["lambdarank_unbiased"] == (correction == "own")
+        assert options["ndcg_exp_gain"] == (labels == "click")
         assert task.rows.label.sum() == pytest.approx((value > 0).sum() if labels == "click" else value.sum(), rel=1e-5)
     elif labels == "buckets":
-        assert len(own["label_gain"]) == task.rows.label.max() + 1 == BUCKETS + 1
-    scores = grown(library, task.rows, own=own).predict(log.features)
+        assert len(options["label_gain"]) == task.rows.label.max() + 1 == BUCKETS + 1
+    scores = grown(library, task.rows, library_options=options).predict(log.features)
     assert scores[value > 0].mean() > scores[value == 0].mean() + 0.1
 
 
@@ -325,7 +325,7 @@ def test_pointwise_trees_predict_the_label(library):
     task, label = tree_method("pointwise", library).task(log), log.actions["dwell"]
     assert task.rows.lengths is None
     np.testing.assert_array_equal(task.rows.row_weights, np.repeat(weights, ITEMS))
-    scores = grown(library, task.rows, own=task.own).predict(log.features)
+    scores = grown(library, task.rows, library_options=task.library_options).predict(log.features)
     assert np.square(scores - label).mean() < 0.6 * label.var()
     assert np.average(scores, weights=task.rows.row_weights) == pytest.approx(
         np.average(label, weights=task.rows.row_weights), rel=0.1
@@ -353,7 +353,7 @@ def test_buckets_keep_order_and_zero(values):
     assert np.sum(np.array(means)[level]) == pytest.approx(label.sum(dtype=np.float64), rel=1e-4)
 
 
-def test_buckets_share_what_is_above_zero():
+def test_buckets_divide_the_labels_above_zero():
     found, means = bucketed(np.concatenate([np.zeros(50), np.arange(1, 101)]).astype(np.float32))
     assert np.bincount(found.astype(int)).tolist() == [50, 25, 25, 25, 25]
     assert means == pytest.approx([0, 13, 38, 63, 88])

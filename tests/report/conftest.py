@@ -1,4 +1,4 @@
-"""Some finished runs, small and quickly trained, to be looked at."""
+"""Small finished runs for the tests of pages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from conftest import make_shown_log
+from ultr.datasets.users import User, simulate_log
 from ultr.log import write_log
-from ultr.preparing import RunConfig
-from ultr.runs import run_training
-from ultr.simulate import User, simulate_log
-from ultr.training import TrainingOptions
+from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.run import run_training
 
 QUICK = TrainingOptions(steps=4, batch=16, lr=0.05, evaluate_every=2, bias_steps=20, device="cpu")
 RUNS = {
@@ -33,10 +32,10 @@ def log_path(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def runs(log_path, tmp_path_factory) -> dict[str, Path]:
-    """Runs of the same log by method."""
+    """Runs of the same log, by name."""
     folder = tmp_path_factory.mktemp("runs")
-    found = {}
+    folders = {}
     for name, options in RUNS.items():
         config = RunConfig(data=str(log_path), ranker_options={"hidden": [4]}, training=QUICK, **options)
-        found[name] = run_training(config, folder / name, shared=folder / "shared")
-    return found
+        folders[name] = run_training(config, folder / name, shared=folder / "shared")
+    return folders

@@ -1,4 +1,4 @@
-"""Pages in a browser: all is drawn, tabs and hovering work, both themes, a phone's width, and paper."""
+"""Pages in a browser: plots are drawn, tabs and hovering work, in both themes, on a phone and in print."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from ultr.report import write_report
 
-QUIETLY = (
+CHROMIUM_OPTIONS = (
     "--no-sandbox",
     "--disable-gpu",
     "--disable-quic",
@@ -23,24 +23,24 @@ TABS = ["Summary", "Data", "Learning", "Metrics", "Bias", "Rankings", "Configura
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 
 
-class Said(list):
-    """What a browser says, and asks for, but for the page itself."""
+class Messages(list):
+    """Console messages and requests of a browser, without those of the page's own file."""
 
-    def append(self, what: str) -> None:
-        if not what.startswith(("file:", "data:", "blob:")):
-            super().append(what)
+    def append(self, message: str) -> None:
+        if not message.startswith(("file:", "data:", "blob:")):
+            super().append(message)
 
 
 @pytest.fixture(scope="module")
 def browser():
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
-        pytest.skip("there is no Chromium here: install Debian's package chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="there is no playwright here")
+        pytest.skip("Chromium is not installed: install Debian's package chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=chromium, args=list(QUIETLY))
-        yield found
-        found.close()
+        chrome = started.chromium.launch(executable_path=chromium, args=list(CHROMIUM_OPTIONS))
+        yield chrome
+        chrome.close()
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +51,20 @@ def path(runs, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def opened(browser, path):
-    """A page of five runs at some width, and all that the browser had to say of it."""
+    """Open the page of five runs at a given size, and collect the browser's messages."""
     contexts = []
 
     def open_(size: str = "desktop", scheme: str = "light", **more):
         width, height = SIZES[size]
         context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **more)
         contexts.append(context)
-        page, said = context.new_page(), Said()
-        page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: said.append(f"error: {error}"))
-        page.on("request", lambda request: said.append(request.url))
+        page, messages = context.new_page(), Messages()
+        page.on("console", lambda message: messages.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: messages.append(f"error: {error}"))
+        page.on("request", lambda request: messages.append(request.url))
         page.goto(path.as_uri())
         page.wait_for_selector("body[data-ready]")
-        return page, said
+        return page, messages
 
     yield open_
     for context in contexts:
@@ -72,7 +72,7 @@ def opened(browser, path):
 
 
 def drawn(page) -> list[bool]:
-    """Of each plot that is in sight, whether it is drawn and fits."""
+    """Return for each visible plot whether it is drawn and fits."""
     return page.evaluate(
         """[...document.querySelectorAll('.plot')].filter((p) => p.offsetParent).map(
             (p) => !!p.querySelector('.main-svg') && p.querySelector('.main-svg').clientWidth <= p.clientWidth + 1)"""
@@ -88,8 +88,8 @@ def drawn(page) -> list[bool]:
         pytest.param("dark", "desktop", marks=pytest.mark.long),
     ],
 )
-def test_every_plot_is_drawn_in_every_tab_without_a_word(opened, size, scheme):
-    page, said = opened(size, scheme)
+def test_every_plot_is_drawn_in_every_tab_without_messages(opened, size, scheme):
+    page, messages = opened(size, scheme)
     assert [tab.inner_text() for tab in page.query_selector_all("[role=tab]")] == TABS
     seen = 0
     for tab in page.query_selector_all("[role=tab]"):
@@ -102,19 +102,19 @@ def test_every_plot_is_drawn_in_every_tab_without_a_word(opened, size, scheme):
         if shots := os.environ.get("ULTR_SCREENSHOTS"):
             page.screenshot(path=f"{shots}/{size}-{scheme}-{tab.inner_text()}.png", full_page=True)
     assert seen == len(page.query_selector_all(".plot")) > 10
-    assert said == []
+    assert messages == []
 
 
-def test_hovering_tells_figures(opened):
-    page, said = opened()
+def test_hovering_shows_values(opened):
+    page, messages = opened()
     page.click("#tab-learning")
     box = page.query_selector(".plot:visible .nsewdrag").bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.wait_for_selector(".hoverlayer .legend, .hoverlayer .hovertext", timeout=5000)
-    assert said == []
+    assert messages == []
 
 
-def test_keys_go_from_tab_to_tab_and_addresses_lead_to_them(opened, path):
+def test_arrow_keys_and_addresses_select_a_tab(opened, path):
     page, _ = opened()
     page.focus("#tab-summary")
     page.keyboard.press("ArrowRight")
@@ -129,8 +129,8 @@ def test_keys_go_from_tab_to_tab_and_addresses_lead_to_them(opened, path):
     assert all(drawn(page))
 
 
-def test_light_and_dark_change_at_a_button(opened):
-    page, said = opened()
+def test_the_button_switches_between_light_and_dark(opened):
+    page, messages = opened()
     page.click("#tab-learning")
 
     def colours() -> tuple[str, str]:
@@ -145,20 +145,20 @@ def test_light_and_dark_change_at_a_button(opened):
     assert colours() == light
     assert light[0] != dark[0]
     assert light[1] != dark[1]
-    assert said == []
+    assert messages == []
 
 
-def test_on_paper_all_sections_are_there_and_afterwards_as_before(opened, tmp_path):
-    page, said = opened(scheme="dark")
+def test_printing_shows_all_sections_and_leaves_the_page_as_before(opened, tmp_path):
+    page, messages = opened(scheme="dark")
     page.pdf(path=str(tmp_path / "page.pdf"))
     assert (tmp_path / "page.pdf").stat().st_size > 50_000
     assert len(page.query_selector_all("main section:not([hidden])")) == 1
     page.click("#tab-bias")
     assert all(drawn(page))
-    assert said == []
+    assert messages == []
 
 
-def test_tables_are_read_without_scripts(opened, browser):
+def test_tables_are_readable_without_scripts(opened, browser):
     page = browser.new_context(java_script_enabled=False).new_page()
     (address,) = {opened()[0].url}
     page.goto(address)
@@ -167,9 +167,9 @@ def test_tables_are_read_without_scripts(opened, browser):
 
 
 def test_a_command_can_be_copied(opened):
-    page, said = opened(permissions=["clipboard-read", "clipboard-write"])
+    page, messages = opened(permissions=["clipboard-read", "clipboard-write"])
     page.click("#tab-configuration")
     page.click(".copy >> nth=0")
-    # Not wait_for_function: asked a second time, it evaluates a string, which the page's policy forbids.
-    page.wait_for_selector(".copy:text-is('copied'), .copy:text-is('select it')")
-    assert said == []
+    # Not wait_for_function: it evaluates a string, which the page's policy forbids.
+    page.wait_for_selector(".copy:text-is('copied'), .copy:text-is('not copied')")
+    assert messages == []

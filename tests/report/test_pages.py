@@ -1,4 +1,4 @@
-"""Pages: what stands in them, what is refused, and that nothing of the data can act in them."""
+"""Pages: their content, errors for wrong input, and that no text of the data is executed."""
 
 from __future__ import annotations
 
@@ -15,41 +15,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultr.checkpoint import read_json, write_json
-from ultr.compare import Comparison, Row
+from pages import plots_of
 from ultr.errors import AbsentError, DataError, OptionError, OutputError, UltrError
-from ultr.evaluation import mean_with_interval, paired_test
-from ultr.outcomes import LOGGED, read_outcome
+from ultr.evaluation.scores import mean_with_interval, paired_test
 from ultr.report import write_comparison_page, write_report
 from ultr.report.page import page
 from ultr.report.parts import Card, Cards, Code, Folded, Grid, Heading, Notes, Plot, Section, Table, Text
 from ultr.report.plots import bar_plot, dot_plot, heat_map, histogram, interval_plot, line_plot
 from ultr.report.run import _names
+from ultr.training.compare import Comparison, Row
+from ultr.training.outcome import LOGGED, read_outcome
+from ultr.utils.jsonfiles import read_json, write_json
 
 
-def own(text: str) -> str:
-    """A page without plotly.js."""
+def without_plotly(text: str) -> str:
+    """Return a page without plotly.js."""
     first, rest = text.split("<script>", 1)
     return first + rest.split("</script>", 1)[1]
 
 
-def plots_of(text: str) -> list[dict]:
-    found = re.search(r'<script type="application/json" id="plots">(.*?)</script>', text, re.DOTALL)
-    return json.loads(found.group(1))
+NAMES = ("em", "trust", "towers", "affine", "plain")
 
 
 @pytest.fixture(scope="session")
 def five(runs, tmp_path_factory) -> str:
-    """A page of five runs of one log."""
-    chosen = [runs[name] for name in ("em", "trust", "towers", "affine", "plain")]
-    path = write_report(chosen, tmp_path_factory.mktemp("page") / "report.html")
+    """The page of five runs of one log."""
+    path = write_report([runs[name] for name in NAMES], tmp_path_factory.mktemp("page") / "report.html")
     assert path.stat().st_size < 8e6
     return path.read_text()
 
 
 @pytest.fixture
 def changed(runs, tmp_path):
-    """A copy of a run with something else in what it left of its data."""
+    """Copy a run and change facts about its data."""
 
     def change(name: str, **facts) -> Path:
         folder = tmp_path / "changed" / name
@@ -65,26 +63,25 @@ def changed(runs, tmp_path):
 def test_every_section_is_there(five):
     titles = re.findall(r"<h2>(.*?)</h2>", five)
     assert titles == ["Summary", "Data", "Learning", "Metrics", "Bias", "Rankings", "Configuration"]
-    for run in ("em", "trust", "towers", "affine", "plain"):
+    for run in NAMES:
         assert f">{run}<" in five
 
 
-def test_every_plot_is_one_that_plotly_takes(five):
+def test_plotly_accepts_every_plot(five):
     for figure in plots_of(five):
-        plotly.graph_objects.Figure(figure)  # it refuses names and values that it does not know
-    assert len(plots_of(five)) == five.count('class="plot"')
+        plotly.graph_objects.Figure(figure)  # raises an error for unknown names and values
 
 
-def test_figures_are_those_of_the_run(five, runs):
+def test_the_page_shows_the_metrics_of_the_run(five, runs):
     outcome = read_outcome(runs["em"])
     metric = "off-policy-reward@10"
-    mean = mean_with_interval(outcome.figures[metric], outcome.weights)
-    test = paired_test(outcome.figures[metric], outcome.figures[LOGGED + metric], outcome.weights)
+    mean = mean_with_interval(outcome.results[metric], outcome.weights)
+    test = paired_test(outcome.results[metric], outcome.results[LOGGED + metric], outcome.weights)
     for text in (f"{mean.mean:.4f}", f"{mean.low:.4f} to {mean.high:.4f}", f"{test.difference:+.4f}", f"{test.p:.2g}"):
         assert f"<td>{text}</td>" in five
     other = read_outcome(runs["plain"])
-    between = paired_test(other.figures[metric], outcome.figures[metric], outcome.weights)
-    assert f"plain less em</th><td>{between.difference:+.4f}</td>" in five
+    between = paired_test(other.results[metric], outcome.results[metric], outcome.weights)
+    assert f"plain minus em</th><td>{between.difference:+.4f}</td>" in five
 
 
 def test_bias_is_drawn(five, runs):
@@ -110,26 +107,26 @@ def test_true_examination_is_drawn_where_it_is_known(changed, tmp_path):
     np.testing.assert_allclose(true["y"], np.array(truth) / truth[0], rtol=1e-4)
 
 
-def test_warnings_stand_on_the_first_page(five, runs):
+def test_the_page_shows_warnings(five, runs):
     for warning in json.loads((runs["em"] / "bias.json").read_text())["warnings"]:
         assert f"<li>em: {warning['name']}: " in five
 
 
-def test_the_command_that_repeats_a_run_is_there(five, log_path):
+def test_the_page_shows_the_command_that_repeats_a_run(five, log_path):
     assert f"ultr train {log_path} --out em --method pairwise-em" in unescape(five)
 
 
-def test_nothing_is_fetched(five):
-    page = own(five)
+def test_the_page_loads_nothing_from_the_network(five):
+    page = without_plotly(five)
     assert "default-src &#39;none&#39;" in page or "default-src 'none'" in page
     assert not re.search(r"""(src|href)=["']?(?!data:)\w""", page)
     assert "http" not in page.replace("http-equiv", "")
 
 
-HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=alert(1)>\"'&\u2028{{7*7}}/*plotly*/"
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=alert(1)>\"'&\u2028{{7*7}}"
 
 
-def test_no_text_of_the_data_acts(runs, tmp_path):
+def test_no_text_of_the_data_is_executed(runs, tmp_path):
     odd = tmp_path / "</b><i>run"
     shutil.copytree(runs["em"], tmp_path / "run")
     config = read_json(tmp_path / "run" / "config.json")
@@ -139,7 +136,7 @@ def test_no_text_of_the_data_acts(runs, tmp_path):
     about["data"]["by_position"]["positions"][0] = HOSTILE
     write_json(tmp_path / "run" / "outcome" / "outcome.json", about)
     (tmp_path / "run").rename(tmp_path / odd.name.replace("/", "_"))
-    text = own(write_report([tmp_path / odd.name.replace("/", "_")], tmp_path / "page.html").read_text())
+    text = without_plotly(write_report([tmp_path / odd.name.replace("/", "_")], tmp_path / "page.html").read_text())
     assert "<script>window" not in text
     assert "<img" not in text
     assert "<i>" not in text
@@ -148,7 +145,7 @@ def test_no_text_of_the_data_acts(runs, tmp_path):
 
 
 @given(st.text(), st.text())
-def test_any_text_is_shown_as_it_is(name, value):
+def test_any_text_is_shown_literally(name, value):
     name, value = ("".join(c for c in text if c.isprintable()) for text in (name, value))
     everything = [
         Text(value),
@@ -160,63 +157,98 @@ def test_any_text_is_shown_as_it_is(name, value):
         Code(value),
         Folded(name, [Text(value)]),
     ]
-    text = own(page(name, value, [Section("A", everything)]))
+    text = without_plotly(page(name, value, [Section("A", everything)]))
     assert f"<p>{value}</p>" in unescape(text)
     assert text.count("<script") == text.count("</script>") == 2
     (figure,) = plots_of(text)
     assert figure["data"][0]["name"] == value
 
 
-def test_what_is_no_number_is_left_blank():
+def test_values_that_are_not_finite_are_blank():
     (figure,) = plots_of(page("a", "b", [Section("A", [line_plot("p", {"l": ([1], [np.nan])}, x="x", y="y")])]))
     assert figure["data"][0]["y"] == [None]
 
 
-def test_plots_of_odd_data_are_plots():
+def test_an_interval_is_a_band_around_its_line_in_its_colour():
+    lines = {"bare": ([1, 2, 3], [1.0, 1.0, 1.0]), "l": ([1, 2, 3], [1.0, 2.0, 3.0])}
+    bands = {"l": ([0.5, 1.5, 2.5], [1.5, 2.5, 3.5])}
+    _, band, line = line_plot("p", lines, x="x", y="y", bands=bands).figure["data"]
+    assert band["x"] == [1, 2, 3, 3, 2, 1]
+    assert band["y"] == [1.5, 2.5, 3.5, 2.5, 1.5, 0.5]
+    assert (line["name"], line["line"]["color"], band["fillcolor"]) == ("l", "#d55e00", "rgba(213,94,0,0.15)")
+
+
+@pytest.mark.parametrize(("low", "at"), [([-np.inf] * 2, None), ([None, np.nan], None), ([0.0, None], [1, 1])])
+def test_a_band_has_only_finite_ends(low, at):
+    high = [None if value is None else -value for value in low]
+    plot = line_plot("p", {"l": ([1, 2], [0.0, 0.0])}, x="x", y="y", bands={"l": (low, high)})
+    assert [trace["x"] for trace in plot.figure["data"]] == [*([at] if at else []), [1, 2]]
+
+
+@given(st.lists(st.lists(st.floats(-9, 9), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_a_dot_plot_has_every_value_and_the_interval_of_each_mean(rows):
+    dots, mean = dot_plot("p", {f"row {i}": values for i, values in enumerate(rows)}, x="x").figure["data"]
+    assert dots["x"] == [value for values in rows for value in values]
+    assert dots["y"] == [f"row {i}" for i, values in enumerate(rows) for _ in values]
+    for i, values in enumerate(rows):
+        expected = mean_with_interval(np.array(values))
+        ends = (expected.low, expected.high) if len(values) > 1 else (expected.mean, expected.mean)
+        assert mean["x"][i] == expected.mean
+        assert mean["customdata"][i] == list(ends)
+
+
+def test_a_heat_map_has_its_first_row_on_top():
+    plot = heat_map("m", [[None, 0.25], [0.5, None]], columns=["a", "b"], rows=["c", "d"], x="x", y="y")
+    (trace,) = plot.figure["data"]
+    assert (trace["z"], trace["x"], trace["y"]) == ([[None, 0.25], [0.5, None]], ["a", "b"], ["c", "d"])
+    assert plot.figure["layout"]["yaxis"]["autorange"] == "reversed"
+
+
+def test_plots_of_little_data_are_plots():
     nothing = np.array([np.nan])
     for plot in (
         histogram("h", {"a": nothing}, np.linspace(-1, 1, 5), x="x"),
         heat_map("m", [[None]], columns=["1"], rows=["1"], x="x", y="y"),
         interval_plot("i", {"a": (1.0, 1.0, 1.0)}, x="x"),
         bar_plot("b", {"a": (["x"], [None])}, y="y"),
-        dot_plot("d", {"a": ([1.0], 1.0, 1.0)}, x="x"),
+        dot_plot("d", {"a": [1.0]}, x="x"),
         line_plot("l", {"a": (["1"], [None])}, x="x", y="y", bands={"a": ([None], [None])}),
     ):
         assert isinstance(plot, Plot)
         plotly.graph_objects.Figure(plot.figure)
 
 
-def test_runs_of_older_versions_are_shown_as_far_as_they_go(runs, tmp_path):
+def test_runs_of_older_versions_are_shown_as_far_as_possible(runs, tmp_path):
     shutil.copytree(runs["em"], tmp_path / "older")
     shutil.rmtree(tmp_path / "older" / "outcome")
     text = write_report([tmp_path / "older", runs["plain"]], tmp_path / "page.html").read_text()
-    assert "older: The run was trained before this was kept" in text
+    assert "older: An older version of ultr trained this run" in text
     alone = write_report([tmp_path / "older"], tmp_path / "alone.html").read_text()
-    assert "train it again to see it" in alone
+    assert "train it again to see them" in alone
 
 
-def test_figures_of_other_requests_are_not_compared(runs, changed, five, tmp_path):
+def test_metrics_of_other_requests_are_not_compared(runs, changed, five, tmp_path):
     other = changed("plain", fingerprint="of another log")
     text = write_report([runs["em"], other], tmp_path / "page.html").read_text()
-    assert "plain less em" not in text
+    assert "plain minus em" not in text
     assert "the logged ranking (plain)" in text
-    assert "plain less em" in five
+    assert "plain minus em" in five
 
 
-def test_names_tell_runs_apart():
+def test_runs_have_different_names():
     assert _names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
     assert _names([Path("/a/x"), Path("/b/x")]) == ["a/x", "b/x"]
     assert len(set(_names([Path("/a/x"), Path("/a/x")]))) == 2
 
 
-def test_what_is_no_finished_run_is_refused(runs, tmp_path, monkeypatch):
+def test_only_finished_runs_are_accepted(runs, tmp_path, monkeypatch):
     out = tmp_path / "page.html"
-    with pytest.raises(OptionError, match="a run or more"):
+    with pytest.raises(OptionError, match="at least one run"):
         write_report([], out)
-    with pytest.raises(AbsentError, match="no such folder"):
+    with pytest.raises(AbsentError, match="the folder does not exist"):
         write_report([tmp_path / "nowhere"], out)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(AbsentError, match="no run here"):
+    with pytest.raises(AbsentError, match="this folder is not a run"):
         write_report([tmp_path / "empty"], out)
     shutil.copytree(runs["plain"], tmp_path / "half")
     shutil.rmtree(tmp_path / "half" / "model")
@@ -228,14 +260,14 @@ def test_what_is_no_finished_run_is_refused(runs, tmp_path, monkeypatch):
         write_report([runs["plain"]], out)
     assert out.read_text() == "mine"
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(UltrError, match="pip install jinja2 plotly"):
+    with pytest.raises(UltrError, match="an HTML page needs jinja2; run: pip install jinja2"):
         write_report([runs["plain"]], out, overwrite=True)
     assert out.read_text() == "mine"
 
 
-def compared(folder: Path, **figures: list[float]) -> dict:
-    rows = [Row(name, 0.1, {"ndcg@10": values}, {}) for name, values in figures.items()]
-    rows = [rows[0], *(Row(r.entry, r.lr, r.figures, r.tested(rows[0])) for r in rows[1:])]
+def compared(folder: Path, **results: list[float]) -> dict:
+    rows = [Row(name, 0.1, {"ndcg@10": values}, {}) for name, values in results.items()]
+    rows = [rows[0], *(Row(r.entry, r.lr, r.results, r.tested(rows[0])) for r in rows[1:])]
     result = Comparison(rows, ["ndcg@10"], rows[0].entry).to_json()
     folder.mkdir()
     (folder / "comparison.json").write_text(json.dumps(result))
@@ -250,7 +282,7 @@ def test_a_comparison_has_its_page(tmp_path):
     test = result["rows"][1]["figures"]["ndcg@10"]["against"]
     assert f"<td>{test['difference']:+.4f}</td>" in text
     assert '<tr class="marked">\n<th scope="row">dla</th>' in text
-    assert re.search(r'class="name">dla</div><div class="figure">0.7167', text)
+    assert re.search(r'class="name">dla</div><div class="value">0.7167', text)
     (tmp_path / "c" / "comparison.json").write_text("{}")
     with pytest.raises(DataError, match="compare again"):
         write_comparison_page(tmp_path / "c", tmp_path / "other.html")
@@ -274,13 +306,13 @@ def test_the_bias_of_a_log_has_its_page(ultr, log_path, tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "bias" / "bias.json").read_text())
     text = (tmp_path / "bias" / "bias.html").read_text()
-    assert f'class="figure">{report["verdict"]["status"]}<' in text
+    assert f'class="value">{report["verdict"]["status"]}<' in text
     for figure in plots_of(text):
         plotly.graph_objects.Figure(figure)
     assert ultr("report", tmp_path / "bias", "--out", tmp_path / "again.html").returncode == 0
     again = (tmp_path / "again.html").read_text()
     assert plots_of(again) == plots_of(text)
     (tmp_path / "bias" / "bias.json").write_text("{}")
-    refused = ultr("report", tmp_path / "bias", "--out", tmp_path / "third.html")
-    assert refused.returncode == 1
-    assert "run ultr bias again" in refused.stderr
+    failed = ultr("report", tmp_path / "bias", "--out", tmp_path / "third.html")
+    assert failed.returncode == 1
+    assert "again" in failed.stderr

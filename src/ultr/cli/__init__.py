@@ -1,4 +1,4 @@
-"""The command line: one table of thin commands. Data goes to stdout, words to stderr."""
+"""The command line `ultr`: a table of commands, and error messages. Data goes to stdout, messages to stderr."""
 
 from __future__ import annotations
 
@@ -9,25 +9,39 @@ import time
 
 import typer
 
-from ultr.cli import bias, data, experiments, judging, learning, prepare, reporting, serving, shipping
-from ultr.cli.common import one_line, plain, words
+from ultr.cli import (
+    bias,
+    compare,
+    demo,
+    describe,
+    evaluate,
+    export,
+    prepare,
+    report,
+    reproduce,
+    score,
+    serve,
+    simulate,
+    train,
+)
+from ultr.cli.options import one_line, plain, words
 from ultr.errors import ProcessError, UltrError
 
-SPEAK_AFTER = 10.0  # seconds
+MESSAGE_DELAY = 10.0  # seconds that processes other than rank 0 wait before they print an error
 COMMANDS = (
-    data.demo,
-    data.describe,
-    data.simulate,
+    demo.demo,
+    describe.describe,
+    simulate.simulate,
     prepare.prepare,
     bias.bias,
-    learning.train,
-    judging.evaluate,
-    judging.score,
-    learning.compare,
-    reporting.report,
-    shipping.export,
-    serving.serve,
-    experiments.reproduce,
+    train.train,
+    evaluate.evaluate,
+    score.score,
+    compare.compare,
+    report.report,
+    export.export,
+    serve.serve,
+    reproduce.reproduce,
 )
 
 app = typer.Typer(
@@ -43,21 +57,22 @@ for command in COMMANDS:
 
 @app.command()
 def version() -> None:
-    """Print the version."""
-    from ultr import __version__
+    """Print the version of ultr."""
+    from ultr._version import __version__
 
     print(__version__)
 
 
 def main() -> None:
-    """Run a command; a refusal is one message on stderr and exit code 1, or 2 where the call was wrong."""
+    """Run a command; print an error on stderr and exit with its code: 2 (wrong option), 3 (time limit) or 1 (other)."""
     try:
         app()
     except UltrError as error:
         if isinstance(error, ProcessError):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun is ending us already, and can wait a moment
-        if not isinstance(error, ProcessError) or os.environ.get("RANK", "0") in ("0", "1"):  # two are enough to hear
-            _say(f"[bold red]error:[/] {plain(one_line(str(error)))}")
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may send SIGTERM while this prints
+        # When one process fails, all others raise a ProcessError; the messages of two of them are enough.
+        if not isinstance(error, ProcessError) or os.environ.get("RANK", "0") in ("0", "1"):
+            _print_error(f"[bold red]error:[/] {plain(one_line(str(error)))}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         words.print("interrupted")
@@ -67,20 +82,20 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("ULTR_DEBUG"):
             raise
-        if isinstance(error, OSError) and error.filename is not None:  # a name too long, links in a ring, no rights
-            text = one_line(f"{error.filename}: {error.strerror}; check the path")
-            _say(f"[bold red]error:[/] {plain(text)}")
+        if isinstance(error, OSError) and error.filename is not None:  # such as missing permissions
+            text = one_line(f"{error.filename}: {error.strerror}; check the path and its permissions")
+            _print_error(f"[bold red]error:[/] {plain(text)}")
             sys.exit(1)
         text = f"{type(error).__name__}: {error}"
-        _say(f"[bold red]internal error:[/] {plain(text)}\nset ULTR_DEBUG=1 to see where")
+        _print_error(f"[bold red]internal error:[/] {plain(text)}\nset ULTR_DEBUG=1 to see the traceback")
         sys.exit(1)
 
 
-def _say(what: str) -> None:
-    """A last word. Of several processes, the others wait a little: where the first fails alike, it has said so."""
+def _print_error(message: str) -> None:
+    """Print an error. Processes other than rank 0 wait: torchrun ends them once rank 0 has printed the same error."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         words.quiet = False
-        what = f"process {rank}: {what}"
-        time.sleep(SPEAK_AFTER)
-    words.print(what, soft_wrap=True)
+        message = f"process {rank}: {message}"
+        time.sleep(MESSAGE_DELAY)
+    words.print(message, soft_wrap=True)

@@ -1,140 +1,116 @@
-"""`ultr bias`: how biased a log is, and what to do about it."""
+"""`ultr bias`: estimate the position bias of a log."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from ultr.cli.common import (
-    ActionColumns,
-    CategoricalColumns,
-    FeatureColumns,
-    Json,
-    Overwrite,
-    PositionColumn,
-    RequestColumn,
-    Seed,
-    SegmentColumn,
-    pages_can_be_made,
-    plain,
-    print_table,
-    words,
-)
+from ultr.cli import options
+from ultr.cli.options import named_columns, pages_can_be_made, plain, print_table, words
 
 if TYPE_CHECKING:
-    from ultr.propensity import BiasReport
+    from ultr.bias.audit import BiasReport
 
-MOST_ROWS = 30  # positions that are printed
-TRAINS_WITH = ("request", "position", "features", "categorical", "actions", "segment")
+MOST_ROWS = 30  # largest number of positions in a printed table
+TRAIN_COLUMNS = ("request", "position", "features", "categorical", "actions", "segment")  # options of `ultr train`
 
 
 def bias(
     log: Annotated[Path, typer.Argument(help="A log: Parquet (a file or a folder of shards), CSV or Arrow.")],
     label: Annotated[
-        str | None, typer.Option(help="Feedback counts where this is above zero; click if not given.")
+        str | None, typer.Option(help="Expression over actions; a value above zero counts as a click. Default: click.")
     ] = None,
-    request: RequestColumn = None,
-    position: PositionColumn = None,
-    features: FeatureColumns = None,
-    categorical: CategoricalColumns = None,
-    actions: ActionColumns = None,
-    item: Annotated[str | None, typer.Option(help="Column of the item's id.")] = None,
-    query: Annotated[str | None, typer.Option(help="Column of the query: items recur within one.")] = None,
-    segment: SegmentColumn = None,
-    randomised: Annotated[str | None, typer.Option(help="Column that marks requests in random order.")] = None,
-    propensities: Annotated[Path | None, typer.Option(help="Known examination: position,propensity.")] = None,
+    request: options.RequestColumn = None,
+    position: options.PositionColumn = None,
+    features: options.FeatureColumns = None,
+    categorical: options.CategoricalColumns = None,
+    actions: options.ActionColumns = None,
+    item: options.ItemColumn = None,
+    query: options.QueryColumn = None,
+    segment: options.SegmentColumn = None,
+    randomised: options.RandomisedColumn = None,
+    propensities: Annotated[
+        Path | None, typer.Option(help="CSV or Parquet file of known examination: columns position,propensity.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for propensities.csv, bias.json and bias.html.")] = None,
-    bootstrap: Annotated[int, typer.Option(help="Replicates that intervals rest on.", min=10)] = 100,
-    sample: Annotated[int, typer.Option(help="Rows that estimates from features rest on.", min=1000)] = 200_000,
-    seed: Seed = 0,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    bootstrap: Annotated[int, typer.Option(help="Bootstrap resamples for the confidence intervals.", min=10)] = 100,
+    sample: Annotated[int, typer.Option(help="Rows to use in estimators that need features.", min=1000)] = 200_000,
+    seed: options.Seed = 0,
+    overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Show how examination falls with position, how well the log tells that, and what to do."""
-    from ultr.examination import read_propensities
-    from ultr.files import refuse_existing
-    from ultr.labels import DEFAULT_LABEL
-    from ultr.propensity import audit
-    from ultr.propensity.identification import NOT
-    from ultr.propensity.reading import read_for_audit
+    """Estimate examination (the probability that a position is seen), and say whether the log identifies it."""
+    from ultr.bias.audit import audit
+    from ultr.bias.identification import NOT
+    from ultr.bias.propensities import read_propensities
+    from ultr.log.labels import DEFAULT_LABEL
+    from ultr.log.sampling import read_for_audit
+    from ultr.utils.files import check_output
 
+    columns = named_columns(locals())
     if out is not None:
-        refuse_existing(out, overwrite=overwrite, folder=True)
-    named = {
-        "request": request,
-        "position": position,
-        "features": features,
-        "categorical": categorical,
-        "actions": actions,
-        "item": item,
-        "query": query,
-        "segment": segment,
-        "randomised": randomised,
-    }
-    given = {name: value for name, value in named.items() if value is not None}
+        check_output(out, overwrite=overwrite, folder=True)
     with words.status(f"reading {log} ..."):
-        light, some = read_for_audit(log, sample_rows=sample, seed=seed, **given)
+        whole, sampled = read_for_audit(log, sample_rows=sample, seed=seed, **columns)
     if label is None:
-        label = "click" if "click" in light.actions else next(iter(light.actions), DEFAULT_LABEL)
+        label = "click" if "click" in whole.actions else next(iter(whole.actions), DEFAULT_LABEL)
     with words.status("estimating examination ..."):
         known = None if propensities is None else read_propensities(propensities)
-        report = audit(light, label=label, sample=some, known=known, bootstrap=bootstrap, seed=seed)
+        report = audit(whole, label=label, sample=sampled, known=known, bootstrap=bootstrap, seed=seed)
     if out is not None:
         _write(report, out, str(log), overwrite=overwrite)
     if as_json:
         print(json.dumps(report.to_json()))
         return
-    words.print(f"{light!r}; feedback: {plain(label)} > 0", soft_wrap=True)
+    words.print(f"{len(whole):,} requests with {whole.rows:,} rows; feedback: {plain(label)} > 0", soft_wrap=True)
     _print(report)
     for name, part in report.segments.items():
         _print_estimates(part, title=f"Segment '{plain(name)}' ({part.requests:,} requests): {part.verdict.status}")
     if out is not None:
         words.print(f"wrote {out}", soft_wrap=True)
     if out is not None and report.verdict.status != NOT:
-        options = "".join(f" --{name} {value}" for name, value in given.items() if name in TRAINS_WITH)
-        words.print(f"next: ultr train {log} --propensities {out}/propensities.csv{options} --out run", soft_wrap=True)
+        named = [part for name in TRAIN_COLUMNS if name in columns for part in (f"--{name}", columns[name])]
+        command = shlex.join(["ultr", "train", str(log), "--bias", str(out), *named, "--out", "run"])
+        words.print(plain(f"next: {command}"), soft_wrap=True)
 
 
 def _print(report: BiasReport) -> None:
     _print_estimates(report, title=f"Examination relative to position {report.reference}, with 95% intervals")
     for note in report.notes:
         words.print(f"note: {plain(note)}", soft_wrap=True)
-    for found in report.agreements:
-        how = "agree" if found.agree else "differ"
-        where = f"largest difference {found.largest:.0%}, at position {found.position}"
-        words.print(f"{found.first} and {found.second} {how} ({where})", soft_wrap=True)
+    for test in report.agreements:
+        result = "agree" if test.agree else "differ"
+        where = f"largest difference {test.largest:.0%}, at position {test.position}"
+        words.print(f"{test.first} and {test.second} {result} ({where})", soft_wrap=True)
     if report.links is not None:
-        parts, weakest = report.links["components"], report.links["weakest"]
-        joined = "all positions hang together" if len(parts) == 1 else f"{len(parts)} groups of positions do not meet"
-        link = (
-            "" if weakest is None else f"; the weakest link is {weakest['positions']}: {weakest['clicks']:.0f} clicks"
-        )
-        words.print(plain(f"through items that recur, {joined}{link}"), soft_wrap=True)
+        groups, weakest = len(report.links["components"]), report.links["weakest"]
+        linked = "link all positions" if groups == 1 else f"leave {groups} groups of positions without a link"
+        words.print(f"items shown at several positions {linked} (link: clicks on items shown at both)", soft_wrap=True)
+        if weakest is not None:
+            (first, second), clicks = weakest["positions"], weakest["clicks"]
+            words.print(f"the weakest link is between positions {first} and {second}: {clicks:.0f} clicks")
     if report.explained is not None:
-        words.print(
-            f"features explain {max(0, report.explained):.0%} of the order ({report.sampled_requests:,} requests)"
-        )
+        share, requests = max(0, report.explained), report.sampled_requests
+        words.print(f"features explain {share:.0%} of the logged order ({requests:,} requests)")
     for pitfall in report.pitfalls:
         words.print(
-            f"[yellow]warning:[/] {plain(pitfall.name)}: {plain(pitfall.what)}; {plain(pitfall.mend)}", soft_wrap=True
+            f"[yellow]warning:[/] {plain(pitfall.name)}: {plain(pitfall.what)}; {plain(pitfall.hint)}", soft_wrap=True
         )
     verdict = report.verdict
-    why = "; ".join(verdict.reasons)
-    words.print(f"[bold]verdict: {verdict.status}[/] - {verdict.advice}: {plain(why)}", soft_wrap=True)
+    reasons = plain(" ".join(verdict.reasons))
+    words.print(f"[bold]verdict: {verdict.status}[/] - {verdict.advice}. {reasons}", soft_wrap=True)
     if verdict.requests_needed:
-        times = verdict.requests_needed / report.requests
-        share = f"{times:.1%} of as many as here" if times < 1 else f"{times:.1f} times as many as here"
-        words.print(
-            f"{verdict.requests_needed:,} requests in random order ({share}) would tell "
-            "examination to within 10% at every position",
-            soft_wrap=True,
-        )
+        ratio = verdict.requests_needed / report.requests
+        size = f"{ratio:.1%} of the size of this log" if ratio < 1 else f"{ratio:.1f} times the size of this log"
+        what = f"{verdict.requests_needed:,} requests in random order ({size})"
+        words.print(f"{what} would estimate examination to within 10% at every position", soft_wrap=True)
 
 
 def _print_estimates(report: BiasReport, *, title: str) -> None:
@@ -143,13 +119,13 @@ def _print_estimates(report: BiasReport, *, title: str) -> None:
     for heading in ("position", "shown", "rate", *report.estimates, *(("rate/theta",) if anchor else ())):
         table.add_column(heading, justify="right")
     for i, position in enumerate(report.positions[:MOST_ROWS].tolist()):
-        cells = [_cell(found.theta[i], found.low[i], found.high[i]) for found in report.estimates.values()]
+        cells = [_cell(result.theta[i], result.low[i], result.high[i]) for result in report.estimates.values()]
         if anchor is not None:
             cells.append(f"{report.rate[i] / anchor.theta[i]:.3f}")
         table.add_row(str(position), f"{report.impressions[i]:,.0f}", f"{report.rate[i]:.2%}", *cells)
-    held = [found.held_out for found in report.estimates.values()]
-    if any(value is not None for value in held):
-        likelihoods = ["" if value is None else f"{value:.5f}" for value in held]
+    held_out = [result.held_out for result in report.estimates.values()]
+    if any(value is not None for value in held_out):
+        likelihoods = ["" if value is None else f"{value:.5f}" for value in held_out]
         table.add_section()
         table.add_row("held-out", "log-lik.", "", *likelihoods)
     print_table(table)
@@ -164,17 +140,16 @@ def _cell(theta: float, low: float, high: float) -> str:
 
 
 def _write(report: BiasReport, out: Path, source: str, *, overwrite: bool) -> None:
-    """The report as data, the propensities as `--propensities` takes them, and a page."""
-    from ultr.checkpoint import write_json
-    from ultr.files import atomic_path
-    from ultr.propensity.audit import FORMAT
+    """Write bias.json (for `ultr train --bias`), propensities.csv (for `--propensities`) and the page bias.html."""
+    from ultr.bias.propensities import write_bias_file
     from ultr.report import write_bias_page
+    from ultr.utils.files import atomic_path
 
     with atomic_path(out, overwrite=overwrite, folder=True) as folder:
-        write_json(folder / "bias.json", {"format": FORMAT, **report.to_json()})
+        write_bias_file(folder, report.to_json())
         tables = {"": report.propensities(), **{name: part.propensities() for name, part in report.segments.items()}}
         rows = [(k, f"{v:.6g}", name) for name, table in tables.items() for k, v in table.items()]
-        columns = 3 if report.segments else 2  # without a segment: for those that have no rows of their own
+        columns = 3 if report.segments else 2  # an empty segment stands for all segments without own rows
         with (folder / "propensities.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerows(row[:columns] for row in [("position", "propensity", "segment"), *rows])

@@ -1,4 +1,4 @@
-"""`ultr prepare`: from an impression log of any size to shards of lists that training streams."""
+"""`ultr prepare`: group a log of any size into lists, one per request, that training can read piece by piece."""
 
 from __future__ import annotations
 
@@ -10,20 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ultr.cli.common import (
-    ActionColumns,
-    CategoricalColumns,
-    FeatureColumns,
-    Json,
-    Overwrite,
-    PositionColumn,
-    RequestColumn,
-    SegmentColumn,
-    plain,
-    print_table,
-    progress_bar,
-    words,
-)
+from ultr.cli import options
+from ultr.cli.options import plain, print_table, progress_bar, words
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
@@ -32,66 +20,72 @@ if TYPE_CHECKING:
 
 def prepare(
     source: Annotated[
-        str, typer.Argument(help="A log, one row per item shown: Parquet (file, folder, 'a*.parquet'), CSV.")
+        str, typer.Argument(help="A log with one row per item shown: Parquet (file, folder or 'a*.parquet') or CSV.")
     ],
     out: Annotated[Path, typer.Option(help="Folder for the lists.")],
-    engine: Annotated[str, typer.Option(help="duckdb, or spark.")] = "duckdb",
-    request: RequestColumn = None,
-    position: PositionColumn = None,
-    features: FeatureColumns = None,
-    categorical: CategoricalColumns = None,
-    actions: ActionColumns = None,
-    relevance: Annotated[str | None, typer.Option(help="Column of true labels, where they are known.")] = None,
-    weight: Annotated[str | None, typer.Option(help="Column of the request's weight.")] = None,
-    item: Annotated[str | None, typer.Option(help="Column of the item's id.")] = None,
-    query: Annotated[str | None, typer.Option(help="Column of the query: items recur within one.")] = None,
-    segment: SegmentColumn = None,
-    randomised: Annotated[str | None, typer.Option(help="Column that marks requests in random order.")] = None,
+    engine: Annotated[str, typer.Option(help="Engine that groups the log: duckdb or spark.")] = "duckdb",
+    request: options.RequestColumn = None,
+    position: options.PositionColumn = None,
+    features: options.FeatureColumns = None,
+    categorical: options.CategoricalColumns = None,
+    actions: options.ActionColumns = None,
+    relevance: Annotated[str | None, typer.Option(help="Column with true labels, if they are known.")] = None,
+    weight: Annotated[str | None, typer.Option(help="Column with the weight of the request.")] = None,
+    item: options.ItemColumn = None,
+    query: options.QueryColumn = None,
+    segment: options.SegmentColumn = None,
+    randomised: options.RandomisedColumn = None,
     events: Annotated[
-        str | None, typer.Option(help="Actions in a table of their own, joined by request and item.")
+        str | None, typer.Option(help="A separate table of actions, joined to the log by request and item.")
     ] = None,
-    event_request: Annotated[str | None, typer.Option(help="Column of the events' request.")] = None,
-    event_item: Annotated[str | None, typer.Option(help="Column of the events' item.")] = None,
-    event_type: Annotated[str | None, typer.Option(help="Column that names the action of an event.")] = None,
-    event_value: Annotated[str | None, typer.Option(help="Column of how much of it; 1 if not given.")] = None,
+    event_request: Annotated[str | None, typer.Option(help="Column of --events with the request.")] = None,
+    event_item: Annotated[str | None, typer.Option(help="Column of --events with the item.")] = None,
+    event_type: Annotated[str | None, typer.Option(help="Column of --events with the action.")] = None,
+    event_value: Annotated[str | None, typer.Option(help="Column of --events with the value; default: 1.")] = None,
     label: Annotated[str | None, typer.Option(help="Also write a label, e.g. 'click + dwell / exp(3)'.")] = None,
     where: Annotated[
-        list[str] | None, typer.Option(help="Only rows that meet this, e.g. 'country = de'. Repeatable.")
+        list[str] | None, typer.Option(help="Use only rows that meet this condition, e.g. 'country = de'; repeatable.")
     ] = None,
     min_items: Annotated[int, typer.Option(help="Drop requests with fewer items.", min=1)] = 1,
-    max_items: Annotated[int | None, typer.Option(help="Keep only so many items of a list.", min=1)] = None,
+    max_items: Annotated[int | None, typer.Option(help="Keep at most this number of items per list.", min=1)] = None,
     keep_clickless: Annotated[
-        float, typer.Option(help="Share of requests without feedback to keep; those kept weigh 1/share.")
+        float, typer.Option(help="Share of requests without feedback to keep; they get the weight 1/share.")
     ] = 1.0,
-    split: Annotated[str, typer.Option(help="hash: by the request's id; time: the latest are held out.")] = "hash",
-    time: Annotated[str | None, typer.Option(help="Column of the time, for --split time.")] = None,
+    split: Annotated[
+        str, typer.Option(help="hash: split by the id of the request; time: hold out the latest requests.")
+    ] = "hash",
+    time: Annotated[str | None, typer.Option(help="Column with the time, for --split time.")] = None,
     validation: Annotated[float, typer.Option(help="Share of requests for validation.", min=0, max=1)] = 0.1,
     test: Annotated[float, typer.Option(help="Share of requests for testing.", min=0, max=1)] = 0.1,
-    validation_from: Annotated[str | None, typer.Option(help="Validate on requests from this time on.")] = None,
-    test_from: Annotated[str | None, typer.Option(help="Test on requests from this time on.")] = None,
-    memory: Annotated[str | None, typer.Option(help="What DuckDB may use, e.g. 4GB; half of what is free.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of DuckDB; all cores if not given.", min=1)] = None,
-    master: Annotated[str | None, typer.Option(help="Where Spark runs, e.g. local[4]; or SPARK_MASTER.")] = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    validation_from: Annotated[str | None, typer.Option(help="Validate on requests since this time.")] = None,
+    test_from: Annotated[str | None, typer.Option(help="Test on requests since this time.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory limit of DuckDB, e.g. 4GB; default: half of the free memory.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of DuckDB; default: all cores.", min=1)] = None,
+    master: Annotated[
+        str | None, typer.Option(help="Spark master, e.g. local[4]; default: the environment variable SPARK_MASTER.")
+    ] = None,
+    overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Group a log by request into shards of lists, split for training and testing; any size, DuckDB or Spark."""
-    # Every parameter but these is an option of `Preparation` by the same name.
-    options: dict[str, Any] = dict(locals())
-    for own in ("source", "out", "overwrite", "as_json"):
-        del options[own]
-    from ultr.labels import Label
-    from ultr.log.prepare import prepare_lists
+    """Group a log of any size into lists, one per request, split for training, validation and testing."""
+    # All parameters except the four removed here are options of `Preparation` with the same names.
+    settings: dict[str, Any] = dict(locals())
+    for name in ("source", "out", "overwrite", "as_json"):
+        del settings[name]
+    from ultr.log.labels import Label
+    from ultr.log.prepare.pipeline import prepare_lists
 
-    options["where"] = tuple(where or ())
-    options["memory"] = None if memory is None else _bytes(memory)
+    settings["where"] = tuple(where or ())
+    settings["memory"] = None if memory is None else _bytes(memory)
     with progress_bar() as bar:
         task = bar.add_task("starting", total=None, figure="rows")
 
-        def progress(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total or None)
+        def progress(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=stage, completed=done, total=total or None)
 
-        manifest = prepare_lists(source, out, overwrite=overwrite, progress=progress, **options)
+        manifest = prepare_lists(source, out, overwrite=overwrite, progress=progress, **settings)
     for note in manifest.about["notes"]:
         words.print(f"[yellow]note:[/] {plain(note)}", soft_wrap=True)
     if as_json:
@@ -100,20 +94,20 @@ def prepare(
     _print(manifest)
     dropped = manifest.about["requests_dropped"]
     left_out = f"; {dropped:,} requests left out" if dropped else ""
-    what = f"{len(manifest.features)} features, actions {', '.join(manifest.actions) or 'none'}"
-    lacks_usual = manifest.label is None and not set(Label().actions) <= set(manifest.actions)
-    label_option = f" --label {manifest.actions[0]}" if lacks_usual and manifest.actions else ""
+    content = f"{len(manifest.features)} features, actions {', '.join(manifest.actions) or 'none'}"
+    needs_label = manifest.label is None and not set(Label().actions) <= set(manifest.actions)
+    label_option = f" --label {manifest.actions[0]}" if needs_label and manifest.actions else ""
     command = f"ultr train {out}{label_option} --out my-run"
-    words.print(plain(f"wrote {out}: {what}{left_out}\nnext: {command}"), soft_wrap=True)
+    words.print(plain(f"wrote {out}: {content}{left_out}\nnext: {command}"), soft_wrap=True)
 
 
 def _bytes(text: str) -> int:
-    from ultr.memory import parse_bytes
+    from ultr.utils.memory import parse_bytes
 
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise OptionError("a size reads 512MB or 4GB", got=f"'{text}'") from error
+        raise OptionError("--memory must be a size such as 512MB or 4GB", got=f"'{text}'") from error
 
 
 def _print(manifest: Manifest) -> None:
@@ -123,6 +117,5 @@ def _print(manifest: Manifest) -> None:
         table.add_column(heading, justify="right")
     for split, counts in manifest.splits.items():
         share = counts["with_feedback"] / counts["requests"]
-        figures = (f"{counts[name]:,}" for name in ("requests", "rows", "longest"))
-        table.add_row(split, *figures, f"{share:.1%}")
+        table.add_row(split, *(f"{counts[name]:,}" for name in ("requests", "rows", "longest")), f"{share:.1%}")
     print_table(table)

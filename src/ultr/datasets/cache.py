@@ -1,4 +1,4 @@
-"""Data sets are read or computed once and kept as Arrow files, which are mapped into memory, not read."""
+"""A cache on disk: data sets as Arrow files, which are mapped into memory, and arrays as .npz files."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ import pyarrow.ipc
 
 from ultr.datasets.base import SPLITS, Dataset
 from ultr.errors import OutputError, UltrError
-from ultr.files import atomic_path, remove_abandoned
-from ultr.formats import load_json
 from ultr.log import Log, read_log
-from ultr.seals import checksum, sealed
+from ultr.utils.files import atomic_path, remove_abandoned
+from ultr.utils.jsonfiles import add_checksum, file_checksum, load_json
 
-FORMAT = 2
-HEADER_BYTES = 16_384  # at most, of an array in a file
+FORMAT = 2  # format number of a cached data set
+MAX_HEADER_BYTES = 16_384  # most bytes of the header of an array in an .npz file
 
 
 def cache_folder() -> Path:
-    """`ULTR_CACHE`, or the user's own cache folder."""
-    if own := os.environ.get("ULTR_CACHE"):
-        return Path(own)
+    """Return the folder in the environment variable `ULTR_CACHE`, or else `ultr` in the user's cache folder."""
+    if folder := os.environ.get("ULTR_CACHE"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ultr"
 
 
 def cached(name: str, key: str, build: Callable[[], Dataset]) -> Dataset:
-    """The data set kept under this name and key, or else built and kept. A damaged or older copy is built again."""
+    """Return the data set cached under this name and key; if it is missing or damaged, call `build` and cache it."""
     folder = cache_folder() / f"{name}-{key}"
     remove_abandoned(folder.parent)
-    if folder.is_dir():
-        kept = _load(folder)
-        if kept is not None:
-            return kept
+    if folder.is_dir() and (dataset := _load(folder)) is not None:
+        return dataset
     dataset = build()
     try:
         _save(dataset, folder)
-    except OutputError:  # no cache can be written here: slower next time, and no reason to fail
+    except OutputError:  # a cache that cannot be written only costs time
         return dataset
     return _load(folder) or dataset
 
 
-def kept_arrays(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[np.ndarray] | None:
-    """The arrays kept in a file, if they are finite numbers of these shapes: never objects, nor more than expected."""
+def cached_arrays(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[np.ndarray] | None:
+    """Return the arrays named in `shapes` from an .npz file; None if one is missing, damaged or not finite floats.
+
+    Arrays of other shapes also give None. Pickled objects and larger arrays are not loaded, so the file may be hostile.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             for name, shape in shapes.items():
-                if archive.getinfo(f"{name}.npy").file_size > 8 * math.prod(shape) + HEADER_BYTES:
+                if archive.getinfo(f"{name}.npy").file_size > 8 * math.prod(shape) + MAX_HEADER_BYTES:
                     return None
-        with np.load(path, allow_pickle=False) as kept:
-            found = [kept[name] for name in shapes]
-    except Exception:  # none is kept, or a damaged one, of which NumPy tells in many ways
+        with np.load(path, allow_pickle=False) as file:
+            arrays = [file[name] for name in shapes]
+    except Exception:  # NumPy raises many types of exceptions for a damaged file
         return None
     fits = all(
         values.shape == shape and values.dtype.kind == "f" and np.isfinite(values).all()
-        for values, shape in zip(found, shapes.values(), strict=True)
+        for values, shape in zip(arrays, shapes.values(), strict=True)
     )
-    return found if fits else None
+    return arrays if fits else None
 
 
 def _save(dataset: Dataset, folder: Path) -> None:
@@ -77,16 +77,16 @@ def _save(dataset: Dataset, folder: Path) -> None:
             "max_grade": dataset.max_grade,
             "fingerprint": dataset.fingerprint,
             "rows": {split: dataset[split].rows for split in SPLITS},
-            "sums": {split: checksum(temporary / f"{split}.arrow") for split in SPLITS},
+            "sums": {split: file_checksum(temporary / f"{split}.arrow") for split in SPLITS},
         }
-        (temporary / "meta.json").write_text(json.dumps(sealed(meta)))
+        (temporary / "meta.json").write_text(json.dumps(add_checksum(meta)))
 
 
 def _load(folder: Path) -> Dataset | None:
     try:
         meta = load_json(folder / "meta.json", finite=True)
         if meta["format"] != FORMAT or any(
-            checksum(folder / f"{split}.arrow") != meta["sums"][split] for split in SPLITS
+            file_checksum(folder / f"{split}.arrow") != meta["sums"][split] for split in SPLITS
         ):
             return None
         logs: dict[str, Log] = {split: read_log(folder / f"{split}.arrow") for split in SPLITS}

@@ -1,4 +1,4 @@
-"""LETOR-format data sets: SVMlight files of graded documents, in the layouts they are distributed in.
+"""LETOR-format data sets: SVMlight files of graded documents, in the layouts of their publishers.
 
 | layout                     | files                                                           |
 |----------------------------|-----------------------------------------------------------------|
@@ -7,7 +7,7 @@
 | Istella-S                  | train.txt, vali.txt, test.txt, in the folder or in its sample    |
 | LETOR 4.0 blocks           | S1.txt to S5.txt: three for training, one validation, one test   |
 
-Each file may be gzipped. A single file is split by request, 60/20/20.
+Each file may be gzipped. Requests of a single file are split at random: 60% training, 20% validation, 20% test.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import pyarrow as pa
 from ultr.datasets.base import Dataset, highest_grade
 from ultr.datasets.cache import cached
 from ultr.errors import DataError
-from ultr.files import existing_file, fingerprint
 from ultr.log import Log
 from ultr.log.svmlight import read_svmlight
+from ultr.utils.files import existing_file, fingerprint
 
-LAYOUTS: tuple[tuple[str, str, str], ...] = (
+LAYOUTS: tuple[tuple[str, str, str], ...] = (  # file names, without .txt, of the three splits
     ("set1.train", "set1.valid", "set1.test"),
     ("train", "vali", "test"),
     ("train", "valid", "test"),
@@ -38,10 +38,10 @@ SUBFOLDERS = (".", "Fold1", "sample", "set1")
 def read_letor(
     path: str | Path, *, name: str | None = None, grade_scale: float = 1, drop_irrelevant: bool = False
 ) -> Dataset:
-    """Read a LETOR-format file or folder, once: the next time it comes from a cache.
+    """Read a LETOR-format file or folder; the result is cached on disk for the next call.
 
-    `grade_scale` multiplies the grades; `drop_irrelevant` leaves requests without a relevant document out of
-    validation and test, where every ranking of them is as good as any other.
+    `grade_scale` multiplies the grades. `drop_irrelevant` drops requests without a relevant document from validation
+    and test, because all rankings of such a request are equally good.
     """
     path = Path(path)
     splits = find_splits(path) if path.is_dir() else [[existing_file(path)]]
@@ -58,7 +58,7 @@ def read_letor(
             train, validation, test = (join([read_svmlight(file) for file in split]) for split in splits)
         train, validation, test = same_width([train, validation, test])
         if not train.feature_names:
-            raise DataError("the data has no features", where=path, mend="write them as 1:0.5 2:0.1 and so on")
+            raise DataError("the data has no features", where=path, hint="write features as 1:0.5 2:0.1 ...")
         scaled = [replace(log, relevance=log.true_relevance * grade_scale) for log in (train, validation, test)]
         max_grade = highest_grade(*scaled, where=path)
         if drop_irrelevant:
@@ -73,19 +73,15 @@ def read_letor(
 
 
 def find_splits(folder: Path) -> list[list[Path]]:
-    """The files of the training, validation and test split of a folder in one of the known layouts."""
+    """Return the files of the training, validation and test split of a folder in one of the known layouts."""
     for subfolder in SUBFOLDERS:
         for layout in LAYOUTS:
-            wanted = [[_file(folder / subfolder, stem) for stem in split.split()] for split in layout]
-            if all(file is not None for split in wanted for file in split):
-                return [[file for file in split if file is not None] for split in wanted]
-    inside = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-    raise DataError(
-        "the folder holds no data set in a layout that is known",
-        where=folder,
-        got=inside,
-        mend="it needs train.txt, vali.txt and test.txt (or set1.train.txt ..., or S1.txt to S5.txt), plain or .gz",
-    )
+            files = [[_file(folder / subfolder, stem) for stem in split.split()] for split in layout]
+            if all(file is not None for split in files for file in split):
+                return [[file for file in split if file is not None] for split in files]
+    names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    hint = "it must have train.txt, vali.txt and test.txt (or set1.train.txt ..., or S1.txt to S5.txt), plain or .gz"
+    raise DataError("the folder has no data set in a known layout", where=folder, got=names, hint=hint)
 
 
 def _file(folder: Path, stem: str) -> Path | None:
@@ -95,24 +91,24 @@ def _file(folder: Path, stem: str) -> Path | None:
 def split_by_request(
     log: Log, shares: tuple[float, float] = (0.6, 0.8), seed: int = 0, *, where: object = None
 ) -> tuple[Log, Log, Log]:
-    """Random requests, 60/20/20."""
+    """Split the requests of a log at random into training, validation and test, by default 60%, 20% and 20%."""
     if len(log) < 5:
-        what, mend = "a single file needs five requests or more to be split", "name a folder of split files"
-        raise DataError(what, where=where, got=len(log), mend=mend)
+        what, hint = "a single file must have at least 5 requests to be split", "pass a folder with one file per split"
+        raise DataError(what, where=where, got=len(log), hint=hint)
     order = np.random.default_rng(seed).permutation(len(log))
     a, b = (int(share * len(log)) for share in shares)
     return log.select(np.sort(order[:a])), log.select(np.sort(order[a:b])), log.select(np.sort(order[b:]))
 
 
 def join(logs: list[Log]) -> Log:
-    """Several files of one split as one log."""
+    """Concatenate logs; raise DataError if two requests have the same id."""
     if len(logs) == 1:
         return logs[0]
     logs = same_width(logs)
     starts = np.cumsum([0] + [log.rows for log in logs[:-1]])
     ids = pa.concat_arrays([log.request_ids for log in logs])
     if len(ids.unique()) < len(ids):
-        raise DataError("a request stands in two files of one split", mend="give requests ids of their own")
+        raise DataError("a request is in two files of one split", hint="give each request its own id")
     offsets = np.concatenate([[0]] + [log.offsets[1:] + start for log, start in zip(logs, starts, strict=True)])
     return replace(
         logs[0],
@@ -124,7 +120,7 @@ def join(logs: list[Log]) -> Log:
 
 
 def same_width(logs: list[Log]) -> list[Log]:
-    """Sparse files may not mention their last features: give all logs as many as the widest has, filled with zeros."""
+    """Return the logs with as many features as the widest; added features are 0, because sparse files omit zeros."""
     widest = max(logs, key=lambda log: len(log.feature_names))
     width = len(widest.feature_names)
     return [

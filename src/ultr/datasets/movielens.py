@@ -1,8 +1,9 @@
 """MovieLens-1M as a ranking data set: each user is a request, the movies they rated are its items, ratings its grades.
 
-Per user and by time, the first half of the ratings is for training, the next quarter for validation, the last for test.
-Matrix factorisation with the BPR loss on the training half gives each user and each movie a vector of 60; the features
-of a rating are the user's vector, the movie's vector and their product, 180 in all. Ratings 1-5 become grades 0-4.
+Per user and by time, half of the ratings are for training, the next quarter for validation, the last quarter for test.
+Matrix factorisation with the BPR (Bayesian personalised ranking) loss on the training half gives each user and each
+movie a vector of 60 numbers. The features of a rating are the user's vector, the movie's vector and their elementwise
+product, 180 in all. Ratings 1-5 become grades 0-4.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ import numpy as np
 import pyarrow as pa
 
 from ultr.datasets.base import Dataset
-from ultr.datasets.cache import cache_folder, cached, kept_arrays
+from ultr.datasets.cache import cache_folder, cached, cached_arrays
 from ultr.errors import DataError, MissingExtraError, OutputError
-from ultr.files import atomic_path
 from ultr.log import Log
+from ultr.utils.files import atomic_path
 
-# ratings.dat as GroupLens ships it.
+# The SHA-256 of ratings.dat in the ml-1m.zip of GroupLens.
 RATINGS_SHA256 = "506d64ca44484487c11dc2d9a28de5c54948213e6b96285e298afe28d6ea4e0f"
-MAX_BYTES = 100 << 20  # it has 25 million
+MAX_BYTES = 100 << 20  # limit of ratings.dat, which has 25 million bytes
 BAD_ZIP = (zipfile.BadZipFile, zlib.error)
-FACTORS = 60
-WHERE_TO_GET = "get ml-1m.zip from GroupLens (grouplens.org/datasets/movielens/1m) and put it there"
+FACTORS = 60  # numbers in the vector of a user or a movie
+WHERE_TO_GET = "download ml-1m.zip from GroupLens (grouplens.org/datasets/movielens/1m) and put it at this path"
 
 
 def read_movielens(path: str | Path, *, seed: int = 0) -> Dataset:
-    """MovieLens-1M from `ml-1m.zip` or the folder it unpacks to; computed once, then read from a cache."""
+    """Read MovieLens-1M from `ml-1m.zip` or its unpacked folder; later calls read it from a cache."""
     raw = _ratings_file(Path(path))
     digest = hashlib.sha256(raw).hexdigest()
     if digest != RATINGS_SHA256:
         got = f"SHA-256 {digest[:12]}..."
-        raise DataError("ratings.dat is not that of MovieLens-1M", where=path, got=got, mend=WHERE_TO_GET)
+        raise DataError("ratings.dat is not the file of MovieLens-1M", where=path, got=got, hint=WHERE_TO_GET)
     return cached("ml-1m", f"{digest[:16]}-{FACTORS}-{seed}", lambda: _build(raw, digest, seed))
 
 
@@ -49,28 +50,31 @@ def _ratings_file(path: Path) -> bytes:
                 return _ratings_file(inner)
             file = next(f for f in (path / "ratings.dat", path / "ml-1m" / "ratings.dat") if f.is_file())
             return _bounded(file.stat().st_size, file.read_bytes, file)
-        with zipfile.ZipFile(path) as archive:  # one member is read, into memory; nothing is unpacked
+        with zipfile.ZipFile(path) as archive:  # one file is read into memory, and nothing is written to disk
             member = archive.getinfo("ml-1m/ratings.dat")
             return _bounded(member.file_size, lambda: archive.read(member), path)
     except (StopIteration, OSError, KeyError, ValueError, EOFError, RuntimeError, *BAD_ZIP) as error:
-        raise DataError("MovieLens-1M is not here", where=path, mend=WHERE_TO_GET) from error
+        raise DataError("MovieLens-1M was not found", where=path, hint=WHERE_TO_GET) from error
 
 
 def _bounded(size: int, read: Callable[[], bytes], where: Path) -> bytes:
     if size > MAX_BYTES:
-        what, mend = "ratings.dat is too large to be that of MovieLens-1M", "download ml-1m.zip again"
-        raise DataError(what, where=where, got=f"{size:,} bytes", mend=mend)
+        what, hint = "ratings.dat is too large for the file of MovieLens-1M", "download ml-1m.zip again"
+        raise DataError(what, where=where, got=f"{size:,} bytes", hint=hint)
     return read()
 
 
 def parse_ratings(raw: bytes) -> np.ndarray:
-    """`user::movie::rating::time` lines as an integer array [ratings, 4]."""
+    """Return lines of `user::movie::rating::time` as an integer array [ratings, 4]."""
     numbers = np.array(raw.replace(b"::", b" ").split(), dtype=np.int64)
     return numbers.reshape(-1, 4)
 
 
 def time_split(ratings: np.ndarray) -> np.ndarray:
-    """0, 1 or 2 for each rating: its user's first half by time, next quarter, last quarter. Ties go by movie."""
+    """Return the split of each rating, by its place in time among its user's ratings.
+
+    The first half is 0 (training), the next quarter 1 (validation), the last 2 (test). Movie ids break ties in time.
+    """
     order = np.lexsort((ratings[:, 1], ratings[:, 3], ratings[:, 0]))
     _, starts, counts = np.unique(ratings[order, 0], return_index=True, return_counts=True)
     place = (np.arange(len(ratings)) - np.repeat(starts, counts)) / np.repeat(counts, counts)
@@ -82,7 +86,7 @@ def time_split(ratings: np.ndarray) -> np.ndarray:
 def bpr_vectors(
     users: np.ndarray, movies: np.ndarray, shape: tuple[int, int], *, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """User and movie vectors from the training half: what was rated is positive. One thread: a seed repeats."""
+    """Return user and movie vectors, [ids, FACTORS] each, fitted with the BPR loss in one thread to be repeatable."""
     try:
         from implicit.bpr import BayesianPersonalizedRanking
     except ImportError as error:
@@ -95,14 +99,17 @@ def bpr_vectors(
     return model.user_factors[:, :FACTORS], model.item_factors[:, :FACTORS]  # the last column is a bias
 
 
-def kept_vectors(
+def cached_vectors(
     name: str, shape: tuple[int, int], compute: Callable[[], tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The vectors take half a minute and a library; they are small, and kept by themselves to be carried along."""
+    """Return the user and movie vectors from the cache, or compute and cache them.
+
+    They have their own cache file, because computing them takes half a minute and needs an optional package.
+    """
     path = cache_folder() / f"{name}.npz"
-    kept = kept_arrays(path, {"users": (shape[0], FACTORS), "movies": (shape[1], FACTORS)})
-    if kept is not None:
-        return kept[0], kept[1]
+    arrays = cached_arrays(path, {"users": (shape[0], FACTORS), "movies": (shape[1], FACTORS)})
+    if arrays is not None:
+        return arrays[0], arrays[1]
     users, movies = compute()
     with contextlib.suppress(OutputError), atomic_path(path, overwrite=True) as temporary:
         np.savez(temporary, users=users, movies=movies)
@@ -115,7 +122,7 @@ def _build(raw: bytes, digest: str, seed: int) -> Dataset:
     users, movies = ratings[:, 0], ratings[:, 1]
     train = split == 0
     shape = (int(users.max()) + 1, int(movies.max()) + 1)
-    user_vectors, movie_vectors = kept_vectors(
+    user_vectors, movie_vectors = cached_vectors(
         f"ml-1m-bpr{FACTORS}-seed{seed}-{digest[:16]}",
         shape,
         lambda: bpr_vectors(users[train], movies[train], shape, seed=seed),

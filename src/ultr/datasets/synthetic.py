@@ -1,10 +1,10 @@
-"""`synthetic`: a generated data set with the traits of web search, to try things on without a download.
+"""`synthetic`: a generated data set with the traits of web search, which needs no download.
 
-A document is a hidden vector: a part that it shares with its whole request plus a part of its own. Its 136 features are
-noisy views of that vector: plain, squashed, heavy-tailed, sparse or quantised, and some of the request's part alone.
-Its grade is a noisy function of the vector that no linear ranker can follow: a linear part, products, a bump (best in
-the middle) and a part whose sign the request decides, cut so that each grade has the share it has in web search.
-Each seed draws other views, while every part of the grade keeps its spread: worlds differ and are about equally hard.
+A document has a hidden vector: a vector of its request plus a vector of its own. Its 136 features are noisy views
+(random projections) of the hidden vector: plain, squashed, heavy-tailed, sparse or quantised. Some views show the
+request's vector only. The grade is a noisy function of the hidden vector that no linear ranker can represent: a linear
+part, products, a bump (best in the middle) and a part whose sign depends on the request. Thresholds turn its value into
+grades that are as frequent as in web search. Each seed draws other views, and all seeds are about equally hard.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from ultr.datasets.base import Dataset
 from ultr.log import Log
 
 SHORTEST, LONGEST = 10, 40  # documents of a request
-HIDDEN = 16
-REQUEST_SHARE = 0.5  # of the variance of the hidden vector
+HIDDEN = 16  # numbers in a hidden vector
+REQUEST_SHARE = 0.5  # share of the request's vector in the variance of the hidden vector
 
-GRADE_SHARES = (0.52, 0.32, 0.13, 0.02, 0.01)
-LINEAR, PRODUCTS, BUMP, GATED, NOISE = 0.6, 0.5, 0.4, 0.45, 0.4  # spread of each part of the grade
-REFERENCE_REQUESTS = 8000  # drawn for each world, to place the cuts between its grades
+GRADE_SHARES = (0.52, 0.32, 0.13, 0.02, 0.01)  # share of documents with grade 0 to 4
+LINEAR, PRODUCTS, BUMP, GATED, NOISE = 0.6, 0.5, 0.4, 0.45, 0.4  # standard deviation of each part of the grade
+REFERENCE_REQUESTS = 8000  # requests drawn to place the cuts between grades
 
 DOCUMENT_VIEWS = {"plain": 30, "squashed": 26, "heavy": 24, "sparse": 22, "quantised": 22}
-REQUEST_VIEWS = 12  # fewer than `HIDDEN`, so that they do not give the request's part away
+REQUEST_VIEWS = 12  # fewer than `HIDDEN`, so that they do not determine the request's vector
 FEATURES = sum(DOCUMENT_VIEWS.values()) + REQUEST_VIEWS
-VIEW_NOISE = (0.4, 1.5)  # least and most noise of a feature, for a signal of spread 1
+VIEW_NOISE = (0.4, 1.5)  # minimum and maximum noise of a feature, for a signal of standard deviation 1
 
 
 def make_synthetic(seed: int = 0, requests: tuple[int, int, int] = (3000, 600, 600)) -> Dataset:
-    """A generated data set with `requests` in train, validation and test; every seed is another world."""
-    # A stream for the world and one for each split: the world does not depend on how many requests are drawn from it.
+    """Generate a data set; `requests` are the numbers of training, validation and test requests."""
+    # The views and each split have their own random streams, so that the views do not depend on the sizes of splits.
     world_stream, *streams = np.random.default_rng(seed).spawn(1 + len(requests))
     world = _World(world_stream)
     first_ids = np.cumsum((0, *requests[:-1]))
@@ -44,12 +44,12 @@ def make_synthetic(seed: int = 0, requests: tuple[int, int, int] = (3000, 600, 6
 
 class _Drawn(NamedTuple):
     lengths: np.ndarray  # [requests]
-    request: np.ndarray  # [requests, HIDDEN] what the documents of a request share, scaled to spread 1
-    hidden: np.ndarray  # [rows, HIDDEN] of spread 1
+    request: np.ndarray  # [requests, HIDDEN] the request's vector, of standard deviation 1
+    hidden: np.ndarray  # [rows, HIDDEN] of standard deviation 1
 
 
 class _World:
-    """How documents look and where their grades are cut: the same in every split."""
+    """The random views and the cuts between grades, which are the same in every split."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         directions = _normal(rng, HIDDEN, FEATURES)
@@ -77,7 +77,7 @@ class _World:
         return np.concatenate(columns, axis=1)
 
     def _views(self, rng: np.random.Generator, hidden: np.ndarray, features: slice) -> np.ndarray:
-        """What `features` see of hidden vectors, each of spread 1 with its noise."""
+        """Return the noisy views of hidden vectors that `features` selects, each of standard deviation 1."""
         signal, noise = hidden @ self.directions[:, features], self.noise[features]
         views: np.ndarray = (signal + noise * _normal(rng, *signal.shape)) / np.sqrt(1 + noise**2)
         return views
@@ -92,11 +92,11 @@ def _draw(rng: np.random.Generator, requests: int) -> _Drawn:
 
 
 def _worth(rng: np.random.Generator, drawn: _Drawn) -> np.ndarray:
-    """What the grade is cut from: uncorrelated parts, each of spread 1 before its factor."""
+    """Return the value of each document that is cut into grades: a weighted sum of uncorrelated parts of variance 1."""
     z = drawn.hidden.T
     linear = (z[0] + z[1] + z[2]) / 3**0.5
     products = (z[3] * z[4] + z[5] * z[6]) / 2**0.5
-    bump = np.exp(-(z[7] ** 2)) / 0.337  # the spread of exp(-z²) for a standard normal z
+    bump = np.exp(-(z[7] ** 2)) / 0.337  # the standard deviation of exp(-z²) for a standard normal z
     gated = np.repeat(np.sign(drawn.request[:, 8]), drawn.lengths) * z[9]
     noise = _normal(rng, len(linear))
     worth: np.ndarray = LINEAR * linear + PRODUCTS * products + BUMP * bump + GATED * gated + NOISE * noise

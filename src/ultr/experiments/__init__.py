@@ -1,4 +1,8 @@
-"""The paper's experiments, each by its name: what is run, and how it is put beside what was printed."""
+"""The experiments of `ultr reproduce`, by name.
+
+All but `trees` repeat experiments of the paper that pairwise-em comes from (CIKM 2022, see `paper.py`). Each trains
+methods and reports their results, next to the results in the paper if there are any.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,13 @@ from collections.abc import Callable
 
 from ultr.experiments.abtest import live_test
 from ultr.experiments.figures import figure3, figure4, figure5
-from ultr.experiments.lab import FULL, QUICK, Budget, Lab, Outcome
+from ultr.experiments.lab import FULL, QUICK, Budget, ExperimentResult, Lab
 from ultr.experiments.tables import table1, table2
 from ultr.experiments.trees import tree_tables
 
-__all__ = ["EXPERIMENTS", "FULL", "QUICK", "Budget", "Lab", "Outcome"]
+__all__ = ["EXPERIMENTS", "FULL", "QUICK", "Budget", "ExperimentResult", "Lab"]
 
-EXPERIMENTS: dict[str, Callable[[Lab], Outcome]] = {
+EXPERIMENTS: dict[str, Callable[[Lab], ExperimentResult]] = {
     "table1": table1,
     "table2": table2,
     "figure3": figure3,

@@ -1,32 +1,34 @@
-"""Figures 3, 4 and 5 of the paper, and m_ij by position pair."""
+"""Figures 3, 4 and 5 of the paper behind pairwise-em (CIKM 2022): gains over LambdaRank, and bias by position."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ultr.checkpoint import read_json
-from ultr.compare import Comparison, Entry, run_folder
-from ultr.evaluation import Mean, mean_with_interval, paired_test
+from ultr.datasets.users import make_user
+from ultr.evaluation.scores import Mean, mean_with_interval, paired_test
 from ultr.experiments.claims import DIRECTION, HELD, NOT, Claim, row_of
-from ultr.experiments.lab import TITLES, Lab, Outcome, World, markdown_table
+from ultr.experiments.lab import TITLES, ExperimentResult, Lab, World
 from ultr.experiments.paper import BAYES, DELTAS, ETAS, FIGURE_METHODS, OPT
-from ultr.plots import Line, Panel, write_line_plot, write_matrix_plot
-from ultr.simulate import make_user
+from ultr.report.bias import pair_map
+from ultr.report.parts import Grid, Section, Table, Text
+from ultr.report.plots import line_plot
+from ultr.training.compare import Comparison, Entry, run_folder
+from ultr.utils.jsonfiles import read_json
 
 LOWER = "lambdarank"
 NAMES = {entry: name for name, entry in FIGURE_METHODS.items()}
 FIGURE_DATA = ["yahoo", "ml-1m", "synthetic"]
 
 
-def figure3(lab: Lab) -> Outcome:
-    """Gain over LambdaRank by the severity of position bias, for both kinds of label."""
-    here, absent = lab.find(FIGURE_DATA)
+def figure3(lab: Lab) -> ExperimentResult:
+    """Repeat Figure 3: the gain over LambdaRank by severity of position bias, for clicks and continuous labels."""
+    available, absent = lab.find(FIGURE_DATA)
     groups = [
         (f"{kind}, {TITLES.get(data, data)}", [World(data, clicks=clicks, eta=eta) for eta in ETAS])
-        for data in here
+        for data in available
         for kind, clicks in (("continuous label", False), ("clicks", True))
     ]
     title = "Figure 3: gain over LambdaRank by the severity of position bias"
@@ -34,10 +36,10 @@ def figure3(lab: Lab) -> Outcome:
     return _gains(lab, "figure3", title, text, groups, "eta", lambda world: world.eta, absent)
 
 
-def figure4(lab: Lab) -> Outcome:
-    """Gain over LambdaRank by the weight of dwell time."""
-    here, absent = lab.find(FIGURE_DATA)
-    groups = [(TITLES.get(data, data), [World(data, delta=delta) for delta in DELTAS]) for data in here]
+def figure4(lab: Lab) -> ExperimentResult:
+    """Repeat Figure 4: the gain over LambdaRank by the weight of dwell time in the label."""
+    available, absent = lab.find(FIGURE_DATA)
+    groups = [(TITLES.get(data, data), [World(data, delta=delta) for delta in DELTAS]) for data in available]
     title = "Figure 4: gain over LambdaRank by the weight of dwell time"
     text = "loss_opt is robust to the weight of the continuous label: the largest gain at every delta"
     return _gains(lab, "figure4", title, text, groups, "delta", lambda world: world.delta, absent)
@@ -52,61 +54,55 @@ def _gains(
     axis: str,
     value: Callable[[World], float],
     absent: dict[str, str],
-) -> Outcome:
-    """Rates are tuned in the world of the tables (eta 1, delta 3) and used in all of a group."""
+) -> ExperimentResult:
+    """Compare methods in groups of worlds (simulated settings); learning rates are tuned once, at eta 1 and delta 3."""
     entries = list(FIGURE_METHODS.values())
-    usual = {World(world.data, clicks=world.clicks): None for _, worlds in groups for world in worlds}
-    tuned = lab.compare(list(usual), entries, reference=LOWER)
+    worlds_of_tables = {World(world.data, clicks=world.clicks): None for _, worlds in groups for world in worlds}
+    tuned = lab.compare(list(worlds_of_tables), entries, reference=LOWER)
     rates = {w: {row.entry: row.lr for row in result.rows} for w, result in tuned.items()}
     every = [world for _, worlds in groups for world in worlds]
-    given = {world: rates[World(world.data, clicks=world.clicks)] for world in every}
-    results = lab.compare(every, entries, reference=LOWER, rate_of=given)
-    panels, sections, claims, figures = [], [], [], {}
+    rate_of = {world: rates[World(world.data, clicks=world.clicks)] for world in every}
+    compared = lab.compare(every, entries, reference=LOWER, rate_of=rate_of)
+    sections, claims, results = [], [], {}
     for head, worlds in groups:
-        metric = worlds[0].metrics[-1]
-        gains = {e: [_gain(results[w], e, metric) for w in worlds] for e in entries if e != LOWER}
-        panels.append(
-            Panel(
-                head,
-                [value(world) for world in worlds],
-                axis,
-                f"gain in {metric} over LambdaRank, %",
-                [_line(NAMES[entry], found) for entry, found in gains.items()],
-            )
-        )
-        rows = [[NAMES[e], *(_percent(gain) for gain in found)] for e, found in gains.items()]
-        heads = ["method", *(f"{axis} {value(world):g}" for world in worlds)]
-        sections.append(f"## {head}\n\n" + markdown_table(heads, rows))
+        metric, at = worlds[0].metrics[-1], [value(world) for world in worlds]
+        gains = {e: [_gain(compared[w], e, metric) for w in worlds] for e in entries if e != LOWER}
+        lines, bands = _lines(at, {NAMES[e]: means for e, means in gains.items()}, scale=100)
+        y = f"gain in {metric} over LambdaRank, %"
+        plot = line_plot(head, lines, x=axis, y=y, bands=bands, categories=True, caption="With 95% intervals.")
+        rows = [[NAMES[e], *(_percent(gain) for gain in means)] for e, means in gains.items()]
+        sections.append(Section(head, [plot, Table(["method", *(f"{axis} {x:g}" for x in at)], rows)]))
         if lab.seeds > 1:
-            claims.append(_largest(claimed, head, gains, [results[world] for world in worlds], metric))
-        figures[head] = {
+            claims.append(_largest(claimed, head, gains, [compared[world] for world in worlds], metric))
+        results[head] = {
             "metric": metric,
-            axis: [value(world) for world in worlds],
-            "gain": {entry: [_plain(gain) for gain in found] for entry, found in gains.items()},
-            "seeds": {e: [row_of(results[w], e).figures[metric] for w in worlds] for e in entries},
+            axis: at,
+            "gain": {entry: [_finite(gain) for gain in means] for entry, means in gains.items()},
+            "seeds": {e: [row_of(compared[w], e).results[metric] for w in worlds] for e in entries},
         }
-    write_line_plot(lab.out / f"{name}.svg", panels)
-    about = f"{lab.seeds} runs; the rate of each method as tuned at eta 1, delta 3. Gain in % with its 95% interval."
-    text = f"{title} (budget: {lab.budget.name})"
-    return Outcome(name, text, [about, *sections], claims, figures, absent, [f"{name}.svg"])
+    about = f"{lab.seeds} runs. Learning rates were tuned at eta 1, delta 3. Gains are in %, with 95% intervals."
+    return ExperimentResult(name, f"{title} (budget: {lab.budget.name})", about, sections, claims, results, absent)
+
+
+def _lines(at: Sequence[float], means: Mapping[str, Sequence[Mean]], scale: float = 1.0) -> tuple[Any, Any]:
+    """Return the lines and bands of a `line_plot` of means with intervals, at the x values `at`, times `scale`."""
+
+    def column(line: Sequence[Mean], name: str) -> list[float]:
+        return [scale * getattr(mean, name) for mean in line]
+
+    lines = {name: (at, column(line, "mean")) for name, line in means.items()}
+    return lines, {name: (column(line, "low"), column(line, "high")) for name, line in means.items()}
 
 
 def _gain(result: Comparison, entry: str, metric: str) -> Mean:
-    """The gain over the lower bound, run by run."""
-    own, lower = (np.array(row_of(result, e).figures[metric]) for e in (entry, LOWER))
-    return mean_with_interval(own / lower - 1)
+    """Return the mean over runs of a method's relative gain over LambdaRank, the lower bound."""
+    values, lower = (np.array(row_of(result, e).results[metric]) for e in (entry, LOWER))
+    return mean_with_interval(values / lower - 1)
 
 
-def _plain(gain: Mean) -> dict[str, float | None]:
-    """For JSON, which has no infinity: one run has no interval."""
+def _finite(gain: Mean) -> dict[str, float | None]:
+    """Return a mean as JSON values; infinite bounds, as with one run, are None, because JSON has no infinity."""
     return {name: value if np.isfinite(value) else None for name, value in vars(gain).items()}
-
-
-def _line(name: str, gains: Sequence[Mean]) -> Line:
-    values = [100 * gain.mean for gain in gains]
-    if not all(np.isfinite(gain.low) for gain in gains):
-        return Line(name, values)
-    return Line(name, values, [100 * gain.low for gain in gains], [100 * gain.high for gain in gains])
 
 
 def _percent(gain: Mean) -> str:
@@ -114,63 +110,64 @@ def _percent(gain: Mean) -> str:
 
 
 def _largest(text: str, head: str, gains: dict[str, list[Mean]], results: Sequence[Comparison], metric: str) -> Claim:
-    """Whether loss_opt has the largest gain everywhere, and significantly."""
-    words, first, sure = [], 0, 0
+    """Check the claim that loss_opt has the largest gain in every world, with p < 0.05."""
+    differences, first, significant = [], 0, 0
     others = [entry for entry in gains if entry != OPT]
     for at, result in enumerate(results):
         best = max(others, key=lambda entry: gains[entry][at].mean)
-        above = np.array(row_of(result, OPT).figures[metric]), np.array(row_of(result, best).figures[metric])
-        test = paired_test(*above)
+        test = paired_test(*(np.array(row_of(result, entry).results[metric]) for entry in (OPT, best)))
         first += test.difference > 0
-        sure += test.difference > 0 and test.significant
-        words.append(f"{test.difference:+.4f} over {NAMES[best]} (p = {test.p:.2g})")
-    verdict = HELD if sure == len(results) else DIRECTION if first == len(results) else NOT
-    return Claim(
-        text, head, verdict, f"first at {first} of {len(results)}, significantly at {sure}: " + "; ".join(words)
-    )
+        significant += test.difference > 0 and test.significant
+        differences.append(f"{test.difference:+.4f} over {NAMES[best]} (p = {test.p:.2g})")
+    verdict = HELD if significant == len(results) else DIRECTION if first == len(results) else NOT
+    evidence = f"first at {first} of {len(results)}, significantly at {significant}: " + "; ".join(differences)
+    return Claim(text, head, verdict, evidence)
 
 
-def figure5(lab: Lab) -> Outcome:
-    """Examination, click rate and their ratio by position, and how far pairs of positions are trusted."""
-    here, absent = lab.find(FIGURE_DATA)
-    worlds = [World(data) for data in here]
-    results = lab.compare(worlds, [BAYES], reference=BAYES)
-    panels, sections, claims, figures = [], [], [], {}
-    plots = ["figure5.svg"]
-    for world, result in results.items():
+def figure5(lab: Lab) -> ExperimentResult:
+    """Repeat Figure 5: examination, click rate and their ratio by position; m (see `MATRICES`) by position pair."""
+    available, absent = lab.find(FIGURE_DATA)
+    compared = lab.compare([World(data) for data in available], [BAYES], reference=BAYES)
+    sections, claims, results = [], [], {}
+    for world, result in compared.items():
         head = TITLES.get(world.data, world.data)
-        found = _bias_of(lab, world, result)
-        positions, m = found.pop("positions"), found.pop("m")
-        plots.append(f"figure5-m-{world.data}.svg")
-        axes = "i above j in the feedback: i down, j across"
-        write_matrix_plot(lab.out / plots[-1], {f"m_ij, {head}": m}, names=positions, axes=axes)
-        lines = [_line_of(name, values) for name, values in found.items()]
+        curves = _bias_of(lab, world, result)
+        positions, m = curves.pop("positions"), curves.pop("m")
         user = make_user("pbm", eta=world.eta)
-        true = np.array([user.examination[min(k, len(user.examination)) - 1] for k in positions]) ** world.eta
-        lines.append(Line("true theta", true.tolist()))
-        panels.append(Panel(head, positions, "position", "probability", lines))
-        rows = [[name, *(f"{mean:.3f}" for mean in values.mean(0))] for name, values in found.items()]
-        rows.append(["true theta", *(f"{v:.3f}" for v in true)])
-        sections.append(f"## {head}\n\n" + markdown_table(["position", *map(str, positions)], rows))
-        claims += _falling(head, found)
-        seen = m[np.isfinite(m)] if np.isfinite(m).any() else np.zeros(1)
-        sections.append(
-            f"m_ij over pairs of positions: {seen.min():.2f} to {seen.max():.2f}, deviation {seen.std():.3f}"
+        true = [user.examination[min(k, len(user.examination)) - 1] ** world.eta for k in positions]
+        lines, bands = _lines(positions, {name: [*map(mean_with_interval, v.T)] for name, v in curves.items()})
+        lines["true theta"] = (positions, true)
+        plot = line_plot(
+            "Examination by position",
+            lines,
+            x="position",
+            y="probability",
+            caption="Means over runs with 95% intervals.",
+            dashed=["true theta"],
+            bands=bands,
+            from_zero=True,
+            categories=True,
         )
-        figures[world.data] = {
+        rows = [[name, *(f"{mean:.3f}" for mean in values.mean(0))] for name, values in curves.items()]
+        rows.append(["true theta", *(f"{v:.3f}" for v in true)])
+        seen = m[np.isfinite(m)] if np.isfinite(m).any() else np.zeros(1)
+        spread = f"m_ij over pairs of positions: {seen.min():.2f} to {seen.max():.2f}, deviation {seen.std():.3f}"
+        plots = Grid([plot, pair_map("m", m.tolist(), [str(k) for k in positions])])
+        sections.append(Section(head, [plots, Table(["position", *map(str, positions)], rows), Text(spread)]))
+        claims += _falling(head, curves)
+        results[world.data] = {
             "positions": positions,
-            "true_theta": true.tolist(),
-            **{name: values.tolist() for name, values in found.items()},
-            "m": [[None if not np.isfinite(v) else v for v in row] for row in m.tolist()],
+            "true_theta": true,
+            **{name: values.tolist() for name, values in curves.items()},
+            "m": [[v if np.isfinite(v) else None for v in row] for row in m.tolist()],
         }
-    write_line_plot(lab.out / "figure5.svg", panels)
     title = f"Figure 5: examination by position (budget: {lab.budget.name})"
-    about = f"{lab.seeds} runs of `{BAYES}`; theta is held at 0.7 where it is largest, as clicks tell ratios alone."
-    return Outcome("figure5", title, [about, *sections], claims, figures, absent, plots)
+    about = f"{lab.seeds} runs of {BAYES}. Clicks identify only ratios of theta, so the largest theta is set to 0.7."
+    return ExperimentResult("figure5", title, about, sections, claims, results, absent)
 
 
 def _bias_of(lab: Lab, world: World, result: Comparison) -> dict[str, Any]:
-    """By run and position: theta, P(c>0) and their ratio; and the mean over runs of m, NaN where no pair was seen."""
+    """Return theta, P(c>0) and their ratio as [run, position], and m averaged over runs (NaN: no such pair)."""
     plan = lab.plan(world, [BAYES], reference=BAYES, rate_of={})
     folders = [run_folder(plan.out, Entry.parse(BAYES), result.rows[0].lr, seed) for seed in range(lab.seeds)]
     reports = [read_json(folder / "bias.json") for folder in folders]
@@ -188,23 +185,16 @@ def _bias_of(lab: Lab, world: World, result: Comparison) -> dict[str, Any]:
     }
 
 
-def _line_of(name: str, values: np.ndarray) -> Line:
-    means = [mean_with_interval(column) for column in values.T]
-    if len(values) < 2:
-        return Line(name, [mean.mean for mean in means])
-    return Line(name, [mean.mean for mean in means], [mean.low for mean in means], [mean.high for mean in means])
-
-
-def _falling(head: str, found: dict[str, np.ndarray]) -> list[Claim]:
+def _falling(head: str, curves: dict[str, np.ndarray]) -> list[Claim]:
     claims = []
     for name, text in (
         ("theta", "theta falls with position"),
-        ("P(c>0) / theta", "P(c>0)/theta, the relevance of what stands there, falls with position"),
+        ("P(c>0) / theta", "P(c>0)/theta, the relevance of the items at a position, falls with position"),
     ):
-        mean = found[name].mean(0)
+        mean = curves[name].mean(0)
         steps = np.diff(mean)
-        rank = float(np.corrcoef(np.arange(len(mean)), mean)[0, 1]) if np.ptp(mean) else 0.0
-        verdict = HELD if (steps < 0).all() else DIRECTION if rank < 0 else NOT
-        words = f"{(steps < 0).sum()} of {len(steps)} steps fall, from {mean[0]:.3f} to {mean[-1]:.3f}"
-        claims.append(Claim(text, head, verdict, f"{words}; correlation {rank:+.2f}"))
+        correlation = float(np.corrcoef(np.arange(len(mean)), mean)[0, 1]) if np.ptp(mean) else 0.0
+        verdict = HELD if (steps < 0).all() else DIRECTION if correlation < 0 else NOT
+        evidence = f"{(steps < 0).sum()} of {len(steps)} steps fall, from {mean[0]:.3f} to {mean[-1]:.3f}"
+        claims.append(Claim(text, head, verdict, f"{evidence}; correlation {correlation:+.2f}"))
     return claims

@@ -1,4 +1,4 @@
-"""Where the experiments are made: on which data, with what budget, into which folder."""
+"""Settings that all experiments share (data, budget, output folder), and the form of their results."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ultr.checkpoint import write_json
-from ultr.compare import DEFAULT_RATES, Comparison, Entry, Plan, Workers, compare_all
 from ultr.datasets import load_dataset
 from ultr.errors import AbsentError, DataError, MissingExtraError
-from ultr.experiments.claims import Claim, claims_text
+from ultr.experiments.claims import Claim, claim_parts, claims_text
 from ultr.experiments.paper import CUTOFFS
-from ultr.files import atomic_path
-from ultr.preparing import RunConfig
-from ultr.training import TrainingOptions
+from ultr.report.page import write_page
+from ultr.report.parts import Notes, Section, Table, Text
+from ultr.training.compare import DEFAULT_RATES, Comparison, Entry, Plan, Workers, compare_all
+from ultr.training.config import RunConfig, TrainingOptions
+from ultr.utils.files import atomic_path
+from ultr.utils.jsonfiles import write_json
 
 TITLES = {
     "yahoo": "Yahoo! LETOR set 1",
@@ -28,16 +29,16 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Budget:
-    """What every method is given alike."""
+    """The network and the amount of training that every method of an experiment gets."""
 
     name: str
     hidden: tuple[int, ...]
     dropout: float
     steps: int
-    bias_steps: int  # at most
-    rates: tuple[float, ...]
-    runs: int
-    beyond: bool  # whether there are rows that are not in the paper
+    bias_steps: int  # largest number of steps of the bias model
+    rates: tuple[float, ...]  # learning rates to choose from
+    runs: int  # of each method
+    beyond: bool  # add rows that are not in the paper
 
 
 FULL = Budget("full", (512, 256, 128), 0.3, 700, 3000, DEFAULT_RATES, 10, True)
@@ -46,12 +47,12 @@ QUICK = Budget("quick", (64, 32), 0.1, 150, 300, (0.02, 0.05), 3, False)
 
 @dataclass(frozen=True)
 class World:
-    """A data set, the kind of label, how severe the position bias is and how much dwell time weighs."""
+    """A simulated setting: data set, kind of label, severity of position bias, and weight of dwell time."""
 
     data: str
-    clicks: bool = False
-    eta: float = 1.0
-    delta: float = 3.0
+    clicks: bool = False  # the label is the click; otherwise it is continuous
+    eta: float = 1.0  # severity of position bias; 0: none
+    delta: float = 3.0  # a continuous label is click + dwell / exp(delta)
 
     @property
     def name(self) -> str:
@@ -69,13 +70,13 @@ class World:
 
 @dataclass(frozen=True)
 class Lab:
-    """The folder of the experiments, what every run is given, and who performs them."""
+    """The settings of all experiments of one call: output folder, budget, worker processes and data."""
 
     out: Path
     budget: Budget
     workers: Workers
-    runs: int = 0  # of each method; 0: as the budget says
-    data: tuple[str, ...] = ()  # sets to use; none: those of the experiment
+    runs: int = 0  # of each method; 0: the number in the budget
+    data: tuple[str, ...] = ()  # data sets; empty: those of the experiment
     data_dir: str | None = None
     device: str = "auto"
     on_done: Callable[[int, int, str], None] = lambda *_: None
@@ -85,6 +86,7 @@ class Lab:
         return self.runs or self.budget.runs
 
     def plan(self, world: World, entries: Iterable[str], *, reference: str, rate_of: Mapping[str, float]) -> Plan:
+        """Return the plan to compare the methods `entries` in a world."""
         budget = self.budget
         base = RunConfig(
             data=world.data,
@@ -117,58 +119,71 @@ class Lab:
         reference: str,
         rate_of: Mapping[World, Mapping[str, float]] | None = None,
     ) -> dict[World, Comparison]:
-        """The methods in each of the worlds: rates tuned there, unless they are given."""
+        """Compare the methods in each world; learning rates that are not in `rate_of` are tuned in that world."""
         plans = [self.plan(w, entries, reference=reference, rate_of=(rate_of or {}).get(w, {})) for w in worlds]
         return dict(zip(worlds, compare_all(plans, self.workers, self.on_done), strict=True))
 
     def find(self, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """Which of the data sets are here, and of those that are not, where to get them and where to put them.
+        """Return the names of the available data sets, and name -> where to get it and put it for the absent ones.
 
-        One that is here and cannot be read is an error: it must not be taken for absent.
+        A data set that exists but cannot be read raises an error.
         """
-        here, absent = [], {}
+        available, absent = [], {}
         for name in self.data or names:
             try:
-                load_dataset(name, data_dir=self.data_dir)  # once, so that runs find it prepared
-                here.append(name)
+                load_dataset(name, data_dir=self.data_dir)  # now, so that all runs find it in the cache
+                available.append(name)
             except (AbsentError, MissingExtraError) as error:
                 absent[name] = str(error)
-        if not here:
-            raise DataError("none of the data sets is here", got="; ".join(absent.values()))
-        return here, absent
+        if not available:
+            raise DataError("none of the data sets is available", hint="; ".join(absent.values()))
+        return available, absent
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What an experiment came to: its text, its claims and its figures."""
+class ExperimentResult:
+    """The result of an experiment: plots and tables by section, claims with their verdicts, and all numbers."""
 
     name: str
     title: str
-    sections: list[str]
+    about: str
+    sections: list[Section]
     claims: list[Claim]
-    figures: dict[str, Any]
-    absent: dict[str, str] = field(default_factory=dict)
-    plots: list[str] = field(default_factory=list)
+    results: dict[str, Any]
+    absent: dict[str, str] = field(default_factory=dict)  # data set -> where to get it and where to put it
 
     def text(self) -> str:
-        """The outcome as Markdown."""
-        parts = [f"# {self.title}", *self.sections]
-        if self.plots:
-            parts.append("Plots: " + ", ".join(self.plots))
-        parts += [f"{TITLES.get(name, name)} is absent: {why}" for name, why in self.absent.items()]
-        return "\n\n".join([*parts, *([claims_text(self.claims)] if self.claims else [])]) + "\n"
+        """Return the result as Markdown, without plots."""
+        blocks = [f"# {self.title}", self.about, *map(_markdown, self.sections), *self._missing()]
+        return "\n\n".join([*blocks, *([claims_text(self.claims)] if self.claims else [])]) + "\n"
+
+    def _missing(self) -> list[str]:
+        return [f"{TITLES.get(name, name)} is missing: {why}" for name, why in self.absent.items()]
 
     def to_json(self) -> dict[str, Any]:
         claims = [vars(claim) for claim in self.claims]
-        return {"title": self.title, "figures": self.figures, "claims": claims, "absent": self.absent}
+        return {"title": self.title, "figures": self.results, "claims": claims, "absent": self.absent}
 
-    def write(self, out: Path) -> None:
+    def write(self, out: Path, *, page: bool = True) -> None:
+        """Write NAME.json, NAME.md and, if `page`, NAME.html into a folder."""
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / f"{self.name}.json", self.to_json())
         with atomic_path(out / f"{self.name}.md", overwrite=True) as temporary:
             temporary.write_text(self.text())
+        if page:
+            sections = [*self.sections, Section("Claims", claim_parts(self.claims))]
+            if self.absent:
+                sections.append(Section("Missing data", [Notes(self._missing())]))
+            write_page(out / f"{self.name}.html", self.title, self.about, sections, overwrite=True)
 
 
-def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+def _markdown(section: Section) -> str:
+    blocks = [f"## {section.title}"]
+    for part in section.parts:
+        if isinstance(part, Text):
+            blocks.append(part.text)
+        elif isinstance(part, Table):
+            rows = ["| " + " | ".join(row) + " |" for row in (part.head, *part.rows)]
+            rows.insert(1, "|" + "---|" * len(part.head))
+            blocks += [*([part.caption] if part.caption else []), "\n".join(rows)]
+    return "\n\n".join(blocks)

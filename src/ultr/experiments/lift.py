@@ -1,4 +1,4 @@
-"""The lift of one bucket of traffic over another, with its interval and test."""
+"""Lift: the relative difference between the means of two buckets (random parts of the traffic), with a test."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from ultr.errors import DataError
-from ultr.evaluation import mean_with_interval
+from ultr.evaluation.scores import mean_with_interval
 
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
 class Arm:
-    """The mean of a bucket's live metric, and the variance of that mean."""
+    """The mean of a metric over the sessions of a bucket, and the variance of this mean."""
 
     mean: float
     variance: float
@@ -35,12 +35,14 @@ class Lift:
 
 
 def lift_of(treated: Arm, control: Arm) -> Lift:
-    """The lift between independent buckets: interval by the delta method for a ratio, p by the test of Welch.
+    """Return the lift between independent buckets: the interval by the delta method, p by Welch's test.
 
-    Buckets have too many sessions for Student's t to differ from the normal distribution.
+    Buckets have so many sessions that the normal distribution can replace Student's t.
     """
     if not control.mean > 0:
-        raise DataError("the control had no feedback to be compared with", mend="serve more sessions")
+        raise DataError(
+            "the control bucket has no feedback", got=f"a mean of {control.mean:g}", hint="raise 'sessions'"
+        )
     ratio = treated.mean / control.mean
     margin = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
     margin *= math.sqrt(treated.variance + ratio**2 * control.variance) / control.mean
@@ -51,26 +53,26 @@ def lift_of(treated: Arm, control: Arm) -> Lift:
 
 
 def arm_of(days: Sequence[Mapping[str, Any]]) -> Arm:
-    """The mean over days, each counting alike, of what became of them."""
+    """Return the mean of a bucket over days, each day with the same weight, and the variance of this mean."""
     means, variances = zip(*((day["mean"], day["variance"] / day["sessions"]) for day in days), strict=True)
     return Arm(sum(means) / len(days), sum(variances) / len(days) ** 2)
 
 
 def lifts_between(treated: list[dict[str, Any]], control: list[dict[str, Any]]) -> dict[str, Any]:
-    """Lifts of all days but day 0, on which the buckets are the same, and of each day."""
+    """Return the lift over all days but day 0, when all buckets have the same ranker, and the lift of each day."""
 
     def lift(of: slice) -> dict[str, float]:
-        ours, theirs = (sum(day["expected"] for day in days[of]) for days in (treated, control))
-        return {**asdict(lift_of(arm_of(treated[of]), arm_of(control[of]))), "expected": ours / theirs - 1}
+        expected, base = (sum(day["expected"] for day in days[of]) for days in (treated, control))
+        return {**asdict(lift_of(arm_of(treated[of]), arm_of(control[of]))), "expected": expected / base - 1}
 
     return {**lift(slice(1, None)), "by_day": [lift(slice(day, day + 1)) for day in range(len(control))]}
 
 
 def over_runs(lifts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean lift over runs with Student's interval, which has no ends if there is one run."""
-    found = {}
+    """Return the mean lift over runs with its 95% interval (Student's t); one run has no interval."""
+    means = {}
     for kind, key in (("sampled", "lift"), ("expected", "expected")):
         mean = mean_with_interval(np.array([lift[key] for lift in lifts]), confidence=CONFIDENCE)
         low, high = (end if math.isfinite(end) else None for end in (mean.low, mean.high))
-        found[kind] = {"mean": mean.mean, "low": low, "high": high, "runs": mean.requests}
-    return found
+        means[kind] = {"mean": mean.mean, "low": low, "high": high, "runs": mean.requests}
+    return means

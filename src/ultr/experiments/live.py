@@ -1,13 +1,13 @@
-"""A live test of rankers, simulated: competing rankers serve random buckets of traffic and learn from their own logs.
+"""A simulated live test (A/B test): each ranker serves a random part of the traffic, its bucket, and learns from it.
 
-Day 0 is served by the data's initial ranker in every bucket. After each day a bucket's model is trained on the bucket's
-own log, from the weights of the day before, and serves the next day. The first bucket is the control; the others are
-judged by their lift over it in the label summed over the items of a session.
+On day 0, the initial ranker of the data serves every bucket. After each day, the model of a bucket is trained on the
+bucket's log, starting from its weights of the previous day, and serves the next day. The first bucket is the control.
+The metric is the label, summed over the items of a session. The lift of a bucket is its relative gain over the control.
 
-out/run-0/options.json                  what the run was made with
-out/run-0/pal-click/day-03/ranker/      the run directory of the model that serves the day, from the log of days before
-out/run-0/pal-click/day-03/traffic.json what became of the day
-out/live.json                           the result
+out/run-0/options.json                  the options of the run
+out/run-0/pal-click/day-03/ranker/      the run directory of the model that serves on day 3
+out/run-0/pal-click/day-03/traffic.json the metric of the bucket on day 3
+out/live.json                           the results of all runs
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ultr.checkpoint import read_json, write_json
-from ultr.compare import Entry, Workers
 from ultr.datasets import initial_ranker, show
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import OptionError, OutputError, UnfinishedError, nearest
 from ultr.experiments.lift import lifts_between, over_runs
-from ultr.labels import Label
 from ultr.log import Log
-from ultr.models import load_model
-from ultr.preparing import Prepared, RunConfig, cached_dataset
-from ultr.runs import learner_of, run_training
-from ultr.simulate import User, simulate_log
-from ultr.training import TrainingOptions
+from ultr.log.labels import Label
+from ultr.rankers.model import load_model
+from ultr.training.compare import Entry, Workers
+from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.data import RunData, cached_dataset
+from ultr.training.run import make_run, run_training
+from ultr.utils.jsonfiles import read_json, write_json
 
 LABEL = "click + dwell / exp(3) + 2 * like + 3 * share"
 ENTRIES = ("pal-click", "pal-click", "pairwise-em:loss=opt", "pointwise", "lambdarank")
-LEAST_SESSIONS = 30  # of a bucket and day: fewer have no variance to speak of
-ONE_REQUEST = 1e-9  # share of a log held out; a run needs one, and here none is selected by it
-TRAFFIC, FEEDBACK, TRAINING = range(3)  # what a seed is drawn for
+LEAST_SESSIONS = 30  # per bucket and day; the variance of fewer sessions is too uncertain
+ONE_REQUEST = 1e-9  # so small a held-out share is one request, which every run needs; nothing is selected by it
+TRAFFIC, FEEDBACK, TRAINING = range(3)  # codes for the purpose of random numbers, as parts of their seeds
 
 OnDone = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """What is served, to whom, and how it learns. All buckets have the same budget, seed and network."""
+    """The options of a live test; all buckets have the same number of steps, seed and network."""
 
     data: str = "synthetic"
     data_dir: str | None = None
-    days: int = 10  # served by rankers that learn, after day 0
-    sessions: int = 4000  # a bucket and day, on average
-    entries: Sequence[str] = ENTRIES  # one a bucket, the control first; the same again is an A/A test
+    days: int = 10  # after day 0
+    sessions: int = 4000  # mean number per bucket and day
+    entries: Sequence[str] = ENTRIES  # one per bucket, the control first; a repeated entry is an A/A test
     label: str = LABEL
-    like: Sequence[float] = (0.01, 0.03, 0.06, 0.12, 0.2)  # given a click, by grade
+    like: Sequence[float] = (0.01, 0.03, 0.06, 0.12, 0.2)  # probability after a click, by grade
     share: Sequence[float] = (0.005, 0.01, 0.02, 0.04, 0.08)
     eta: float = 1.0  # severity of position bias
     hidden: Sequence[int] = (128, 64)
     dropout: float = 0.1
-    steps: int = 300  # a day
+    steps: int = 300  # per day
     bias_steps: int = 1000
     batch: int = 256
     lr: float = 0.02
-    rates: Mapping[str, float] = field(default_factory=dict)  # of entries with a learning rate of their own
-    window: int = 0  # last days that are learned from; 0: all
+    rates: Mapping[str, float] = field(default_factory=dict)  # entry -> learning rate, where it is not `lr`
+    window: int = 0  # number of last days in the training data; 0: all days
     seed: int = 0
     device: str = "auto"
     items: int = 10
@@ -73,36 +73,37 @@ class LiveOptions:
     def __post_init__(self) -> None:
         for name, least in {"days": 1, "items": 1, "window": 0, "seed": 0, "sessions": LEAST_SESSIONS}.items():
             if getattr(self, name) < least:
-                raise OptionError(f"'{name}' should be {least} or more", got=getattr(self, name))
+                raise OptionError(f"'{name}' must be at least {least}", got=getattr(self, name))
         if len(self.entries) < 2:
-            raise OptionError("a live test needs a control and another entry", got=len(self.entries))
+            raise OptionError("'entries' must have a control and at least one other entry", got=len(self.entries))
         for text in self.entries:
             if Entry.parse(text).learn_from == "no-bias":
-                raise OptionError("live users have position bias", got=text, mend="learn from=feedback or from=truth")
+                raise OptionError("live users have position bias", got=text, hint="pass from=feedback or from=truth")
         for text in self.rates:
             if text not in self.entries:
-                raise OptionError(f"no entry '{text}' to have a rate", mend=nearest(text, self.entries))
+                raise OptionError(f"'rates' has an unknown entry '{text}'", hint=nearest(text, self.entries))
         for bucket in range(len(self.entries)):
             self.config(bucket, 1, self.seed)
         actions = self.user(1).actions
         for action in Label(self.label).actions:
             if action not in actions:
-                raise OptionError(f"users do not '{action}'", mend=nearest(action, actions))
+                raise OptionError(f"simulated users have no action '{action}'", hint=nearest(action, actions))
 
     @property
     def buckets(self) -> tuple[str, ...]:
-        """The names of the buckets: their entries, and `... (A/A)` where one comes again."""
+        """The names of the buckets: their entries, with `(A/A)` after a repeated entry."""
         names: list[str] = []
         for i, text in enumerate(self.entries):
-            again = list(self.entries[:i]).count(text)
-            names.append(f"{text} (A/A)" if again == 1 else f"{text} (A/A {again})" if again else text)
+            before = list(self.entries[:i]).count(text)
+            names.append(f"{text} (A/A)" if before == 1 else f"{text} (A/A {before})" if before else text)
         return tuple(names)
 
     def user(self, max_grade: int) -> User:
+        """Return the simulated user, for true labels from 0 to `max_grade`."""
         return User(eta=self.eta, max_grade=max_grade, further={"like": self.like, "share": self.share})
 
     def config(self, bucket: int, day: int, seed: int) -> RunConfig:
-        """How the ranker that serves a bucket on a day is trained: to the last step, as nothing unbiased selects."""
+        """Return a bucket's configuration for a day; the last step is used, as no unbiased metric could select one."""
         training = TrainingOptions(
             steps=self.steps,
             batch=self.batch,
@@ -125,14 +126,14 @@ class LiveOptions:
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """What the buckets of a run share: requests, users, and the ranker of day 0."""
+    """The requests, the simulated users and the ranker of day 0, which are the same for all buckets of a run."""
 
     options: LiveOptions
     seed: int
     train: Log
-    candidates: Log  # the rows of `train` by number, as item ids, without features
+    candidates: Log  # `train` without features; item ids are row numbers of `train`
     user: User
-    first_scores: np.ndarray
+    first_scores: np.ndarray  # of the rows of `train`, by the ranker of day 0
 
     @staticmethod
     def make(options: LiveOptions, run: int) -> Traffic:
@@ -143,27 +144,27 @@ class Traffic:
         return Traffic(options, seed, train, candidates, user, initial_ranker(dataset, seed=seed)(train.features))
 
     def shown(self, ranker: Path | None) -> Log:
-        """Every request as the ranker of a run directory shows it, or that of day 0."""
+        """Return all requests as the model in a run directory ranks them; if `ranker` is None, the ranker of day 0."""
         device = self.options.device
         scores = self.first_scores if ranker is None else load_model(ranker).score(self.train, device=device)
         return show(self.candidates, scores, items=self.options.items)
 
     def served(self, shown: Log, bucket: int, day: int) -> Log:
-        """What the users of a bucket were shown and did on a day, without features; each session has an id."""
+        """Simulate the sessions of a bucket on a day; return their log, without features and with new request ids."""
         rng = np.random.default_rng(_seed(self.seed, day, TRAFFIC))
         total = self.options.sessions * len(self.options.entries)
         requests, buckets = rng.integers(len(shown), size=total), rng.integers(len(self.options.entries), size=total)
-        own = np.flatnonzero(buckets == bucket)
-        sessions = replace(shown.select(requests[own]), request_ids=pa.array(day * total + own))
+        chosen = np.flatnonzero(buckets == bucket)
+        sessions = replace(shown.select(requests[chosen]), request_ids=pa.array(day * total + chosen))
         return simulate_log(sessions, self.user, seed=_seed(self.seed, day, FEEDBACK, bucket))[0]
 
     def expected(self, shown: Log) -> float:
-        """The exact mean of the live metric: over all requests, which are drawn alike, and all that users may do."""
+        """Return the exact expectation of the metric of a session, over uniformly drawn requests and user behaviour."""
         relevance, positions = torch.from_numpy(shown.true_relevance), torch.from_numpy(shown.positions)
         return float(self.user.expected(relevance, positions, self.options.label).double().sum()) / len(shown)
 
-    def learned_from(self, logs: Sequence[Log]) -> Log:
-        """The logs of some days as one, with features."""
+    def training_log(self, logs: Sequence[Log]) -> Log:
+        """Return the logs of several days as one log, with features."""
         lengths = np.concatenate([log.lengths for log in logs])
         rows = np.concatenate([log.item_ids.to_numpy() for log in logs])
         return replace(
@@ -179,7 +180,7 @@ class Traffic:
         )
 
     def theta(self, ranker: Path | None) -> dict[str, Any] | None:
-        """Examination by position as a ranker learned it, if it did, and the largest relative error of θ_k / θ_1."""
+        """Return the examination θ that a ranker learned, and the largest relative error of θ_k / θ_1; or None."""
         if ranker is None or not (ranker / "bias.json").is_file():
             return None
         bias = read_json(ranker / "bias.json")
@@ -188,13 +189,13 @@ class Traffic:
         if learned is None:
             return None
         true = self.user.theta(torch.tensor(bias["positions"]), torch.float64).numpy()
-        found = np.array(learned)
-        error = float(np.abs(found / found[0] / (true / true[0]) - 1).max()) if found[0] > 0 else None
+        theta = np.array(learned)
+        error = float(np.abs(theta / theta[0] / (true / true[0]) - 1).max()) if theta[0] > 0 else None
         return {"positions": bias["positions"], "learned": learned, "error": error}
 
 
 class Bucket:
-    """One bucket of a run, from day to day; it holds the logs of its own days alone."""
+    """One bucket of a run: a random part of the traffic, served by its own ranker."""
 
     def __init__(self, traffic: Traffic, number: int, folder: Path) -> None:
         self.traffic, self.number = traffic, number
@@ -202,7 +203,7 @@ class Bucket:
         self._logs: dict[int, Log] = {}
 
     def day(self, day: int) -> dict[str, Any]:
-        """What became of a day; it is served unless it was, by a ranker that is trained unless it was."""
+        """Return the metrics of a day from traffic.json; if the file is missing, train a ranker and serve the day."""
         record = _record(self.folder, day)
         if not record.is_file():
             if day:
@@ -211,10 +212,10 @@ class Bucket:
             self._logs[day] = log = self.traffic.served(shown, self.number, day)
             theta = self.traffic.theta(self._ranker(day))
             expected = self.traffic.expected(shown)
-            about = {"day": day, **metric_of(log, self.traffic.options.label), "expected": expected, "theta": theta}
-            write_json(record, about)
-        found: dict[str, Any] = read_json(record)
-        return found
+            metric = metric_of(log, self.traffic.options.label)
+            write_json(record, {"day": day, **metric, "expected": expected, "theta": theta})
+        content: dict[str, Any] = read_json(record)
+        return content
 
     def _ranker(self, day: int) -> Path | None:
         return self.folder / f"day-{day:02}" / "ranker" if day else None
@@ -225,12 +226,12 @@ class Bucket:
             return
         first = max(0, day - options.window) if options.window else 0
         self._logs = {d: self._log(d) for d in range(first, day)}
-        log = self.traffic.learned_from(list(self._logs.values()))
+        log = self.traffic.training_log(list(self._logs.values()))
         config = options.config(self.number, day, self.traffic.seed)
         run_training(config, ranker, log=log, warm_start=self._ranker(day - 1), resume=True)
 
     def _log(self, day: int) -> Log:
-        """A day's log: what it was when the day was served, drawn again if that was in another process."""
+        """Return the log of a day; if another process served the day, simulate it again with the same result."""
         if day not in self._logs:
             return self.traffic.served(self.traffic.shown(self._ranker(day)), self.number, day)
         return self._logs[day]
@@ -245,16 +246,16 @@ def _record(bucket: Path, day: int) -> Path:
 
 
 def metric_of(log: Log, label: str) -> dict[str, Any]:
-    """The label summed over each session: its mean and variance over sessions, and each action's mean a session."""
+    """Return mean and variance over sessions of the summed label, and the sum of each action per session."""
     sums = np.add.reduceat(np.asarray(Label(label)(log.actions), np.float64), log.offsets[:-1])
     actions = {name: float(values.sum(dtype=np.float64)) / len(log) for name, values in log.actions.items()}
     return {"sessions": len(log), "mean": float(sums.mean()), "variance": float(sums.var(ddof=1)), "actions": actions}
 
 
 def run_one(options: LiveOptions, out: Path, run: int, on_done: OnDone = lambda *_: None) -> dict[str, Any]:
-    """One replication, in the folder `run-N` of `out`: every bucket's days, and lifts over the control.
+    """Run the live test once, in the folder `run-N` of `out`; return the metrics of all days and buckets, and lifts.
 
-    What is finished there is not done again, so that the same call goes on after a kill, to the same result.
+    Finished days are not repeated. If the process is killed, the same call continues and gives the same result.
     """
     traffic, folder = Traffic.make(options, run), out / f"run-{run}"
     _check_methods(traffic)
@@ -273,38 +274,38 @@ def run_one(options: LiveOptions, out: Path, run: int, on_done: OnDone = lambda 
 
 
 def _check_methods(traffic: Traffic) -> None:
-    """Refuse entries that cannot be made ahead of any work."""
-    log = traffic.learned_from([traffic.served(traffic.shown(None), 0, 0)])
+    """Raise an error before training if one of the methods cannot be trained."""
+    log = traffic.training_log([traffic.served(traffic.shown(None), 0, 0)])
     for bucket in range(len(traffic.options.entries)):
         config = traffic.options.config(bucket, 1, traffic.seed)
-        learner_of(config, Prepared(log, log, ""))
+        make_run(config, RunData(log, log, ""))
 
 
 def _same_options(traffic: Traffic, folder: Path) -> None:
-    """Refuse a folder made with other options; days may be added."""
+    """Raise OutputError if the folder was made with other options or data; only `days` and `data_dir` may differ."""
     fingerprint = cached_dataset(traffic.options.data, traffic.options.data_dir).fingerprint
-    own = json.loads(
+    options = json.loads(
         json.dumps({**asdict(traffic.options), "days": None, "data_dir": None, "fingerprint": fingerprint})
     )
-    kept = folder / "options.json"
-    if not kept.is_file():
-        write_json(kept, own)
-    before = read_json(kept)
-    if changed := sorted(name for name in own if before.get(name) != own[name]):
-        what = f"the folder was made with another '{changed[0]}'"
-        raise OutputError(what, where=folder, got=own[changed[0]], mend="choose another folder")
+    path = folder / "options.json"
+    if not path.is_file():
+        write_json(path, options)
+    saved = read_json(path)
+    if changed := sorted(name for name in options if saved.get(name) != options[name]):
+        what = f"the folder was made with '{changed[0]}' = {saved.get(changed[0])}"
+        raise OutputError(what, where=folder, got=options[changed[0]], hint="choose another folder")
 
 
 @dataclass(frozen=True, eq=False)
 class LiveResult:
-    """The replications of a live test, and lifts over them."""
+    """The results of all runs of a live test."""
 
     options: LiveOptions
-    runs: Sequence[Mapping[str, Any]]  # as from `run_one`
+    runs: Sequence[Mapping[str, Any]]  # results of `run_one`
 
     @property
     def lifts(self) -> dict[str, dict[str, Any]]:
-        """By bucket, over runs: the lift as sampled and in exact expectation, and the daily course."""
+        """Bucket -> mean lift over runs, of the simulated sessions and in exact expectation, in total and by day."""
         return {name: self._lift(name) for name in self.options.buckets[1:]}
 
     def _lift(self, name: str) -> dict[str, Any]:
@@ -315,7 +316,7 @@ class LiveResult:
 
     @property
     def course(self) -> dict[str, list[dict[str, Any]]]:
-        """By bucket and day, means over runs: the live metric in exact expectation, and the error of θ."""
+        """Bucket -> for each day, the mean over runs of the live metric (exact expectation) and of the error of θ."""
         return {name: [self._day(name, day) for day in range(self.options.days + 1)] for name in self.options.buckets}
 
     def _day(self, name: str, day: int) -> dict[str, Any]:
@@ -336,7 +337,7 @@ class LiveResult:
 
 @dataclass(frozen=True)
 class BucketTask:
-    """All days of a bucket, for any process to serve; it begins none after `until`, by the monotonic clock."""
+    """The task to serve all days of a bucket; no day starts after `until`, a value of `time.monotonic()`."""
 
     options: LiveOptions
     out: str
@@ -368,12 +369,12 @@ def run_live(
     workers: Workers | None = None,
     on_done: OnDone = lambda *_: None,
 ) -> LiveResult:
-    """The live test, replicated with seeds of their own; the result is also written to `live.json` of `out`.
+    """Run the live test `runs` times with different seeds, and write the results to live.json in `out`.
 
-    With `workers`, buckets are served side by side; they have nothing to do with one another.
+    With `workers`, several processes train and serve the buckets.
     """
     if runs < 1:
-        raise OptionError("there should be one run or more", got=runs)
+        raise OptionError("'runs' must be at least 1", got=runs)
     if workers is not None:
         for run in range(runs):
             traffic = Traffic.make(options, run)
@@ -382,13 +383,13 @@ def run_live(
         pairs = [(run, bucket) for run in range(runs) for bucket in range(len(options.entries))]
         tasks = [BucketTask(options, str(out), run, bucket, workers.until) for run, bucket in pairs]
         workers.run(tasks, on_done)
-        if left := [task for task in tasks if not task.finished]:
-            raise UnfinishedError(f"the time is up with {len(tasks) - len(left)} of {len(tasks)} buckets finished")
-    found = [
+        if (done := sum(task.finished for task in tasks)) < len(tasks):
+            raise UnfinishedError(f"the time limit was reached with {done} of {len(tasks)} buckets finished")
+    results = [
         run_one(options, out, run, lambda done, total, what, run=run: on_done(run * total + done, runs * total, what))  # type: ignore[misc]
         for run in range(runs)
     ]
-    result = LiveResult(options, found)
+    result = LiveResult(options, results)
     write_json(out / "live.json", result.to_json())
     return result
 

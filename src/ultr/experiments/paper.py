@@ -1,4 +1,4 @@
-"""What the paper printed: *Unbiased Learning to Rank with Biased Continuous Feedback* (CIKM 2022), Tables 1 and 2."""
+"""Tables 1 and 2 as printed in *Unbiased Learning to Rank with Biased Continuous Feedback* (CIKM 2022)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 CUTOFFS = (3, 5, 10)
-Printed = tuple[float, float]  # mean and deviation
+Printed = tuple[float, float]  # mean and standard deviation over runs
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row of a table: its name in the paper, the method here, and what was printed by data set and cutoff.
+    """A row of a table: its name in the paper, the method here, and the results in the paper by data set and cutoff.
 
-    A row without figures is not in the paper.
+    A row without `printed` results is not in the paper.
     """
 
     name: str
@@ -167,7 +167,7 @@ BEYOND2 = (
     TableRow("LambdaRank without position bias", "lambdarank:from=no-bias"),
 )
 
-LIVE_LIFT = 0.0208  # over PAL-Click, in seven days
+LIVE_LIFT = 0.0208  # relative gain over PAL-Click in the paper's A/B test of seven days
 FIGURE_METHODS = {
     "Our Method (loss_opt)": OPT,
     "DLA": "dla",

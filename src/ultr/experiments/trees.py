@@ -1,91 +1,79 @@
-"""Boosted trees: pairs weighed by a bias model beside what LightGBM and XGBoost have of their own."""
+"""The experiment `trees`: pairwise-em with boosted trees, compared with the objectives of LightGBM and XGBoost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ultr.compare import TREE_RATES, Comparison, Entry, Plan, compare_all
 from ultr.experiments.claims import Claim, claim_above_all, claim_level
-from ultr.experiments.lab import QUICK, TITLES, Lab, Outcome, World
+from ultr.experiments.lab import QUICK, TITLES, ExperimentResult, Lab, World
 from ultr.experiments.paper import TableRow
 from ultr.experiments.tables import table_section
-from ultr.plots import write_dot_plot
-from ultr.training import TREE_TRAINING
+from ultr.report.parts import Section
+from ultr.training.compare import TREE_RATES, Comparison, Entry, Plan, compare_all
+from ultr.training.config import TREE_TRAINING
 
 RUNS = 5
-SESSIONS, MORE_SESSIONS = 20_000, {"ml-1m": 60_000}  # of users, drawn once
+SESSIONS, MORE_SESSIONS = 20_000, {"ml-1m": 60_000}  # number of simulated sessions that a run trains on
 QUICK_SESSIONS, QUICK_ROUNDS = 2_000, 50
 OURS = {"lightgbm": "pairwise-em", "xgboost": "pairwise-em:ranker=xgboost"}
-
-
-def _row(name: str, entry: str) -> TableRow:
-    return TableRow(name, entry)
-
-
 OUR_ROWS = (
-    _row("posterior pairs, LightGBM", OURS["lightgbm"]),
-    _row("posterior pairs, XGBoost", OURS["xgboost"]),
-    _row("loss_opt, LightGBM", "pairwise-em:loss=opt"),
+    TableRow("posterior pairs, LightGBM", OURS["lightgbm"]),
+    TableRow("posterior pairs, XGBoost", OURS["xgboost"]),
+    TableRow("loss_opt, LightGBM", "pairwise-em:loss=opt"),
 )
 ON_CLICKS = {
     "lightgbm": (
-        _row("LightGBM lambdarank, clicks", "lambdarank:labels=click"),
-        _row("LightGBM lambdarank + position, clicks", "lambdarank:labels=click:correction=own"),
+        TableRow("LightGBM lambdarank, clicks", "lambdarank:labels=click"),
+        TableRow("LightGBM lambdarank + position, clicks", "lambdarank:labels=click:correction=own"),
     ),
     "xgboost": (
-        _row("XGBoost rank:ndcg, clicks", "lambdarank:labels=click:ranker=xgboost"),
-        _row("XGBoost lambdarank_unbiased, clicks", "lambdarank:labels=click:correction=own:ranker=xgboost"),
+        TableRow("XGBoost rank:ndcg, clicks", "lambdarank:labels=click:ranker=xgboost"),
+        TableRow("XGBoost lambdarank_unbiased, clicks", "lambdarank:labels=click:correction=own:ranker=xgboost"),
     ),
 }
 ON_VALUES = {
     "lightgbm": (
-        *ON_CLICKS["lightgbm"],  # as it refuses continuous labels: the better of clicks and buckets counts
-        _row("LightGBM lambdarank, buckets", "lambdarank:labels=buckets"),
-        _row("LightGBM lambdarank + position, buckets", "lambdarank:labels=buckets:correction=own"),
-        _row("LightGBM regression", "pointwise"),
+        *ON_CLICKS["lightgbm"],  # LightGBM rejects continuous labels: its best result on clicks or buckets counts
+        TableRow("LightGBM lambdarank, buckets", "lambdarank:labels=buckets"),
+        TableRow("LightGBM lambdarank + position, buckets", "lambdarank:labels=buckets:correction=own"),
+        TableRow("LightGBM regression", "pointwise"),
     ),
     "xgboost": (
-        _row("XGBoost rank:ndcg, values", "lambdarank:ranker=xgboost"),
-        _row("XGBoost lambdarank_unbiased, values", "lambdarank:correction=own:ranker=xgboost"),
-        _row("XGBoost regression", "pointwise:ranker=xgboost"),
+        TableRow("XGBoost rank:ndcg, values", "lambdarank:ranker=xgboost"),
+        TableRow("XGBoost lambdarank_unbiased, values", "lambdarank:correction=own:ranker=xgboost"),
+        TableRow("XGBoost regression", "pointwise:ranker=xgboost"),
     ),
 }
 
 
-def libraries_own(world: World) -> dict[str, tuple[TableRow, ...]]:
-    """What each library has for the kind of label."""
+def baselines(world: World) -> dict[str, tuple[TableRow, ...]]:
+    """Return library -> rows with its own objectives, for the kind of label of a world."""
     if not world.clicks:
         return ON_VALUES
     return {library: (*ON_CLICKS[library], ON_VALUES[library][-1]) for library in OURS}
 
 
-def tree_tables(lab: Lab) -> Outcome:
-    """Both kinds of label, on every set that is here."""
-    here, absent = lab.find(["ml-1m", "mq2007", "synthetic"])
-    worlds = [World(data, clicks=clicks) for clicks in (False, True) for data in here]
-    rows = {world: [*OUR_ROWS, *(row for own in libraries_own(world).values() for row in own)] for world in worlds}
+def tree_tables(lab: Lab) -> ExperimentResult:
+    """Compare boosted trees on all available data sets, with continuous labels and with clicks."""
+    available, absent = lab.find(["ml-1m", "mq2007", "synthetic"])
+    worlds = [World(data, clicks=clicks) for clicks in (False, True) for data in available]
+    rows = {world: [*OUR_ROWS, *(row for others in baselines(world).values() for row in others)] for world in worlds}
     plans = [_plan(lab, world, [row.entry for row in rows[world]]) for world in worlds]
-    found = dict(zip(worlds, compare_all(plans, lab.workers, lab.on_done), strict=True))
-    lab.out.mkdir(parents=True, exist_ok=True)
-    plots = []
-    for world, result in found.items():
-        plots.append(f"trees-{world.data}-{'clicks' if world.clicks else 'continuous'}.svg")
-        write_dot_plot(lab.out / plots[-1], result)
+    compared = dict(zip(worlds, compare_all(plans, lab.workers, lab.on_done), strict=True))
     sessions = ", ".join(dict.fromkeys(f"{plan.base.sessions:,} ({plan.base.data})" for plan in plans))
     base, rates = plans[0].base, " or ".join(f"{rate:g}" for rate in plans[0].rates)
     about = (
-        f"{plans[0].seeds} runs, each of {sessions} sessions drawn once; rate {rates} and rounds, "
-        f"{base.training.steps} at most, by validation. Mean ± deviation over runs; * differs from posterior pairs "
-        "with LightGBM, p < 0.05, paired."
+        f"{plans[0].seeds} runs; the sessions of a run are drawn once: {sessions}. The learning rate ({rates}) and the "
+        f"number of rounds (at most {base.training.steps}) were selected on validation requests. Mean ± standard "
+        "deviation over runs; * marks a difference from posterior pairs with LightGBM with p < 0.05, paired."
     )
-    sections = [about, *(_section(world, result, rows[world]) for world, result in found.items())]
-    claims = (
-        [claim for world, result in found.items() for claim in _claims(world, result)] if plans[0].seeds > 1 else []
-    )
-    figures = {world.name: result.to_json() for world, result in found.items()}
+    sections = [_section(world, result, rows[world]) for world, result in compared.items()]
+    tested = compared.items() if plans[0].seeds > 1 else ()
+    claims = [claim for world, result in tested for claim in _claims(world, result)]
+    results = {world.name: result.to_json() for world, result in compared.items()}
     title = f"Trees: LightGBM and XGBoost (budget: {lab.budget.name})"
-    return Outcome("trees", title, sections, claims, figures, absent, plots)
+    return ExperimentResult("trees", title, about, sections, claims, results, absent)
 
 
 def _plan(lab: Lab, world: World, entries: Sequence[str]) -> Plan:
@@ -109,20 +97,20 @@ def _plan(lab: Lab, world: World, entries: Sequence[str]) -> Plan:
     )
 
 
-def _section(world: World, result: Comparison, rows: Sequence[TableRow]) -> str:
+def _section(world: World, result: Comparison, rows: Sequence[TableRow]) -> Section:
     kind = "clicks" if world.clicks else "continuous label"
     return table_section(f"{TITLES.get(world.data, world.data)}, {kind}", world, result, rows)
 
 
 def _claims(world: World, result: Comparison) -> list[Claim]:
     data, metric = TITLES.get(world.data, world.data), world.metrics[-1]
-    found = []
-    for library, own in libraries_own(world).items():
-        others, name = [row.entry for row in own], {"lightgbm": "LightGBM", "xgboost": "XGBoost"}[library]
+    claims = []
+    for library, rows in baselines(world).items():
+        others, name = [row.entry for row in rows], {"lightgbm": "LightGBM", "xgboost": "XGBoost"}[library]
         if world.clicks:
             text = f"On clicks, posterior pairs in {name} are not below the best of its own options"
-            found.append(claim_level(text, data, result, OURS[library], others, metric))
+            claims.append(claim_level(text, data, result, OURS[library], others, metric))
         else:
             text = f"On continuous labels, posterior pairs in {name} beat each of its own options"
-            found.append(claim_above_all(text, data, result, OURS[library], others, metric))
-    return found
+            claims.append(claim_above_all(text, data, result, OURS[library], others, metric))
+    return claims

@@ -1,4 +1,4 @@
-"""What was shown and what users did: the `Log`, read from files, tables and frames. Nothing here needs torch."""
+"""Impression logs: the class `Log`, and functions that read and write it. Nothing here imports torch."""
 
 from ultr.log.readers import read_log
 from ultr.log.table import Log, write_log

@@ -1,9 +1,9 @@
-"""Reading a log from a file, a folder of shards, an Arrow table, or a pandas or polars frame."""
+"""Read a log from a file, a folder of Parquet files, an Arrow table, or a pandas or polars frame."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,16 @@ import pyarrow.csv
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from ultr.arguments import checked, taken
 from ultr.errors import ColumnError, DataError
-from ultr.files import content_kind, existing_file
 from ultr.log.build import Missing, as_data_error, log_from_table
 from ultr.log.schema import Columns, resolve_columns
 from ultr.log.shards import SPLITS, Shards, is_lists
-from ultr.log.svmlight import has_no_names, read_svmlight
+from ultr.log.svmlight import read_svmlight, reject_names
 from ultr.log.table import FEATURE_NAMES_KEY, Log
+from ultr.utils.arguments import check_value, checked
+from ultr.utils.files import content_kind, existing_file
 
-MISSING_VALUES = ["", "NA", "N/A", "NULL", "null", "nan", "NaN"]  # in CSV files
+MISSING_VALUES = ["", "NA", "N/A", "NULL", "null", "nan", "NaN"]  # texts that mean a missing value in CSV files
 SUFFIXES = {
     ".parquet": "Parquet",
     ".pq": "Parquet",
@@ -51,15 +51,15 @@ def read_log(
     query: str | None = None,
     segment: str | None = None,
     randomised: str | None = None,
-    missing: Missing = "refuse",
+    missing: Missing = "reject",
 ) -> Log:
-    """Read a log from a Parquet, Arrow, CSV or SVMlight file (CSV and SVMlight also gzipped), a folder of Parquet
-    shards, an Arrow table, or a pandas or polars frame.
+    """Read a log from a file, a folder of Parquet shards, an Arrow table, or a pandas or polars frame.
 
-    There is one row per item shown, in any order; or one row per request, with lists. Columns not named are found by
-    the names people use (`request`, `position`, `click`, `features`, ...). Columns named in `categorical` become
-    features that rankers embed. A request may have a `query`, which tells when its items recur, a `segment`, and a mark
-    that its order was `randomised`. `missing="keep"` lets NaN features pass.
+    A file is Parquet, Arrow, CSV or SVMlight; CSV and SVMlight may be gzipped. A source has one row per item shown, in
+    any order, or one row per request, with columns of lists. Columns that are not named are recognised by common names
+    (`request`, `position`, `click`, `features`, ...). Rankers learn a vector for each value of a `categorical` column.
+    A request may have a `query` (requests with the same query have the same items), a `segment`, and a mark that its
+    order was `randomised`. NaN in features is an error with `missing="reject"`, and is accepted with `missing="keep"`.
     """
     named: dict[str, Any] = {
         "request": request,
@@ -76,7 +76,7 @@ def read_log(
     }
     if not isinstance(source, str | Path):
         return _from_table(as_table(source), named, where=f"the {type(source).__name__}", missing=missing)
-    path = Path(taken("source", source, str | Path))
+    path = Path(check_value("source", source, str | Path))
     if is_lists(path) or (path.name in SPLITS and is_lists(path.parent)):
         return _read_lists(path, named)
     if path.is_dir():
@@ -84,8 +84,7 @@ def read_log(
     path = existing_file(path)
     kind = file_kind(path)
     if kind == "SVMlight":
-        if given := [name for name, value in named.items() if value is not None]:
-            raise has_no_names(path, given[0], named[given[0]])
+        reject_names(path, named)
         return read_svmlight(path)
     if kind == "Parquet":
         return _read_parquet([path], named, where=path, missing=missing)
@@ -97,14 +96,14 @@ def read_log(
 
 
 def _read_lists(path: Path, named: dict[str, Any]) -> Log:
-    """A folder that `ultr prepare` wrote, of which the split for training is read; or a split of it."""
+    """Read a split of a folder that `ultr prepare` wrote, or the training split if the path is the whole folder."""
     shards = Shards(path) if is_lists(path) else Shards(path.parent, path.name)
     shards.check_names(named)
     return shards.read_all()
 
 
 def csv_form(path: Path) -> tuple[str | None, str, list[str]]:
-    """How a CSV file is written: its compression, its delimiter, and the names of its columns."""
+    """Return the compression and the delimiter of a CSV file, and the names of its columns."""
     compression = "gzip" if path.suffix.lower() == ".gz" else None
     with as_data_error(path, "CSV"):
         with pa.input_stream(str(path), compression=compression) as stream:
@@ -114,7 +113,7 @@ def csv_form(path: Path) -> tuple[str | None, str, list[str]]:
 
 
 def _read_csv(path: Path, named: dict[str, Any], missing: Missing) -> Log:
-    """CSV or TSV, gzipped or not. Ids are read as text first, so that 007 and 7, or two long hashes, stay apart."""
+    """Read CSV or TSV, gzipped or not; ids are read as text first, so that 007 and 7 stay different ids."""
     compression, delimiter, names = csv_form(path)
     columns = resolve_columns(pa.schema([(name, pa.float64()) for name in names]), where=path, **named)
     ids = [*csv_ids(columns), *columns.categorical]
@@ -128,7 +127,7 @@ def _read_csv(path: Path, named: dict[str, Any], missing: Missing) -> Log:
 
 
 def csv_ids(columns: Columns) -> list[str]:
-    """The columns whose values name something."""
+    """Return the names of the columns that hold the ids of requests, items, queries and segments."""
     named = (columns.request, columns.item, columns.context.get("query"), columns.context.get("segment"))
     return [name for name in named if name is not None]
 
@@ -136,7 +135,7 @@ def csv_ids(columns: Columns) -> list[str]:
 def csv_settings(
     delimiter: str, names: list[str], types: dict[str, Any], *, include: Sequence[str] = (), block_bytes: int = 1 << 20
 ) -> dict[str, Any]:
-    """How Arrow should read a CSV file with these columns, all of them or some."""
+    """Return arguments for `pyarrow.csv` that read all columns `names` of a CSV file, or those in `include`."""
     return {
         "read_options": pa.csv.ReadOptions(column_names=names, skip_rows=1, block_size=block_bytes),
         "parse_options": pa.csv.ParseOptions(delimiter=delimiter),
@@ -147,7 +146,7 @@ def csv_settings(
 
 
 def whole_numbers(texts: Any) -> Any:
-    """Texts as whole numbers, if every one is written as one would write that number."""
+    """Return texts as whole numbers if each is the usual spelling of a number (7, not 007); else return the texts."""
     try:
         numbers = texts.cast(pa.int64())
     except pa.ArrowInvalid:
@@ -156,32 +155,31 @@ def whole_numbers(texts: Any) -> Any:
 
 
 def file_kind(path: Path) -> str:
-    """The format a file's name promises, after a look whether its first bytes keep the promise."""
+    """Return the format of a file by the suffix of its name; raise DataError if its first bytes do not match."""
     stem, gzipped = (path.with_suffix(""), True) if path.suffix.lower() == ".gz" else (path, False)
     kind = SUFFIXES.get(stem.suffix.lower())
     if kind is None:
-        raise DataError(
-            "the name does not say what the file holds", where=path, mend=f"end it in one of {' '.join(SUFFIXES)}"
-        )
+        hint = f"use one of {' '.join(SUFFIXES)}"
+        raise DataError("the suffix of the name is not a known format", where=path, hint=hint)
     expected = "gzip" if gzipped else {"Parquet": "Parquet", "Arrow": "Arrow"}.get(kind, "text")
-    found = content_kind(path)
-    if found != expected:
+    content = content_kind(path)
+    if content != expected:
         if not path.stat().st_size:
-            raise DataError("the file is empty", where=path, mend="write it again from its source")
-        raise DataError(f"named like {expected} but holds {found}", where=path, mend="give it the name of what it is")
+            raise DataError("the file is empty", where=path, hint="create the file again")
+        hint = "rename the file to match its content"
+        raise DataError(f"the name says {expected} but the file holds {content}", where=path, hint=hint)
     if gzipped and kind in ("Parquet", "Arrow"):
-        raise DataError(
-            f"{kind} files are not read gzipped", where=path, mend="gunzip it; Parquet compresses by itself"
-        )
+        raise DataError(f"gzipped {kind} files are not supported", where=path, hint="unpack it with gunzip")
     return kind
 
 
 def as_table(source: object) -> pa.Table:
+    """Return an Arrow table, or a pandas or polars frame, as an Arrow table."""
     if isinstance(source, pa.Table):
         return source
     if any(isinstance(name, str) and "\0" in name for name in getattr(source, "columns", ())):
-        # Arrow's interface between libraries has names that end in it: polars ends the process over one.
-        raise DataError("a column's name holds the character NUL", mend="rename it")
+        # NUL ends a name in Arrow's C interface, and polars aborts the process.
+        raise DataError("the name of a column contains the character NUL", hint="rename the column")
     try:
         if type(source).__module__.startswith("pandas") and hasattr(source, "columns"):
             return pa.Table.from_pandas(source, preserve_index=False)
@@ -189,12 +187,10 @@ def as_table(source: object) -> pa.Table:
             return pa.table(source)
     except (pa.ArrowException, TypeError, ValueError, OverflowError, AttributeError) as error:
         brief = " ".join(str(error).split())[:200]
-        raise DataError(f"the frame cannot be read ({brief})", mend="give its columns plain types") from error
-    raise DataError(
-        "a log is a path, an Arrow table, or a pandas or polars frame",
-        got=type(source).__name__,
-        mend="convert it to one",
-    )
+        hint = "convert its columns to plain types"
+        raise DataError(f"the frame cannot be read ({brief})", hint=hint) from error
+    what = "a log must be a path, an Arrow table, or a pandas or polars frame"
+    raise DataError(what, got=type(source).__name__, hint="convert it to one of these")
 
 
 def _from_table(table: pa.Table, named: dict[str, Any], *, where: object, missing: Missing) -> Log:
@@ -203,44 +199,52 @@ def _from_table(table: pa.Table, named: dict[str, Any], *, where: object, missin
     return log_from_table(table, columns, where=where, missing=missing, unused=unused)
 
 
+def parquet_files(folder: Path) -> list[Path]:
+    """Return the Parquet files of a folder, sorted, without temporary files (names that start with . or _)."""
+    files = sorted(p for p in folder.iterdir() if p.is_file() and p.name[0] not in "._")
+    return [p for p in files if p.suffix.lower() in (".parquet", ".pq")]
+
+
 def shards_in(folder: Path) -> list[Path]:
-    """The Parquet files of a folder that holds no other data."""
-    files = sorted(p for p in folder.iterdir() if p.is_file() and p.name[0] not in "._")  # others are work in progress
-    shards = [p for p in files if p.suffix.lower() in (".parquet", ".pq")]
+    """Return the Parquet files of a folder; raise DataError if it has none, or data files of other formats as well."""
+    shards = parquet_files(folder)
     if not shards:
-        raise DataError("the folder holds no Parquet files", where=folder, mend="name a file, or a folder of shards")
-    if strange := [p.name for p in files if p not in shards and p.suffix.lower() in (*SUFFIXES, ".gz")]:
-        raise DataError(
-            "the folder holds other data beside its shards", where=folder, got=strange[0], mend="move it away"
-        )
+        raise DataError("the folder has no Parquet files", where=folder, hint="pass a file, or a folder of such files")
+    files = sorted(p for p in folder.iterdir() if p.is_file() and p.name[0] not in "._")
+    if others := [p.name for p in files if p not in shards and p.suffix.lower() in (*SUFFIXES, ".gz")]:
+        what = "the folder has data files of other formats next to its Parquet files"
+        raise DataError(what, where=folder, got=others[0], hint="move it to another folder")
     return shards
 
 
-def shard_columns(paths: list[Path], resolve: Callable[[pa.Schema], Columns]) -> tuple[list[pa.Schema], Columns]:
-    """The schema of each shard, and the columns of the first, which the others must have."""
-    schemas: list[pa.Schema] = []
+def read_schemas(paths: Sequence[Path]) -> list[pa.Schema]:
+    schemas = []
     for path in paths:
         with as_data_error(path, "Parquet"):
             schemas.append(pq.read_schema(path))
-    first = schemas[0]
-    columns = resolve(first)
-    for path, own in zip(paths, schemas, strict=True):
-        if (own.metadata or {}).get(FEATURE_NAMES_KEY) != (first.metadata or {}).get(FEATURE_NAMES_KEY):
-            raise DataError("its features are not those of the first shard", where=path, mend="write shards alike")
-        if lacking := [name for name in columns.used if name not in own.names]:
-            raise ColumnError(
-                f"lacks the column '{lacking[0]}' of the first shard", where=path, mend="write shards alike"
-            )
-    return schemas, columns
+    return schemas
+
+
+def check_schemas(paths: Sequence[Path], schemas: Sequence[pa.Schema], names: Sequence[str]) -> None:
+    """Raise DataError if the features of a file differ from those of the first, or a column in `names` is missing."""
+    hint = "write all files with the same columns"
+    expected = (schemas[0].metadata or {}).get(FEATURE_NAMES_KEY)
+    for path, schema in zip(paths, schemas, strict=True):
+        if (schema.metadata or {}).get(FEATURE_NAMES_KEY) != expected:
+            raise DataError("its features differ from those of the first file", where=path, hint=hint)
+        if missing := [name for name in names if name not in schema.names]:
+            raise ColumnError(f"the column '{missing[0]}' of the first file is missing", where=path, hint=hint)
 
 
 def _read_parquet(paths: list[Path], named: dict[str, Any], *, where: Path, missing: Missing) -> Log:
-    (schema, *_), columns = shard_columns(paths, lambda schema: resolve_columns(schema, where=paths[0], **named))
+    schemas = read_schemas(paths)
+    columns = resolve_columns(schemas[0], where=paths[0], **named)
+    check_schemas(paths, schemas, columns.used)
     tables = []
     for path in paths:
         with as_data_error(path, "Parquet"):
             tables.append(pq.read_table(path, columns=columns.used, memory_map=True, partitioning=None))
     with as_data_error(where, "shards of one log"):
         table = tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")
-    table, unused = table.replace_schema_metadata(schema.metadata), columns.unused(schema.names)
+    table, unused = table.replace_schema_metadata(schemas[0].metadata), columns.unused(schemas[0].names)
     return log_from_table(table, columns, where=where, missing=missing, unused=unused)

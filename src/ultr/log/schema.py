@@ -1,20 +1,21 @@
-"""Which column plays which part: named by the caller, or found by the names people use."""
+"""The role of each column of a log (request, position, action, ...): named by the caller, or found by common names."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import pyarrow as pa
 
 from ultr.errors import ColumnError, OptionError, nearest
 from ultr.log.table import ACTIONS_KEY, CATEGORICAL_KEY
 
-# The names looked for, most telling first, without regard to case. `query` is not among them: a query recurs.
+# The common names of each role, best first; case is ignored. `query` is not a name of a request, because queries recur.
 NAMES = {
     "request": "request request_id qid query_id search_id session session_id impression_id list_id group_id group",
     "position": "position pos rank slot display_position",
@@ -25,19 +26,21 @@ NAMES = {
     "segment": "",
     "randomised": "randomised randomized",
 }
-CONTEXT = ("query", "segment", "randomised")  # what a whole request has
+CONTEXT = ("query", "segment", "randomised")  # roles with one value per request
+SEVERAL = ("actions", "features", "categorical")  # roles that several columns may have
+ROLES = (*NAMES, *SEVERAL)
 ACTIONS = (
     "click clicks clicked dwell dwell_time watch watch_time watch_ratio like liked share shared save saved comment "
     "follow favorite cart add_to_cart purchase purchased order ordered revenue conversion converted"
 )
 ACTION_NAMES = frozenset(ACTIONS.split())
-OFTEN_TEXT = {"comment", "order", "ordered"}  # actions where they hold numbers
+OFTEN_TEXT = {"comment", "order", "ordered"}  # these are actions only if they hold numbers
 FEATURE_PATTERN = re.compile(r"features?([_.\[-].+|\d+)?|[fx][_.-]?\d+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The part each column of a table plays."""
+    """The columns of a table, by their role in a log."""
 
     request: str
     position: str | None
@@ -47,7 +50,7 @@ class Columns:
     relevance: str | None
     weight: str | None
     item: str | None
-    context: Mapping[str, str]  # query, segment, randomised: where there is one, its column
+    context: Mapping[str, str]  # query, segment or randomised -> its column, if the table has one
 
     @property
     def used(self) -> list[str]:
@@ -59,131 +62,98 @@ class Columns:
         return [name for name in names if name not in used]
 
 
-def resolve_columns(
-    schema: pa.Schema,
-    *,
-    where: object,
-    request: str | None = None,
-    position: str | None = None,
-    actions: Sequence[str] | str | None = None,
-    features: Sequence[str] | str | None = None,
-    categorical: Sequence[str] | str | None = None,
-    relevance: str | None = None,
-    weight: str | None = None,
-    item: str | None = None,
-    query: str | None = None,
-    segment: str | None = None,
-    randomised: str | None = None,
-) -> Columns:
-    """Give each part its column: the one named, or else the first of the usual names that is there.
+def resolve_columns(schema: pa.Schema, *, where: object, **named: Any) -> Columns:
+    """Return the column of each role: the one that the caller named, or else the first common name in the schema.
 
-    Features are the columns named or matched by the given patterns (`emb_*`), or else those called `features`,
-    `feature_...`, `f1`, `x_1`. Other columns are left alone, as any of them may be an action or an identifier.
+    `named` maps the roles in `ROLES` to a column name, or to several for actions, features and categorical. Features
+    may be named by patterns (`emb_*`). If the caller names none, features are columns called `features`, `feature_...`,
+    `f1` or `x_1`. Other columns are not taken as features, because any of them may be an action or an id.
     """
+    if unknown := next((role for role in named if role not in ROLES), None):
+        raise OptionError(f"a log has no column for {unknown!r}", hint=nearest(unknown, ROLES))
     names = schema.names
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
-        raise ColumnError("column names should differ", where=where, got=f"'{twice}' twice", mend="rename one")
-    given = [wanted for wanted in (actions, features, categorical) if wanted is not None]
-    asked = _asked(request, position, relevance, weight, item, query, segment, randomised, several=given) & set(names)
-    # A column that the caller gives a part is not looked at for any other.
-    by_lower = {name.lower(): name for name in reversed(names) if name not in asked}
+        raise ColumnError("column names must be unique", where=where, got=f"'{twice}' twice", hint="rename one of them")
+    listed = [name for role in SEVERAL if named.get(role) is not None for name in _as_list(named[role])]
+    named_columns = {*listed, *(named.get(role) for role in NAMES)} & set(names)
+    # A column that the caller names for one role is not considered for any other.
+    by_lower = {name.lower(): name for name in reversed(names) if name not in named_columns}
 
-    def one(part: str, given: str | None) -> str | None:
-        if given is None:
-            return next((by_lower[usual] for usual in NAMES[part].split() if usual in by_lower), None)
-        if given not in names:
-            raise ColumnError(f"no column '{given}' for the {part}", where=where, mend=nearest(str(given), names))
-        return given
+    def one(role: str) -> str | None:
+        name: str | None = named.get(role)
+        if name is None:
+            return next((by_lower[common] for common in NAMES[role].split() if common in by_lower), None)
+        if name not in names:
+            raise ColumnError(f"no column '{name}' for the {role}", where=where, hint=nearest(str(name), names))
+        return name
 
-    single = {
-        part: one(part, given)
-        for part, given in {
-            "request": request,
-            "position": position,
-            "relevance": relevance,
-            "weight": weight,
-            "item": item,
-            "segment": segment,
-            "randomised": randomised,
-        }.items()
-    }
+    single = {role: one(role) for role in NAMES if role != "query"}
     by_lower = {lower: name for lower, name in by_lower.items() if name != single["request"]}
-    single["query"] = one("query", query)
-    free = [n for n in names if n not in asked and n not in single.values()]
-    if actions is None:
-        chosen_actions = _saved(schema, ACTIONS_KEY) or _usual_actions(schema, free)
-    else:
-        chosen_actions = _matching(actions, names, part="actions", where=where)
-    if categorical is None:
-        chosen_categorical = _saved(schema, CATEGORICAL_KEY)
-    else:
-        chosen_categorical = _matching(categorical, names, part="categorical features", where=where)
-    if features is None:
-        taken = {*chosen_actions, *chosen_categorical}
-        chosen_features = tuple(n for n in free if n not in taken and FEATURE_PATTERN.fullmatch(n))
-    else:
-        chosen_features = _matching(features, names, part="features", where=where)
+    single["query"] = one("query")  # after the request, because requests and queries share some common names
+    free = [n for n in names if n not in named_columns and n not in single.values()]
+
+    def several(role: str, title: str, default: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+        return default() if named.get(role) is None else _matching(named[role], names, title, where=where)
+
+    actions = several("actions", "actions", lambda: _saved(schema, ACTIONS_KEY) or _common_actions(schema, free))
+    categorical = several("categorical", "categorical features", lambda: _saved(schema, CATEGORICAL_KEY))
+    rest = [n for n in free if n not in {*actions, *categorical}]
+    features = several("features", "features", lambda: tuple(n for n in rest if FEATURE_PATTERN.fullmatch(n)))
     columns = Columns(
         request=single["request"] or "",
         position=single["position"],
-        actions=chosen_actions,
-        features=chosen_features,
-        categorical=chosen_categorical,
+        actions=actions,
+        features=features,
+        categorical=categorical,
         relevance=single["relevance"],
         weight=single["weight"],
         item=single["item"],
-        context={part: name for part in CONTEXT if (name := single[part]) is not None},
+        context={role: name for role in CONTEXT if (name := single[role]) is not None},
     )
     _check(columns, names, where)
     return columns
 
 
 def _check(columns: Columns, names: Sequence[str], where: object) -> None:
-    """Refuse a log without requests, one with actions but no positions, and columns with two parts."""
+    """Raise an error if a log has no request ids, if it has actions but no positions, or if a column has two roles."""
     if not columns.request:
-        mend = f"name it with --request (request=...); columns: {_some(names)}"
-        raise ColumnError("found no column that says which request a row belongs to", where=where, mend=mend)
+        hint = f"name it with --request (request=...); columns: {_some(names)}"
+        raise ColumnError("found no column with the request id of each row", where=where, hint=hint)
     if columns.actions and columns.position is None:
-        mend = f"name it with --position (position=...); row order is not taken for position; columns: {_some(names)}"
-        raise ColumnError("found actions but no column that says where an item was shown", where=where, mend=mend)
+        hint = f"name it with --position (position=...); row order is not a position; columns: {_some(names)}"
+        raise ColumnError("found actions but no column with the position of each item", where=where, hint=hint)
     twice = next((name for name, count in Counter(columns.used).items() if count > 1), None)
     if twice is not None:
-        raise OptionError(f"column '{twice}' is given two parts", where=where, mend="give each column one part")
+        raise OptionError(f"column '{twice}' has two roles", where=where, hint="give each column one role")
 
 
-def _usual_actions(schema: pa.Schema, names: Iterable[str]) -> tuple[str, ...]:
-    """Columns named like actions; where such a name is often that of a text, only if they hold numbers."""
+def _common_actions(schema: pa.Schema, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the columns with common names of actions; some of these names count only if the column holds numbers."""
     likely = (n for n in names if n.lower() in ACTION_NAMES)
     return tuple(n for n in likely if n.lower() not in OFTEN_TEXT or _holds_numbers(schema.field(n).type))
 
 
-def _asked(*single: str | None, several: Sequence[Sequence[str] | str]) -> set[str]:
-    """The columns that the caller names, patterns among them."""
-    listed = [name for wanted in several for name in _listed(wanted)]
-    return {name for name in (*single, *listed) if name is not None}
-
-
-def _listed(wanted: Sequence[str] | str) -> list[str]:
-    listed = wanted.split(",") if isinstance(wanted, str) else wanted
-    if not isinstance(listed, Sequence) or not all(isinstance(name, str) for name in listed):
-        raise OptionError("columns are given as names", got=repr(wanted))
-    return [name.strip() for name in listed]
+def _as_list(columns: Sequence[str] | str) -> list[str]:
+    names = columns.split(",") if isinstance(columns, str) else columns
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise OptionError("columns must be names, or a list of names", got=repr(columns))
+    return [name.strip() for name in names]
 
 
 def _holds_numbers(kind: pa.DataType) -> bool:
-    while hasattr(kind, "value_type"):  # lists hold what their values are
+    while hasattr(kind, "value_type"):  # the type of a list's values
         kind = kind.value_type
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def _saved(schema: pa.Schema, key: bytes) -> tuple[str, ...]:
-    """The columns that a log which `write_log` wrote says play a part, whatever their names."""
+    """Return the columns that `write_log` recorded in the schema under a key, and that the schema still has."""
     return tuple(name for name in saved_names(schema, key) if name in schema.names)
 
 
 def saved_names(schema: pa.Schema, key: bytes) -> list[str]:
-    """Names that `write_log` left in a schema; none where something else is there."""
+    """Return the names that `write_log` recorded in a schema under a key; an empty list if there are none."""
     try:
         saved = json.loads((schema.metadata or {}).get(key, b"[]"))
     except ValueError:
@@ -192,16 +162,16 @@ def saved_names(schema: pa.Schema, key: bytes) -> list[str]:
     return saved if fine else []
 
 
-def _matching(wanted: Sequence[str] | str, names: Sequence[str], *, part: str, where: object) -> tuple[str, ...]:
-    patterns = [pattern for pattern in _listed(wanted) if pattern]
-    found: dict[str, None] = {}
+def _matching(columns: Sequence[str] | str, names: Sequence[str], title: str, *, where: object) -> tuple[str, ...]:
+    """Return those of `names` that a list of names and patterns (`emb_*`) selects; `title` is their role in errors."""
+    chosen: dict[str, None] = {}
     present = set(names)
-    for pattern in patterns:
-        hits = [pattern] if pattern in present else [n for n in names if fnmatchcase(n, pattern)]
-        if not hits:
-            raise ColumnError(f"no column '{pattern}' among the {part}", where=where, mend=nearest(pattern, names))
-        found.update(dict.fromkeys(hits))
-    return tuple(found)
+    for pattern in filter(None, _as_list(columns)):
+        matches = [pattern] if pattern in present else [n for n in names if fnmatchcase(n, pattern)]
+        if not matches:
+            raise ColumnError(f"no column '{pattern}' for the {title}", where=where, hint=nearest(pattern, names))
+        chosen.update(dict.fromkeys(matches))
+    return tuple(chosen)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -209,6 +179,6 @@ def _some(names: Sequence[str]) -> str:
 
 
 def not_numbers(name: str, kind: object, *, what: str, where: object) -> ColumnError:
-    """That a column should hold numbers, and what it holds."""
-    mend = "convert it, or name it with --categorical" if what == "feature" else "convert it, or name another"
-    return ColumnError(f"{what} column '{name}' should hold numbers", where=where, got=f"type {kind}", mend=mend)
+    """Return the error for a column that must hold numbers and does not; `what` is the role of the column."""
+    hint = "name it with --categorical, or convert it" if what == "feature" else "convert it, or name another column"
+    return ColumnError(f"{what} column '{name}' must hold numbers", where=where, got=f"type {kind}", hint=hint)

@@ -1,4 +1,4 @@
-"""Examination by segment: a position of one segment is another place than the same position of another."""
+"""Position bias by segment (such as phone and desktop): each position gets a different id in each segment."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pyarrow.compute as pc
 from ultr.errors import DataError
 from ultr.log.table import Log
 
-SHIFT = 20  # bits of a position; the number of its segment stands above them
+SHIFT = 20  # a position id has the position in its lowest 20 bits, and the number of the segment above them
 
 
 def by_segment(log: Log, known: Sequence[str] | None = None) -> tuple[Log, tuple[str, ...]]:
-    """The log with position ids that differ between segments, in the same order within a list, and their names.
+    """Return the log with position ids that differ between segments, and the names of the segments.
 
-    Where the segments are `known`, others count as one more.
+    If `known` segments are passed, all others count as one more segment. The order of items does not change.
     """
     if log.positions is None or "segment" not in log.context:
-        raise DataError("the log has no segments", mend="name their column with --segment (segment=...)")
+        raise DataError("the log has no segments", hint="name their column with --segment (segment=...)")
     if int(log.positions.max()) >> SHIFT:
-        highest, mend = int(log.positions.max()), "number them from 1 on"
-        raise DataError(f"positions by segment should be below {1 << SHIFT:,}", got=highest, mend=mend)
+        highest, hint = int(log.positions.max()), "number the positions 1, 2, ..."
+        raise DataError(f"positions by segment must be below {1 << SHIFT:,}", got=highest, hint=hint)
     names = pc.fill_null(log.context["segment"].cast(pa.string()), "")
     known = sorted(pc.unique(names).to_pylist()) if known is None else known
     codes = pc.fill_null(pc.index_in(names, pa.array(known, pa.string())), len(known))
@@ -33,7 +33,7 @@ def by_segment(log: Log, known: Sequence[str] | None = None) -> tuple[Log, tuple
 
 
 def slot(position: int, segments: Sequence[str] = ()) -> str:
-    """What a position id stands for: `3`, or `3@phone` where segments differ."""
+    """Return the text of a position id: `3`, or `3@phone` if there are segments."""
     if not segments:
         return str(position)
     return f"{position & ((1 << SHIFT) - 1)}@{segments[position >> SHIFT]}"

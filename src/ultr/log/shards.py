@@ -1,11 +1,11 @@
-"""A folder of lists, as `ultr prepare` writes it: Parquet with one row per request, in shards that are read in pieces.
+"""A folder of lists, as `ultr prepare` writes it: Parquet files with one row per request, read by row group.
 
-LISTS/lists.json           what the columns are, and what training has to know of the whole
+LISTS/lists.json           the columns, and counts, positions and categories of all files (class `Manifest`)
 LISTS/train/*.parquet      `request`, `weight` and the context of a request as single values; `position`, `item`, each
 LISTS/validation/*.parquet action, `relevance` and each categorical feature as lists; `features` as a list of lists
 LISTS/test/*.parquet
 
-Requests stand in the order of a hash of their ids, which is random: neighbours have nothing in common.
+The context of a request is its query, segment and randomised mark. Requests are in the order of hashes of their ids.
 """
 
 from __future__ import annotations
@@ -24,73 +24,70 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ultr.arguments import check_fields
 from ultr.errors import DataError, OptionError
-from ultr.files import atomic_path
-from ultr.formats import load_description
 from ultr.log.build import as_data_error, check_features
 from ultr.log.schema import CONTEXT
 from ultr.log.table import Log
-from ultr.seals import sealed
+from ultr.utils.arguments import check_fields
+from ultr.utils.files import atomic_path
+from ultr.utils.jsonfiles import add_checksum, load_description
 
 FORMAT = 1
 MANIFEST = "lists.json"
 SPLITS = ("train", "validation", "test")
+AGAIN = "run ultr prepare again"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder of lists holds."""
+    """The content of `lists.json`, which describes a folder of lists."""
 
-    features: tuple[str, ...]  # the names of the numeric features, in the order they stand in `features`
+    features: tuple[str, ...]  # the names of the numeric features, in the order of the lists in column `features`
     actions: tuple[str, ...]
-    positions: tuple[int, ...]  # the position ids of the train split, rising
+    positions: tuple[int, ...]  # the position ids of the train split, in increasing order
     splits: Mapping[str, Mapping[str, int]]  # split -> {"requests": ..., "rows": ..., "longest": ...}
-    categorical: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # -> its values in the train split, rising
-    binary: tuple[str, ...] = ()  # the actions that are 0 or 1 in the train split
-    label: str | None = None  # the expression behind the action `label`, where one was asked for
+    categorical: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # name -> sorted values in the train split
+    binary: tuple[str, ...] = ()  # the actions with only the values 0 and 1 in the train split
+    label: str | None = None  # the expression of the action `label`, if there is one
     about: Mapping[str, Any] = field(default_factory=dict)  # how it was made: source, engine, filters, split, sampling
-    footers: Mapping[str, str] = field(default_factory=dict)  # shard -> the checksum of what it says of itself
+    footers: Mapping[str, str] = field(default_factory=dict)  # shard -> the checksum of its Parquet footer
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.splits or any(name not in SPLITS for name in self.splits):
-            raise DataError(f"splits should be among {', '.join(SPLITS)}", got=", ".join(self.splits) or "none")
+            raise DataError(f"splits must be among {', '.join(SPLITS)}", got=", ".join(self.splits) or "none")
         for name, counts in self.splits.items():
-            if min(int(counts[part]) for part in ("requests", "rows", "longest")) < 1:
+            if min(int(counts[key]) for key in ("requests", "rows", "longest")) < 1:
                 raise DataError(f"the split '{name}' is empty", got=dict(counts))
 
     def save(self, folder: Path) -> None:
         with atomic_path(folder / MANIFEST, overwrite=True) as temporary:
-            temporary.write_text(json.dumps(sealed({"format": FORMAT, **asdict(self)}), indent=2) + "\n")
+            temporary.write_text(json.dumps(add_checksum({"format": FORMAT, **asdict(self)}), indent=2) + "\n")
 
     @staticmethod
     def load(folder: Path) -> Manifest:
         path = folder / MANIFEST
         try:
-            content = load_description(path, FORMAT, what="this folder of lists", mend=AGAIN)
-            known = {f.name: content[f.name] for f in fields(Manifest) if f.name != "footers"}
-            known["footers"] = dict(content.get("footers", {}))  # of older lists, none
+            content = load_description(path, FORMAT, what="this folder of lists", hint=AGAIN)
+            values = {f.name: content[f.name] for f in fields(Manifest) if f.name != "footers"}
+            values["footers"] = dict(content.get("footers", {}))  # older lists have none
             for name in ("features", "actions", "positions", "binary"):
-                if not isinstance(known[name], list):
-                    raise TypeError(f"'{name}' should be a list")
-                known[name] = tuple(known[name])
-            known["categorical"] = {name: tuple(values) for name, values in known["categorical"].items()}
-            return Manifest(**known)
+                if not isinstance(values[name], list):
+                    raise TypeError(f"'{name}' must be a list")
+                values[name] = tuple(values[name])
+            values["categorical"] = {name: tuple(entries) for name, entries in values["categorical"].items()}
+            return Manifest(**values)
         except (OptionError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"cannot be read ({error})", where=path, mend=AGAIN) from error
-
-
-AGAIN = "run ultr prepare again"
+            raise DataError(f"cannot be read ({error})", where=path, hint=AGAIN) from error
 
 
 def is_lists(path: str | Path) -> bool:
-    """Whether this is a folder that `ultr prepare` wrote."""
+    """Return whether a path is a folder that `ultr prepare` wrote."""
     return (Path(path) / MANIFEST).is_file()
 
 
 def footer_sum(path: Path) -> str:
-    """The CRC-32 of a Parquet file's footer, which tells of all else; pages have checksums of their own."""
+    """Return the CRC-32 of a Parquet file's footer; the pages of the file have their own checksums."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 8))
@@ -100,7 +97,7 @@ def footer_sum(path: Path) -> str:
 
 
 class RowGroup(NamedTuple):
-    """A piece of a shard, the least that is read at once."""
+    """A row group of a Parquet file, the smallest part of it that is read; `requests` and `rows` are its counts."""
 
     path: Path
     number: int
@@ -109,29 +106,29 @@ class RowGroup(NamedTuple):
 
 
 class Shards:
-    """A split of a folder of lists: the pieces it is made of, and each of them as a log."""
+    """One split (train, validation or test) of a folder of lists; its row groups can be read as logs."""
 
     def __init__(self, folder: str | Path, split: str = "train") -> None:
         self.folder, self.split, self.manifest = Path(folder), split, Manifest.load(Path(folder))
         if split not in self.manifest.splits:
-            got = ", ".join(self.manifest.splits)
-            raise DataError(f"the lists have no split '{split}'", where=folder, got=got, mend=AGAIN)
+            got = f"only {', '.join(self.manifest.splits)}"
+            raise DataError(f"the lists have no split '{split}'", where=folder, got=got, hint=AGAIN)
         self.groups: list[RowGroup] = []
-        self._footers: dict[Path, Any] = {}  # so that they are read once, not with every piece
+        self._footers: dict[Path, Any] = {}  # cached, so that a footer is not read again with every row group
         for path in sorted((self.folder / split).glob("*.parquet")):
             with as_data_error(path, "Parquet"):
-                # Before Arrow sees it: on some damage it ends the process.
-                if self.manifest.footers.get(f"{split}/{path.name}", found := footer_sum(path)) != found:
-                    raise DataError("the file is not as it was written", where=path, mend=AGAIN)
+                # This check comes first because Arrow aborts the process on some damaged footers.
+                if self.manifest.footers.get(f"{split}/{path.name}", checksum := footer_sum(path)) != checksum:
+                    raise DataError("the file has changed since it was written", where=path, hint=AGAIN)
                 self._footers[path] = pq.read_metadata(path)
             schema = self._footers[path].schema.to_arrow_schema()
             _check_schema(schema, self.manifest, path)
             if not schema.equals(next(iter(self._footers.values())).schema.to_arrow_schema()):
-                raise DataError("its columns are not those of the first shard", where=path, mend=AGAIN)
+                raise DataError("its columns differ from those of the first shard", where=path, hint=AGAIN)
             self.groups += _row_groups(path, self._footers[path])
         if len(self) != self.manifest.splits[split]["requests"]:
             expected = f"{self.manifest.splits[split]['requests']:,}"
-            raise DataError(f"shards should hold {expected} requests", where=folder, got=f"{len(self):,}", mend=AGAIN)
+            raise DataError(f"shards must have {expected} requests", where=folder, got=f"{len(self):,}", hint=AGAIN)
 
     def __len__(self) -> int:
         """The number of requests."""
@@ -148,59 +145,60 @@ class Shards:
 
     @property
     def row_bytes(self) -> int:
-        """What a row takes in memory."""
+        """The approximate memory of a row (an item of a list), in bytes."""
         return 4 * (self.width + len(self.manifest.actions) + 3)
 
     @property
     def fingerprint(self) -> str:
-        """A digest of what the folder says of itself, and of the names and sizes of its files."""
+        """A digest of the manifest, and of the names and sizes of the split's files."""
         files = sorted((path.name, path.stat().st_size) for path in (self.folder / self.split).glob("*.parquet"))
         content = [(self.folder / MANIFEST).read_text(), files]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
     def check_names(self, named: Mapping[str, Any]) -> None:
-        """Refuse names for parts that are not those the lists have; what was chosen, was chosen in preparing them."""
-        about = self.manifest
-        own = {"actions": about.actions, "features": ("features",), "categorical": tuple(about.categorical)}
-        for part, name in named.items():
-            asked = [] if name is None else name.split(",") if isinstance(name, str) else list(name)
-            names = own.get(part, (part,))
-            if asked and set(asked) != set(names):
-                got, mend = f"{part}={','.join(asked)}", f"use {','.join(names) or 'none'}, or prepare them otherwise"
-                raise OptionError("prepared lists have names of their own", where=self.folder, got=got, mend=mend)
+        """Raise OptionError if `named` has columns (by role) other than those chosen when the lists were prepared."""
+        manifest = self.manifest
+        chosen = {"actions": manifest.actions, "features": ("features",), "categorical": tuple(manifest.categorical)}
+        for role, value in named.items():
+            names = [] if value is None else value.split(",") if isinstance(value, str) else list(value)
+            expected = chosen.get(role, (role,))
+            if names and set(names) != set(expected):
+                what, got = "the columns of prepared lists cannot be changed", f"{role}={','.join(names)}"
+                hint = f"do not name '{role}' here; to change it, run ultr prepare again"
+                raise OptionError(what, where=self.folder, got=got, hint=hint)
 
     def read(self, group: RowGroup) -> Log:
-        """The requests of a piece."""
-        known = self._footers[group.path]
+        """Read the requests of a row group as a log."""
+        footer = self._footers[group.path]
         with (
             as_data_error(group.path, "Parquet"),
-            pq.ParquetFile(group.path, metadata=known, memory_map=True, page_checksum_verification=True) as file,
+            pq.ParquetFile(group.path, metadata=footer, memory_map=True, page_checksum_verification=True) as file,
         ):
             table = file.read_row_group(group.number, use_threads=False)
         return _log_of(table, self.manifest, where=f"{group.path}, row group {group.number}")
 
     def read_all(self, groups: Iterable[RowGroup] | None = None) -> Log:
-        """The requests of some pieces, or of all, as one log."""
+        """Read the requests of some row groups, or of all, as one log."""
         groups = self.groups if groups is None else list(groups)
         features = np.empty((sum(group.rows for group in groups), self.width), np.float32)
         others, first = [], 0
         for group in groups:
             log = self.read(group)
-            features[first : first + log.rows] = log.features  # the only large part: never there twice
+            features[first : first + log.rows] = log.features  # at once, because two copies may not fit in memory
             others.append(log.without_features())
             first += log.rows
         names, vocabularies = log.feature_names, log.vocabularies
-        return replace(joined_logs(others), features=features, feature_names=names, vocabularies=vocabularies)
+        return replace(concatenate_logs(others), features=features, feature_names=names, vocabularies=vocabularies)
 
     def sample(self, rows: int, seed: int) -> Log:
-        """Random pieces with about so many rows; all requests where there are no more."""
+        """Read random row groups with about `rows` rows in total as one log; all row groups if there are fewer rows."""
         order = np.random.default_rng(seed).permutation(len(self.groups))
         count = int(np.searchsorted(np.cumsum([self.groups[i].rows for i in order]), rows)) + 1
         return self.read_all(self.groups[i] for i in sorted(order[:count]))
 
 
 def _check_schema(schema: pa.Schema, manifest: Manifest, path: Path) -> None:
-    """Refuse a shard whose columns are not what the manifest says."""
+    """Raise DataError if the columns of a shard are not those of the manifest."""
 
     def whole(kind: Any) -> bool:
         return bool(pa.types.is_integer(kind))
@@ -211,18 +209,17 @@ def _check_schema(schema: pa.Schema, manifest: Manifest, path: Path) -> None:
     def numbers(kind: Any) -> bool:
         return bool(pa.types.is_list(kind)) and number(kind.value_type)
 
-    inside: dict[str, Callable[[Any], bool]] = {"position": whole, **dict.fromkeys(manifest.actions, number)}
-    inside |= dict.fromkeys(manifest.categorical, lambda _: True)
-    inside |= {"features": numbers} if manifest.features else {}
-    if lacking := sorted({"request", *inside} - set(schema.names)):
-        raise DataError(f"lacks the column '{lacking[0]}'", where=path, mend=AGAIN)
-    inside |= {
-        name: test for name, test in {"relevance": number, "item": lambda _: True}.items() if name in schema.names
-    }
-    for name, test in inside.items():
+    lists: dict[str, Callable[[Any], bool]] = {"position": whole, **dict.fromkeys(manifest.actions, number)}
+    lists |= dict.fromkeys(manifest.categorical, lambda _: True)
+    lists |= {"features": numbers} if manifest.features else {}
+    if missing := sorted({"request", *lists} - set(schema.names)):
+        raise DataError(f"the column '{missing[0]}' is missing", where=path, hint=AGAIN)
+    optional = {"relevance": number, "item": lambda _: True}
+    lists |= {name: test for name, test in optional.items() if name in schema.names}
+    for name, test in lists.items():
         kind = schema.field(name).type
         if not pa.types.is_list(kind) or not test(kind.value_type):
-            raise DataError(f"'{name}' should hold lists, of numbers but for ids", where=path, got=kind, mend=AGAIN)
+            raise DataError(f"the column '{name}' has a wrong type", where=path, got=kind, hint=AGAIN)
 
 
 def _row_groups(path: Path, about: Any) -> list[RowGroup]:
@@ -230,12 +227,12 @@ def _row_groups(path: Path, about: Any) -> list[RowGroup]:
     paths = [about.schema.column(i).path for i in range(about.num_columns)]
     place = next((i for i, name in enumerate(paths) if name.split(".")[0] == "position"), None)
     if place is None:
-        raise DataError("lacks the column 'position'", where=path, mend=AGAIN)
+        raise DataError("the column 'position' is missing", where=path, hint=AGAIN)
     return [RowGroup(path, n, group.num_rows, group.column(place).num_values) for n, group in enumerate(groups)]
 
 
-def joined_logs(logs: Sequence[Log]) -> Log:
-    """Logs with the same columns as one, in memory of its own."""
+def concatenate_logs(logs: Sequence[Log]) -> Log:
+    """Return a log with the requests of several logs, which must have the same columns; all data is copied."""
     first = logs[0]
 
     def rows(values: Callable[[Log], Any]) -> Any:
@@ -260,7 +257,7 @@ def joined_logs(logs: Sequence[Log]) -> Log:
 
 
 def _log_of(table: pa.Table, manifest: Manifest, *, where: str) -> Log:
-    """A piece as a log; its lists must be alike in length, and its features numbers."""
+    """Return a row group as a log; raise DataError if lists differ in length, or numbers are negative or not finite."""
     table = table.combine_chunks()
     names = set(table.column_names)
 
@@ -270,20 +267,20 @@ def _log_of(table: pa.Table, manifest: Manifest, *, where: str) -> Log:
     offsets = single("position").offsets.to_numpy().astype(np.int64)
     offsets = offsets - offsets[0]
     if (np.diff(offsets) < 1).any():
-        raise DataError("each request should have an item or more", where=where, mend=AGAIN)
+        raise DataError("each request must have at least one item", where=where, hint=AGAIN)
 
     def of_rows(name: str) -> Any:
         column = single(name)
         if column.null_count or not np.array_equal(column.offsets.to_numpy() - column.offsets[0].as_py(), offsets):
-            raise DataError(f"lists of '{name}' should be as long as those of positions", where=where, mend=AGAIN)
+            raise DataError(f"lists of '{name}' must be as long as those of positions", where=where, hint=AGAIN)
         return column.flatten()
 
     def numbers(name: str, kind: Any = np.float32) -> np.ndarray:
         values = of_rows(name)
-        found: np.ndarray = values.to_numpy(zero_copy_only=False)
-        if values.null_count or not ((found >= 0) & (found < np.inf)).all():
-            raise DataError(f"'{name}' should hold numbers from 0 on", where=where, mend=AGAIN)
-        return found.astype(kind, copy=False)
+        array: np.ndarray = values.to_numpy(zero_copy_only=False)
+        if values.null_count or not ((array >= 0) & (array < np.inf)).all():
+            raise DataError(f"'{name}' must be finite and not negative", where=where, hint=AGAIN)
+        return array.astype(kind, copy=False)
 
     matrix = _matrix(of_rows("features"), len(manifest.features), where) if manifest.features else None
     parts = [] if matrix is None else [matrix]
@@ -292,9 +289,9 @@ def _log_of(table: pa.Table, manifest: Manifest, *, where: str) -> Log:
         codes = pc.fill_null(pc.index_in(of_rows(name).cast(pa.string()), values), -1)
         parts.append((codes.to_numpy(zero_copy_only=False) + 1).astype(np.float32)[:, None])
     if not parts:
-        raise DataError("the lists have no features", where=where, mend=AGAIN)
+        raise DataError("the lists have no features", where=where, hint=AGAIN)
     features = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-    check_features(features, [*manifest.features, *vocabularies], where=where, missing="refuse")
+    check_features(features, [*manifest.features, *vocabularies], where=where, missing="reject")
     return Log(
         features=features,
         offsets=offsets,
@@ -311,13 +308,13 @@ def _log_of(table: pa.Table, manifest: Manifest, *, where: str) -> Log:
 
 
 def _matrix(rows: Any, width: int, where: str) -> np.ndarray:
-    """Lists of one length as a matrix."""
+    """Return lists of `width` numbers as a matrix [lists, width]; raise DataError if one has another length."""
     numbers = rows.flatten()
     if (
         rows.null_count
         or len(numbers) != len(rows) * width
         or bool(pc.any(pc.not_equal(pc.list_value_length(rows), width)).as_py())
     ):
-        raise DataError(f"each item should have {width} features", where=where, mend=AGAIN)
+        raise DataError(f"each item must have {width} features", where=where, hint=AGAIN)
     values: np.ndarray = numbers.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
     return values.reshape(len(rows), width)

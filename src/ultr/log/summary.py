@@ -1,4 +1,4 @@
-"""What a log looks like from a distance, before any model: feedback by position."""
+"""The impressions of a log, and the rate and mean of each action, by position."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultr.errors import DataError
 from ultr.log.table import Log
 
 
 @dataclass(frozen=True, eq=False)
 class ByPosition:
-    """For each position that occurs, in order: how often it was shown, and what each action came to."""
+    """The positions in increasing order, their numbers of impressions, and the rate and mean of each action there."""
 
     positions: np.ndarray
     impressions: np.ndarray
     rates: dict[str, np.ndarray]  # share of impressions with the action
-    means: dict[str, np.ndarray]  # mean of the action over all impressions
+    means: dict[str, np.ndarray]  # mean of the action over the impressions
 
 
 def by_position(log: Log) -> ByPosition:
-    """Feedback by position; requests count with their weights."""
-    if log.positions is None:
-        raise DataError("the log has no positions", mend="name their column with --position")
-    positions, place = np.unique(log.positions, return_inverse=True)
+    """Return impressions and feedback by position; rates and means use the weights of requests."""
+    positions, place = np.unique(log.shown_positions("a summary"), return_inverse=True)
     weights = np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths).astype(np.float64)
     shown = np.bincount(place, weights)
 

@@ -1,8 +1,8 @@
-"""Reading SVMlight and LETOR files: `grade qid:7 1:0.5 3:0.25 # a comment`, features sparse or dense, gzipped or not.
+"""Read SVMlight and LETOR files: lines of `grade qid:7 1:0.5 3:0.25 # a comment`, where zeros may be omitted.
 
-The text is cut into numbers by Arrow's CSV reader, which is compiled, threaded and exact: blanks, colons and line ends
-of a block all become line ends, `qid` becomes a number, and the block is then one column of numbers whose meaning
-follows from their order. That is several times faster than reading line by line.
+Arrow's CSV reader, which is compiled, threaded and exact, parses the numbers. In a block of lines, blanks and colons
+become line ends, and `qid` becomes 000. The block is then one column of numbers, where the place of a number gives its
+meaning. This is several times faster than reading line by line. Files may be gzipped.
 """
 
 from __future__ import annotations
@@ -10,48 +10,49 @@ from __future__ import annotations
 import gzip
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
 from ultr.errors import DataError, OptionError
-from ultr.files import existing_file
 from ultr.log.build import Piece, check_features
 from ultr.log.table import Log
-from ultr.memory import available_memory
+from ultr.utils.files import existing_file
+from ultr.utils.memory import available_memory
 
-BLOCK_BYTES = 32 << 20
-STREAM_BYTES = 4 << 20  # a block and what it is parsed with take some twenty times as much
-MAX_INDEX = 1_000_000
-EXACT = 2**53  # numbers pass through double precision
+BLOCK_BYTES = 32 << 20  # bytes of text in a block if a whole file is read
+STREAM_BYTES = 4 << 20  # the same for batches; parsing takes about twenty times as much memory
+MAX_INDEX = 1_000_000  # the highest feature number
+EXACT = 2**53  # ids are parsed in double precision, which is exact below this number
 _TAB, _NEWLINE, _RETURN, _SPACE, _HASH, _COLON = b"\t\n\r #:"
-_EXPECTED = f"a line should read 'grade qid:ID 1:VALUE 2:VALUE ...', each feature once and up to {MAX_INDEX:,}"
+_EXPECTED = f"a line must read 'grade qid:ID 1:VALUE 2:VALUE ...', with feature numbers 1 to {MAX_INDEX:,}, each once"
+_FIX_LINE = "correct or remove the line"
 
 
 @dataclass(frozen=True)
 class _Block:
     grades: np.ndarray  # [lines] float32
     qids: np.ndarray  # [lines] int64
-    counts: np.ndarray  # [lines] features of each line
+    counts: np.ndarray  # [lines] number of features in each line
     indices: np.ndarray  # [values] int32, from 1
     values: np.ndarray  # [values] float32
 
 
 def read_svmlight(path: str | Path) -> Log:
-    """A log with true relevance and features `1`, `2`, ...; values left out are zero. There are no positions."""
+    """Read a log: the grades are its true relevance, a feature that a line omits is 0, and there are no positions."""
     path = existing_file(path)
     blocks = list(_read(path, BLOCK_BYTES))
     if not blocks:
-        raise DataError("there are no rows", where=path, mend=_EXPECTED)
+        raise DataError("there are no rows", where=path, hint=_EXPECTED)
     qids = np.concatenate([block.qids for block in blocks])
     grades = np.concatenate([block.grades for block in blocks])
     features = _dense(blocks, path)
-    names = _checked(features, grades, path, rows_before=0)
+    names = _checked_names(features, grades, path, rows_before=0)
     order, offsets, ids = _group(qids)
     return Log(
         features=features if order is None else features[order],
@@ -63,24 +64,24 @@ def read_svmlight(path: str | Path) -> Log:
 
 
 def svmlight_batches(path: Path, *, width: int, numbers: int) -> Iterator[Log]:
-    """The rows as they come, each as a request of its own, some at a time: about so many `numbers`.
+    """Yield logs of about `numbers` feature values each, in which each row is a request of its own.
 
-    They have features `1` to `width`, whatever others the file has; values left out are zero.
+    The features are `1` to `width`; others in the file are ignored, and a feature that a line omits is 0.
     """
-    before = 0
+    rows_before = 0
     for block in _read(path, STREAM_BYTES):
         row_of_value = np.repeat(np.arange(len(block.grades)), block.counts)
         rows = max(1, numbers // max(1, width))
         for first in range(0, len(block.grades), rows):
             grades, qids = block.grades[first : first + rows], block.qids[first : first + rows]
             inside = slice(*np.searchsorted(row_of_value, (first, first + rows)))
-            known = block.indices[inside] <= width
+            used = block.indices[inside] <= width
             features = np.zeros((len(grades), width), np.float32)
-            places = row_of_value[inside][known] - first, block.indices[inside][known] - 1
-            features[places] = block.values[inside][known]
-            names = _checked(features, grades, path, rows_before=before)
+            places = row_of_value[inside][used] - first, block.indices[inside][used] - 1
+            features[places] = block.values[inside][used]
+            names = _checked_names(features, grades, path, rows_before=rows_before)
             yield Log(features, np.arange(len(grades) + 1), pa.array(qids), names, relevance=grades)
-            before += len(grades)
+            rows_before += len(grades)
 
 
 def _read(path: Path, block_bytes: int) -> Iterator[_Block]:
@@ -93,20 +94,19 @@ def _read(path: Path, block_bytes: int) -> Iterator[_Block]:
                 if len(block.grades):
                     yield block
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            f"the gzip data is damaged ({error})", where=path, mend="fetch or write the file again"
-        ) from error
+        hint = "download or write the file again"
+        raise DataError(f"the gzip data is damaged ({error})", where=path, hint=hint) from error
 
 
-def _checked(features: np.ndarray, grades: np.ndarray, path: Path, *, rows_before: int) -> tuple[str, ...]:
-    """The names of features, which must be finite, as must grades."""
+def _checked_names(features: np.ndarray, grades: np.ndarray, path: Path, *, rows_before: int) -> tuple[str, ...]:
+    """Return the names of the features; raise DataError if a feature or grade is not finite, or a grade negative."""
     names = [str(i + 1) for i in range(features.shape[1])]
-    check_features(features, names, where=Piece(path, rows_before), missing="refuse")
+    check_features(features, names, where=Piece(path, rows_before), missing="reject")
     fine = (grades >= 0) & (grades < np.inf)
     if not fine.all():
         row = int(np.flatnonzero(~fine)[0])
         got = f"{grades[row]} in row {rows_before + row + 1}"
-        raise DataError("grades should be finite and not negative", where=path, got=got, mend="mend or drop the line")
+        raise DataError("grades must be finite and not negative", where=path, got=got, hint=_FIX_LINE)
     return tuple(names)
 
 
@@ -125,12 +125,12 @@ def _group(qids: np.ndarray) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]
 
 
 def _dense(blocks: list[_Block], path: Path) -> np.ndarray:
-    """The blocks as one matrix; each block is dropped once it is copied, so memory peaks at little above the result."""
+    """Return the features of the blocks as one matrix; raise DataError if it does not fit in memory."""
     rows = sum(len(block.grades) for block in blocks)
     width = max(int(block.indices.max(initial=0)) for block in blocks)
     if 4 * rows * width > available_memory():
         what = f"{rows:,} rows of {width:,} features do not fit in memory"
-        raise DataError(what, where=path, mend="drop features or hash them to fewer")
+        raise DataError(what, where=path, hint="drop features, or hash them to fewer numbers")
     matrix = np.zeros((rows, width), np.float32)
     start = 0
     for block in blocks:
@@ -175,7 +175,7 @@ def _parse(text: bytes, path: Path, lines_before: int) -> _Block:
     expected = np.where(odd, np.uint8(_COLON), np.uint8(_SPACE))
     expected[ends] = _NEWLINE
     regular = (separators == expected).all() and (tokens % 2 == 1).all() and (tokens >= 3).all()
-    key = at[starts] + 1  # where the word qid should stand
+    key = at[starts] + 1  # where the word qid must be
     if not regular or not _spells(data, key, b"qid:"):
         raise _bad_line(text, path, lines_before)
     data[key] = data[key + 1] = data[key + 2] = ord("0")
@@ -200,16 +200,16 @@ def _parse(text: bytes, path: Path, lines_before: int) -> _Block:
 
 
 def _repeats(rows: np.ndarray, indices: np.ndarray) -> bool:
-    """Whether a feature stands twice in a line."""
+    """Return whether a line has the same feature twice."""
     same_row = rows[1:] == rows[:-1]
-    if (indices[1:] > indices[:-1])[same_row].all():  # they usually rise
+    if (indices[1:] > indices[:-1])[same_row].all():  # most files have the features of a line in increasing order
         return False
     keys = np.sort(rows * (MAX_INDEX + 1) + indices)
     return bool((keys[1:] == keys[:-1]).any())
 
 
 def _tidy(raw: np.ndarray) -> np.ndarray:
-    """The bytes without comments, blank lines, carriage returns, and with single spaces between words only."""
+    """Return the bytes without comments, blank lines and carriage returns, and with single spaces between words."""
     data = raw.copy()
     data[(data == _TAB) | (data == _RETURN)] = _SPACE
     if (data == _HASH).any():
@@ -222,7 +222,7 @@ def _tidy(raw: np.ndarray) -> np.ndarray:
         data = data[np.cumsum(edges[:-1], dtype=np.int8) == 0]
     blank = (data == _SPACE) | (data == _NEWLINE)
     after_blank = np.concatenate([[True], blank[:-1]])
-    drop = after_blank & (data == _SPACE)  # runs of spaces, and spaces that begin a line
+    drop = after_blank & (data == _SPACE)  # repeated spaces, and spaces at the start of a line
     if drop.any():
         data = data[~drop]
     before_newline = np.concatenate([data[1:] == _NEWLINE, [False]])
@@ -239,7 +239,7 @@ def _spells(data: np.ndarray, at: np.ndarray, word: bytes) -> bool:
 
 
 def _numbers(data: np.ndarray) -> np.ndarray | None:
-    """One number per line of `data`, or None where a line is none."""
+    """Return one number per line of `data`, or None if a line is not a number."""
     try:
         column = pa.csv.read_csv(
             io.BytesIO(data.tobytes()),
@@ -255,7 +255,7 @@ def _numbers(data: np.ndarray) -> np.ndarray | None:
 
 
 def _bad_line(text: bytes, path: Path, lines_before: int) -> DataError:
-    """Find the first line that does not read as it should; only called when there is one."""
+    """Return the error for the first line that is not in the expected format."""
     for number, line in enumerate(text.split(b"\n"), start=lines_before + 1):
         words = line.split(b"#")[0].split()
         try:
@@ -276,13 +276,12 @@ def _bad_line(text: bytes, path: Path, lines_before: int) -> DataError:
                 float(value)
         except (ValueError, IndexError):
             shown = line[:60].decode("utf-8", "replace") + ("..." if len(line) > 60 else "")
-            return DataError(
-                f"{_EXPECTED}", where=path, got=f"{shown!r} in line {number}", mend="mend or drop the line"
-            )
-    return DataError(_EXPECTED, where=path, mend="check the file")
+            return DataError(_EXPECTED, where=path, got=f"{shown!r} in line {number}", hint=_FIX_LINE)
+    return DataError(_EXPECTED, where=path, hint="check the file")
 
 
-def has_no_names(path: Path, given: str, value: object) -> OptionError:
-    """That columns cannot be named."""
-    what, mend = "SVMlight files have no named columns", "name none, or write CSV or Parquet"
-    return OptionError(what, where=path, got=f"{given}={value!r}", mend=mend)
+def reject_names(path: Path, named: Mapping[str, Any]) -> None:
+    """Raise OptionError if the caller names columns, which an SVMlight file does not have."""
+    if given := next((f"{role}={name!r}" for role, name in named.items() if name is not None), None):
+        what, hint = "SVMlight files have no named columns", "do not name columns, or convert it to CSV or Parquet"
+        raise OptionError(what, where=path, got=given, hint=hint)

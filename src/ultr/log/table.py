@@ -1,4 +1,4 @@
-"""`Log`: requests, the items of each, and what users did with them."""
+"""`Log`: requests, the items shown for each, and the actions of users on the items."""
 
 from __future__ import annotations
 
@@ -13,35 +13,26 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ultr.arguments import as_numbers, checked, taken
 from ultr.errors import DataError, OptionError
-from ultr.files import atomic_path
+from ultr.utils.arguments import as_numbers, check_value, checked
+from ultr.utils.files import atomic_path
 
 FEATURE_NAMES_KEY = b"ultr.feature_names"
 ACTIONS_KEY = b"ultr.actions"
 CATEGORICAL_KEY = b"ultr.categorical"
-ROW_GROUP_BYTES = 64 << 20
-RESERVED = {
-    "request",
-    "item",
-    "position",
-    "relevance",
-    "weight",
-    "features",
-    "query",
-    "segment",
-    "randomised",
-}  # names of a written log's other columns
+ROW_GROUP_BYTES = 64 << 20  # size of a Parquet row group, about
+# The columns of a written log that are not actions.
+RESERVED = {"request", "item", "position", "relevance", "weight", "features", "query", "segment", "randomised"}
 
 
 @dataclass(frozen=True, eq=False)
 class Log:
-    """Requests and the items of each, row by row; the rows of a request are adjacent and ordered by position.
+    """Requests with one row per item; the rows of a request are adjacent and ordered by position.
 
-    Row `r` belongs to request `i` where `offsets[i] <= r < offsets[i + 1]`. Lists are kept at their own length here;
-    `ultr.Lists` pads a few of them at a time. `positions` are ids, not ranks, and are `None` for items that were never
-    shown. `relevance` is the true label where it is known; nothing that learns from feedback reads it. A categorical
-    feature is a column of codes, 0 for a missing value.
+    Row `r` belongs to request `i` where `offsets[i] <= r < offsets[i + 1]`. Nothing is padded here; `ultr.Lists` pads
+    some requests at a time. `positions` identify the place where an item was shown, and may have gaps; None if items
+    were never shown. `relevance` is the true label, or None; methods that learn from feedback do not read it. A
+    categorical feature is a column of codes, 0 for a missing value.
     """
 
     features: np.ndarray  # [rows, features] float32
@@ -51,42 +42,40 @@ class Log:
     positions: np.ndarray | None = None  # [rows] int64
     actions: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> [rows] float32
     relevance: np.ndarray | None = None  # [rows] float32
-    weights: np.ndarray | None = None  # [requests] float32, None where every request counts once
+    weights: np.ndarray | None = None  # [requests] float32, None if every weight is 1
     item_ids: Any = None  # [rows] Arrow array of any type
-    vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> its values, code i + 1 each
+    vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> values; code is index + 1
     context: Mapping[str, Any] = field(default_factory=dict)  # query, segment, randomised: [requests] Arrow array
-    unused_columns: tuple[str, ...] = ()  # of the source; they play no part
-    came_in_order: bool = False  # the source had its rows by request and position already
+    unused_columns: tuple[str, ...] = ()  # columns of the source that were not read
+    came_in_order: bool = False  # whether the rows of the source were in order of request and position
 
     def __post_init__(self) -> None:
-        self._take_arrays()
+        self._convert_arrays()
         rows, requests = len(self.features), len(self.offsets) - 1
-        if taken := RESERVED & set(self.actions):
+        if reserved := RESERVED & set(self.actions):
             what = "an action cannot have the name of another column of the log"
-            raise DataError(what, got=f"'{min(taken)}'", mend="rename it")
+            raise DataError(what, got=f"'{min(reserved)}'", hint="rename the action")
         per_row = {"positions": self.positions, "relevance": self.relevance, "item_ids": self.item_ids, **self.actions}
         per_request = {"request_ids": self.request_ids, "weights": self.weights, **self.context}
         for expected, columns in ((rows, per_row), (requests, per_request)):
             for name, column in columns.items():
                 if column is not None and len(column) != expected:
-                    raise DataError(f"'{name}' should have {expected} values", got=len(column))
+                    raise DataError(f"'{name}' must have {expected} values", got=len(column))
         if self.features.ndim != 2 or self.features.shape[1] != len(self.feature_names):
-            raise DataError(
-                f"features should be [rows, {len(self.feature_names)}] for {len(self.feature_names)} names",
-                got=list(self.features.shape),
-            )
+            what = f"features must have the shape [rows, {len(self.feature_names)}], like feature_names"
+            raise DataError(what, got=list(self.features.shape))
         if requests < 0 or self.offsets[0] != 0 or self.offsets[-1] != rows or (np.diff(self.offsets) <= 0).any():
-            raise DataError("offsets should rise from 0 to the number of rows, one request after another")
+            raise DataError("offsets must increase from 0 to the number of rows", hint="drop empty requests")
 
-    def _take_arrays(self) -> None:
-        """Let whatever is like an array be one of its type, or refuse it; what is one already costs nothing."""
+    def _convert_arrays(self) -> None:
+        """Convert array-like fields to arrays of the right types; raise DataError if one cannot be converted."""
         by_name = {"actions": self.actions, "context": self.context, "vocabularies": self.vocabularies}
         for name, value in by_name.items():
-            taken(name, value, Mapping[str, Any])
-        found = {
+            check_value(name, value, Mapping[str, Any])
+        converted = {
             "features": _typed("features", self.features, np.float32, dimensions=2, double=False),
             "offsets": _typed("offsets", self.offsets, np.int64),
-            "feature_names": tuple(taken("feature_names", self.feature_names, Sequence[str])),
+            "feature_names": tuple(check_value("feature_names", self.feature_names, Sequence[str])),
             "request_ids": _arrow("request_ids", self.request_ids),
             "item_ids": _arrow("item_ids", self.item_ids),
             "positions": _typed("positions", self.positions, np.int64),
@@ -96,13 +85,13 @@ class Log:
             "context": {name: _arrow(name, values) for name, values in self.context.items()},
             "vocabularies": {name: _arrow(name, values) for name, values in self.vocabularies.items()},
         }
-        for name, value in found.items():
+        for name, value in converted.items():
             object.__setattr__(self, name, value)
         if self.positions is not None and self.positions.min(initial=0) < 0:
-            raise DataError("positions should not be negative", got=int(self.positions.min()), mend="count from 0 or 1")
+            raise DataError("positions must not be negative", got=int(self.positions.min()), hint="count from 0 or 1")
         if self.weights is not None and not ((self.weights > 0) & (self.weights < np.inf)).all():
             got = f"{self.weights.min():g} to {self.weights.max():g}"
-            raise DataError("weights should be finite and positive", got=got, mend="drop requests that do not count")
+            raise DataError("weights must be finite and positive", got=got, hint="drop requests of weight 0")
 
     def __len__(self) -> int:
         """The number of requests."""
@@ -117,12 +106,24 @@ class Log:
         return f"Log({'; '.join(parts)})"
 
     @property
+    def categories(self) -> dict[int, int]:
+        """A dict from the index of each categorical feature to its number of codes."""
+        return {self.feature_names.index(name): len(values) + 1 for name, values in self.vocabularies.items()}
+
+    def shown_positions(self, purpose: str) -> np.ndarray:
+        """Return the positions of the rows; raise DataError ("{purpose} needs positions") if the log has none."""
+        if self.positions is None:
+            hint = "name their column with --position"
+            raise DataError(f"{purpose} needs positions, and the log has none", hint=hint)
+        return self.positions
+
+    @property
     def rows(self) -> int:
         return len(self.features)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Items of each request."""
+        """The number of items of each request."""
         return np.diff(self.offsets)
 
     @property
@@ -132,17 +133,18 @@ class Log:
 
     @property
     def true_relevance(self) -> np.ndarray:
-        """The true labels, which must be there."""
+        """The true labels of the rows; raises DataError if the log has none."""
         if self.relevance is None:
-            raise DataError("the log has no true labels", mend="name their column with --relevance (relevance=...)")
+            raise DataError("the log has no true labels", hint="name their column with --relevance (relevance=...)")
         return self.relevance
 
     def select(self, requests: np.ndarray | Iterable[int]) -> Log:
-        """The given requests, by index or as a mask, in the given order, which may repeat."""
+        """Return a log of some requests, chosen by indices (in any order, repeats allowed) or by a boolean mask."""
         chosen = as_numbers("requests", [*requests] if isinstance(requests, Iterator) else requests)
         chosen = np.flatnonzero(chosen) if chosen.dtype == bool else _typed("requests", chosen, np.int64)
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= len(self)):
-            raise DataError(f"requests are numbered 0 to {len(self) - 1}", got=f"{chosen.min()} to {chosen.max()}")
+            got = f"{chosen.min()} to {chosen.max()}"
+            raise DataError(f"indices of requests must be 0 to {len(self) - 1}", got=got)
         lengths = self.lengths[chosen]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         rows = np.arange(offsets[-1]) + np.repeat(self.offsets[chosen] - offsets[:-1], lengths)
@@ -152,22 +154,22 @@ class Log:
         return self._rebuilt(rows, offsets, request_ids=ids, weights=weights, context=context)
 
     def without_features(self) -> Log:
-        """The same rows with no features, where only the rest is looked at."""
+        """Return the log without its features, which saves memory."""
         return replace(self, features=np.empty((self.rows, 0), np.float32), feature_names=(), vocabularies={})
 
     def check_scores(self, scores: Any) -> np.ndarray:
-        """Scores as floats, one for each row."""
+        """Return scores as a float array; raise DataError if there is not one number, not NaN, for each row."""
         array = np.asarray(scores)
         if array.shape != (self.rows,) or array.dtype.kind not in "biuf":
             got = f"shape {list(array.shape)} of {array.dtype}"
-            raise DataError(f"there should be one score, a number, for each of {self.rows} rows", got=got)
+            raise DataError(f"scores must be numbers, one for each of {self.rows} rows", got=got)
         numbers = array.astype(np.float32 if array.dtype == np.float32 else np.float64)
         if np.isnan(numbers).any():
-            raise DataError("scores should be numbers", got=f"{int(np.isnan(numbers).sum())} NaN")
+            raise DataError("scores must not be NaN", got=f"{int(np.isnan(numbers).sum())} NaN")
         return numbers
 
     def regroup(self, rows: np.ndarray, offsets: np.ndarray) -> Log:
-        """The same requests, each now made of other rows of its own: some dropped, or in another order."""
+        """Return the same requests with only `rows` (row numbers, in this order); `offsets` are the new offsets."""
         return self._rebuilt(rows, offsets)
 
     def _rebuilt(self, rows: np.ndarray, offsets: np.ndarray, **of_requests: Any) -> Log:
@@ -183,9 +185,10 @@ class Log:
         )
 
     def to_table(self, first: int = 0, last: int | None = None, *, fixed_size: bool = False) -> pa.Table:
-        """An Arrow table with one row per item, of requests `first` to `last`; `read_log` reads it back.
+        """Return an Arrow table, which `read_log` can read, of requests `first` to `last` - 1 with one row per item.
 
-        Features are one list column, of fixed size if asked for, and their names ride in the schema's metadata.
+        Features are one column of lists, which has Arrow's fixed-size type if `fixed_size` is true. Their names are in
+        the schema's metadata.
         """
         last = len(self) if last is None else last
         start, stop = int(self.offsets[first]), int(self.offsets[last])
@@ -207,9 +210,8 @@ class Log:
             columns[name] = vocabulary.take(pa.array(codes - 1, mask=codes == 0))
         width = len(numeric)
         if width:
-            matrix = (
-                self.features[start:stop] if width == len(self.feature_names) else self.features[start:stop, numeric]
-            )
+            rows = self.features[start:stop]
+            matrix = rows if width == len(self.feature_names) else rows[:, numeric]
             flat = pa.array(np.ascontiguousarray(matrix).reshape(-1))
             ends = np.arange(stop - start + 1, dtype=np.int64) * width
             columns["features"] = (
@@ -226,25 +228,22 @@ class Log:
 
 
 def _typed(name: str, values: Any, dtype: type[np.generic], *, dimensions: int = 1, double: bool = True) -> Any:
-    """Values as an array of a type; double precision stays where single would do, unless it may not, as does None."""
+    """Return values as an array of type `dtype`; None stays None, and float64 stays float64 if `double` is true."""
     if values is None and name not in ("features", "offsets"):
         return None
     array = as_numbers(name, values)
     whole = dtype is np.int64
-    if array.ndim != dimensions or (whole and array.size and (array.dtype.kind not in "iu" or _beyond(array))):
-        what = f"'{name}' should have {dimensions} dimensions" + (" of whole numbers" if whole else "")
+    too_large = array.dtype == np.uint64 and array.size and array.max() >= 2**63
+    if array.ndim != dimensions or (whole and array.size and (array.dtype.kind not in "iu" or too_large)):
+        what = f"'{name}' must have {dimensions} dimensions" + (" of whole numbers" if whole else "")
         raise DataError(what, got=f"shape {list(array.shape)} of {array.dtype}")
     if array.dtype == dtype or (array.dtype == np.float64 and double and not whole):
         return array
     with np.errstate(over="ignore"):
         single = array.astype(dtype)
     if np.isinf(single).sum() > np.isinf(array).sum():
-        raise DataError(f"'{name}' has values beyond 3.4e38, which do not fit float32", mend="clip or scale them")
+        raise DataError(f"'{name}' has values beyond 3.4e38, which do not fit float32", hint="clip or scale them")
     return single
-
-
-def _beyond(array: np.ndarray) -> bool:
-    return array.dtype == np.uint64 and bool(array.max() >= 2**63)
 
 
 def _arrow(name: str, values: Any) -> Any:
@@ -253,22 +252,20 @@ def _arrow(name: str, values: Any) -> Any:
     try:
         return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else pa.array(values)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        got = type(values).__name__
-        raise DataError(f"'{name}' is no array of ids", got=got, mend="give plain values of one type") from error
+        got, hint = type(values).__name__, "pass numbers or strings, all of one type"
+        raise DataError(f"'{name}' is not an array of ids", got=got, hint=hint) from error
 
 
 @checked
 def write_log(
     log: Log, path: str | Path, *, overwrite: bool = False, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a log as Parquet, one row per item, atomically; `metadata` goes into the file's schema."""
+    """Write a log to a Parquet file with one row per item, in one step; `metadata` is added to the file's schema."""
     check_parquet_name(path)
     if not len(log):
-        raise DataError("there are no requests to write", where=path, mend="check what was left out of the log")
+        raise DataError("there are no requests to write", where=path, hint="check how the log was selected")
     if len(log.request_ids.unique()) < len(log):
-        raise DataError(
-            "requests with the same id would be read back as one", where=path, mend="give them ids of their own"
-        )
+        raise DataError("two requests have the same id", where=path, hint="give each request its own id")
     row_bytes = 4 * max(1, len(log.feature_names) + len(log.actions) + 4)
     starts = _request_blocks(log.offsets, max_rows=max(1, ROW_GROUP_BYTES // row_bytes))
     with atomic_path(path, overwrite=overwrite) as temporary:
@@ -283,12 +280,12 @@ def write_log(
                 writer.write_table(block.cast(schema))
             writer.close()
         finally:
-            writer.is_open = False  # or the library closes what has failed again when it is collected, and complains
+            writer.is_open = False  # else Arrow closes a failed writer once more at garbage collection, and raises
 
 
 def check_parquet_name(path: str | Path) -> None:
     if Path(path).suffix.lower() not in (".parquet", ".pq"):
-        raise OptionError("the output is a Parquet file", got=f"'{path}'", mend="end its name in .parquet")
+        raise OptionError("the output must be a Parquet file", got=f"'{path}'", hint="end its name in .parquet")
 
 
 def _small_list(column: pa.Field) -> pa.Field:
@@ -296,7 +293,7 @@ def _small_list(column: pa.Field) -> pa.Field:
 
 
 def _request_blocks(offsets: np.ndarray, max_rows: int) -> list[int]:
-    """Bounds of runs of whole requests of at most `max_rows` rows (or one request, if it alone is longer)."""
+    """Return the bounds of blocks of whole requests; a block has at most `max_rows` rows, or one longer request."""
     bounds = [0]
     while bounds[-1] < len(offsets) - 1:
         fits = int(np.searchsorted(offsets, offsets[bounds[-1]] + max_rows, side="right")) - 1

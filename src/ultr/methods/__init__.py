@@ -1,4 +1,4 @@
-"""Methods: how a ranker learns from feedback. A new one is a file, a row in `METHODS`, and a section in the docs."""
+"""Methods that learn a ranker from feedback. To add one, write a module, a row in `METHODS` and its docs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ultr.errors import OptionError, nearest
-from ultr.labels import Label
+from ultr.log.labels import Label
 from ultr.methods.affine import Affine
 from ultr.methods.base import Method, MethodInputs
 from ultr.methods.dla import DLA
@@ -56,12 +56,12 @@ def _method(name: str, ranker: str = "mlp") -> type[Method] | type[TreeMethod]:
     table: Mapping[str, type[Method] | type[TreeMethod]] = TREE_METHODS if is_trees(ranker) else METHODS
     if name not in table:
         what = f"no method '{name}'" + (f" for {ranker}" if name in METHODS else "")
-        raise OptionError(what, mend=nearest(name, table))
+        raise OptionError(what, hint=nearest(name, table))
     return table[name]
 
 
 def thresholds(name: str, label: str, options: Mapping[str, Any], *, ranker: str = "mlp") -> bool:
-    """Whether a method takes of this label no more than whether it is above zero."""
+    """Return True if the method `name` uses only whether this label is above zero, and not its value."""
     if Label(label).expression == "click":
         return False
     if options.get("labels") == "click":
@@ -70,31 +70,31 @@ def thresholds(name: str, label: str, options: Mapping[str, Any], *, ranker: str
 
 
 def parse_options(
-    name: str, texts: Iterable[str], *, beside: Iterable[str] = (), ranker: str = "mlp"
+    name: str, texts: Iterable[str], *, others: Iterable[str] = (), ranker: str = "mlp"
 ) -> dict[str, Any]:
-    """Options of a method from texts that read key=value; `beside` are options of others that may have been meant."""
-    known, found = _method(name, ranker).OPTIONS, {}
+    """Parse options of the method `name` from texts key=value; the hint for an unknown key also suggests `others`."""
+    readers, options = _method(name, ranker).OPTIONS, {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
-            raise OptionError("an option of a method reads key=value", got=f"'{text}'")
-        if key not in known:
-            mend = nearest(key, [*beside, *known]) if known or beside else "it takes none"
-            raise OptionError(f"method '{name}' has no option '{key}'", mend=mend)
-        found[key] = known[key](value)
-    return found
+            raise OptionError("an option of a method must have the form key=value", got=f"'{text}'")
+        if key not in readers:
+            hint = nearest(key, [*others, *readers]) if readers or others else "remove it: this method has no options"
+            raise OptionError(f"method '{name}' has no option '{key}'", hint=hint)
+        options[key] = readers[key](value)
+    return options
 
 
 def make_method(name: str, inputs: MethodInputs, **options: Any) -> Method:
-    """A method by its name in the table `METHODS`, with the options it takes."""
-    given = _read(name, options, "mlp")
-    return METHODS[name](inputs, **given)
+    """Make the method for networks that has this name in the table `METHODS`."""
+    checked = _read(name, options, "mlp")
+    return METHODS[name](inputs, **checked)
 
 
 def make_tree_method(name: str, inputs: MethodInputs, **options: Any) -> TreeMethod:
-    """A method by its name in the table `TREE_METHODS`, with the options it takes."""
-    given = _read(name, options, inputs.ranker)
-    return TREE_METHODS[name](inputs, **given)
+    """Make the method for boosted trees that has this name in the table `TREE_METHODS`."""
+    checked = _read(name, options, inputs.ranker)
+    return TREE_METHODS[name](inputs, **checked)
 
 
 def _read(name: str, options: Mapping[str, Any], ranker: str) -> dict[str, Any]:

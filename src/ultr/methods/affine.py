@@ -1,4 +1,4 @@
-"""Affine correction of trust bias (Vardasbi et al. 2020, after Agarwal et al. 2019)."""
+"""Affine correction of clicks for examination and trust by position (Vardasbi 2020, after Agarwal et al. 2019)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 from ultr.errors import OptionError
 from ultr.lists import Lists
-from ultr.losses import pointwise_loss
 from ultr.methods.base import MethodInputs, at_least, one_of
-from ultr.methods.position_model import MAX_WEIGHT, PositionModel, WeighedClicks, numbers
+from ultr.methods.losses import pointwise_loss
+from ultr.methods.position_model import MAX_WEIGHT, PositionModel, WeightedClicks, numbers
 
 
-class Affine(WeighedClicks):
-    """Σ_i (s_i - (c_i - ζ_k)/α_k)²: where P(click) = α_k β + ζ_k, this label has the mean β at every position.
+class Affine(WeightedClicks):
+    """Least squares Σ_i (s_i - (c_i - ζ_k)/α_k)²: if P(click) = α_k β + ζ_k, this target has mean β at all positions.
 
-    α and ζ are estimated from the log before, and known up to an affine map of β, which leaves the order alone. 1/α is
-    at most `max_weight`.
+    α and ζ are estimated from the log before training, up to an affine map of relevance β, which does not change the
+    order of items. 1/α is at most `max_weight`.
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
@@ -28,17 +28,15 @@ class Affine(WeighedClicks):
 
     def __init__(self, inputs: MethodInputs, *, theta: str = "strata", max_weight: float = MAX_WEIGHT) -> None:
         if inputs.propensities is not None:
-            raise OptionError(
-                "known propensities say nothing of clicks on trust, which 'affine' needs",
-                mend="leave them out, or use ipw-pointwise",
-            )
+            what = "the method affine estimates clicks on irrelevant items as well, so it cannot use known propensities"
+            raise OptionError(what, hint="remove --propensities or --bias, or use --method ipw-pointwise")
         positions = PositionModel(inputs, theta_from=theta, trust_in_clicks=True)
         super().__init__(inputs, positions, max_weight=max_weight)
 
     def loss(self, lists: Lists) -> Tensor:
-        known, place = self.positions, self.positions.index(lists.shown_positions)
-        weights = (known.theta - known.zeta).reciprocal().clamp(0, self.max_weight)
-        corrected = (self.clicks(lists) - known.zeta[place]) * weights[place]
+        positions, place = self.positions, self.positions.index(lists.shown_positions)
+        weights = (positions.theta - positions.zeta).reciprocal().clamp(0, self.max_weight)
+        corrected = (self.clicks(lists) - positions.zeta[place]) * weights[place]
         return pointwise_loss(self.score(lists.features), corrected, where=lists.where, weights=lists.weights)
 
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:

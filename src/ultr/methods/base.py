@@ -1,4 +1,4 @@
-"""What a method is: a module with a loss, an update without gradients if it has one, and scores."""
+"""The base classes of methods. A method has a loss, scores of items and, optionally, an update without gradients."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ultr.datasets.users import User
 from ultr.errors import OptionError
-from ultr.labels import Label
 from ultr.lists import Lists
 from ultr.log import Log
+from ultr.log.labels import Label
 from ultr.rankers import FeatureEncoder, make_ranker
-from ultr.simulate import User
 
-POSITION_SPEED = 10.0
-BOUNDS = "take bounds from pointwise, lambdarank or pairwise-em"
+POSITION_SPEED = 10.0  # learning rate of parameters by position, relative to that of a network
+BOUNDS = "use the method pointwise, lambdarank or pairwise-em with true labels"
 
 
 @dataclass(frozen=True)
 class MethodInputs:
-    """What a method is made from: the label it learns, the features and positions there are, and the kind of ranker."""
+    """The inputs of a method: the label to learn, the features and positions of the log, and the kind of ranker."""
 
     label: Label
     features: int
-    positions: tuple[int, ...] = ()  # the position ids of the training log, rising
-    categories: Mapping[int, int] = field(default_factory=dict)  # place of a categorical feature -> its size
+    positions: tuple[int, ...] = ()  # the position ids of the training log, ascending
+    categories: Mapping[int, int] = field(default_factory=dict)  # index of a categorical feature -> its size
     ranker: str = "mlp"
     ranker_options: Mapping[str, Any] = field(default_factory=dict)
-    bias_ranker: str | None = None  # of a bias model; if not given, as the ranker
-    truth: bool = False  # learn from true labels: an upper bound
+    bias_ranker: str | None = None  # kind of ranker in a bias model; None: the same as `ranker`
+    truth: bool = False  # learn from true labels, for an upper bound of the results
     propensities: Mapping[int, float] | None = None  # known examination by position id
     feature_names: tuple[str, ...] = ()
     binary: tuple[str, ...] = ()  # the actions that are 0 or 1
@@ -43,46 +43,46 @@ class MethodInputs:
         return make_ranker(self.ranker, encoder, outputs=outputs, **self.ranker_options)
 
     def labels_of(self, lists: Lists) -> Tensor:
-        """What is learned from: the label of the logged actions, or the true labels where those were asked for.
+        """Return the labels of items to learn from: of the logged actions, or the true labels if `truth` is set.
 
-        Zero for padding, of which a label such as dwell / length would be 0/0.
+        The label of padding is set to 0, because an expression such as dwell / length would be 0/0 there.
         """
         labels: Tensor = lists.true_relevance if self.truth else self.label(lists.actions, check=False)
         return labels.masked_fill(~lists.where, 0)
 
 
 class Learner(nn.Module):
-    """What the training loop trains: it calls `update`, then takes a gradient step on `loss`."""
+    """A module that the training loop can train: the loop calls `update`, then takes a gradient step on `loss`."""
 
     def loss(self, lists: Lists) -> Tensor:
-        """The loss of a batch. Calling it changes nothing."""
+        """Return the loss of a batch, without changing any state."""
         raise NotImplementedError
 
     def update(self, lists: Lists) -> None:
-        """Learn what is not learned by gradients (the E- and M-step of methods that have one)."""
+        """Update the state that is not learned by gradients, such as the E- and M-step of an EM method."""
 
-    def held_out_figures(self, batches: list[Lists]) -> dict[str, float]:
-        """How well requests that were not learned from are explained; "likelihood" is what a fit is judged by."""
+    def held_out_metrics(self, batches: list[Lists]) -> dict[str, float]:
+        """Return metrics of held-out requests; training keeps the state with the highest "likelihood"."""
         raise NotImplementedError
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
-        """For an E-step: what dropout would drop is not part of what is believed."""
+        """Turn dropout off in a `with` block, for an E-step: posteriors are computed by the whole network."""
         training = self.training
         self.eval()
         yield
         self.train(training)
 
     def settings(self) -> dict[str, Any]:
-        """What it learns depends on, beside data and seed."""
+        """Return the settings of this module that, with data and seed, determine the result of training."""
         return {}
 
 
 class Method(Learner):
-    """A ranker and a way to learn it."""
+    """The base class of methods for networks: a ranker and a way to train it."""
 
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {}  # the keyword options, and how each is read from text
-    CLICKS_ALONE: ClassVar[bool] = False  # whether a label counts as 1 where it is above zero
+    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {}  # keyword options, each with a parser from text
+    CLICKS_ALONE: ClassVar[bool] = False  # True if every label above zero counts as 1
 
     def __init__(self, inputs: MethodInputs) -> None:
         super().__init__()
@@ -92,70 +92,70 @@ class Method(Learner):
     def labels(self, lists: Lists) -> Tensor:
         return self.inputs.labels_of(lists)
 
-    def prepare(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
-        """Learn what is to be learned from the whole training log, before anything else.
+    def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
+        """Estimate position bias from the whole training log, before anything is trained.
 
-        Where a `user` gives the feedback, so many `sessions` are drawn from it.
+        If a `user` simulates the feedback, about `sessions` simulated sessions are used.
         """
 
-    def first(self) -> Learner | None:
-        """What must be learned before the ranker is, and held while it is, if anything: a bias model."""
+    def bias_learner(self) -> Learner | None:
+        """Return the bias model, or None. It is trained before the ranker, and fixed while the ranker is trained."""
         return None
 
     def score(self, features: Tensor) -> Tensor:
-        """The scores of items by their features alone."""
+        """Return the scores of items from their features alone."""
         return at_least_single(self.ranker(features))
 
     def serving(self) -> nn.Module:
-        """The module that ships: from features to scores, with nothing of the bias."""
+        """Return the module for serving, which computes scores from features without the bias model."""
         return self.ranker
 
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
-        """What the method has learned about bias, if it learns it, and how that shows in some lists."""
+        """Return a report of the learned position bias and its effect on some lists, or None if none is learned."""
         return None
 
 
 class FeedbackMethod(Method):
-    """A method that corrects what feedback has and true labels have not."""
+    """A method that corrects the bias of feedback, and so cannot learn from true labels."""
 
     def __init__(self, inputs: MethodInputs) -> None:
         if inputs.truth:
-            raise OptionError("a method that corrects feedback has nothing to correct in true labels", mend=BOUNDS)
+            raise OptionError("this method corrects the bias of feedback, and true labels have none", hint=BOUNDS)
         super().__init__(inputs)
 
 
 class ClickMethod(FeedbackMethod):
-    """A method for clicks: all it takes from a label is whether it is above zero."""
+    """A method for clicks: every item with a label above zero counts as clicked."""
 
     CLICKS_ALONE = True
 
     def clicked(self, lists: Lists) -> Tensor:
-        """Whether there was feedback; never for padding."""
+        """Return True for items with a label above zero; False for padding."""
         return (self.labels(lists) > 0) & lists.where
 
     def clicks(self, lists: Lists) -> Tensor:
-        """1 for a click, else 0."""
+        """Return 1 for a click, else 0."""
         return self.clicked(lists).to(lists.features.dtype)
 
 
 def at_least_single(outputs: Tensor) -> Tensor:
-    """What a network gives, in single precision if it ran in less: ranks and gaps of scores need it."""
+    """Return outputs of a network in single or double precision, which ranks and differences of scores need."""
     return outputs if outputs.dtype == torch.float64 else outputs.float()
 
 
 def one_of(name: str, *allowed: str) -> Callable[[str], str]:
-    """A reader of an option that is one of a few words."""
+    """Return a parser for an option that is one of a few words."""
 
     def parse(text: str) -> str:
         if text not in allowed:
-            raise OptionError(f"'{name}' should be one of {', '.join(allowed)}", got=f"'{text}'")
+            raise OptionError(f"'{name}' must be one of {', '.join(allowed)}", got=f"'{text}'")
         return text
 
     return parse
 
 
 def at_least(name: str, least: float) -> Callable[[str], float]:
-    """A reader of an option that is a number, bounded below."""
+    """Return a parser for an option that is a number of at least `least`."""
 
     def parse(text: str) -> float:
         try:
@@ -163,14 +163,14 @@ def at_least(name: str, least: float) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         if not least <= value < math.inf:
-            raise OptionError(f"'{name}' should be {least:g} or more", got=f"'{text}'")
+            raise OptionError(f"'{name}' must be at least {least:g}", got=f"'{text}'")
         return value
 
     return parse
 
 
 class PositionIndex(nn.Module):
-    """From position ids, which may be any numbers, to places 0, 1, ... in a table; ids never seen go to the nearest."""
+    """A module from position ids to indices 0, 1, ... of tables; an unknown id has the index of the nearest one."""
 
     ids: Tensor
 
@@ -188,9 +188,9 @@ class PositionIndex(nn.Module):
 
 
 class PositionTable(nn.Module):
-    """A number for each place, zero at first, learned ten times as fast as a network at the same rate.
+    """A learned number for each position, zero at first, with ten times the learning rate of a network.
 
-    A position has the whole log to learn from, and its bias has to be known before a ranker can be right.
+    Each number learns from all requests, and a ranker can be right only after the position bias is.
     """
 
     def __init__(self, size: int) -> None:

@@ -1,8 +1,8 @@
-"""What is learned about bias before a ranker is: relevance by features, examination and trust by position.
+"""The bias model, which is trained before the ranker: relevance by features, examination and trust by position.
 
-EM with networks for what depends on features and sufficient statistics for what depends on position. Each step averages
-the statistics of a batch into those before (online EM, Cappé and Moulines 2009), so that a position which a batch does
-not show keeps what is known of it, and regresses the networks on the posteriors.
+EM trains it, with networks for parameters that depend on features and sufficient statistics for those that depend on
+position. Each step regresses the networks on the posteriors, and averages the statistics of a batch with those of the
+batches before (online EM, Cappé and Moulines 2009). A position that is not in a batch keeps its parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ultr.bias import (
+from ultr.bias.counts import check_positions
+from ultr.bias.equations import (
     PairModel,
     examined_zero_terms,
     item_log_likelihood,
@@ -26,27 +27,27 @@ from ultr.bias import (
     trust_terms,
     updated,
 )
-from ultr.examination import Examination, check_positions
+from ultr.bias.examination import MAX_TRAINED_POSITIONS, Examination
+from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
-from ultr.losses import gaps, lambdarank_weights, preferred_pairs, reduced
 from ultr.methods.base import MethodInputs
+from ultr.methods.losses import gaps, lambdarank_weights, preferred_pairs, reduced
 from ultr.methods.position_model import FORGET, PositionModel, means_of_all, sums_in_cells
-from ultr.metrics import batch_innermost
-from ultr.processes import summed
 from ultr.rankers import FeatureEncoder, make_ranker
+from ultr.utils.distributed import summed
 
 NETWORK = {"hidden": (128, 64), "dropout": 0.3}
-LEAST_WEIGHED = 0.1  # of θ relative to the largest, where rows are weighed by its inverse
-TRUST_PRIOR = (0.95, 0.05)  # ε⁺ and ε⁻ of positions never seen together
-PAIR_SHARE = 0.1  # weight of a pair beside an item in the networks' loss
-LOG_VALUE_LIMIT = 10.0
+MIN_RELATIVE_THETA = 0.1  # rows are weighted by 1/θ, with θ at least this share of the largest θ
+TRUST_PRIOR = (0.95, 0.05)  # ε⁺ and ε⁻ of two positions that no request has together
+PAIR_SHARE = 0.1  # weight of a pair relative to an item in the loss of the networks
+LOG_VALUE_LIMIT = 10.0  # largest |log μ|
 
 
 class BiasModel(PositionModel):
-    """Item by item  P(c>0) = θ_k β(x) + ζ_k (1 - β(x)),  E[c | c>0] = ρ_k μ(x);  for pairs P(c_i>c_j) of Eq. 13.
+    """The model  P(c>0) = θ_k β(x) + ζ_k (1 - β(x)),  E[c | c>0] = ρ_k μ(x)  of items, and Eq. 13 of pairs.
 
-    `scaled_values` lets the value of a click depend on position by ρ. `pairs` learns ε⁺, ε⁻ and g, with
-    γ_ij = sigmoid(g_i - g_j). The networks β, μ and g share all but their last layer.
+    `scaled_values` lets the value of a click depend on position, by ρ. `pairs` learns ε⁺, ε⁻ and g of
+    `equations.pair_probability`, with γ_ij = sigmoid(g_i - g_j). The networks β, μ and g share all but the last layer.
     """
 
     rho: Tensor
@@ -76,7 +77,7 @@ class BiasModel(PositionModel):
         self.network = make_ranker(
             kind, encoder, outputs=3, **(NETWORK if kind == "mlp" else {})
         )  # logit of β, log of μ, g
-        check_positions(size := len(self.index))
+        check_positions(size := len(self.index), MAX_TRAINED_POSITIONS)
         buffers = {
             "rho": torch.ones(size),
             "theta_minus": self.theta.clone(),
@@ -96,27 +97,26 @@ class BiasModel(PositionModel):
         self._start_at(float((self.clicks - explained).sum()) / max(float(slope.sum()), 1e-9))
 
     def _start_at(self, beta: float) -> None:
-        """Begin with one β for all, so that what little a small log tells of x is not drowned by the first weights."""
+        """Start with this β for all items, so that random initial weights do not dominate a small log."""
         last = [module for module in self.network.modules() if isinstance(module, nn.Linear)][-1]
         with torch.no_grad():
             last.weight[:2] = 0
             last.bias[0] = torch.tensor(beta).clamp(0.001, 0.999).logit()
 
     def settings(self) -> dict[str, Any]:
-        """What its fit depends on, beside data and seed."""
-        own = {name: getattr(self, name) for name in ("scaled_values", "pairs", "sampled", "released")}
-        return {**super().settings(), **own}
+        names = ("scaled_values", "pairs", "sampled", "released")
+        return {**super().settings(), **{name: getattr(self, name) for name in names}}
 
     def labels(self, lists: Lists) -> Tensor:
         return self.inputs.labels_of(lists)
 
     def predictions(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The logit of β, the log of μ and g of each item."""
+        """Return the logit of β, the log of μ, and g of each item."""
         outputs = self.network(features).float()
         return outputs[..., 0], outputs[..., 1].clamp(-LOG_VALUE_LIMIT, LOG_VALUE_LIMIT), outputs[..., 2]
 
     def loss(self, lists: Lists) -> Tensor:
-        """Regression on the posteriors, the M-step of the networks; its gradient is that of the likelihood.
+        """Return the loss of regression on the posteriors (the networks' M-step); its gradient is the likelihood's.
 
         β by cross-entropy, μ by the gamma deviance of positive labels c/μ + log μ, g by cross-entropy over pairs.
         """
@@ -151,20 +151,20 @@ class BiasModel(PositionModel):
         return torch.where(lists.where, self.row_weights(place), 0.0)
 
     def row_weights(self, place: Tensor) -> Tensor:
-        """1/θ_k with a mean of one over the log: a row says as much of β where it is rarely examined as where it is.
+        """Return the row weights 1/θ_k, with mean 1 over the log: all positions have the same influence on β.
 
-        All rows weigh the same while θ is regressed: weights that follow it would draw it down.
+        All rows have weight 1 if θ is regressed: weights that depend on θ would pull it down.
         """
         if self.theta_from == "regression":
             return torch.ones_like(self.theta)[place]
-        weights = 1 / self.theta.clamp(min=LEAST_WEIGHED * self.theta.max())
+        weights = 1 / self.theta.clamp(min=MIN_RELATIVE_THETA * self.theta.max())
         shown = torch.where(self.shown.any(), self.shown, 1.0)
         return (weights * (shown.sum() / (shown * weights).sum()))[place]
 
     def _pairs(
         self, lists: Lists, labels: Tensor, place: Tensor, beta: Tensor, gap: Tensor
     ) -> tuple[PairModel, Tensor, Tensor]:
-        """The model of all pairs [..., i, j], whether c_i > c_j, and 1 for the pairs there are."""
+        """Return, for all pairs [..., i, j]: parameters, True where c_i > c_j, 1 for different items, else 0."""
         theta, where, place = map(batch_innermost, (self.theta[place], lists.where, place))
         i, j = place[..., :, None], place[..., None, :]
         pair = PairModel(
@@ -180,17 +180,17 @@ class BiasModel(PositionModel):
         return pair, preferred_pairs(labels, where=lists.where), counts
 
     def update(self, lists: Lists) -> None:
-        """Average the statistics of a batch into those before, and take what follows from them."""
+        """Average the statistics of a batch with those of earlier batches, and update θ⁻, ρ, θ, ε⁺ and ε⁻ from them."""
         if not (self.pairs or self.scaled_values or self.theta_from == "regression"):
-            return  # nothing is asked for that follows from them
+            return  # no parameter of this model depends on these statistics
         labels, place = self.labels(lists), self.index(lists.shown_positions)
         with self.without_dropout():
             logit, log_value, preference = self.predictions(lists.features)
         beta, positive, size = logit.sigmoid(), labels > 0, len(self.index)
         weights = lists.weights[:, None] * lists.where
-        seen = examined_zero_terms(positive, self.theta[place], beta)
+        examined = examined_zero_terms(positive, self.theta[place], beta)
         values = torch.where(positive, labels, 0.0), torch.where(positive, log_value.exp(), 0.0)
-        parts = [(sums_in_cells((*seen, *values), place, weights, size), weights)]
+        parts = [(sums_in_cells((*examined, *values), place, weights, size), weights)]
         if self.theta_from == "regression":
             parts.append((sums_in_cells(self.theta_terms(positive, place, beta), place, weights, size), weights))
         if self.pairs:
@@ -202,7 +202,7 @@ class BiasModel(PositionModel):
         self._average_in(means_of_all(*parts))
 
     def _average_in(self, means: list[Tensor]) -> None:
-        """Take the means of a batch, of all processes, into those before: of items, of θ and of pairs, as asked for."""
+        """Average the `means` of a batch with those before: of items, then of θ if regressed, then of pairs if used."""
         self.updates += 1
         self.item_sums.lerp_(means[0], self.updates.pow(-FORGET))
         examined, zeros, value, predicted = self.item_sums
@@ -217,49 +217,49 @@ class BiasModel(PositionModel):
             self.take_trust()
 
     def take_trust(self) -> None:
-        """ε⁺ and ε⁻ from their sums; ε⁻ is held where it would pass ε⁺."""
+        """Set ε⁺ and ε⁻ from the averaged sums `pair_sums`; ε⁻ is at most ε⁺."""
         right, all_right, wrong, all_wrong = self.pair_sums.view(4, *self.plus.shape)
         self.plus.copy_(updated(right, all_right, self.plus).clamp(0.01, 0.99))
         self.minus.copy_(torch.minimum(updated(wrong, all_wrong, self.minus).clamp(0.01, 0.99), self.plus))
 
     @torch.no_grad()
-    def held_out_figures(self, batches: list[Lists]) -> dict[str, float]:
-        """The mean log-likelihood of a list; that of clicks is kept beside what one β for all comes to."""
+    def held_out_metrics(self, batches: list[Lists]) -> dict[str, float]:
+        """Return mean log-likelihoods per list; `held_out` stores that of clicks, with β(x) and with one β for all."""
         parts = [self.log_likelihood(lists) for lists in batches]
         exposures = (self.theta[self.index(lists.shown_positions)][lists.where] for lists in batches)
-        count, clicked, exposure, *found = self._over_all(
+        count, clicked, exposure, *totals = self._over_all(
             [len(lists) for lists in batches],
             ((self.labels(lists) > 0)[lists.where].sum() for lists in batches),
             (exposure.sum() for exposure in exposures),
             *([part[name].sum() for part in parts] for name in parts[0]),
         )
-        figures = {name: total / count for name, total in zip(parts[0], found, strict=True)}
+        metrics = {name: total / count for name, total in zip(parts[0], totals, strict=True)}
         beta = torch.tensor(min(0.999, max(1e-6, clicked / max(exposure, 1e-9))), device=self.theta.device)
         (constant,) = self._over_all(self._click_likelihood(lists, beta).sum() for lists in batches)
-        self.held_out.copy_(torch.tensor([figures["clicks"], constant / count]))
-        return {"likelihood": sum(figures.values()), **figures}
+        self.held_out.copy_(torch.tensor([metrics["clicks"], constant / count]))
+        return {"likelihood": sum(metrics.values()), **metrics}
 
     def _over_all(self, *quantities: Iterable[Tensor | int]) -> list[float]:
-        """The sum of each quantity over batches, and over processes."""
+        """Return the sum of each quantity over all batches of all processes."""
         sums = [float(sum(values)) for values in quantities]
         totals: list[float] = summed(torch.tensor(sums, device=self.theta.device)).tolist()
         return totals
 
     def _click_likelihood(self, lists: Lists, beta: Tensor) -> Tensor:
         place = self.index(lists.shown_positions)
-        found = item_log_likelihood(self.labels(lists) > 0, self.theta[place], beta, self.zeta[place])
-        return (self._row_weights(place, lists) * found).sum(-1)
+        likelihood = item_log_likelihood(self.labels(lists) > 0, self.theta[place], beta, self.zeta[place])
+        return (self._row_weights(place, lists) * likelihood).sum(-1)
 
     @torch.no_grad()
     def log_likelihood(self, lists: Lists) -> dict[str, Tensor]:
-        """Per list: of clicks, of the values of what was clicked (gamma deviance), and of the order of pairs."""
+        """Return the log-likelihood per list of clicks, of values of clicked items (gamma deviance), and of pairs."""
         labels, place = self.labels(lists), self.index(lists.shown_positions)
         logit, log_value, preference = self.predictions(lists.features)
         beta, positive = logit.sigmoid(), labels > 0
         values = -torch.where(positive, labels / self.rho[place] * torch.exp(-log_value) + log_value, 0.0)
         weights = self._row_weights(place, lists)
-        found = {"clicks": self._click_likelihood(lists, beta), "values": (weights * values).sum(-1)}
+        likelihoods = {"clicks": self._click_likelihood(lists, beta), "values": (weights * values).sum(-1)}
         if self.pairs:
             pair, preferred, counts = self._pairs(lists, labels, place, beta, gaps(preference))
-            found["pairs"] = PAIR_SHARE * (counts * pair_log_likelihood(preferred, pair)).sum((-2, -1))
-        return found
+            likelihoods["pairs"] = PAIR_SHARE * (counts * pair_log_likelihood(preferred, pair)).sum((-2, -1))
+        return likelihoods

@@ -1,15 +1,15 @@
-"""A bias model whose β, μ and g are trees: between rounds, the E- and M-step run on the trees there are.
+"""Fit a bias model whose β (relevance), μ (value of a click) and g (preference) are boosted trees, by EM.
 
-The regression EM of Wang et al. (2018) in its first form, with boosted trees, for values and pairs as well as clicks.
-Each round sees the whole log: posteriors by row and by pair, one tree more for each of β, μ and g toward them, and
-what depends on position from their sums.
+It is the regression EM of Wang et al. (2018) in its original form, with boosted trees, for values and pairs as well as
+clicks. Each round computes the posteriors of all rows and pairs of the log, adds a tree towards them to each of β, μ
+and g, and updates the parameters by position from the sums of posteriors.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ultr.bias import examined_zero_terms, quotient, relevance_posterior, scoring_terms, updated
+from ultr.bias.equations import examined_zero_terms, quotient, relevance_posterior, scoring_terms, updated
+from ultr.bias.estimators import SMALLEST
 from ultr.errors import DataError
-from ultr.examination import LEAST
-from ultr.formats import load_json
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.bias_model import BiasModel
-from ultr.rankers.boosters import (
-    Booster,
-    LightGBM,
-    TreeRows,
-    lightgbm_data,
-    lightgbm_parameters,
-    refusal_of_lightgbm,
-)
-from ultr.rankers.trees import kernels, use_threads
-from ultr.seals import checksum, sealed
+from ultr.rankers.boosters import Booster, LightGBM, TreeRows, lightgbm_data, lightgbm_error, lightgbm_parameters
+from ultr.rankers.tree_objective import kernels, use_threads
+from ultr.utils.jsonfiles import add_checksum, file_checksum, load_json
+from ultr.utils.stopping import EarlyStopping
 
 TREES = {"num_leaves": 31, "min_data_in_leaf": 100, "lambda_l2": 1.0}
-RATE, EVERY, PATIENCE = 0.1, 5, 4  # of a round; rounds between looks at held-out requests; looks without gain
+RATE, EVERY, PATIENCE = 0.1, 5, 4  # learning rate; rounds between evaluations; evaluations without gain before the end
 SMALLEST_CURVATURE = 1e-6
 CONSTANTS = "constants.json"
-FIGURES = {  # by which β, μ and g are judged, and what is known of positions along with each
+METRICS = {  # the held-out metrics that stop β, μ and g, and the buffers of the model that belong to each
     "clicks": ("theta", "theta_minus", "moved"),
     "values": ("rho",),
     "pairs": ("plus", "minus", "pair_sums"),
@@ -47,7 +40,7 @@ FIGURES = {  # by which β, μ and g are judged, and what is known of positions 
 
 
 class BoostedOutputs(nn.Module):
-    """The logit of β, the log of μ and g of rows, each a constant and, if it has any, trees."""
+    """A module from features to the logit of β, the log of μ, and g; each is a constant plus trees, if it has any."""
 
     def __init__(self, constants: list[float], boosters: list[Booster | None]) -> None:
         super().__init__()
@@ -63,11 +56,11 @@ class BoostedOutputs(nn.Module):
         return outputs.view(*features.shape[:-1], len(columns))
 
     def save(self, folder: Path) -> None:
-        for name, booster in zip(FIGURES, self.boosters, strict=True):
+        for name, booster in zip(METRICS, self.boosters, strict=True):
             if booster is not None:
                 booster.save(folder / f"{name}.txt", rounds=booster.rounds)
-        sums = {path.name: checksum(path) for path in sorted(folder.glob("*.txt"))}
-        (folder / CONSTANTS).write_text(json.dumps(sealed({"constants": self.constants, "sums": sums})))
+        sums = {path.name: file_checksum(path) for path in sorted(folder.glob("*.txt"))}
+        (folder / CONSTANTS).write_text(json.dumps(add_checksum({"constants": self.constants, "sums": sums})))
 
     @staticmethod
     def is_at(folder: Path) -> bool:
@@ -76,38 +69,34 @@ class BoostedOutputs(nn.Module):
     @staticmethod
     def load(folder: Path, categorical: tuple[int, ...]) -> BoostedOutputs:
         content = load_json(folder / CONSTANTS, finite=True)
-        kept, sums = (content["constants"], content["sums"]) if isinstance(content, dict) else (content, {})
+        values, sums = (content["constants"], content["sums"]) if isinstance(content, dict) else (content, {})
         for name, expected in sums.items():
-            if not (folder / name).is_file() or checksum(folder / name) != expected:
-                mend = "restore it from a copy, or train again"
-                raise DataError("the trees are not those that were written", where=folder / name, mend=mend)
-        constants = [float(value) for value in kept]
-        files = [folder / f"{name}.txt" for name in FIGURES]
+            if not (folder / name).is_file() or file_checksum(folder / name) != expected:
+                hint = "restore it from a copy, or train again"
+                raise DataError("the file of trees is missing or was changed", where=folder / name, hint=hint)
+        constants = [float(value) for value in values]
+        files = [folder / f"{name}.txt" for name in METRICS]
         return BoostedOutputs(constants, [LightGBM.load(f, categorical) if f.is_file() else None for f in files])
 
 
 @dataclass
 class Ensemble:
-    """The trees of one output: what they predict for the rows learned from, and where held-out requests liked them
-    best.
-    """
+    """The trees of β, μ or g, their predictions for the training rows, and the best round on held-out requests."""
 
     trees: Any
     constant: float
     scores: Tensor
     categorical: tuple[int, ...]
-    best: float = -np.inf
-    best_rounds: int = 0
-    waited: int = 0
+    stopping: EarlyStopping = field(default_factory=EarlyStopping)
 
     @property
     def growing(self) -> bool:
-        return self.waited < PATIENCE
+        return not self.stopping.is_over(PATIENCE)
 
     def grow(self, derivatives: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
-        """A tree more, toward what the scores so far are told, unless held-out requests have had enough."""
+        """Add a tree that follows the derivatives at the current scores, unless the held-out metric stopped rising."""
 
-        def told(scores: np.ndarray, _data: object) -> tuple[np.ndarray, np.ndarray]:
+        def objective(scores: np.ndarray, _data: object) -> tuple[np.ndarray, np.ndarray]:
             self.scores = torch.from_numpy(scores + self.constant)
             gradient, curvature = derivatives(self.scores)
             return gradient.numpy().astype(np.float32), curvature.clamp(min=SMALLEST_CURVATURE).numpy().astype("f4")
@@ -116,18 +105,16 @@ class Ensemble:
 
         try:
             if self.growing:
-                self.trees.update(fobj=told)
+                self.trees.update(fobj=objective)
         except lightgbm.basic.LightGBMError as error:
-            raise refusal_of_lightgbm(error) from error
+            raise lightgbm_error(error) from error
 
-    def look(self, figure: float, features: np.ndarray) -> bool:
-        """Whether held-out requests gained; where they have not for long, it goes back to where they had."""
-        if figure > self.best:
-            self.best, self.best_rounds, self.waited = figure, self.trees.current_iteration(), 0
+    def evaluate(self, metric: float, features: np.ndarray) -> bool:
+        """Return True if the held-out metric improved; if growth stops, set `scores` to those of the best round."""
+        if self.stopping.update(metric, self.trees.current_iteration()):
             return True
-        self.waited += 1
-        if not self.growing:  # what it believes from now on
-            best = LightGBM(self.trees, self.best_rounds, self.categorical).predict(features)
+        if not self.growing:
+            best = LightGBM(self.trees, self.stopping.best_step, self.categorical).predict(features)
             self.scores = torch.from_numpy(best + self.constant)
         return False
 
@@ -137,18 +124,17 @@ def fit_boosted(
     log: Log,
     labels: np.ndarray,
     *,
-    judged: list[Lists],
+    held_out: list[Lists],
     categorical: tuple[int, ...],
     rounds: int,
     seed: int,
     on_progress: Callable[[int, dict[str, float]], None] = lambda *_: None,
 ) -> None:
-    """Give a bias model, whose θ is known or estimated already unless it is regressed, trees that are learned from a
-    log until the requests `judged` are explained no better.
+    """Fit trees for a bias model to a log, until the likelihood of the `held_out` requests stops improving.
+
+    θ of the model must be known or estimated already, unless it is regressed.
     """
-    if log.positions is None:
-        raise DataError("examination is by position, and the log has none", mend="name it with --position")
-    place = model.index(torch.from_numpy(log.positions))
+    place = model.index(torch.from_numpy(log.shown_positions("a bias model")))
     label = torch.from_numpy(labels).double()
     em = _EM(model, log, place, label)
     rows = TreeRows(log.features, log.lengths, log.feature_names, categorical)
@@ -160,36 +146,36 @@ def fit_boosted(
         Ensemble(lightgbm.Booster(parameters, data), start, torch.full_like(label, start), categorical)
         for start in starts[: 2 + model.pairs]
     ]
-    kept: dict[str, Tensor] = {}
+    best: dict[str, Tensor] = {}
     for number in range(1, rounds + 1):
         em.step(outputs)
         if number % EVERY and number < rounds:
             continue
         model.network = _outputs(outputs, starts, categorical, best=False)
-        figures = model.held_out_figures(judged)
-        for output, (name, along) in zip(outputs, FIGURES.items(), strict=False):
-            if output.growing and output.look(figures[name], log.features):
-                kept |= {buffer: getattr(model, buffer).clone() for buffer in along}
-        on_progress(number, figures)
+        metrics = model.held_out_metrics(held_out)
+        for output, (name, buffers) in zip(outputs, METRICS.items(), strict=False):
+            if output.growing and output.evaluate(metrics[name], log.features):
+                best |= {buffer: getattr(model, buffer).clone() for buffer in buffers}
+        on_progress(number, metrics)
         if not any(output.growing for output in outputs):
             break
-    for buffer, values in kept.items():
+    for buffer, values in best.items():
         getattr(model, buffer).copy_(values)
     model.network = _outputs(outputs, starts, categorical, best=True)
-    model.held_out_figures(judged)
+    model.held_out_metrics(held_out)
 
 
 def _outputs(outputs: list[Ensemble], starts: list[float], categorical: tuple[int, ...], *, best: bool) -> nn.Module:
-    """What the trees predict: with all their rounds, or with those that held-out requests liked best."""
+    """Return a module of the trees' predictions, with all rounds, or up to the best round on held-out requests."""
     boosters: list[Booster | None] = [None, None, None]
     for i, output in enumerate(outputs):
-        rounds = output.best_rounds if best or not output.growing else output.trees.current_iteration()
+        rounds = output.stopping.best_step if best or not output.growing else output.trees.current_iteration()
         boosters[i] = LightGBM(output.trees, rounds, categorical) if rounds else None
     return BoostedOutputs(starts, boosters)
 
 
 class _EM:
-    """The E- and M-step over a whole log."""
+    """The E- and M-step of a bias model over a whole log."""
 
     def __init__(self, model: BiasModel, log: Log, place: Tensor, label: Tensor) -> None:
         self.model, self.place, self.label, self.positive = model, place, label, label > 0
@@ -198,7 +184,7 @@ class _EM:
         self.rows = torch.from_numpy(np.repeat(self.requests, log.lengths))
 
     def starts(self) -> list[float]:
-        """One β and one μ for all rows, by which clicks and values are what they are on average."""
+        """Return the constants of the outputs: one β and one μ for all rows, which match the mean clicks and values."""
         model, rows = self.model, self.rows
         theta, zeta = model.theta[self.place].double(), model.zeta[self.place].double()
         clicks = self.positive.double()
@@ -207,15 +193,13 @@ class _EM:
         return [float(torch.tensor(beta).clamp(0.001, 0.999).logit()), float(value.clamp(min=1e-4).log()), 0.0]
 
     def step(self, outputs: list[Ensemble]) -> None:
-        """A tree more for each output, toward posteriors by what is believed now, and from them what depends on
-        position.
-        """
+        """Add a tree towards the current posteriors to each output, then update the parameters by position."""
         model, (click, value) = self.model, outputs[:2]
         theta, zeta, rho = (values[self.place].double() for values in (model.theta, model.zeta, model.rho))
         weights = self.rows * model.row_weights(self.place)
 
         def toward_relevance(logit: Tensor) -> tuple[Tensor, Tensor]:
-            # The curvature is that of the likelihood itself (Fisher's): EM's own, β (1-β), makes steps too short.
+            # The curvature is that of the likelihood (Fisher's). That of EM, β (1-β), would make steps too short.
             beta = logit.sigmoid()
             target, clicked = relevance_posterior(self.positive, theta, beta, zeta), theta * beta + zeta * (1 - beta)
             slope = (theta - zeta) * beta * (1 - beta)
@@ -229,13 +213,13 @@ class _EM:
         value.grow(toward_value)
         beta = click.scores.sigmoid()
         terms = examined_zero_terms(self.positive, theta, beta)
-        seen, zeros = (self._by_place(self.rows * term) for term in terms)
-        model.theta_minus.copy_(updated(seen, zeros, model.theta_minus))
+        examined, zeros = (self._by_place(self.rows * term) for term in terms)
+        model.theta_minus.copy_(updated(examined, zeros, model.theta_minus))
         if model.scaled_values:
             clicks = self.rows * self.positive
             sums = self._by_place(clicks * self.label), self._by_place(clicks * value.scores.exp())
-            found = updated(*sums, model.rho).clamp(0.01, 100)
-            model.rho.copy_(found / found[model.theta.argmax()])
+            new_rho = updated(*sums, model.rho).clamp(0.01, 100)
+            model.rho.copy_(new_rho / new_rho[model.theta.argmax()])
         if model.pairs:
             outputs[2].grow(lambda preference: self._toward_preference(preference, theta, beta))
         if model.theta_from == "regression":
@@ -246,18 +230,18 @@ class _EM:
         return torch.zeros(size, dtype=values.dtype).index_add_(0, self.place, values).to(self.model.theta.dtype)
 
     def _regress(self, beta: Tensor, theta: Tensor) -> None:
-        """θ by Fisher's scoring on all rows, its largest value held at its scale, if that is not estimated."""
+        """Update θ by Fisher's scoring on all rows; its largest value stays at `scale`, unless that is estimated."""
         model = self.model
         scored, expected = (self._by_place(self.rows * term) for term in scoring_terms(self.positive, theta, beta))
-        found, shown = updated(scored, expected, model.theta), expected > 0
+        new_theta, shown = updated(scored, expected, model.theta), expected > 0
         if model.scale is not None:
-            found = found / found[shown].max() * model.scale
-        found = torch.where(shown, found.clamp(LEAST, 1), model.theta)
-        model.moved.copy_((found / model.theta - 1).abs().max())
-        model.theta.copy_(found)
+            new_theta = new_theta / new_theta[shown].max() * model.scale
+        new_theta = torch.where(shown, new_theta.clamp(SMALLEST, 1), model.theta)
+        model.moved.copy_((new_theta / model.theta - 1).abs().max())
+        model.theta.copy_(new_theta)
 
     def _toward_preference(self, preference: Tensor, theta: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-        """The E-step of pairs; ε⁺ and ε⁻ follow from it at once."""
+        """Compute the E-step of pairs, update ε⁺ and ε⁻ from it, and return the derivatives of g."""
         model = self.model
         compiled = kernels()
         use_threads()

@@ -1,4 +1,4 @@
-"""What a bias model has come to, as a report, and what is wrong with it, by name."""
+"""Report a trained bias model: its parameters, statistics of them over some lists, and warnings of problems."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultr.bias import examined_though_zero, pair_trust, quotient, sums_by_cell
+from ultr.bias.equations import examined_though_zero, pair_trust, quotient, sums_by_cell
+from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
-from ultr.losses import gaps, preferred_pairs
 from ultr.methods.bias_model import BiasModel
+from ultr.methods.losses import gaps, preferred_pairs
 from ultr.methods.position_model import numbers
-from ultr.metrics import batch_innermost
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 KINDS = ("both above zero", "one above zero")
 
 
 class Tally:
-    """What some lists show of a bias model."""
+    """Sums over lists, from which the report of a bias model is computed."""
 
     def __init__(self, model: BiasModel) -> None:
         size, device = len(model.index), model.theta.device
         self.model = model
         self.betas: list[Tensor] = []
         self.ts: list[Tensor] = []
-        self.zeros = torch.zeros(2, size, device=device)  # examined, and all, by position
-        self.trust = torch.zeros(2, size * size, device=device)  # Σ m, and pairs, by pair of positions
+        self.zeros = torch.zeros(2, size, device=device)  # items with label 0 by position: Σ t, number
+        self.trust = torch.zeros(2, size * size, device=device)  # by pair of positions: Σ m, number of item pairs
         self.kinds = [[0, 0.0, 0.0, 0, 0.0] for _ in KINDS]  # pairs, Σ w, Σ w², clipped, largest
 
     def add(self, lists: Lists, weights: Tensor, clip: float) -> None:
@@ -55,10 +55,10 @@ class Tally:
 
 def _add_weights(row: list[float], weights: Tensor, clip: float) -> None:
     if len(weights):
-        kept = weights.clamp(max=clip)
+        clipped = weights.clamp(max=clip)
         row[0] += len(weights)
-        row[1] += float(kept.sum())
-        row[2] += float(kept.square().sum())
+        row[1] += float(clipped.sum())
+        row[2] += float(clipped.square().sum())
         row[3] += int((weights > clip).sum())
         row[4] = max(row[4], float(weights.max()))
 
@@ -67,7 +67,10 @@ def _add_weights(row: list[float], weights: Tensor, clip: float) -> None:
 def diagnosis(
     model: BiasModel, batches: Iterable[Lists], *, weights: Callable[[Lists, Tensor], Tensor], clip: float
 ) -> dict[str, Any]:
-    """θ and all that is estimated, how it shows in some lists, and warnings."""
+    """Return θ and the other parameters of a bias model, statistics of them over some lists, and warnings.
+
+    `weights` returns the pair weights of lists, given their labels; `clip` is the largest weight that training uses.
+    """
     model.eval()
     tally, size = Tally(model), len(model.index)
     for lists in batches:
@@ -86,7 +89,7 @@ def diagnosis(
         report |= {
             "eps_plus": _matrix(model.plus),
             "eps_minus": _matrix(model.minus),
-            "m": _matrix(quotient(*tally.trust).view(size, size)),  # 0 where no such pair was seen
+            "m": _matrix(quotient(*tally.trust).view(size, size)),  # 0 for positions without such pairs
         }
     report["warnings"] = [{"name": name, "what": what} for name, what in _warnings(model, report)]
     return report
@@ -94,21 +97,24 @@ def diagnosis(
 
 def _warnings(model: BiasModel, report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if report["beta"]["0.05"] > 0.9 or report["t"]["0.95"] < 0.02:
-        yield "collapse", "relevance is near 1 everywhere, or zeros count as never examined: theta may be too low"
+        what = "almost all items count as relevant, or almost no unclicked items as examined"
+        yield "collapse", f"{what}: theta may be too low"
     yield from model.warnings()
     with_x, without = model.held_out.tolist()
     if with_x < without:
-        yield "divergence", "features explain held-out clicks worse than no features do"
+        yield "divergence", "the model explains held-out clicks worse with features than without"
     for name, kind in report["pairs"].items():
         if kind["clipped"] > 0.01:
-            yield "weights clipped", f"{kind['clipped']:.1%} of the pairs with {name} weigh more than is allowed"
+            yield "weights clipped", f"{kind['clipped']:.1%} of the pairs (labels: {name}) weigh more than max_weight"
         if kind["pairs"] > 100 and kind["effective_share"] < 0.05:
-            yield "weights uneven", f"pairs with {name} count as {kind['effective_share']:.1%} of their number"
+            few = f"a few pairs (labels: {name}) dominate"
+            yield "weights uneven", f"{few}: the effective number of pairs is {kind['effective_share']:.1%} of all"
     if model.pairs:
         right, all_right, wrong, all_wrong = model.pair_sums
         reversed_ = (quotient(wrong, all_wrong) > quotient(right, all_right)) & (all_right > 0) & (all_wrong > 0)
         if bool(reversed_.any()):
-            yield "trust reversed", f"eps- would pass eps+ for {int(reversed_.sum())} pairs of positions and is held"
+            pairs = f"{int(reversed_.sum())} pairs of positions"
+            yield "trust reversed", f"eps- would exceed eps+ for {pairs}; it is set to eps+ there"
 
 
 def _kind(row: list[float]) -> dict[str, float]:
@@ -125,8 +131,8 @@ def _quantiles(parts: list[Tensor]) -> dict[str, float]:
     values = torch.cat(parts)[: 1 << 20] if parts else torch.zeros(0)
     if not len(values):
         return {str(q): 0.0 for q in QUANTILES}
-    found = values.float().cpu().quantile(torch.tensor(QUANTILES))
-    return {str(q): round(v, 4) for q, v in zip(QUANTILES, found.tolist(), strict=True)}
+    quantiles = values.float().cpu().quantile(torch.tensor(QUANTILES))
+    return {str(q): round(v, 4) for q, v in zip(QUANTILES, quantiles.tolist(), strict=True)}
 
 
 def _matrix(values: Tensor) -> list[list[float]]:

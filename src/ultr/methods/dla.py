@@ -1,4 +1,4 @@
-"""The dual learning algorithm (Ai et al. 2018): ranker and propensities, each learned with the other's inverse."""
+"""The dual learning algorithm (Ai et al. 2018): ranker and propensities, each weighted by the inverse of the other."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ultr.lists import Lists
-from ultr.losses import softmax_loss
 from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, PositionTable, at_least
+from ultr.methods.losses import softmax_loss
 from ultr.methods.position_model import MAX_WEIGHT, numbers
 
 
@@ -19,8 +19,9 @@ class DLA(ClickMethod):
 
         Σ over clicks of  exp(g_1 - g_k) · -log softmax(s)_i   +   exp(s_1 - s_i) · -log softmax(g)_k
 
-    Softmax gives P(o_1)/P(o_k) = exp(g_1 - g_k), and P(r_1)/P(r_i) = exp(s_1 - s_i), where 1 stands for the first
-    position, and for the item that stands highest in its list. Weights carry no gradient and are at most `max_weight`.
+    Softmax gives P(o_1)/P(o_k) = exp(g_1 - g_k) of examination o, and P(r_1)/P(r_i) = exp(s_1 - s_i) of relevance r,
+    where 1 is the first position (for g) or the first item of the list (for s). These weights have no gradient and are
+    at most `max_weight`.
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {"max_weight": at_least("max_weight", 1)}
@@ -48,7 +49,7 @@ class DLA(ClickMethod):
         return {
             "positions": self.index.ids.tolist(),
             "theta": numbers((logits - logits[0]).exp()),
-            "theta_from": "dual learning, along with the ranker",
-            "theta_scale": "1 at the first position: it learns ratios",
+            "theta_from": "dual learning, together with the ranker",
+            "theta_scale": "1 at the first position: only ratios are learned",
             "warnings": [],
         }

@@ -1,17 +1,17 @@
-"""LambdaRank (Burges 2006): pairs weighed by what swapping them would change in NDCG. No correction of bias."""
+"""LambdaRank (Burges 2006): pairs weighted by the change of NDCG if both items are swapped, without bias correction."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from ultr.evaluation.metrics import Gain
 from ultr.lists import Lists
-from ultr.losses import lambdarank_weights, pairwise_loss
 from ultr.methods.base import Method
-from ultr.metrics import Gain
+from ultr.methods.losses import lambdarank_weights, pairwise_loss
 
 
 class LambdaRank(Method):
-    """Pairwise logistic loss times |ΔNDCG|; gain is linear in the label, and 2^y - 1 for true grades."""
+    """Pairwise logistic loss times |ΔNDCG|; the gain is linear in the label, and 2^y - 1 for true labels."""
 
     def loss(self, lists: Lists) -> Tensor:
         scores, labels = self.score(lists.features), self.labels(lists)

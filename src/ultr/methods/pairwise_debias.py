@@ -1,4 +1,4 @@
-"""Pairwise debiasing (Hu et al. 2019, Unbiased LambdaMART): bias of clicks and of no clicks from the pair losses."""
+"""Pairwise debiasing (Hu et al. 2019, Unbiased LambdaMART): losses of pairs give the bias of clicks and non-clicks."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from ultr.bias import quotient
+from ultr.bias.equations import quotient
+from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
-from ultr.losses import gaps, lambdarank_weights, pairwise_loss
 from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, at_least
+from ultr.methods.losses import gaps, lambdarank_weights, pairwise_loss
 from ultr.methods.position_model import average_in, numbers
-from ultr.metrics import batch_innermost
 
-LEAST, MOST = 0.01, 100.0
+LEAST, MOST = 0.01, 100.0  # bounds of t⁺ and t⁻
 
 
 class PairwiseDebias(ClickMethod):
-    """Pairs of a click i and no click j, weighed by 1/(t⁺_i t⁻_j), with L_ij = |ΔNDCG_ij| log(1 + exp(-(s_i - s_j))).
+    """Pairs of a click i and no click j, weighted by 1/(t⁺_i t⁻_j), with L_ij = |ΔNDCG_ij| log(1 + exp(-(s_i - s_j))).
 
         t⁺_k ∝ [Σ over i at k of  L_ij / t⁻_j] ^ 1/(p+1)         t⁻_k ∝ [Σ over j at k of  L_ij / t⁺_i] ^ 1/(p+1)
 
     each relative to the first position, p = `regularisation`. The sums are means per impression, averaged over batches;
-    ratios are taken of these averages. A position without pairs keeps what it had, and where the first has none,
-    nothing changes.
+    t⁺ and t⁻ are ratios of these averages. A position without pairs keeps its values. If the first position has no
+    pairs, all positions keep their values.
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {"regularisation": at_least("regularisation", 0)}
@@ -45,7 +45,7 @@ class PairwiseDebias(ClickMethod):
         self.register_buffer("updates", torch.zeros(()))
 
     def _weights(self, lists: Lists, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """|ΔNDCG| of pairs with a click and none [..., i, j], and t⁺, t⁻ of each item [...]."""
+        """Return |ΔNDCG| of pairs of a click and no click [..., i, j], and t⁺, t⁻ of each item [...]."""
         place = self.index(lists.shown_positions)
         change = lambdarank_weights(scores, self.clicks(lists), where=lists.where)
         return change, batch_innermost(self.plus[place]), batch_innermost(self.minus[place])

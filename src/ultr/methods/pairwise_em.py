@@ -1,6 +1,6 @@
-"""Examination and trust bias of pairs, learned by EM.
+"""The method `pairwise-em`: EM learns a model of examination and trust, which weights the pairs of a ranking loss.
 
-After *Unbiased Learning to Rank with Biased Continuous Feedback* (CIKM 2022).
+It follows *Unbiased Learning to Rank with Biased Continuous Feedback* (CIKM 2022), "the paper".
 """
 
 from __future__ import annotations
@@ -12,40 +12,42 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ultr.bias import exact_weights, pair_examined, pair_trust, paper_weights, quotient, relevance_posterior
+from ultr.bias.equations import exact_weights, pair_examined, pair_trust, paper_weights, quotient, relevance_posterior
+from ultr.bias.estimators import SCALE
+from ultr.datasets.users import User
 from ultr.errors import OptionError
+from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.losses import gaps, lambdarank_weights, pairwise_loss, preferred_pairs
 from ultr.methods.base import Method, MethodInputs, at_least, one_of
 from ultr.methods.bias_model import BiasModel
 from ultr.methods.diagnosis import diagnosis
-from ultr.methods.position_model import SCALE, scale_option
-from ultr.metrics import batch_innermost
-from ultr.simulate import User
+from ultr.methods.losses import gaps, lambdarank_weights, pairwise_loss, preferred_pairs
+from ultr.methods.position_model import scale_option
 
-LEAST_THETA = 0.01  # in a weight
-MAX_WEIGHT = 10.0  # of a pair
+LEAST_THETA = 0.01  # weights of pairs divide by θ, or by this if θ is smaller
+MAX_WEIGHT = 10.0  # default of the largest weight of a pair
 
 
 class PairwiseEM(Method):
-    """Pairs of the feedback, weighed so that their loss is what it would be without bias. In three stages:
+    """Pairs of items, weighted so that the expected loss is the loss without bias. Training has three stages:
 
-    1. θ from the log (`theta`: strata of the logging score, or items that recur; or `regression`, in stage 2).
-    2. The bias model: β and μ by features, θ⁻, ε⁺, ε⁻ by position, until held-out requests are explained no better.
-    3. The ranker f, with the bias model held:
+    1. Examination θ from the log (`theta`: by `strata` of similar items, or by `items`; or by `regression` in stage 2).
+    2. The bias model: β and μ by features, θ⁻, ε⁺, ε⁻ by position, until the held-out likelihood stops improving.
+    3. The ranker f, with the bias model fixed, by a `loss` that is a sum over pairs of L_ij = log(1 + exp(f_j - f_i)):
 
         posterior    Σ (r̂_i - r̂_j)⁺ L_ij                       r̂ = E[r | c, x, k]
         opt          ... times |D_i - D_j|, D of DCG            so that it is |ΔDCG_ij| of r̂ in f's order
         ipw          Σ over c_i>c_j of  w_ij L_ij               w = [1 or P(e_j=1)] / (θ_i θ_j)
-        bayes-ipw    ... times m_ij                             the share of pairs seen so that are so
+        bayes-ipw    ... times m_ij                             the share of such pairs with r_i > r_j
 
-    `weights` of opt are `posterior`, as above; or, as in the paper, those of bayes-ipw times |ΔDCG_ij| of the biased
-    feedback. Of these, `paper` takes Eqs. 14-17 as printed, `exact` what makes the mean of the loss right;
-    `variant=released` follows the authors' code. `trust` is of `pairs` of positions (ε⁺, ε⁻: default where m_ij
-    weighs), of `clicks` (ζ_k of the irrelevant are clicked), of `values` (scaled by ρ_k) or `none`. `scale` is θ where
-    it is largest, which clicks cannot tell; `estimated` leaves it to the form of β in stage 2. True labels have no
-    bias: they are learned from as if all had been examined and can be trusted, in stage 3 alone.
+    - `weights` of opt are `posterior`, as above, or those of bayes-ipw times |ΔDCG_ij| of the biased feedback: `paper`
+      uses Eqs. 14-17 of the paper, `exact` makes the mean of the loss right. `variant=released` is its authors' code.
+    - `trust` is in `pairs` of positions (ε⁺, ε⁻: the default with m_ij), `clicks` (irrelevant items are clicked with
+      probability ζ_k), `values` (scaled by ρ_k) or `none`.
+    - `scale` is the largest θ, which clicks do not determine; `estimated` fits it together with β in stage 2.
+
+    True labels have no bias: only stage 3 is needed, with every item examined and every label trusted.
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
@@ -74,7 +76,9 @@ class PairwiseEM(Method):
     ) -> None:
         super().__init__(inputs)
         if scale == "estimated" and theta != "regression":
-            raise OptionError("a scale is estimated along with theta", mend="add theta=regression")
+            raise OptionError(
+                "scale=estimated needs theta=regression", got=f"theta={theta}", hint="add theta=regression"
+            )
         if variant == "released":
             loss, weights, trust = "opt", "paper", "pairs"
         by_value = loss in ("posterior", "opt")
@@ -82,11 +86,14 @@ class PairwiseEM(Method):
             weights, trust, variant = None, "none", "standard"
         weights = weights or ("posterior" if by_value else "exact")
         if (weights == "posterior" and not by_value) or (weights != "posterior" and loss == "posterior"):
-            raise OptionError(f"loss={loss} does not go with weights={weights}", mend="leave one of them out")
+            hint = f"remove weights={weights}, or use another loss"
+            raise OptionError(f"loss={loss} cannot be used with weights={weights}", hint=hint)
         if weights == "posterior" and trust == "pairs":
-            raise OptionError("trust in pairs is for weights that correct pairs", mend="add weights=exact")
+            hint = "set loss=bayes-ipw without weights, or loss=opt with weights=exact"
+            raise OptionError("trust=pairs cannot be used with weights=posterior", hint=hint)
         if weights == "posterior" and max_weight is not None and not inputs.truth:
-            raise OptionError("max_weight clips weights that correct pairs", mend="add weights=exact, or leave it out")
+            what = "max_weight cannot be used with weights=posterior"
+            raise OptionError(what, hint="remove max_weight, or use loss=ipw or loss=bayes-ipw")
         self.kind, self.weights, self.released = loss, weights, variant == "released"
         self.max_weight = MAX_WEIGHT if max_weight is None else max_weight
         self.trust = trust or ("pairs" if loss in ("opt", "bayes-ipw") and weights != "posterior" else "none")
@@ -101,16 +108,16 @@ class PairwiseEM(Method):
             released=self.released,
         ).eval()
 
-    def prepare(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
+    def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
         if not self.inputs.truth:
             self.bias_model.estimate(log, user=user, sessions=sessions, seed=seed)
 
-    def first(self) -> BiasModel | None:
+    def bias_learner(self) -> BiasModel | None:
         return None if self.inputs.truth else self.bias_model
 
     def train(self, mode: bool = True) -> PairwiseEM:
         super().train(mode)
-        self.bias_model.eval()  # it is held while the ranker learns
+        self.bias_model.eval()  # it is fixed while the ranker is trained
         return self
 
     def loss(self, lists: Lists) -> Tensor:
@@ -129,18 +136,22 @@ class PairwiseEM(Method):
         return pairwise_loss(scores, weights, where=lists.where, weights=lists.weights)
 
     def expected_value(self, lists: Lists, labels: Tensor) -> Tensor:
-        """r̂ = E[r | c, x, k]: P(r>0 | c) times c/ρ_k where there is feedback, else times μ(x)."""
+        """Return the expected relevance r̂ = E[r | c, x, k] of items with label c, features x and position k.
+
+        r̂ = P(r>0 | c) c/ρ_k if c > 0, else P(r>0 | c) μ(x). The label of a relevant item is μ(x) on average, and ρ_k
+        times as large at position k.
+        """
         logit, log_value, _ = self.bias_model.predictions(lists.features)
         return self.expected_value_of(labels, self.bias_model.index(lists.shown_positions), logit, log_value)
 
     def expected_value_of(self, labels: Tensor, place: Tensor, logit: Tensor, log_value: Tensor) -> Tensor:
-        """The same, where the places of positions and what the networks predict are at hand."""
+        """Return r̂ as `expected_value` does, from the index of each position and the predictions of the bias model."""
         model = self.bias_model
         relevant = relevance_posterior(labels > 0, model.theta[place], logit.sigmoid(), model.zeta[place])
         return relevant * torch.where(labels > 0, labels / model.rho[place], log_value.exp())
 
     def pair_weights(self, lists: Lists, labels: Tensor) -> Tensor:
-        """The weight of each pair with c_i > c_j, before it is clipped; 0 for other pairs."""
+        """Return the weights [..., i, j] of pairs with c_i > c_j, not clipped by `max_weight`; 0 for other pairs."""
         model = self.bias_model
         logit, _, preference = model.predictions(lists.features)
         place = model.index(lists.shown_positions)
@@ -166,7 +177,10 @@ class PairwiseEM(Method):
         return torch.where(preferred_pairs(labels, where=lists.where), weights, 0.0)
 
     def _metric_change(self, lists: Lists, labels: Tensor, scores: Tensor) -> Tensor:
-        """|ΔDCG| of swapping i and j in the ranker's order (released: in g's); not normalised by its random ideal."""
+        """Return |ΔDCG| of swapping i and j in the order of the ranker (`variant=released`: of g).
+
+        It is not divided by the ideal DCG, which is random because labels are.
+        """
         if self.released:
             scores = self.bias_model.predictions(lists.features)[2]
         return lambdarank_weights(scores, labels, where=lists.where, normalise=False)

@@ -1,4 +1,4 @@
-"""Position as an input of the network, fixed when it serves: the oldest trick against position bias."""
+"""Position as an input of the network, fixed at the first position in serving: the oldest bias correction."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from ultr.lists import Lists
-from ultr.losses import pointwise_loss
 from ultr.methods.base import Method, MethodInputs, PositionIndex, at_least_single
+from ultr.methods.losses import pointwise_loss
 from ultr.rankers import WithConstants
 
-DIMENSIONS = 8
+DIMENSIONS = 8  # of the embedding of a position
 
 
 class PositionFeature(Method):
-    """Least squares on the label with an embedding of the position beside the features; scores are those at the first.
+    """Least squares on the label, from features and an embedding of the position; scores are for the first position.
 
-    The network may use the position in any way, also together with the features, so that fixing it at serving does
-    not in general rank by relevance.
+    The network can combine position and features in any way, so fixing the position may not rank by relevance.
     """
 
     def __init__(self, inputs: MethodInputs) -> None:
@@ -27,8 +26,8 @@ class PositionFeature(Method):
         self.positions = nn.Embedding(len(self.index), DIMENSIONS)
 
     def score_at(self, features: Tensor, place: Tensor) -> Tensor:
-        beside = self.positions(place).expand(*features.shape[:-1], DIMENSIONS)
-        return at_least_single(self.ranker(torch.cat([features, beside], dim=-1)))
+        embedded = self.positions(place).expand(*features.shape[:-1], DIMENSIONS)
+        return at_least_single(self.ranker(torch.cat([features, embedded], dim=-1)))
 
     def score(self, features: Tensor) -> Tensor:
         return self.score_at(features, torch.zeros((), dtype=torch.int64, device=features.device))

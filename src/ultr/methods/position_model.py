@@ -1,4 +1,4 @@
-"""What is known of positions alone: how often they are examined, and how often clicked without relevance."""
+"""The model of positions: the probability θ that an item is examined, and ζ that an irrelevant item is clicked."""
 
 from __future__ import annotations
 
@@ -10,50 +10,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ultr.bias import quotient, scoring_terms, sums_by_cell, updated
-from ultr.errors import DataError, OptionError
-from ultr.examination import LEAST, Examination, estimate_examination
+from ultr.bias.equations import quotient, scoring_terms, sums_by_cell, updated
+from ultr.bias.estimators import SCALE, SMALLEST
+from ultr.bias.examination import Examination, estimate_examination
+from ultr.bias.propensities import theta_by_id
+from ultr.datasets.users import User
+from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.base import ClickMethod, Learner, MethodInputs, PositionIndex
-from ultr.processes import summed
-from ultr.simulate import User
+from ultr.utils.distributed import summed
 
-SCALE = 0.7  # of θ where it is largest, which clicks cannot tell
-WARM_UP = 20  # updates in which θ is the ratio of click rates, its starting value
-FORGET = 0.6  # the n-th batch weighs n^-0.6 among the statistics
-MAX_WEIGHT = 20.0  # of a click
-FEW_CLICKS = 100
-MOVING = 1e-3
-BATCH_MOVING = 1e-2  # of θ that follows batches, which differ
+WARM_UP = 20  # first updates, in which θ is the ratio of click rates, its starting value
+FORGET = 0.6  # the n-th batch has weight n^-0.6 in the averaged statistics
+MAX_WEIGHT = 20.0  # default of the largest weight of a click
+FEW_CLICKS = 100  # θ of a position with fewer clicks is uncertain
+MOVING = 1e-3  # θ has not settled if its last relative change is larger
+BATCH_MOVING = 1e-2  # the limit for θ that is updated by batches, which differ
 THETA_FROM = {
     "known": "known propensities",
-    "strata": "EM over strata of the logging score",
-    "items": "EM over items that recur",
-    "regression": "regression EM, along with the networks",
+    "strata": "EM over groups of rows with similar scores of the logging ranker",
+    "items": "EM over items that occur in several requests",
+    "regression": "regression EM, together with the networks",
 }
 
 
 def average_in(sums: Tensor, terms: Iterable[Tensor], place: Tensor, weights: Tensor, updates: Tensor) -> None:
-    """Average the sums by place of a batch's terms, `updates` batches having come with it, into those before."""
+    """Average the means of a batch's terms by position with `sums` of the batches before; `updates` counts batches."""
     (means,) = means_of_all((sums_in_cells(terms, place, weights, sums.shape[1]), weights))
     sums.lerp_(means, updates.pow(-FORGET))
 
 
 def sums_in_cells(terms: Iterable[Tensor], cells: Tensor, weights: Tensor, size: int) -> Tensor:
-    """The sums of each term by cell [terms, size], by weight."""
+    """Return the weighted sums [terms, size] of each term by the index of its cell, 0 to size - 1."""
     return torch.stack([sums_by_cell(term * weights, cells, size) for term in terms])
 
 
 def means_of_all(*parts: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Sums over a batch of what has the given weights, as means, over the batches of all processes; in one exchange."""
-    flat = [values for found, weights in parts for values in (found.view(-1), weights.sum().view(1))]
+    """Return the means of parts (sums, weights) of a batch over all processes, which exchange their sums once."""
+    flat = [values for sums, weights in parts for values in (sums.view(-1), weights.sum().view(1))]
     totals = iter(torch.split(summed(torch.cat(flat)), [len(values) for values in flat]))
-    return [next(totals).view_as(found) / next(totals).clamp(min=1e-9) for found, _ in parts]
+    return [next(totals).view_as(sums) / next(totals).clamp(min=1e-9) for sums, _ in parts]
 
 
 def scale_option(text: str) -> float | str:
-    """Reads the option `scale`: a number, or the word that leaves it to the data."""
+    """Parse the option `scale`: a number above 0 and at most 1, or `estimated`."""
     if text == "estimated":
         return text
     try:
@@ -61,15 +62,15 @@ def scale_option(text: str) -> float | str:
     except ValueError:
         value = math.nan
     if not 0 < value <= 1:
-        raise OptionError("'scale' should be above 0 and at most 1, or 'estimated'", got=f"'{text}'")
+        raise OptionError("'scale' must be above 0 and at most 1, or 'estimated'", got=f"'{text}'")
     return value
 
 
 class PositionModel(Learner):
-    """P(c>0) = θ_k β + ζ_k (1 - β): θ and ζ by position, for whatever β a method has.
+    """Examination θ and trust ζ by position in P(c>0) = θ_k β + ζ_k (1 - β), for any model of relevance β.
 
-    They are known, or estimated from the log before anything else (`theta_from` strata or items), or θ is regressed
-    along with β (`regression`), by Fisher's scoring with its largest value held at `scale`.
+    They are known, or estimated from the log before training (`theta_from` strata or items), or θ is regressed together
+    with β (`regression`), by Fisher's scoring with its largest value fixed at `scale`.
     """
 
     theta: Tensor
@@ -96,21 +97,17 @@ class PositionModel(Learner):
         size = len(self.index)
         start = torch.full((size,), 1.0 if inputs.truth else scale or 1.0)
         if inputs.propensities is not None:
-            lacking = [k for k in self.index.ids.tolist() if k not in inputs.propensities]
-            if lacking:
-                raise DataError(
-                    "a position has no propensity", got=lacking[0], mend="give one for every position shown"
-                )
-            start = torch.tensor([inputs.propensities[k] for k in self.index.ids.tolist()])
+            known = {str(position): theta for position, theta in inputs.propensities.items()}
+            start = torch.tensor(list(theta_by_id(known, tuple(self.index.ids.tolist())).values()))
         buffers = {
             "theta": start,
             "zeta": torch.zeros(size),
-            "sums": torch.zeros(4, size),  # shown, clicks, and the two terms of scoring, averaged over batches
+            "sums": torch.zeros(4, size),  # means over batches of the terms that update θ (`theta_terms`)
             "updates": torch.zeros(()),
-            "moved": torch.zeros(()),  # of θ, relatively, in its last iteration
-            "impressions": torch.zeros(size),  # that θ was estimated from, by position
-            "clicks": torch.zeros(size),
-            "shown": torch.zeros(size),  # impressions in the log, by position
+            "moved": torch.zeros(()),  # the largest relative change of θ in the last iteration
+            "impressions": torch.zeros(size),  # impressions that θ was estimated from, by position
+            "clicks": torch.zeros(size),  # clicks that θ was estimated from, by position
+            "shown": torch.zeros(size),  # impressions in the training log, by position
         }
         for name, value in buffers.items():
             self.register_buffer(name, value)
@@ -119,7 +116,7 @@ class PositionModel(Learner):
         return {name: getattr(self, name) for name in ("theta_from", "scale", "trust_in_clicks")}
 
     def estimate(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
-        """Take θ and ζ from the log, unless they are known or come with the networks."""
+        """Estimate θ and ζ from the log, unless they are known or are regressed together with the networks."""
         if log.positions is not None:
             rows = np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths)
             ids, place = np.unique(log.positions, return_inverse=True)
@@ -127,7 +124,7 @@ class PositionModel(Learner):
             self.shown[self.index(torch.from_numpy(ids).to(self.index.ids.device))] = shown.to(self.shown)
         if self.theta_from in ("regression", "known"):
             return
-        found = estimate_examination(
+        examination = estimate_examination(
             log,
             self.inputs.label,
             user=user,
@@ -135,12 +132,11 @@ class PositionModel(Learner):
             seed=seed,
             trust=self.trust_in_clicks,
             by_item=self.theta_from == "items",
-            categories=self.inputs.categories,
         )
-        self.take(found)
+        self.take(examination)
 
     def take(self, examination: Examination) -> None:
-        """Hold θ and ζ at what was estimated, with θ - ζ at its scale: β grows by as much as that shrinks."""
+        """Set θ and ζ to an estimate, with θ - ζ multiplied by `scale` (which divides β by `scale`)."""
         places = self.index(torch.tensor(examination.positions, device=self.index.ids.device))
         slope = (self.scale or 1.0) * (examination.theta - examination.zeta)
         for name, values in {
@@ -149,28 +145,28 @@ class PositionModel(Learner):
             "impressions": examination.impressions,
             "clicks": examination.clicks,
         }.items():
-            getattr(self, name)[places] = values.to(self.theta)
+            getattr(self, name)[places] = torch.from_numpy(values).to(self.theta)
         self.moved.fill_(examination.moved)
 
     def theta_terms(self, positive: Tensor, place: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-        """What a step of θ follows from: shown, clicked, and the two terms of scoring."""
+        """Return the terms, by item, that update θ: 1, clicked, and the two terms of Fisher's scoring."""
         return torch.ones_like(beta), positive.to(beta.dtype), *scoring_terms(positive, self.theta[place], beta)
 
     def regress(self, means: Tensor) -> None:
-        """A step of θ, given the means of its terms by place; the count of updates has been raised before."""
+        """Update θ from the means [terms, positions] of its terms; the caller has already increased `updates`."""
         self.sums.lerp_(means, self.updates.pow(-FORGET))
         shown, clicks, scored, expected = self.sums
         warm = self.updates <= WARM_UP
         theta = torch.where(warm, quotient(clicks, shown), updated(scored, expected, self.theta))
         largest = torch.where(shown > 0, theta, 0.0).max()
-        held = quotient(theta, largest) * (self.scale or 1.0)  # as clicks tell ratios alone
-        theta = (torch.where(warm, held, theta) if self.scale is None else held).clamp(LEAST, 1)
+        scaled = quotient(theta, largest) * (self.scale or 1.0)  # clicks determine only ratios
+        theta = (torch.where(warm, scaled, theta) if self.scale is None else scaled).clamp(SMALLEST, 1)
         theta = torch.where(shown > 0, theta, self.theta)
         self.moved.copy_((theta / self.theta - 1).abs().max())
         self.theta.copy_(theta)
 
     def report(self) -> dict[str, Any]:
-        """θ, where it comes from and what it rests on."""
+        """Return θ by position, its source, the impressions and clicks behind it, and warnings."""
         return {
             "positions": self.index.ids.tolist(),
             "theta": numbers(self.theta),
@@ -185,32 +181,30 @@ class PositionModel(Learner):
     def warnings(self) -> Iterable[tuple[str, str]]:
         few = [k for k, n in zip(self.index.ids.tolist(), self.clicks.tolist(), strict=True) if n < FEW_CLICKS]
         if few and bool((self.impressions > 0).any()):
-            yield (
-                "few clicks",
-                f"theta rests on fewer than {FEW_CLICKS} clicks at positions {', '.join(map(str, few[:10]))}",
-            )
+            positions = ", ".join(map(str, few[:10]))
+            yield "few clicks", f"theta is estimated from fewer than {FEW_CLICKS} clicks at positions {positions}"
         if float(self.moved) > (BATCH_MOVING if self.theta_from == "regression" else MOVING):
-            yield "theta not settled", f"it still moved by {float(self.moved):.1%} in its last iteration"
+            yield "theta not settled", f"theta still changed by {float(self.moved):.1%} in its last iteration"
 
     def _scale_text(self) -> str:
         if self.theta_from == "known":
-            return "as known"
+            return "as in the known propensities"
         if self.scale is None:
-            return "estimated by the form of beta, weakly"
-        return f"{self.scale:g} where it is largest, by convention: clicks tell ratios alone"
+            return "estimated from the shape of beta, with little certainty"
+        return f"{self.scale:g} at its largest, by convention: clicks determine only ratios"
 
 
-class WeighedClicks(ClickMethod):
-    """A method that corrects clicks by what is known of their positions before it learns anything else."""
+class WeightedClicks(ClickMethod):
+    """A method that corrects clicks by θ and ζ of a `PositionModel`, which are known or estimated before training."""
 
     def __init__(self, inputs: MethodInputs, positions: PositionModel, *, max_weight: float) -> None:
         super().__init__(inputs)
         self.positions, self.max_weight = positions, max_weight
 
-    def prepare(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
+    def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
         self.positions.estimate(log, user=user, sessions=sessions, seed=seed)
 
-    def first(self) -> PositionModel:
+    def bias_learner(self) -> PositionModel:
         return self.positions
 
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
@@ -218,5 +212,5 @@ class WeighedClicks(ClickMethod):
 
 
 def numbers(values: Tensor) -> list[float]:
-    """For a report."""
+    """Return the values as a flat list of numbers with 5 decimals, for a report."""
     return [round(value, 5) for value in values.flatten().tolist()]

@@ -8,19 +8,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ultr.bias import relevance_posterior
+from ultr.bias.equations import relevance_posterior
+from ultr.bias.estimators import SCALE
 from ultr.lists import Lists
-from ultr.losses import logistic_loss
 from ultr.methods.base import ClickMethod, MethodInputs, one_of
-from ultr.methods.position_model import SCALE, PositionModel, means_of_all, scale_option, sums_in_cells
+from ultr.methods.losses import logistic_loss
+from ultr.methods.position_model import PositionModel, means_of_all, scale_option, sums_in_cells
 
 
 class RegressionEM(ClickMethod):
     """P(click) = θ_k sigmoid(s(x)). The score s is regressed on the posterior of relevance; θ follows by EM.
 
-    The target is 1 for a click, else (1-θ_k)β / (1-θ_k β) with β = sigmoid(s): `targets=soft`, or a draw from it
-    (`sampled`), as in the paper. θ is estimated as in `pairwise-em` with `theta=regression`, its largest value held at
-    `scale`, as clicks do not tell it; or it is known.
+    The target is 1 for a click, else (1-θ_k)β / (1-θ_k β) with β = sigmoid(s): `targets=soft`, or a draw with this
+    probability (`sampled`), as in Wang et al. Examination θ is known, or is estimated together with s, with its largest
+    value at `scale` because clicks do not determine it.
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
@@ -31,8 +32,8 @@ class RegressionEM(ClickMethod):
     def __init__(self, inputs: MethodInputs, *, targets: str = "soft", scale: float | str = SCALE) -> None:
         super().__init__(inputs)
         self.sampled = targets == "sampled"
-        held = None if scale == "estimated" else float(scale)
-        self.positions = PositionModel(inputs, scale=held, theta_from="regression")
+        fixed = None if scale == "estimated" else float(scale)
+        self.positions = PositionModel(inputs, scale=fixed, theta_from="regression")
 
     @torch.no_grad()
     def update(self, lists: Lists) -> None:

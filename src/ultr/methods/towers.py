@@ -1,8 +1,8 @@
-"""Shallow towers: position explains a part of the feedback beside the ranker, and is left out when it serves.
+"""Shallow towers: a small model of position explains a part of the feedback, and is not used in serving.
 
 Zhao et al. (2019, "Recommending what video to watch next") add the tower to the prediction; PAL (Guo et al. 2019)
-multiplies by it. On the synthesised label, or on its actions, each predicted by an output of one network and put
-together by the label's own expression.
+multiplies by it. The ranker and its towers learn the label, or each action of the label: one network then has an output
+for each action, and the label's expression combines the predictions.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import elu, softplus
 
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.losses import logistic_loss, pointwise_loss, product_logistic_loss
 from ultr.methods.base import (
     FeedbackMethod,
     MethodInputs,
@@ -28,45 +28,45 @@ from ultr.methods.base import (
     at_least_single,
     one_of,
 )
+from ultr.methods.losses import logistic_loss, pointwise_loss, product_logistic_loss
 from ultr.methods.position_model import numbers
 from ultr.rankers import Dropout, FeatureEncoder, Synthesised
-from ultr.simulate import User, simulate_log
 
-DIMENSIONS, UNITS = 8, 16  # of a tower that takes in context
-SCALE_SESSIONS = 2000  # of users, in which the scale of an action is looked at
-ALL = ("all",)
+DIMENSIONS, UNITS = 8, 16  # size of the embedding and of the hidden layer in a tower with context
+SCALE_SESSIONS = 2000  # simulated sessions from which the scale of an action is estimated
+ALL = ("all",)  # towers=all: a tower for each action
 
 
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split("+"))
     if not all(names):
-        raise OptionError("names are joined by +", got=f"'{text}'", mend="for example click+dwell")
+        raise OptionError("names must be joined by +", got=f"'{text}'", hint="use for example click+dwell")
     return names
 
 
 def _share(text: str) -> float:
     value = at_least("position_dropout", 0)(text)
     if value >= 1:
-        raise OptionError("'position_dropout' should be below 1", got=f"'{text}'")
+        raise OptionError("'position_dropout' must be below 1", got=f"'{text}'")
     return value
 
 
 class Tower(nn.Module):
-    """A number for each position, and where there is context one more for both together, by a small network.
+    """A number for each position plus, if `context` names features, the output of a small network of both.
 
-    In training the position is hidden with probability `dropout`, as if unknown, so that the ranker does not leave all
-    to it. Starts at zero everywhere.
+    In training the position is hidden with probability `dropout`, so that the ranker does not rely on the tower for
+    everything. All outputs start at zero.
     """
 
     def __init__(self, inputs: MethodInputs, *, context: tuple[str, ...], dropout: float) -> None:
         super().__init__()
         for name in context:
             if name not in inputs.feature_names:
-                mend = nearest(name, inputs.feature_names)
-                raise OptionError(f"no feature '{name}' to enter the tower as context", mend=mend)
+                hint = nearest(name, inputs.feature_names)
+                raise OptionError(f"the context '{name}' is not a feature of the log", hint=hint)
         self.index = PositionIndex(inputs.positions)
         self.hide = Dropout(dropout)
-        size = len(self.index) + 1  # the last is for a position that is hidden
+        size = len(self.index) + 1  # the last entry is for a hidden position
         self.table = PositionTable(size)
         self.embedding: nn.Module | None = None
         if context:
@@ -82,26 +82,26 @@ class Tower(nn.Module):
         if self.hide.p:
             shown = self.hide(torch.ones(place.shape, device=place.device)) > 0
             place = torch.where(shown, place, len(self.index))
-        found: Tensor = self.table(place)
+        by_position: Tensor = self.table(place)
         if self.embedding is None:
-            return found
-        beside = self.hidden(torch.cat([self.embedding(place), self.context(lists.features)], dim=-1))
-        by_context: Tensor = self.output(elu(beside)).squeeze(-1)
-        return found + by_context
+            return by_position
+        hidden = self.hidden(torch.cat([self.embedding(place), self.context(lists.features)], dim=-1))
+        by_context: Tensor = self.output(elu(hidden)).squeeze(-1)
+        return by_position + by_context
 
     def by_position(self, batches: Iterable[Lists]) -> Tensor:
-        """Its value at each position, with context its mean over the rows there."""
+        """Return the tower's output [positions]; with context, its mean over the rows of `batches` at each position."""
         if self.embedding is None:
             return self.table.values[:-1]
         total = torch.zeros(2, len(self.index), device=self.table.weight.device)
         for lists in batches:
-            place, found = self.index(lists.shown_positions)[lists.where], self(lists)[lists.where]
-            total.index_add_(1, place, torch.stack([found, torch.ones_like(found)]))
+            place, output = self.index(lists.shown_positions)[lists.where], self(lists)[lists.where]
+            total.index_add_(1, place, torch.stack([output, torch.ones_like(output)]))
         return total[0] / total[1].clamp(min=1)
 
 
 class _Towers(FeedbackMethod):
-    """What the methods of this file share: whether towers multiply, and their options."""
+    """The base class of methods with towers, which multiply the prediction or add to it."""
 
     MULTIPLIES: ClassVar[bool]
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {"context": _names, "position_dropout": _share}
@@ -110,19 +110,19 @@ class _Towers(FeedbackMethod):
         lists, first = list(batches), next(iter(towers.values()))
         self.eval()
         with torch.no_grad():
-            found = {name: tower.by_position(lists) for name, tower in towers.items()}
+            outputs = {name: tower.by_position(lists) for name, tower in towers.items()}
         if self.MULTIPLIES:
-            found = {name: values.sigmoid() for name, values in found.items()}
+            outputs = {name: values.sigmoid() for name, values in outputs.items()}
         return {
             "positions": first.index.ids.tolist(),
             "tower": "multiplies" if self.MULTIPLIES else "adds",
-            "towers": {name: numbers(values) for name, values in found.items()},
+            "towers": {name: numbers(values) for name, values in outputs.items()},
             "warnings": [],
         }
 
 
 class _Synthesize(_Towers):
-    """Least squares on the label, of the score with the tower."""
+    """Least squares on the label, which the score and the tower predict together."""
 
     def __init__(
         self, inputs: MethodInputs, *, context: tuple[str, ...] = (), position_dropout: float | None = None
@@ -140,25 +140,25 @@ class _Synthesize(_Towers):
 
 
 class SumSynthesize(_Synthesize):
-    """c ≈ s(x) + b_k."""
+    """The label is predicted as c ≈ s(x) + b_k: score of features x plus tower of position k."""
 
     MULTIPLIES = False
 
 
 class PalSynthesize(_Synthesize):
-    """c ≈ s(x) · sigmoid(b_k)."""
+    """The label is predicted as c ≈ s(x) · sigmoid(b_k): score of features x times tower of position k."""
 
     MULTIPLIES = True
 
 
 class _Tasks(_Towers):
-    """Every action of the label by an output of its own, some with a tower; scores are Φ of the predictions without.
+    """One output for every action of the label, some with a tower; scores combine the predictions without towers.
 
-    Where the label reads clicks, what follows one is learned from the rows that were clicked (`rows=all`: from every
-    row, zero without a click).
+    If the label uses clicks, the other actions are learned from clicked rows. With `rows=all` they are learned from all
+    rows, where rows without a click have zero.
     """
 
-    TOWERS: ClassVar[tuple[str, ...]] = ()  # actions that have one; none named: clicks
+    TOWERS: ClassVar[tuple[str, ...]] = ()  # the actions with a tower; if empty, click or the first action
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         **_Towers.OPTIONS,
         "towers": _names,
@@ -183,16 +183,16 @@ class _Tasks(_Towers):
         chosen = actions if chosen == ALL else chosen
         for name in chosen:
             if name not in actions:
-                raise OptionError(f"the label has no action '{name}' for a tower", mend=nearest(name, actions))
+                raise OptionError(f"the tower '{name}' is not an action of the label", hint=nearest(name, actions))
         dropout = _default_dropout(position_dropout, self.MULTIPLIES)
         towers_of = {_key(name): Tower(inputs, context=context, dropout=dropout) for name in chosen}
         self.towers = nn.ModuleDict(towers_of)
 
-    def prepare(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
-        """Find the scale of actions that are not 0 or 1: the root of their mean square."""
+    def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
+        """Estimate the scale of each action that is not 0 or 1: the root mean square of its values."""
         if user is not None:
             log, _ = simulate_log(log.without_features(), user, sessions=SCALE_SESSIONS, seed=seed)
-        self.inputs.label(log.actions)  # which refuses what it cannot be made of
+        self.inputs.label(log.actions)  # raises an error if the label cannot be computed from the actions
         for i, name in enumerate(self.inputs.label.actions):
             if name not in self.ranker.binary:
                 learned = log.actions[name][self._learned(name, log.actions, np.ones(log.rows, bool))]
@@ -213,7 +213,7 @@ class _Tasks(_Towers):
         return total
 
     def _learned(self, name: str, actions: Mapping[str, Any], where: Any) -> Any:
-        """The rows that an action is learned from."""
+        """Return a mask of the rows that the action `name` is learned from."""
         after = self.after_click and name != "click" and "click" in self.inputs.label.actions
         return where & (actions["click"] > 0) if after else where
 
@@ -236,28 +236,28 @@ class _Tasks(_Towers):
 
 
 class SumClick(_Tasks):
-    """P(click) = sigmoid(s(x) + b_k); the other actions without a tower."""
+    """P(click) = sigmoid(s(x) + b_k) with a tower b of position k; the other actions have no tower."""
 
     MULTIPLIES = False
 
 
 class PalClick(_Tasks):
-    """P(click) = sigmoid(s(x)) · sigmoid(b_k); the other actions without a tower."""
+    """P(click) = sigmoid(s(x)) · sigmoid(b_k) with a tower b of position k; the other actions have no tower."""
 
     MULTIPLIES = True
 
 
 class PalClickDwell(PalClick):
-    """As PAL-Click, with a multiplying tower on every other action too, such as dwell time."""
+    """`PalClick` with a tower that multiplies for every other action too, such as dwell time."""
 
     TOWERS = ALL
 
 
 def _key(action: str) -> str:
-    """The name of an action's tower among modules, which have names of their own that an action may bear."""
+    """Return the key of an action's tower in the ModuleDict, where some names, such as `pop`, are reserved."""
     return f"on {action}"
 
 
-def _default_dropout(given: float | None, multiplies: bool) -> float:
-    """A tenth, as in Zhao et al., where the tower adds; none in PAL."""
-    return given if given is not None else 0.0 if multiplies else 0.1
+def _default_dropout(dropout: float | None, multiplies: bool) -> float:
+    """Return the dropout if given, else 0.1 for towers that add (Zhao et al.), and 0 for towers that multiply (PAL)."""
+    return dropout if dropout is not None else 0.0 if multiplies else 0.1

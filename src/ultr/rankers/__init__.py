@@ -1,6 +1,6 @@
-"""Rankers: modules from features [..., features] to scores [...]. They know nothing of positions and bias.
+"""Rankers: modules from features [..., features] to scores [...]. They do not use positions or a bias model.
 
-Asked for several `outputs`, they give [..., outputs].
+With several `outputs`, rankers return [..., outputs].
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "Masks",
     "Synthesised",
     "WithConstants",
+    "fit_encoders",
     "make_ranker",
     "score_rows",
 ]
@@ -37,17 +38,25 @@ RANKERS: dict[str, Callable[..., nn.Module]] = {"linear": LinearRanker, "mlp": M
 
 
 def make_ranker(name: str, encoder: FeatureEncoder, **options: Any) -> nn.Module:
-    """A ranker by its name in the table `RANKERS`."""
+    """Make the network ranker that has this name in the table `RANKERS`."""
     if name not in RANKERS:
-        raise OptionError(f"no ranker '{name}'", mend=nearest(name, [*RANKERS, *BOOSTERS]))
+        raise OptionError(f"no ranker '{name}'", hint=nearest(name, [*RANKERS, *BOOSTERS]))
     try:
         return RANKERS[name](encoder, **options)
     except TypeError as error:
-        raise OptionError(f"ranker '{name}' does not take these options ({error})", got=", ".join(options)) from error
+        what = f"ranker '{name}' does not accept these options ({error})"
+        raise OptionError(what, got=", ".join(options)) from error
+
+
+def fit_encoders(module: nn.Module, features: np.ndarray) -> None:
+    """Fit every feature encoder of a module to features [rows, features]."""
+    for encoder in module.modules():
+        if isinstance(encoder, FeatureEncoder):
+            encoder.fit(features)
 
 
 class WithConstants(nn.Module):
-    """A ranker some of whose inputs are fixed when it serves."""
+    """A ranker whose last inputs are fixed to constants, so that serving needs only the features."""
 
     constants: Tensor
 
@@ -57,8 +66,8 @@ class WithConstants(nn.Module):
         self.register_buffer("constants", constants)
 
     def forward(self, features: Tensor) -> Tensor:
-        beside = self.constants.expand(*features.shape[:-1], len(self.constants))
-        scores: Tensor = self.ranker(torch.cat([features, beside], dim=-1))
+        constants = self.constants.expand(*features.shape[:-1], len(self.constants))
+        scores: Tensor = self.ranker(torch.cat([features, constants], dim=-1))
         return scores
 
 
@@ -66,7 +75,7 @@ class WithConstants(nn.Module):
 def score_rows(
     score: Callable[[Tensor], Tensor], features: np.ndarray, *, device: torch.device | str = "cpu", block: int = 1 << 15
 ) -> np.ndarray:
-    """Scores of rows, block by block; of several outputs each, if the ranker has them."""
+    """Return scores [rows] of features [rows, features], computed in blocks; [rows, outputs] with several outputs."""
     scores = []
     for first in range(0, max(1, len(features)), block):
         rows = torch.from_numpy(np.array(features[first : first + block])).to(device)

@@ -1,4 +1,4 @@
-"""LightGBM and XGBoost behind one shape: rows by request, an objective of our own or the library's, round by round."""
+"""LightGBM and XGBoost with one interface: grow trees round by round, save, load and score."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from ultr.errors import DataError, MissingExtraError, OptionError, UltrError, nearest
-from ultr.rankers.trees import PairwiseObjective
+from ultr.rankers.tree_objective import PairwiseObjective
 
 PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True, eq=False)
 class TreeRows:
-    """Rows of features, adjacent by request, and what a library's own objective reads beside them."""
+    """Rows of features, request by request, and the other columns that an objective of the library uses."""
 
     features: np.ndarray  # [rows, features]; NaN is a missing value
-    lengths: np.ndarray | None  # rows of each request; None where requests play no part
+    lengths: np.ndarray | None  # rows of each request; None if the objective does not use requests
     names: tuple[str, ...]
     categorical: tuple[int, ...] = ()  # columns of codes
     label: np.ndarray | None = None
-    weights: np.ndarray | None = None  # [requests], or [rows] where requests play no part
+    weights: np.ndarray | None = None  # [requests], or [rows] if the objective does not use requests
     positions: np.ndarray | None = None  # for LightGBM's own correction of position bias
 
     @property
@@ -38,7 +38,7 @@ class TreeRows:
 
     @property
     def plain_names(self) -> list[str] | None:
-        """The names of features, if both libraries take them."""
+        """The names of features if LightGBM and XGBoost accept them, else None."""
         plain = (
             bool(self.names)
             and len(set(self.names)) == len(self.names)
@@ -47,8 +47,8 @@ class TreeRows:
         return list(self.names) if plain else None
 
 
-def as_libraries_have_it(features: np.ndarray, categorical: tuple[int, ...]) -> np.ndarray:
-    """Code 0 of a category stands for what is missing or was never seen: a missing value to the libraries."""
+def with_missing_values(features: np.ndarray, categorical: tuple[int, ...]) -> np.ndarray:
+    """Replace code 0 of categories (a missing or unseen value) by NaN, which tree libraries treat as missing."""
     if not categorical:
         return features
     columns = list(categorical)
@@ -59,32 +59,32 @@ def as_libraries_have_it(features: np.ndarray, categorical: tuple[int, ...]) -> 
 
 @dataclass(frozen=True)
 class Boosting:
-    """How trees are grown: rounds, rate, seed, parameters of the library, and what it does besides our objective."""
+    """The settings for growing trees: rounds, learning rate, seed, parameters of the library, and the objective."""
 
     rounds: int
     lr: float
     seed: int = 0
-    parameters: Mapping[str, Any] = field(default_factory=dict)  # of the library, as the user has them
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # of the library, set by the user
     objective: PairwiseObjective | Callable[..., tuple[np.ndarray, np.ndarray]] | None = None
-    own: Mapping[str, Any] = field(default_factory=dict)  # the library's own objective, where there is none of ours
+    library_options: Mapping[str, Any] = field(default_factory=dict)  # used if `objective` is None
 
 
-AfterRound = Callable[["Booster", int], bool]  # the trees so far and their number; True stops
+AfterRound = Callable[["Booster", int], bool]  # called with the trees and the number of rounds so far; True stops
 
 
 class Booster:
-    """Trees of a library that have been grown, or are."""
+    """Boosted trees of LightGBM or XGBoost, finished or still growing."""
 
     LIBRARY: ClassVar[str]
-    FILE: ClassVar[str]  # the library's own file
-    TAKEN: ClassVar[frozenset[str]]  # parameters that are not the user's to set
+    FILE: ClassVar[str]  # name of the file of trees in a saved model
+    RESERVED: ClassVar[frozenset[str]]  # parameters that the user cannot set
 
     def __init__(self, trees: Any, rounds: int, categorical: tuple[int, ...] = ()) -> None:
         self.trees, self.rounds, self.categorical = trees, rounds, categorical
 
     @classmethod
     def grow(cls, rows: TreeRows, how: Boosting, after_round: AfterRound, *, start: Path | None = None) -> None:
-        """Grow trees until `after_round` stops it or all rounds are done; `start` is a file of trees to go on from."""
+        """Grow trees until `after_round` returns True or all rounds are done; `start` is a file of trees to extend."""
         raise NotImplementedError
 
     @classmethod
@@ -92,34 +92,26 @@ class Booster:
         raise NotImplementedError
 
     def save(self, path: Path, *, rounds: int) -> None:
-        """Write the first so many rounds as the library's own file."""
+        """Write the first `rounds` rounds to a file in the library's format."""
         raise NotImplementedError
 
     def predict(self, features: np.ndarray, first: int = 0, last: int | None = None) -> np.ndarray:
-        """The sum of the trees of rounds `first` to `last`, not counting it, for each row."""
+        """Return the sum [rows] of the trees of rounds `first` to `last` - 1 for each row."""
         raise NotImplementedError
 
 
 class LightGBM(Booster):
     LIBRARY, FILE = "lightgbm", "lightgbm.txt"
-    TAKEN = frozenset(
-        {
-            "objective",
-            "learning_rate",
-            "num_iterations",
-            "seed",
-            "metric",
-            "label_gain",
-            "early_stopping_round",
-            "num_class",
-        }
-    )
+    RESERVED = frozenset({
+        "objective", "learning_rate", "num_iterations", "seed", "metric", "label_gain", "early_stopping_round",
+        "num_class",
+    })  # fmt: skip
 
     @classmethod
     def grow(cls, rows: TreeRows, how: Boosting, after_round: AfterRound, *, start: Path | None = None) -> None:
         lightgbm, categorical = _lightgbm(), rows.categorical
-        own = how.own if how.objective is None else {"objective": how.objective}
-        parameters = {**lightgbm_parameters(how.lr, how.seed), **how.parameters, **own}
+        objective = how.library_options if how.objective is None else {"objective": how.objective}
+        parameters = {**lightgbm_parameters(how.lr, how.seed), **how.parameters, **objective}
 
         def after(env: Any) -> None:
             if after_round(cls(env.model, env.iteration + 1, categorical), env.iteration + 1):
@@ -135,25 +127,25 @@ class LightGBM(Booster):
                 callbacks=[after],
             )
         except lightgbm.basic.LightGBMError as error:
-            raise refusal_of_lightgbm(error) from error
+            raise lightgbm_error(error) from error
 
     @classmethod
     def load(cls, path: Path, categorical: tuple[int, ...] = ()) -> Booster:
         lightgbm = _lightgbm()
         try:
-            if "\nend of trees" not in path.read_text():  # on what was cut short the library ends the process
-                raise DataError("the file was cut short", where=path, mend="train again")
+            if "\nend of trees" not in path.read_text():  # LightGBM would end the process on an incomplete file
+                raise DataError("the file is incomplete", where=path, hint="train again")
             trees = lightgbm.Booster(model_file=str(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot be read ({error})", where=path, mend="train again") from error
+            raise DataError(f"cannot be read ({error})", where=path, hint="train again") from error
         except lightgbm.basic.LightGBMError as error:
-            raise DataError(f"cannot be read by LightGBM ({error})", where=path, mend="train again") from error
+            raise DataError(f"cannot be read by LightGBM ({error})", where=path, hint="train again") from error
         return cls(trees, trees.current_iteration(), categorical)
 
     def save(self, path: Path, *, rounds: int) -> None:
-        # Not by the library's own hand: on a full disk its error is none of the system's, or it has none.
+        # Python writes the file, because LightGBM does not raise an OSError, or any error, if the disk is full.
         text = self.trees.model_to_string(num_iteration=rounds)
-        # A run that went on has asked for fewer rounds, and is the same for all that.
+        # A resumed run asks LightGBM for fewer rounds. Its file must be equal to that of a run without a stop.
         text = re.sub(r"^\[num_iterations: \d+\]$", f"[num_iterations: {rounds}]", text, flags=re.MULTILINE)
         path.write_text(text, encoding="utf-8")
 
@@ -163,7 +155,7 @@ class LightGBM(Booster):
             return np.zeros(len(features))
         return np.asarray(
             self.trees.predict(
-                as_libraries_have_it(features, self.categorical),
+                with_missing_values(features, self.categorical),
                 start_iteration=first,
                 num_iteration=count,
                 raw_score=True,
@@ -172,18 +164,18 @@ class LightGBM(Booster):
         )
 
 
-def refusal_of_lightgbm(error: Exception) -> UltrError:
-    """What to say where LightGBM refuses rows or parameters."""
+def lightgbm_error(error: Exception) -> UltrError:
+    """Return the UltrError to raise for an error of LightGBM, which rejected rows or parameters."""
     if "num_features" in str(error):
-        mend = "check that features vary, and that there are more rows than two leaves must have"
-        return DataError("LightGBM finds no feature to split rows by", mend=mend)
-    return OptionError(f"LightGBM: {' '.join(str(error).split())}", mend="check --ranker-option and --option")
+        hint = "check that features vary, and that there are enough rows for two leaves (min_data_in_leaf)"
+        return DataError("LightGBM found no feature to split rows by", hint=hint)
+    return OptionError(f"LightGBM: {' '.join(str(error).split())}", hint="check --ranker-option and --option")
 
 
 def lightgbm_data(rows: TreeRows) -> Any:
-    """Rows as LightGBM takes them."""
+    """Return the rows as a `lightgbm.Dataset`."""
     return _lightgbm().Dataset(
-        as_libraries_have_it(rows.features, rows.categorical),
+        with_missing_values(rows.features, rows.categorical),
         label=np.zeros(len(rows.features), np.float32) if rows.label is None else rows.label,
         group=rows.lengths,
         weight=rows.row_weights,
@@ -194,7 +186,7 @@ def lightgbm_data(rows: TreeRows) -> Any:
 
 
 def lightgbm_parameters(lr: float, seed: int) -> dict[str, Any]:
-    """What is the same for all of LightGBM's trees: the same bits from the same seed and number of threads."""
+    """Return parameters for all LightGBM trees, with which only the seed and the number of threads change results."""
     return {
         "deterministic": True,
         "force_row_wise": True,
@@ -208,7 +200,7 @@ def lightgbm_parameters(lr: float, seed: int) -> dict[str, Any]:
 
 class XGBoost(Booster):
     LIBRARY, FILE = "xgboost", "xgboost.json"
-    TAKEN = frozenset(
+    RESERVED = frozenset(
         {"objective", "learning_rate", "eta", "num_boost_round", "seed", "eval_metric", "base_score", "num_class"}
     )
 
@@ -217,10 +209,10 @@ class XGBoost(Booster):
         xgboost = _xgboost()
         categorical = rows.categorical
         data = xgboost.QuantileDMatrix(
-            as_libraries_have_it(rows.features, categorical),
+            with_missing_values(rows.features, categorical),
             label=np.zeros(len(rows.features), np.float32) if rows.label is None else rows.label,
             group=rows.lengths,
-            weight=rows.weights,  # of requests, which is what ranking has
+            weight=rows.weights,  # for ranking, XGBoost takes a weight for each request
             feature_names=rows.plain_names,
             feature_types=_feature_types(rows.features.shape[1], categorical),
             enable_categorical=bool(categorical),
@@ -232,7 +224,7 @@ class XGBoost(Booster):
             "verbosity": 0,
             "base_score": 0.0,
             **how.parameters,
-            **(how.own if how.objective is None else {}),
+            **(how.library_options if how.objective is None else {}),
             "disable_default_eval_metric": True,
             "learning_rate": how.lr,
             "seed": how.seed,
@@ -254,7 +246,7 @@ class XGBoost(Booster):
                 callbacks=[After()],
             )
         except xgboost.core.XGBoostError as error:
-            raise OptionError(f"XGBoost: {_said(error)}", mend="check --ranker-option and --option") from error
+            raise OptionError(f"XGBoost: {_message(error)}", hint="check --ranker-option and --option") from error
 
     @classmethod
     def load(cls, path: Path, categorical: tuple[int, ...] = ()) -> Booster:
@@ -262,7 +254,7 @@ class XGBoost(Booster):
         try:
             trees = xgboost.Booster(model_file=str(path))
         except xgboost.core.XGBoostError as error:
-            raise DataError(f"cannot be read by XGBoost ({_said(error)})", where=path, mend="train again") from error
+            raise DataError(f"cannot be read by XGBoost ({_message(error)})", where=path, hint="train again") from error
         return cls(trees, trees.num_boosted_rounds(), categorical)
 
     def save(self, path: Path, *, rounds: int) -> None:
@@ -273,16 +265,16 @@ class XGBoost(Booster):
         if last == first or not len(features):
             return np.zeros(len(features))
         self.trees.set_param({"nthread": torch.get_num_threads()})
-        found = self._margins(features, first, last)
-        if first:  # the library adds its base score to every part
+        margins = self._margins(features, first, last)
+        if first:  # XGBoost adds its base score to every range of rounds
             one = features[:1]
             parts = self._margins(one, 0, first) + self._margins(one, first, last)
-            found = found - (parts - self._margins(one, 0, last))
-        return found
+            margins = margins - (parts - self._margins(one, 0, last))
+        return margins
 
     def _margins(self, features: np.ndarray, first: int, last: int) -> np.ndarray:
         data = _xgboost().DMatrix(
-            as_libraries_have_it(features, self.categorical),
+            with_missing_values(features, self.categorical),
             feature_names=self.trees.feature_names,
             feature_types=self.trees.feature_types,
             enable_categorical=bool(self.categorical),
@@ -291,8 +283,8 @@ class XGBoost(Booster):
         return np.asarray(self.trees.predict(data, iteration_range=(first, last), output_margin=True), np.float64)
 
 
-def _said(error: Exception) -> str:
-    """What XGBoost said, without where in its code it did."""
+def _message(error: Exception) -> str:
+    """Return the message of an XGBoost error without its stack trace."""
     return " ".join(str(error).split("Stack trace:")[0].split())
 
 
@@ -304,12 +296,12 @@ BOOSTERS: dict[str, type[Booster]] = {"lightgbm": LightGBM, "xgboost": XGBoost}
 
 
 def is_trees(ranker: str) -> bool:
-    """Whether a ranker, by its name, is made of trees."""
+    """Return True if `ranker` is the name of a tree ranker: lightgbm or xgboost."""
     return ranker in BOOSTERS
 
 
 def library_version(ranker: str) -> dict[str, str]:
-    """Which library a ranker is made by, if by one, and its version."""
+    """Return {name: version} of the library of a tree ranker; empty for other rankers."""
     return {ranker: str(_library(ranker).__version__)} if is_trees(ranker) else {}
 
 
@@ -318,62 +310,65 @@ def _library(ranker: str) -> Any:
 
 
 def check_parameters(ranker: str, parameters: Mapping[str, Any], *, features: int = 1) -> None:
-    """Refuse what is not the user's to set, values the library refuses, and libraries that are not there."""
+    """Raise an error if the library of a ranker is not installed, or if a parameter is reserved or rejected by it."""
     kind = BOOSTERS[ranker]
     _library(ranker)
     names = _names_of_lightgbm() if ranker == "lightgbm" else {}
     for name, value in parameters.items():
         if names and name not in names:
-            raise OptionError(f"lightgbm has no parameter '{name}'", mend=nearest(name, names))
-        own = names.get(name, name)
-        if own in kind.TAKEN:
-            mend = "use --method, --lr, --steps, --patience, --seed and --select"
-            raise OptionError(f"'{name}' of {kind.LIBRARY} is not set by hand", mend=mend)
-        if own in ("boosting", "booster") and value not in ("gbdt", "gbtree", "goss"):
-            mend = "leave it out: what is grown must not change later"
-            raise OptionError(f"'{name}={value}' cannot be evaluated round by round", mend=mend)
-    if parameters:  # a round on random rows, before anything long is done with them
+            raise OptionError(f"lightgbm has no parameter '{name}'", hint=nearest(name, names))
+        parameter = names.get(name, name)
+        if parameter in kind.RESERVED:
+            hint = "use --method, --lr, --steps, --patience, --seed or --select instead"
+            raise OptionError(f"'{name}' of {kind.LIBRARY} cannot be set as a parameter", hint=hint)
+        if parameter in ("boosting", "booster") and value not in ("gbdt", "gbtree", "goss"):
+            hint = "remove it: later rounds must not change earlier trees"
+            raise OptionError(f"'{name}={value}' cannot be evaluated round by round", hint=hint)
+    if parameters:  # try one round on random rows, so that wrong values are found before long work starts
         rng = np.random.default_rng(0)
         rows = TreeRows(rng.random((200, features), np.float32), None, (), label=rng.random(200, np.float32))
         squared = {"objective": "regression" if ranker == "lightgbm" else "reg:squarederror"}
-        kind.grow(rows, Boosting(1, 0.1, parameters=parameters, own=squared), lambda *_: True)
+        kind.grow(rows, Boosting(1, 0.1, parameters=parameters, library_options=squared), lambda *_: True)
 
 
 def parse_parameters(texts: Iterable[str]) -> dict[str, Any]:
-    """Parameters of a library from texts that read key=value; what reads as a number is one."""
-    found: dict[str, Any] = {}
+    """Parse parameters of a tree library from texts key=value; values become numbers where possible."""
+    parameters: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not (equals and name):
-            raise OptionError("a parameter reads key=value", got=f"'{text}'")
+            raise OptionError("a parameter must have the form key=value", got=f"'{text}'", hint="add = and a value")
         try:
             number = float(value)
-            found[name] = int(value) if number == int(number) and "." not in value and "e" not in value else number
+            parameters[name] = int(value) if number == int(number) and not {".", "e"} & {*value} else number
         except (ValueError, OverflowError):
-            found[name] = value
-    return found
+            parameters[name] = value
+    return parameters
 
 
 def _names_of_lightgbm() -> dict[str, str]:
-    """The parameter that each name or alias stands for; none where the library does not tell."""
+    """Return LightGBM's parameter for each name and alias of it; empty if the library has no table of aliases."""
     aliases: Any = getattr(_lightgbm().basic, "_ConfigAliases", None)
     try:
         aliases.get("num_leaves")
-        return {name: own for own, names in aliases.aliases.items() for name in [own, *names]}
+        return {name: parameter for parameter, names in aliases.aliases.items() for name in [parameter, *names]}
     except (AttributeError, TypeError):
         return {}
 
 
 class TreeRanker(nn.Module):
-    """Trees as a ranker like any other: from features [..., features] to scores [...]. They run on the CPU."""
+    """Trees as a ranker: from features [..., features] to scores [...], computed on the CPU.
 
-    def __init__(self, booster: Booster) -> None:
+    Only the trees of the first `rounds` rounds are used, or all trees if `rounds` is not given.
+    """
+
+    def __init__(self, booster: Booster, rounds: int | None = None) -> None:
         super().__init__()
-        self.booster = booster
+        self.booster, self.rounds = booster, booster.rounds if rounds is None else rounds
 
     def forward(self, features: Tensor) -> Tensor:
         rows = features.reshape(-1, features.shape[-1]).cpu().numpy()
-        scores = torch.from_numpy(self.booster.predict(rows).astype(np.float32))
+        scores = torch.from_numpy(self.booster.predict(rows, 0, self.rounds).astype(np.float32))
         return scores.view(features.shape[:-1]).to(features.device)
 
 
@@ -384,7 +379,7 @@ def _lightgbm() -> Any:
     except ImportError as error:
         raise MissingExtraError("the ranker lightgbm", package="lightgbm", extra="trees") from error
     except OSError as error:
-        raise DataError(f"LightGBM cannot be loaded ({error})", mend="install libgomp (Debian: libgomp1)") from error
+        raise DataError(f"LightGBM cannot be loaded ({error})", hint="install libgomp (Debian: libgomp1)") from error
     return lightgbm
 
 

@@ -1,4 +1,4 @@
-"""Dropout that is the same however a batch is divided among processes."""
+"""Dropout that does not depend on how a batch is divided among processes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ultr.lists import Part
 
-LEVELS = 1 << 16  # what is kept is decided by 16 random bits
+LEVELS = 1 << 16  # 16 random bits decide whether a value is dropped
 
 
 class Masks:
-    """What is dropped in one step: each part of a batch draws from a generator of its own, by its seed.
+    """The dropout masks of one training step: each part of a batch has its own random generator and seed.
 
-    On the CPU they are NumPy's, which draw several times as fast as torch's.
+    On the CPU these are NumPy's generators, which are several times as fast as torch's.
     """
 
     def __init__(self, parts: Sequence[Part], seeds: Sequence[int], device: torch.device) -> None:
@@ -25,7 +25,7 @@ class Masks:
         self._on_device = [torch.Generator(device).manual_seed(s) for s in seeds] if device.type != "cpu" else []
 
     def draw(self, like: Tensor, keep: float) -> Tensor:
-        """1/keep with probability `keep`, else 0, for values [requests, length, ...]; 0 for padding."""
+        """Draw a mask for values [requests, length, ...]: 1/keep with probability `keep`, else 0; 0 for padding."""
         below = max(1, round(keep * LEVELS))
         kept, first = torch.zeros(like.shape, dtype=torch.bool, device=like.device), 0
         for number, part in enumerate(self._parts):
@@ -42,7 +42,7 @@ class Masks:
 
 
 class Dropout(nn.Dropout):
-    """`torch.nn.Dropout`, with masks from elsewhere while a step is taken."""
+    """Dropout as in `torch.nn.Dropout`, but with the given `masks` in training if they are set."""
 
     masks: Masks | None = None
 

@@ -1,4 +1,4 @@
-"""From raw features to what a network can take in; kept inside the model, so that scoring takes raw features too."""
+"""The encoder from raw features to the inputs of a network. It is part of the ranker, so rankers take raw features."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch import Tensor, nn
 
 from ultr.errors import DataError
 
-NUMBERS_AT_ONCE = 1 << 22  # of a matrix, where its columns are summed up
-LIMIT = 10.0  # standardised features are clipped here: one outlier should not decide a score
+NUMBERS_AT_ONCE = 1 << 22  # numbers in a block of rows over which columns are summed
+LIMIT = 10.0  # standardised features are clipped here, so that one outlier does not decide a score
 
 
 class FeatureEncoder(nn.Module):
-    """Numbers are standardised, (x - mean) / deviation, and clipped, missing ones stand at the mean; categories are
-    embedded.
+    """Standardise numbers, (x - mean) / deviation, and clip them; a missing one counts as the mean. Embed categories.
 
-    A categorical feature is a column of codes 0 to its size - 1, where 0 stands for what was never seen in training.
-    `categories` maps its place among the features to its size. `only` keeps to the features at these places.
+    A categorical feature is a column of codes from 0 to its size - 1. Code 0 is for values that were not in training.
+    `categories` maps the index of a categorical feature to its size. `only` selects features by their index.
     """
 
     mean: Tensor
@@ -30,9 +29,9 @@ class FeatureEncoder(nn.Module):
         self, features: int, categories: Mapping[int, int] | None = None, *, only: Collection[int] | None = None
     ) -> None:
         super().__init__()
-        taken = range(features) if only is None else sorted(set(only))
-        categories = {i: size for i, size in sorted((categories or {}).items()) if i in taken}
-        numeric = [i for i in taken if i not in categories]
+        selected = range(features) if only is None else sorted(set(only))
+        categories = {i: size for i, size in sorted((categories or {}).items()) if i in selected}
+        numeric = [i for i in selected if i not in categories]
         self.features = features
         self.categories = categories
         self.register_buffer("mean", torch.zeros(len(numeric)))
@@ -41,32 +40,32 @@ class FeatureEncoder(nn.Module):
         dimensions = {i: min(32, 2 + round(1.6 * size**0.4)) for i, size in categories.items()}
         self.embeddings = nn.ModuleDict({str(i): nn.Embedding(size, dimensions[i]) for i, size in categories.items()})
         for embedding in self.embeddings.values():
-            nn.init.zeros_(embedding.weight[0])  # type: ignore[index]  # what was never seen says nothing
+            nn.init.zeros_(embedding.weight[0])  # type: ignore[index]  # an unseen value has no effect on the score
         self.width = len(numeric) + sum(dimensions.values())
 
     def fit(self, matrix: np.ndarray) -> None:
-        """Learn mean and deviation from rows of features, in double precision and block by block.
+        """Compute mean and deviation of the columns of `matrix` [rows, features], in double precision and in blocks.
 
-        Inputs that a method adds behind the features are left as they are.
+        Inputs that a method appends to the features are not in `matrix`, and are not standardised.
         """
         columns = self.numeric.cpu().numpy()
         columns = columns[columns < matrix.shape[1]]
-        total, squares, known = np.zeros(len(columns)), np.zeros(len(columns)), np.zeros(len(columns), np.int64)
+        total, squares, present = np.zeros(len(columns)), np.zeros(len(columns)), np.zeros(len(columns), np.int64)
         block = max(1, NUMBERS_AT_ONCE // max(1, matrix.shape[1]))
         for start in range(0, len(matrix), block):
             rows = matrix[start : start + block][:, columns].astype(np.float64)
-            with np.errstate(invalid="ignore"):  # of infinities, which are refused below
+            with np.errstate(invalid="ignore"):  # infinities raise an error below
                 total += np.nansum(rows, 0)
-            known += (~np.isnan(rows)).sum(0)
+            present += (~np.isnan(rows)).sum(0)
         if not np.isfinite(total).all():
             place = int(columns[np.flatnonzero(~np.isfinite(total))[0]])
-            raise DataError("features should be finite", got=f"infinity in column {place}", mend="fill or clip them")
-        mean = total / np.maximum(1, known)
+            raise DataError("features must be finite", got=f"infinity in column {place}", hint="replace or clip it")
+        mean = total / np.maximum(1, present)
         for start in range(0, len(matrix), block):
             squares += np.nansum(np.square(matrix[start : start + block][:, columns] - mean), 0)
-        deviation = np.sqrt(squares / np.maximum(1, known))
+        deviation = np.sqrt(squares / np.maximum(1, present))
         constant = deviation <= 1e-6 * np.maximum(1e-6, np.abs(mean))
-        inverse = np.where(constant, 0.0, 1 / np.where(constant, 1.0, deviation))  # constant features say nothing
+        inverse = np.where(constant, 0.0, 1 / np.where(constant, 1.0, deviation))  # constant features become 0
         self.mean[: len(columns)] = torch.from_numpy(mean)
         self.inverse_deviation[: len(columns)] = torch.from_numpy(np.minimum(inverse, torch.finfo(torch.float32).max))
 

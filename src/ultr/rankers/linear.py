@@ -1,4 +1,4 @@
-"""The simplest ranker."""
+"""A ranker whose score is linear in the encoded features."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ultr.rankers.encoder import FeatureEncoder
 
 
 class LinearRanker(nn.Module):
-    """score = w · x + b of the encoded features."""
+    """A ranker with score = w · x + b of the encoded features."""
 
     def __init__(self, encoder: FeatureEncoder, *, outputs: int = 1) -> None:
         super().__init__()

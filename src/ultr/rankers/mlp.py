@@ -1,4 +1,4 @@
-"""A multi-layer perceptron, the network of the paper: 512-256-128 with ELU."""
+"""A multi-layer perceptron; by default 512-256-128 with ELU, as in the paper of `pairwise-em` (CIKM 2022)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from ultr.arguments import checked
 from ultr.errors import OptionError
 from ultr.rankers.dropout import Dropout
 from ultr.rankers.encoder import FeatureEncoder
+from ultr.utils.arguments import checked
 
 Norm = Literal["none", "layer"]
 
 
 class MLPRanker(nn.Module):
-    """Hidden layers with ELU, each with layer normalisation and dropout if asked for, and linear outputs.
+    """A ranker of hidden layers with ELU, optionally layer normalisation and dropout, and linear outputs.
 
-    There is no batch normalisation: the score of an item should not depend on what else is in its batch.
+    There is no batch normalisation, because the score of an item must not depend on its batch.
     """
 
     @checked
@@ -33,11 +33,9 @@ class MLPRanker(nn.Module):
     ) -> None:
         super().__init__()
         if not len(hidden) or min(hidden) < 1:
-            raise OptionError("hidden layers should have one unit or more", got=tuple(hidden))
+            raise OptionError("'hidden' must have at least one layer, each with at least one unit", got=tuple(hidden))
         if not 0 <= dropout < 1:
-            raise OptionError("dropout should be at least 0 and below 1", got=dropout)
-        if norm not in ("none", "layer"):
-            raise OptionError("norm should be 'none' or 'layer'", got=f"'{norm}'")
+            raise OptionError("'dropout' must be at least 0 and below 1", got=dropout)
         self.encoder = encoder
         layers: list[nn.Module] = []
         for size_in, size_out in zip((encoder.width, *hidden[:-1]), hidden, strict=True):

@@ -1,4 +1,4 @@
-"""A ranker that predicts several actions and scores by what the label makes of them."""
+"""A ranker that predicts the actions of a label (click, dwell, ...); its score is the label of the predictions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from ultr.labels import Label
+from ultr.log.labels import Label
 
 
 class Synthesised(nn.Module):
-    """score = Φ(predicted actions), with Φ the expression of the label.
+    """A ranker with score = Φ(predicted actions), where Φ is the expression of the label.
 
-    `ranker` has an output for each action of the label: the logit of one that is 0 or 1 (`binary`), otherwise the value
-    in units of `scale`, through a softplus as actions are not negative.
+    `ranker` has an output for each action of the label. For actions that are 0 or 1 (`binary`) it is a logit. For other
+    actions the prediction is `scale` · softplus(output), because actions are not negative.
     """
 
     scale: Tensor
@@ -30,9 +30,9 @@ class Synthesised(nn.Module):
         self.register_buffer("is_binary", is_binary, persistent=False)
 
     def outputs(self, features: Tensor) -> Tensor:
-        """What the network gives for each action: [..., actions]."""
-        found: Tensor = self.ranker(features)
-        return found if len(self.scale) > 1 else found[..., None]
+        """Return the output of the network for each action: [..., actions]."""
+        outputs: Tensor = self.ranker(features)
+        return outputs if len(self.scale) > 1 else outputs[..., None]
 
     def forward(self, features: Tensor) -> Tensor:
         outputs = self.outputs(features)

@@ -1,4 +1,4 @@
-"""What is known of bias: that of runs, and that of a log as `ultr bias` finds it."""
+"""Sections of a report page about position bias: estimated by runs, or in a log by `ultr bias`."""
 
 from __future__ import annotations
 
@@ -8,44 +8,43 @@ from typing import Any
 from ultr.report.parts import Card, Cards, Folded, Grid, Heading, Notes, Part, Plot, Section, Table, Text
 from ultr.report.plots import bar_plot, heat_map, line_plot
 
+# Key in bias.json -> symbol and caption, for quantities that a run estimates by pair of positions.
 MATRICES = {
-    "eps_plus": ("ε⁺", "How often the better of two items has more feedback, if both are seen."),
-    "eps_minus": ("ε⁻", "How often an item that is not the better one has more feedback, if both are seen."),
-    "m": (
-        "m",
-        "How likely the item with more feedback is the better one, if both are seen; blank where no such pair was.",
-    ),
+    "eps_plus": ("ε⁺", "The probability that the better of two items has more feedback, if both are seen."),
+    "eps_minus": ("ε⁻", "The probability that an item that is not better has more feedback, if both are seen."),
+    "m": ("m", "The probability that the item with more feedback is better, if both are seen. Blank: no such pair."),
 }
 Truth = tuple[Sequence[str], Sequence[float]] | None
 
 
-# --- Of runs ----------------------------------------------------------------------------------------------------------
+# --- The bias of runs -------------------------------------------------------------------------------------------------
 
 
-def bias_section(found: Mapping[str, tuple[Mapping[str, Any] | None, Truth]]) -> Section:
-    """The bias that runs have found, one after another; those that look for none are named."""
-    told = {name: (bias, truth) for name, (bias, truth) in found.items() if bias is not None}
+def bias_section(runs: Mapping[str, tuple[Mapping[str, Any] | None, Truth]]) -> Section:
+    """Return a section with the bias that runs estimated, given name -> (content of bias.json, true examination)."""
+    estimated = {name: (bias, truth) for name, (bias, truth) in runs.items() if bias is not None}
     parts: list[Part] = []
-    if len(told) > 1:
-        parts += _together(told)
-    for name, (bias, truth) in told.items():
-        if len(found) > 1:
+    if len(estimated) > 1:
+        parts += _together(estimated)
+    for name, (bias, truth) in estimated.items():
+        if len(runs) > 1:
             parts.append(Heading(name))
-        parts += _of_run(bias, truth)
-    silent = [name for name in found if name not in told]
-    if silent:
-        parts.append(Text(f"No bias model: {', '.join(silent)}."))
+        parts += _bias_of_run(bias, truth)
+    if without := [name for name in runs if name not in estimated]:
+        parts.append(Text(f"No bias model: {', '.join(without)}."))
     return Section("Bias", parts)
 
 
-def _together(told: Mapping[str, tuple[Mapping[str, Any], Truth]]) -> list[Part]:
-    lines = {name: (bias["positions"], _relative(bias["theta"])) for name, (bias, _) in told.items() if "theta" in bias}
-    truth = next((truth for _, truth in told.values() if truth is not None), None)
+def _together(estimated: Mapping[str, tuple[Mapping[str, Any], Truth]]) -> list[Part]:
+    lines = {
+        name: (bias["positions"], _relative(bias["theta"])) for name, (bias, _) in estimated.items() if "theta" in bias
+    }
+    truth = next((truth for _, truth in estimated.values() if truth is not None), None)
     if truth is not None:
         lines["true"] = (truth[0], _relative(truth[1]))
     if len(lines) < 2:
         return []
-    return [_by_position("Examination, as each run has it", lines, caption="Relative to the first position.")]
+    return [_by_position("Examination, as each run estimated it", lines, caption="Relative to the first position.")]
 
 
 def _by_position(
@@ -64,61 +63,60 @@ def _by_position(
     )
 
 
-def _of_run(bias: Mapping[str, Any], truth: Truth) -> list[Part]:
+def _bias_of_run(bias: Mapping[str, Any], truth: Truth) -> list[Part]:
     at = [str(k) for k in bias["positions"]]
     parts: list[Part] = []
     plots: list[Plot] = []
     if "theta" in bias:
         plots.append(_theta(bias, at, truth))
-        where = f"θ from {bias['theta_from']}; its scale: {bias['theta_scale']}."
-        parts.append(Text(where))
+        parts.append(Text(f"Source of θ: {bias['theta_from']}. Scale of θ: {bias['theta_scale']}."))
     if "towers" in bias:
         lines = {f"tower of {name}": (at, values) for name, values in bias["towers"].items()}
-        plots.append(_by_position("Towers", lines, caption=f"By position; each {bias['tower']}.", y="tower"))
+        how = "multiplied by" if bias["tower"] == "multiplies" else "increased by"
+        caption = f"A tower is the part of the model that sees only the position; the prediction is {how} its output."
+        plots.append(_by_position("Towers", lines, caption=caption, y="output"))
     if "t_plus" in bias:
         lines = {"t⁺": (at, bias["t_plus"]), "t⁻": (at, bias["t_minus"])}
-        plots.append(_by_position("Ratios of pairs", lines, caption="Of clicked and of unclicked items.", y="ratio"))
+        caption = "The bias of a position relative to the first: t⁺ for clicked items, t⁻ for items without a click."
+        plots.append(_by_position("Ratios of pairs", lines, caption=caption, y="ratio"))
     if "zeta" in bias:
-        lines = {"relevant items": (at, bias["theta"]), "others": (at, bias["zeta"])}
-        plots.append(_by_position("Trust", lines, caption="How likely an item is clicked.", y="probability"))
+        lines = {"relevant items": (at, bias["theta"]), "other items": (at, bias["zeta"])}
+        plots.append(_by_position("Trust", lines, caption="The probability of a click at a position.", y="probability"))
     if "rho" in bias:
-        caption = "How values of clicked items change by position."
+        caption = "How the label of clicked items, such as dwell time, changes with position."
         plots.append(_by_position("ρ", {"ρ": (at, bias["rho"])}, caption=caption, y="ρ"))
     if "pairs" in bias:
         names = list(bias["pairs"])
         shares = [bias["pairs"][name]["effective_share"] for name in names]
-        caption = "Pairs count as this share of their number, as their weights are uneven."
+        caption = "Uneven weights reduce the effective number of pairs to this share."
         plots.append(
             bar_plot("Effective sample size", {"pairs": (names, shares)}, y="share", caption=caption, per_cent=True)
         )
-    for key, (symbol, caption) in MATRICES.items():
-        if key in bias:
-            plots.append(
-                heat_map(
-                    f"{symbol} by pair of positions",
-                    _off_diagonal(bias[key], zeros=key != "m"),
-                    columns=at,
-                    rows=at,
-                    x="position of the other item",
-                    y="position of the item with more feedback",
-                    caption=caption,
-                    largest=None if key == "eps_minus" else 1.0,
-                )
-            )
+    plots += [pair_map(key, bias[key], at) for key in MATRICES if key in bias]
     parts.append(Grid(plots))
-    if figures := _rests_on(bias, at):
-        parts.append(Folded("Figures", figures))
+    if tables := _tables(bias, at):
+        parts.append(Folded("Tables", tables))
     warnings = [f"{w['name']}: {w['what']}" for w in bias["warnings"]]
-    parts.append(Notes(warnings) if warnings else Notes(["Nothing to warn of."], good=True))
+    parts.append(Notes(warnings) if warnings else Notes(["No warnings."], good=True))
     return parts
 
 
-def _off_diagonal(matrix: Sequence[Sequence[float]], *, zeros: bool) -> list[list[float | None]]:
-    """Without pairs of a position with itself, nor, where `zeros` stand for what was never seen, those."""
-    return [
-        [None if i == j or (value == 0 and not zeros) else value for j, value in enumerate(row)]
-        for i, row in enumerate(matrix)
-    ]
+def pair_map(key: str, matrix: Sequence[Sequence[float]], at: Sequence[str]) -> Plot:
+    """Return a heat map of a quantity by pair of positions; `key` is in `MATRICES`, `at` are the positions."""
+    symbol, caption = MATRICES[key]
+    return heat_map(
+        f"{symbol} by pair of positions",
+        [
+            [None if i == j or (value == 0 and key == "m") else value for j, value in enumerate(row)]
+            for i, row in enumerate(matrix)
+        ],
+        columns=at,
+        rows=at,
+        x="position of the other item",
+        y="position of the item with more feedback",
+        caption=caption,
+        largest=None if key == "eps_minus" else 1.0,
+    )
 
 
 def _theta(bias: Mapping[str, Any], at: Sequence[str], truth: Truth) -> Plot:
@@ -133,20 +131,20 @@ def _theta(bias: Mapping[str, Any], at: Sequence[str], truth: Truth) -> Plot:
     if "theta_minus" in bias:
         lines["θ⁻"] = (at, _relative(bias["theta_minus"]))
     caption = (
-        "How likely a position is looked at. The feedback rate falls with θ and with relevance; "
-        "rate / θ is what is left for relevance."
+        "θ is the probability that a position is seen. The feedback rate falls with θ and with relevance; "
+        "rate / θ shows the part that is due to relevance."
     )
     return _by_position("Examination by position", lines, caption=caption)
 
 
-def _rests_on(bias: Mapping[str, Any], at: Sequence[str]) -> list[Part]:
+def _tables(bias: Mapping[str, Any], at: Sequence[str]) -> list[Part]:
     tables: list[Part] = []
     if any(bias.get("impressions", [])):
         rows = [
             [k, f"{theta:.4f}", f"{shown:,.0f}", f"{clicks:,.0f}", f"{clicks / shown:.2%}" if shown else "-"]
             for k, theta, shown, clicks in zip(at, bias["theta"], bias["impressions"], bias["clicks"], strict=True)
         ]
-        tables.append(Table(["position", "θ", "impressions", "with feedback", "rate"], rows, "What θ rests on"))
+        tables.append(Table(["position", "θ", "impressions", "with feedback", "rate"], rows, "The data behind θ"))
     if "pairs" in bias:
         rows = [
             [name, f"{p['pairs']:,}", f"{p['effective_share']:.1%}", f"{p['clipped']:.1%}", f"{p['largest']:.1f}"]
@@ -156,16 +154,14 @@ def _rests_on(bias: Mapping[str, Any], at: Sequence[str]) -> list[Part]:
     if "beta" in bias:
         rows = [
             [name, *(f"{v:.3f}" for v in bias[key].values())]
-            for name, key in (("β, relevance", "beta"), ("t, seen though zero", "t"))
+            for name, key in (("β, relevance", "beta"), ("t, seen without feedback", "t"))
         ]
         quantiles = [f"{float(q):.0%}" for q in bias["beta"]]
         tables.append(Table(["quantile", *quantiles], rows, "Spread over items"))
     if "held_out_log_likelihood" in bias:
         fit = bias["held_out_log_likelihood"]
         rows = [[name, f"{value:.5f}"] for name, value in fit.items()]
-        tables.append(
-            Table(["held-out log-likelihood", ""], rows, "Whether features explain clicks: the first should be larger")
-        )
+        tables.append(Table(["held-out log-likelihood", ""], rows, "If features explain clicks, row 1 is larger"))
     return tables
 
 
@@ -174,11 +170,11 @@ def _relative(values: Sequence[float | None]) -> list[float | None]:
     return [None if value is None or first is None else value / first for value in values]
 
 
-# --- Of a log ---------------------------------------------------------------------------------------------------------
+# --- The bias of a log ------------------------------------------------------------------------------------------------
 
 
 def log_sections(report: Mapping[str, Any]) -> list[Section]:
-    """What `ultr bias` found of a log, and of its segments."""
+    """Return the sections of a bias report (`BiasReport.to_json`), for the log and its segments."""
     verdict = report["verdict"]
     cards = [
         Card("verdict", verdict["status"], [verdict["advice"]]),
@@ -186,20 +182,20 @@ def log_sections(report: Mapping[str, Any]) -> list[Section]:
     ]
     if (explained := report["order_explained_by_features"]) is not None:
         cards.append(
-            Card("order explained by features", f"{max(0, explained):.0%}", ["estimates from them need the rest"])
+            Card("order explained by features", f"{max(0, explained):.0%}", ["estimates from features use the rest"])
         )
     if verdict["requests_needed"]:
         cards.append(
-            Card("requests in random order", f"{verdict['requests_needed']:,}", ["to tell θ to within 10% everywhere"])
+            Card("random requests needed", f"{verdict['requests_needed']:,}", ["for θ within 10% at every position"])
         )
     parts: list[Part] = [Cards(cards), Notes(verdict["reasons"], good=verdict["status"] == "identified")]
     parts.append(_estimates(report, "Examination by position"))
     parts.append(_estimates_table(report))
     parts += [Text(note) for note in report["notes"]]
     sections = [Section("Examination", parts), Section("Identification", _identification(report))]
-    pitfalls = [f"{p['name']}: {p['what']}; {p['mend']}" for p in report["pitfalls"]]
-    found = Notes(pitfalls) if pitfalls else Notes(["None of the usual pitfalls was found."], good=True)
-    sections.append(Section("Pitfalls", [found]))
+    pitfalls = [f"{p['name']}: {p['what']}; {p['hint']}" for p in report["pitfalls"]]
+    notes = Notes(pitfalls) if pitfalls else Notes(["No common problem of logs was found."], good=True)
+    sections.append(Section("Pitfalls", [notes]))
     if report["segments"]:
         inner: list[Part] = []
         for name, part in report["segments"].items():
@@ -212,9 +208,9 @@ def log_sections(report: Mapping[str, Any]) -> list[Section]:
 def _estimates(report: Mapping[str, Any], title: str) -> Plot:
     at = [str(k) for k in report["positions"]]
     lines: dict[str, tuple[Sequence[str], Sequence[Any]]] = {
-        name: (at, found["theta"]) for name, found in report["estimates"].items()
+        name: (at, estimate["theta"]) for name, estimate in report["estimates"].items()
     }
-    bands = {name: (found["low"], found["high"]) for name, found in report["estimates"].items()}
+    bands = {name: (estimate["low"], estimate["high"]) for name, estimate in report["estimates"].items()}
     highest = max(report["rate"])
     lines["feedback rate"] = (at, [rate / highest if highest else None for rate in report["rate"]])
     if (anchor := report["verdict"]["anchor"]) is not None:
@@ -226,7 +222,7 @@ def _estimates(report: Mapping[str, Any], title: str) -> Plot:
         lines,
         x="position",
         y="relative",
-        caption="Each estimator with its 95% interval. What the rate falls more than θ is relevance.",
+        caption="With 95% intervals. If the feedback rate falls more than θ, the difference is due to relevance.",
         bands=bands,
         from_zero=True,
         categories=True,
@@ -237,7 +233,8 @@ def _estimates_table(report: Mapping[str, Any]) -> Table:
     rows = []
     for i, position in enumerate(report["positions"]):
         cells = [
-            _cell(*(found[name][i] for name in ("theta", "low", "high"))) for found in report["estimates"].values()
+            _cell(*(estimate[name][i] for name in ("theta", "low", "high")))
+            for estimate in report["estimates"].values()
         ]
         rows.append([str(position), f"{report['impressions'][i]:,.0f}", f"{report['rate'][i]:.2%}", *cells])
     return Table(["position", "shown", "rate", *report["estimates"]], rows)
@@ -252,9 +249,9 @@ def _cell(theta: float | None, low: float | None, high: float | None) -> str:
 def _identification(report: Mapping[str, Any]) -> list[Part]:
     parts: list[Part] = []
     likelihoods = {
-        name: found["held_out_log_likelihood"]
-        for name, found in report["estimates"].items()
-        if found["held_out_log_likelihood"] is not None
+        name: estimate["held_out_log_likelihood"]
+        for name, estimate in report["estimates"].items()
+        if estimate["held_out_log_likelihood"] is not None
     }
     if likelihoods:
         rows = [[name, f"{value:.5f}"] for name, value in likelihoods.items()]
@@ -267,10 +264,10 @@ def _identification(report: Mapping[str, Any]) -> list[Part]:
         parts.append(Table(["estimators", "agree", "largest difference", "at position"], rows))
     if (links := report["links"]) is not None:
         groups = links["components"]
-        joined = "All positions hang together" if len(groups) == 1 else f"{len(groups)} groups of positions do not meet"
-        weakest = links["weakest"]
-        more = (
-            "" if weakest is None else f"; the weakest link is {weakest['positions']}: {weakest['clicks']:.0f} clicks"
-        )
-        parts.append(Text(f"{joined}, through items that recur{more}."))
+        linked = "link all positions" if len(groups) == 1 else f"leave {len(groups)} groups of positions without a link"
+        text = f"Items that were shown at several positions {linked}."
+        if (weakest := links["weakest"]) is not None:
+            first, second = weakest["positions"]
+            text += f" The weakest link is between positions {first} and {second}: {weakest['clicks']:.0f} clicks."
+        parts.append(Text(text))
     return parts

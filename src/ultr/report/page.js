@@ -7,7 +7,7 @@
   const plots = [...document.querySelectorAll(".plot")];
   const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
 
-  function look() {
+  function themeLayout() {
     const axis = { gridcolor: colour("--line"), zerolinecolor: colour("--line"), linecolor: colour("--line") };
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
@@ -18,10 +18,10 @@
   }
 
   function layoutOf(figure) {
-    const own = figure.layout || {}, usual = look();
-    const merged = { margin: { l: 48, r: 12, t: 12, b: 48 }, autosize: true, ...usual, ...own };
-    merged.xaxis = { ...usual.xaxis, ...own.xaxis };
-    merged.yaxis = { ...usual.yaxis, ...own.yaxis };
+    const layout = figure.layout || {}, theme = themeLayout();
+    const merged = { margin: { l: 48, r: 12, t: 12, b: 48 }, autosize: true, ...theme, ...layout };
+    merged.xaxis = { ...theme.xaxis, ...layout.xaxis };
+    merged.yaxis = { ...theme.yaxis, ...layout.yaxis };
     merged.legend = { orientation: "h", y: 1.02, yanchor: "bottom" };
     return merged;
   }
@@ -36,8 +36,8 @@
     plot.dataset.drawn = "yes";
   }
 
-  const seen = (plot) => plot.offsetParent !== null;
-  const drawSeen = (again) => plots.filter((p) => seen(p) && (again || !p.dataset.drawn)).forEach(draw);
+  const visible = (plot) => plot.offsetParent !== null;
+  const drawVisible = (again) => plots.filter((p) => visible(p) && (again || !p.dataset.drawn)).forEach(draw);
 
   function choose(number, focus) {
     tabs.forEach((tab, i) => {
@@ -47,8 +47,8 @@
     });
     if (focus) tabs[number].focus();
     tabs[number].scrollIntoView({ block: "nearest", inline: "nearest" });
-    drawSeen(false);
-    plots.filter((p) => seen(p) && p.dataset.drawn).forEach((p) => Plotly.Plots.resize(p));
+    drawVisible(false);
+    plots.filter((p) => visible(p) && p.dataset.drawn).forEach((p) => Plotly.Plots.resize(p));
   }
 
   function fromHash() {
@@ -68,14 +68,15 @@
     });
     window.addEventListener("hashchange", fromHash);
     fromHash();
-  } else drawSeen(false);
+  } else drawVisible(false);
 
-  document.querySelectorAll("details").forEach((d) => d.addEventListener("toggle", () => drawSeen(false)));
+  document.querySelectorAll("details").forEach((d) => d.addEventListener("toggle", () => drawVisible(false)));
   document.querySelectorAll(".copy").forEach((button) => button.addEventListener("click", () => {
     const text = button.parentElement.querySelector("code").textContent;
-    const said = (word) => { button.textContent = word; setTimeout(() => { button.textContent = "copy"; }, 1500); };
-    if (navigator.clipboard) navigator.clipboard.writeText(text).then(() => said("copied"), () => said("select it"));
-    else said("select it");
+    const show = (message) => { button.textContent = message; setTimeout(() => { button.textContent = "copy"; }, 1500); };
+    const failed = () => show("not copied");
+    if (navigator.clipboard) navigator.clipboard.writeText(text).then(() => show("copied"), failed);
+    else failed();
   }));
 
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
@@ -87,14 +88,14 @@
     drawAgain();
   });
 
-  // On paper all sections stand one below the other, in ink on white.
+  // In print, all sections follow one another, in the light theme.
   let before = null;
   window.addEventListener("beforeprint", () => {
     before = { theme: root.dataset.theme, open: [...document.querySelectorAll("details:not([open])")] };
     root.dataset.theme = "light";
     panels.forEach((panel) => { panel.hidden = false; });
     before.open.forEach((d) => { d.open = true; });
-    drawSeen(true);
+    drawVisible(true);
     plots.forEach((p) => Plotly.relayout(p, { width: Math.min(680, p.clientWidth), autosize: false }));
   });
   window.addEventListener("afterprint", () => {
@@ -103,7 +104,7 @@
     before.open.forEach((d) => { d.open = false; });
     before = null;
     plots.forEach((p) => { delete p.dataset.drawn; });
-    if (tabs.length > 1) fromHash(); else drawSeen(false);
+    if (tabs.length > 1) fromHash(); else drawVisible(false);
   });
   document.body.dataset.ready = "yes";
 })();

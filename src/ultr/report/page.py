@@ -1,4 +1,4 @@
-"""Sections to one HTML file that needs no network: plotly.js, style and data are inside."""
+"""Write sections as one HTML file, which contains plotly.js, the style and the data and can be viewed offline."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import json
 import math
 from collections.abc import Sequence
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ultr import __version__
+from ultr._version import __version__
 from ultr.errors import UltrError
-from ultr.files import atomic_path
 from ultr.report.parts import Plot, Section
+from ultr.utils.files import atomic_path
+
+
+def missing_packages() -> list[str]:
+    """Return the names of the packages that pages need and that are not installed."""
+    return [name for name in ("jinja2", "plotly") if find_spec(name) is None]
 
 
 def write_page(path: Path, title: str, lede: str, sections: Sequence[Section], *, overwrite: bool = False) -> Path:
-    """Write a page; sections without parts are left out."""
+    """Write sections as an HTML page, and return its path; sections without parts are left out."""
     text = page(title, lede, [section for section in sections if section.parts])
     with atomic_path(path, overwrite=overwrite) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -24,34 +30,33 @@ def write_page(path: Path, title: str, lede: str, sections: Sequence[Section], *
 
 
 def page(title: str, lede: str, sections: Sequence[Section]) -> str:
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise UltrError("pages need jinja2 and plotly", mend="pip install jinja2 plotly") from error
+    """Return the HTML of a page; `lede` is the paragraph below the title."""
+    if missing := missing_packages():
+        raise UltrError(f"an HTML page needs {' and '.join(missing)}", hint=f"run: pip install {' '.join(missing)}")
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from plotly.offline import get_plotlyjs
 
     plots: list[str] = []
 
     def number(plot: Plot) -> int:
-        """Keep a plot for the script, and give it a number."""
+        """Keep the data of a plot for the script of the page, and return the index of the plot."""
         plots.append(_json(plot.figure))
         return len(plots) - 1
 
     environment = Environment(
         loader=PackageLoader("ultr.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    body = environment.get_template("page.html.jinja").render(
-        title=title, lede=lede, sections=sections, number=number, plots=plots, version=__version__
+    return environment.get_template("page.html.jinja").render(
+        title=title,
+        lede=lede,
+        sections=sections,
+        number=number,
+        plots=plots,
+        version=__version__,
+        style=_file("page.css"),
+        script=_file("page.js"),
+        plotly=get_plotlyjs().replace("</script", "<\\/script"),
     )
-    # What is put in last is not looked through for what is put in.
-    for mark, content in {
-        "/*style*/": _file("page.css"),
-        "/*plots*/": f"[{','.join(plots)}]",
-        "/*script*/": _file("page.js"),
-        "/*plotly*/": get_plotlyjs().replace("</script", "<\\/script"),
-    }.items():
-        body = body.replace(mark, content, 1)
-    return body
 
 
 def _file(name: str) -> str:
@@ -59,7 +64,7 @@ def _file(name: str) -> str:
 
 
 def _json(content: Any) -> str:
-    """JSON that can stand in a script element: what is not a number is null, and no tag can end or begin."""
+    """Return JSON that is safe in a script element: NaN and infinity are null, and < > & are escaped."""
     text = json.dumps(_finite(content), separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

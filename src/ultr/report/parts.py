@@ -1,4 +1,4 @@
-"""What a page is made of: plots, tables, notes and text, in sections."""
+"""The parts of a report page: texts, tables, notes and plots, grouped in sections."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ class Text:
     text: str
 
 
-@dataclass(frozen=True)
-class Heading:
-    """Of what follows within a section."""
+class Heading(Text):
+    """A heading within a section."""
 
-    KIND: ClassVar[str] = "heading"
-    text: str
+    KIND = "heading"
+
+
+class Code(Text):
+    """A command or other text to copy."""
+
+    KIND = "code"
 
 
 @dataclass(frozen=True)
 class Notes:
-    """Warnings, or a word that there are none."""
+    """A list of notes, coloured as warnings, or green if `good`."""
 
     KIND: ClassVar[str] = "notes"
     notes: Sequence[str]
@@ -34,22 +38,24 @@ class Notes:
 
 @dataclass(frozen=True)
 class Card:
-    """One figure that matters, large."""
+    """One important value in large print, with its name and some lines below."""
 
     name: str
-    figure: str
+    value: str
     lines: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Cards:
+    """A row of cards."""
+
     KIND: ClassVar[str] = "cards"
     cards: Sequence[Card]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text; `marked` are the numbers of rows that stand out."""
+    """A table of texts; `marked` has the indices of the rows to highlight."""
 
     KIND: ClassVar[str] = "table"
     head: Sequence[str]
@@ -59,8 +65,18 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Folded:
+    """Parts under a title that are hidden until the reader clicks the title."""
+
+    KIND: ClassVar[str] = "folded"
+    title: str
+    parts: Sequence[Part]
+    open: bool = False
+
+
+@dataclass(frozen=True)
 class Plot:
-    """An interactive plot: what plotly.js draws, and what it shows in words."""
+    """An interactive plot: data and layout for plotly.js, a title and a caption."""
 
     KIND: ClassVar[str] = "plot"
     title: str
@@ -71,36 +87,18 @@ class Plot:
 
 @dataclass(frozen=True)
 class Grid:
-    """Plots side by side, where there is room."""
+    """Plots side by side, if the screen is wide enough."""
 
     KIND: ClassVar[str] = "grid"
     plots: Sequence[Plot]
 
 
-@dataclass(frozen=True)
-class Code:
-    """Something to copy."""
-
-    KIND: ClassVar[str] = "code"
-    text: str
-
-
-@dataclass(frozen=True)
-class Folded:
-    """Parts that are seen when asked for."""
-
-    KIND: ClassVar[str] = "folded"
-    title: str
-    parts: Sequence[Part]
-    open: bool = False
-
-
-Part = Text | Heading | Notes | Cards | Table | Plot | Grid | Code | Folded
+Part = Text | Notes | Cards | Table | Plot | Grid | Folded
 
 
 @dataclass(frozen=True)
 class Section:
-    """A tab of the page."""
+    """A section of the page, shown as a tab."""
 
     title: str
     parts: Sequence[Part]

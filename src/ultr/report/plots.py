@@ -1,4 +1,4 @@
-"""Plots as plotly.js takes them: plain data, so that drawing needs no library here."""
+"""Functions that return plots as plain data, which plotly.js draws in the browser."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ultr.evaluation.scores import mean_with_interval
 from ultr.report.parts import Plot
 
 Numbers = Sequence[float | None]
@@ -26,16 +27,17 @@ def line_plot(
     categories: bool = False,
     order: Sequence[str] = (),
 ) -> Plot:
-    """Lines with their points; `bands` are intervals around some of them.
+    """Return a plot of lines: name -> (x values, y values); `bands` has (low, high) values around some of them.
 
-    A name has its colour by its place in `order`, so that it is the same in every plot.
+    Colours follow the order of the names in `order`, so that a name can have the same colour in several plots.
     """
     order = list(order or lines)
     data: list[dict[str, Any]] = []
     for name, (xs, ys) in lines.items():
+        colour = _colour(order.index(name))
         if bands and name in bands:
-            data.append(_band(xs, *bands[name]))
-        style = {"color": _colour(order.index(name)), **({"dash": "dot"} if name in dashed else {})}
+            data += _band(xs, *bands[name], colour)
+        style = {"color": colour, **({"dash": "dot"} if name in dashed else {})}
         data.append(
             {"type": "scatter", "mode": "lines+markers", "name": name, "x": list(xs), "y": list(ys), "line": style}
         )
@@ -53,19 +55,23 @@ def _colour(place: int) -> str:
     return COLOURS[place % len(COLOURS)]
 
 
-def _band(xs: Sequence[Any], low: Numbers, high: Numbers) -> dict[str, Any]:
-    known = [(x, a, b) for x, a, b in zip(xs, low, high, strict=True) if a is not None and b is not None]
-    return {
+def _band(xs: Sequence[Any], low: Numbers, high: Numbers, colour: str) -> list[dict[str, Any]]:
+    """Return the interval around a line as a list with one filled shape; empty if no interval is finite."""
+    finite = np.isfinite(np.array([low, high], float)).all(0)
+    ends = [end for end, both in zip(zip(xs, low, high, strict=True), finite, strict=True) if both]
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    band = {
         "type": "scatter",
-        "x": [x for x, _, _ in known] + [x for x, _, _ in reversed(known)],
-        "y": [b for _, _, b in known] + [a for _, a, _ in reversed(known)],
+        "x": [x for x, _, _ in ends] + [x for x, _, _ in reversed(ends)],
+        "y": [b for _, _, b in ends] + [a for _, a, _ in reversed(ends)],
         "fill": "toself",
-        "fillcolor": "rgba(120,130,140,0.18)",
+        "fillcolor": f"rgba({red},{green},{blue},0.15)",
         "line": {"width": 0},
         "mode": "lines",
         "hoverinfo": "skip",
         "showlegend": False,
     }
+    return [band] if ends else []
 
 
 def heat_map(
@@ -79,7 +85,7 @@ def heat_map(
     caption: str = "",
     largest: float | None = 1.0,
 ) -> Plot:
-    """A matrix, its first row on top."""
+    """Return a plot of a matrix as coloured cells, the first row on top; cells that are None are blank."""
     few = len(rows) <= 12 and len(columns) <= 12
     trace = {
         "type": "heatmap",
@@ -102,7 +108,7 @@ def heat_map(
 
 
 def interval_plot(title: str, rows: Mapping[str, tuple[float, float, float]], *, x: str, caption: str = "") -> Plot:
-    """Each row's mean with the ends of its interval."""
+    """Return a plot of means with intervals; `rows` maps names to (mean, low, high)."""
     names = list(rows)
     means, lows, highs = (np.array(column, float) for column in zip(*rows.values(), strict=True))
     trace = {
@@ -129,20 +135,20 @@ def interval_plot(title: str, rows: Mapping[str, tuple[float, float, float]], *,
 
 
 def histogram(title: str, values: Mapping[str, np.ndarray], edges: np.ndarray, *, x: str, caption: str = "") -> Plot:
-    """How often values occur, in shares; counted here, so that a page does not grow with them."""
-    known = {name: found[np.isfinite(found)] for name, found in values.items()}
+    """Return a plot of the share of values between neighbouring `edges`; the page gets the shares, not the values."""
+    finite = {name: array[np.isfinite(array)] for name, array in values.items()}
     middle = ((edges[1:] + edges[:-1]) / 2).tolist()
     data = [
         {
             "type": "scatter",
             "mode": "lines",
             "line": {"shape": "hvh", "color": _colour(i)},
-            **({"fill": "tozeroy"} if len(known) == 1 else {}),
+            **({"fill": "tozeroy"} if len(finite) == 1 else {}),
             "name": name,
             "x": middle,
-            "y": (np.histogram(found, edges)[0] / max(1, len(found))).tolist(),
+            "y": (np.histogram(array, edges)[0] / max(1, len(array))).tolist(),
         }
-        for i, (name, found) in enumerate(known.items())
+        for i, (name, array) in enumerate(finite.items())
     ]
     layout = {
         "xaxis": {"title": {"text": x}},
@@ -156,6 +162,7 @@ def histogram(title: str, values: Mapping[str, np.ndarray], edges: np.ndarray, *
 def bar_plot(
     title: str, bars: Mapping[str, tuple[Sequence[str], Numbers]], *, y: str, caption: str = "", per_cent: bool = False
 ) -> Plot:
+    """Return a plot of groups of bars; `bars` maps each name to (groups, heights)."""
     data = [
         {"type": "bar", "name": name, "x": list(xs), "y": list(ys), "marker": {"color": _colour(i)}}
         for i, (name, (xs, ys)) in enumerate(bars.items())
@@ -169,20 +176,20 @@ def bar_plot(
     return Plot(title, {"data": data, "layout": layout}, caption)
 
 
-def dot_plot(
-    title: str, rows: Mapping[str, tuple[Sequence[float], float, float]], *, x: str, caption: str = ""
-) -> Plot:
-    """Each row's runs as dots, and the interval of their mean."""
+def dot_plot(title: str, rows: Mapping[str, Sequence[float]], *, x: str, caption: str = "") -> Plot:
+    """Return a plot of values as dots, with the mean and its 95% interval; `rows` maps names to values."""
     dots = {
         "type": "scatter",
         "mode": "markers",
         "name": "runs",
-        "x": [value for values, _, _ in rows.values() for value in values],
-        "y": [name for name, (values, _, _) in rows.items() for _ in values],
+        "x": [value for values in rows.values() for value in values],
+        "y": [name for name, values in rows.items() for _ in values],
         "marker": {"size": 7, "opacity": 0.5, "color": COLOURS[0]},
         "hovertemplate": "%{y}: %{x:.4f}<extra></extra>",
     }
-    summary = interval_plot(title, {n: (float(np.mean(v)), low, high) for n, (v, low, high) in rows.items()}, x=x)
+    means = {name: mean_with_interval(np.array(values)) for name, values in rows.items()}
+    intervals = {name: (m.mean, m.low, m.high) if m.requests > 1 else (m.mean,) * 3 for name, m in means.items()}
+    summary = interval_plot(title, intervals, x=x)
     mean = {
         **summary.figure["data"][0],
         "name": "mean, 95% interval",

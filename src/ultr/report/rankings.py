@@ -1,4 +1,4 @@
-"""Where new rankings differ from the logged one, with example requests."""
+"""The section of a report page on how new rankings differ from the logged ranking, with example requests."""
 
 from __future__ import annotations
 
@@ -7,44 +7,45 @@ from typing import Any
 
 import numpy as np
 
-from ultr.outcomes import Outcome
 from ultr.report.parts import Folded, Grid, Heading, Part, Plot, Section, Table, Text
 from ultr.report.plots import heat_map, histogram
 from ultr.report.run import BEFORE, OLDER, Run
+from ultr.training.outcome import RunOutcome
 
 
 def ranking_section(runs: Sequence[Run]) -> Section:
-    told = {run.name: run.outcome for run in runs if run.outcome is not None and "moves" in run.outcome.about}
-    if not told:
-        kept = any(run.outcome is not None for run in runs)
-        return Section("Rankings", [Text("There was no logged ranking." if kept else OLDER)])
-    several = len(told) > 1
-    caption = "Kendall's τ by request: 1 the same order, 0 unrelated, -1 reversed."
-    agreement = {name: outcome.agreement for name, outcome in told.items()}
+    """Return a section on the difference between the logged ranking and the new ranking of each run."""
+    outcomes = {run.name: run.outcome for run in runs if run.outcome is not None and "moves" in run.outcome.about}
+    if not outcomes:
+        saved = any(run.outcome is not None for run in runs)
+        return Section("Rankings", [Text("The data have no logged ranking." if saved else OLDER)])
+    several = len(outcomes) > 1
+    caption = "Kendall's τ by request: 1 is the same order, 0 is unrelated, -1 is reversed."
+    agreement = {name: outcome.agreement for name, outcome in outcomes.items()}
     parts: list[Part] = [
-        Text(f"How far the new ranking of the validation requests is from {BEFORE}."),
+        Text(f"The new ranking of the validation requests, compared with {BEFORE}."),
         histogram("Agreement", agreement, np.linspace(-1, 1, 21), x="τ", caption=caption),
         Table(
-            ["run", "mean τ", "first item kept", "requests in the same order"],
-            [[name, *_kept(outcome)] for name, outcome in told.items()],
+            ["run", "mean τ", "same first item", "same order of all items"],
+            [[name, *_agreement_cells(outcome)] for name, outcome in outcomes.items()],
         ),
-        Grid([_moves(f"Where items went: {name}" if several else "Where items went", o) for name, o in told.items()]),
+        Grid([_moves(f"Moves of items: {name}" if several else "Moves of items", o) for name, o in outcomes.items()]),
     ]
-    for number, (name, outcome) in enumerate(told.items()):
+    for number, (name, outcome) in enumerate(outcomes.items()):
         parts.append(Heading(f"Example requests: {name}" if several else "Example requests"))
         examples = outcome.about["examples"]
         parts += [_example(example, open_=number == 0 and i == 0) for i, example in enumerate(examples)]
     return Section("Rankings", parts)
 
 
-def _kept(outcome: Outcome) -> list[str]:
-    known = outcome.agreement[np.isfinite(outcome.agreement)]
-    if not len(known):
+def _agreement_cells(outcome: RunOutcome) -> list[str]:
+    tau = outcome.agreement[np.isfinite(outcome.agreement)]
+    if not len(tau):
         return ["-", "-", "-"]
-    return [f"{known.mean():.3f}", f"{outcome.about['moves']['first_kept']:.0%}", f"{np.mean(known > 1 - 1e-9):.0%}"]
+    return [f"{tau.mean():.3f}", f"{outcome.about['moves']['first_kept']:.0%}", f"{np.mean(tau > 1 - 1e-9):.0%}"]
 
 
-def _moves(title: str, outcome: Outcome) -> Plot:
+def _moves(title: str, outcome: RunOutcome) -> Plot:
     moves = outcome.about["moves"]
     ranks = [str(k) for k in range(1, moves["deepest"] + 1)]
     columns = [*ranks, *(["below"] if any(row[-1] > 0 for row in moves["shares"]) else [])]
@@ -55,7 +56,7 @@ def _moves(title: str, outcome: Outcome) -> Plot:
         rows=ranks,
         x="new rank",
         y="logged rank",
-        caption="Share of the items at a logged rank that now stand at each rank.",
+        caption="For each logged rank, the share of its items at each new rank.",
         largest=None,
     )
 

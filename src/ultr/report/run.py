@@ -1,4 +1,4 @@
-"""A finished run, as far as pages look at it."""
+"""Load finished runs from their run directories, for report pages."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ultr.checkpoint import read_json, read_metrics
 from ultr.errors import AbsentError
-from ultr.outcomes import Outcome, read_outcome
-from ultr.preparing import RunConfig
-from ultr.runs import best_evaluation
+from ultr.training.checkpoints import read_metrics
+from ultr.training.config import RunConfig
+from ultr.training.outcome import RunOutcome, read_outcome
+from ultr.training.run import best_evaluation
+from ultr.utils.jsonfiles import read_json
 
 BEFORE = "the logged ranking"
-OLDER = "The run was trained before this was kept; train it again to see it."
+OLDER = "An older version of ultr trained this run and did not save these data; train it again to see them."
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A finished run, as far as it is looked at."""
+    """A finished run, with the content of its files; `name` is its name on the page."""
 
     name: str
     folder: Path
@@ -28,11 +29,11 @@ class Run:
     versions: Mapping[str, str]
     metrics: list[dict[str, Any]]
     bias: Mapping[str, Any] | None
-    outcome: Outcome | None
+    outcome: RunOutcome | None
 
     @cached_property
     def selected(self) -> tuple[str, float, int]:
-        """The selection metric, its best value and the step that was kept."""
+        """The name of the selection metric, its best value, and the step with this value."""
         name, line = best_evaluation(self.folder)
         return name, float(line[name]), int(line["step"])
 
@@ -42,15 +43,16 @@ class Run:
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
-    """Finished runs under names that tell them apart."""
+    """Load finished runs, each with a different name."""
     return [load_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 
 def load_run(folder: Path, name: str) -> Run:
+    """Load a finished run from its run directory; `name` is its name on the page."""
     if not (folder / "config.json").is_file():
-        raise AbsentError("there is no run here", where=folder, mend="name the folder that ultr train wrote")
+        raise AbsentError("this folder is not a run", where=folder, hint="pass a folder that ultr train wrote")
     if not (folder / "model").is_dir():
-        raise AbsentError("the run is not finished", where=folder, mend="go on with ultr train --resume")
+        raise AbsentError("the run is not finished", where=folder, hint="finish it with ultr train --resume")
     content = read_json(folder / "config.json")
     config = RunConfig.from_json(content, where=folder)
     versions: dict[str, str] = {key: content[key] for key in ("ultr", "torch", "lightgbm", "xgboost") if key in content}
@@ -59,7 +61,7 @@ def load_run(folder: Path, name: str) -> Run:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of paths, as many as tell them apart."""
+    """Return a name for each folder: the last parts of its path, as many as make all names different."""
     parts = [folder.resolve().parts for folder in folders]
     for last in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-last:]) for part in parts]

@@ -1,4 +1,4 @@
-"""A page for one run or several side by side, from what their folders hold."""
+"""Sections of the report page of one run, or of several runs side by side."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import asdict
 from itertools import combinations
 from typing import Any
 
-from ultr.commands import train_command
-from ultr.evaluation import FEEDBACK, OFF_POLICY, mean_with_interval, paired_test
-from ultr.outcomes import LOGGED
+from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, Mean, PairedTest, mean_with_interval, paired_test
 from ultr.report.bias import bias_section
 from ultr.report.parts import Card, Cards, Code, Grid, Heading, Notes, Part, Plot, Section, Table, Text
 from ultr.report.plots import interval_plot, line_plot
 from ultr.report.rankings import ranking_section
 from ultr.report.run import BEFORE, OLDER, Run
+from ultr.training.command import train_command
+from ultr.training.outcome import LOGGED
 
 
 def run_sections(runs: Sequence[Run]) -> list[Section]:
+    """Return all sections of the page of these runs."""
     return [
         _summary(runs),
         _data(runs),
@@ -36,43 +37,41 @@ def _summary(runs: Sequence[Run]) -> Section:
     cards = []
     for run in runs:
         metric, value, step = run.selected
-        lines = [f"{metric}, validation, at step {step:,}"]
-        if (test := _against_logged(run)) is not None:
-            lines.append(f"{test.difference:+.4f} against {BEFORE} (p = {test.p:.2g})")
+        lines = [f"{metric} on validation, at step {step:,}"]
+        if (test := _against_logged(run, metric)) is not None:
+            lines.append(f"{test.difference:+.4f} compared with {BEFORE} (p = {test.p:.2g})")
         lines += [f"{run.config.method}, {run.config.ranker}", f"label: {run.config.label}"]
         cards.append(Card(run.name, f"{value:.4f}", lines))
     metrics = list(dict.fromkeys(run.selected[0] for run in runs))
     parts: list[Part] = [Cards(cards), Grid([_interval_plot(runs, m) for m in metrics if _means(runs, m)])]
     warnings = [f"{run.name}: {warning}" for run in runs for warning in run.warnings]
-    parts.append(Notes(warnings) if warnings else Notes(["No method warns of its bias model."], good=True))
-    parts.append(Text(" ".join(_how_judged(metrics))))
+    parts.append(Notes(warnings) if warnings else Notes(["No warnings."], good=True))
+    parts.append(Text(" ".join(_explanations(metrics))))
     return Section("Summary", parts)
 
 
-def _against_logged(run: Run) -> Any:
-    metric = run.selected[0]
-    if run.outcome is None or LOGGED + metric not in run.outcome.figures:
+def _against_logged(run: Run, metric: str) -> PairedTest | None:
+    """Return the paired test of a run's ranking against the logged ranking; None if one was not evaluated."""
+    if run.outcome is None or not {metric, LOGGED + metric} <= set(run.outcome.results):
         return None
-    figures = run.outcome.figures
-    return paired_test(figures[metric], figures[LOGGED + metric], run.outcome.weights)
+    results = run.outcome.results
+    return paired_test(results[metric], results[LOGGED + metric], run.outcome.weights)
 
 
-def _how_judged(metrics: Iterable[str]) -> list[str]:
-    """What kinds of metrics say, and what not."""
-    found = []
+def _explanations(metrics: Iterable[str]) -> list[str]:
+    """Return a sentence for each metric that says what it measures."""
+    sentences = []
     for metric in sorted(metrics):
         if metric.startswith(OFF_POLICY):
-            found.append(
-                f"{metric} is what users are expected to do with the ranking, by their logged feedback and how likely "
-                "they were to look: an estimate, for items that were shown."
+            sentences.append(
+                f"{metric} estimates the feedback that the ranking would get, from logged feedback corrected for "
+                "position bias. It covers only items that were shown."
             )
         elif metric.startswith(FEEDBACK):
-            found.append(
-                f"{metric} is judged by logged feedback and has its position bias: it favours the logged ranking."
-            )
+            sentences.append(f"{metric} uses logged feedback with its position bias, so it favours the logged ranking.")
         else:
-            found.append(f"{metric} is judged by true labels.")
-    return found
+            sentences.append(f"{metric} uses true labels.")
+    return sentences
 
 
 # --- Data -------------------------------------------------------------------------------------------------------------
@@ -82,7 +81,7 @@ def _data(runs: Sequence[Run]) -> Section:
     rows: dict[str, list[str]] = {
         "data": [run.config.data for run in runs],
         "users": [run.config.users or "as logged" for run in runs],
-        "learned from": [run.config.learn_from for run in runs],
+        "trained on": [run.config.learn_from for run in runs],
         "label": [run.config.label for run in runs],
         **_facts(runs),
     }
@@ -99,25 +98,25 @@ def _data(runs: Sequence[Run]) -> Section:
 
 
 def _by_position(seen: Mapping[str, Any], where: str) -> list[Plot]:
-    """What the log shows of its actions: how often, and how much."""
-    at, caption = seen["positions"], "What the log shows, with all its bias."
+    """Return plots by position: the share of items with each action, and the mean of continuous actions."""
+    at, caption = seen["positions"], "As logged, with position bias."
     rates = {name: (at, values) for name, values in seen["rates"].items()}
     title, y = f"Feedback by position{where}", "share of impressions"
     plots = [line_plot(title, rates, x="position", y=y, caption=caption, from_zero=True)]
-    if much := {name: (at, values) for name, values in seen["means"].items() if values != seen["rates"][name]}:
-        title = f"Mean of what is not 0 or 1{where}"
-        plots.append(line_plot(title, much, x="position", y="mean over impressions", caption=caption, from_zero=True))
+    if means := {name: (at, values) for name, values in seen["means"].items() if values != seen["rates"][name]}:
+        title = f"Mean of continuous actions{where}"
+        plots.append(line_plot(title, means, x="position", y="mean over impressions", caption=caption, from_zero=True))
     return plots
 
 
 def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
-    def cells(say: Callable[[Mapping[str, Any]], str]) -> list[str]:
-        return ["not kept" if run.outcome is None else say(run.outcome.about) for run in runs]
+    def cells(text: Callable[[Mapping[str, Any]], str]) -> list[str]:
+        return ["not saved" if run.outcome is None else text(run.outcome.about) for run in runs]
 
     return {
         "requests": cells(lambda a: f"{a['data']['requests']:,}" + (" (a sample)" if a["data"]["sample"] else "")),
         "rows": cells(lambda a: f"{a['data']['rows']:,}"),
-        "items of a request": cells(
+        "items per request": cells(
             lambda a: "{least:,} to {most:,}, {mean:.1f} on average".format(**a["data"]["items"])
         ),
         "features": cells(lambda a: f"{a['data']['features']:,}"),
@@ -127,11 +126,12 @@ def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def bias_of_runs(runs: Sequence[Run]) -> Section:
+    """Return a section with the position bias that each run estimated."""
     return bias_section({run.name: (run.bias, _true_theta(run)) for run in runs})
 
 
 def _true_theta(run: Run) -> tuple[list[str], list[float]] | None:
-    """The examination of simulated users."""
+    """Return (positions, their true examination by simulated users); None if users were not simulated."""
     if run.outcome is None or "true_theta" not in run.outcome.about["data"]:
         return None
     facts = run.outcome.about["data"]
@@ -142,6 +142,7 @@ def _true_theta(run: Run) -> tuple[list[str], list[float]] | None:
 
 
 def learning_section(runs: Sequence[Run]) -> Section:
+    """Return a section with the learning curves of runs."""
     plots, names = [], [run.name for run in runs]
     for metric in dict.fromkeys(run.selected[0] for run in runs):
         lines = {
@@ -149,7 +150,7 @@ def learning_section(runs: Sequence[Run]) -> Section:
             for run in runs
             if run.selected[0] == metric
         }
-        caption = "On validation; the best step is the one that was kept."
+        caption = "On validation requests. The model of the best step is used."
         plots.append(line_plot(metric, lines, x="step", y=metric, caption=caption, order=names))
     losses = {
         run.name: ([line["step"] for line in run.metrics], [line["loss"] for line in run.metrics])
@@ -157,10 +158,10 @@ def learning_section(runs: Sequence[Run]) -> Section:
         if any(line.get("loss") is not None for line in run.metrics)
     }
     if losses:
-        caption = "Of training, since the step before. Losses of different methods do not compare."
+        caption = "Mean training loss since the previous evaluation. Losses of different methods are not comparable."
         plots.append(line_plot("loss", losses, x="step", y="loss", caption=caption, order=names))
     rows = [[run.name, run.selected[0], f"{run.selected[1]:.4f}", f"{run.selected[2]:,}", _end(run)] for run in runs]
-    return Section("Learning", [Grid(plots), Table(["run", "selected by", "best", "at step", "ended"], rows)])
+    return Section("Learning", [Grid(plots), Table(["run", "selected by", "best", "at step", "stopped"], rows)])
 
 
 def _end(run: Run) -> str:
@@ -169,27 +170,27 @@ def _end(run: Run) -> str:
 
 
 def _metrics(runs: Sequence[Run]) -> Section:
-    judged = [run for run in runs if run.outcome is not None]
-    if not judged:
+    evaluated = [run for run in runs if run.outcome is not None]
+    if not evaluated:
         return Section("Metrics", [Text(OLDER)])
     parts: list[Part] = []
-    metrics = list(dict.fromkeys(m for run in judged if run.outcome for m in run.outcome.about["metrics"]))
+    metrics = list(dict.fromkeys(m for run in evaluated if run.outcome for m in run.outcome.about["metrics"]))
     for metric in metrics:
-        rows, tests = _means(judged, metric), _tests(judged, metric)
-        parts.append(_interval_plot(judged, metric))
+        rows, tests = _means(evaluated, metric), _tests(evaluated, metric)
+        parts.append(_interval_plot(evaluated, metric))
         cells = [[name, f"{m.mean:.4f}", f"{m.low:.4f} to {m.high:.4f}", f"{m.requests:,}"] for name, m in rows.items()]
         parts.append(Table(["", metric, "95% interval", "requests"], cells))
         if tests:
             differences = [
-                [f"{a} less {b}", f"{t.difference:+.4f}", f"{t.low:+.4f} to {t.high:+.4f}", f"{t.p:.2g}"]
+                [f"{a} minus {b}", f"{t.difference:+.4f}", f"{t.low:+.4f} to {t.high:+.4f}", f"{t.p:.2g}"]
                 for a, b, t in tests
             ]
             marked = [i for i, (_, _, t) in enumerate(tests) if t.significant]
-            caption = "The same requests under two rankings. Marked: p < 0.05, each test by itself."
+            caption = "Two rankings of the same requests. Marked: p < 0.05, not corrected for the number of tests."
             parts.append(Table(["pair", "difference", "95% interval", "p"], differences, caption, marked))
-    chosen = "The step of each run was chosen on these requests, so that its own metric is a little too good."
-    parts.append(Text(" ".join([*_how_judged(metrics), chosen])))
-    if len(judged) < len(runs):
+    selected = "The step of each run was selected on these requests, so its selection metric is slightly too good."
+    parts.append(Text(" ".join([*_explanations(metrics), selected])))
+    if len(evaluated) < len(runs):
         parts.append(Text(f"{', '.join(r.name for r in runs if r.outcome is None)}: {OLDER}"))
     return Section("Metrics", parts)
 
@@ -200,73 +201,66 @@ def _interval_plot(runs: Sequence[Run], metric: str) -> Plot:
 
 
 def _comparable(a: Run, b: Run) -> bool:
-    """Whether metrics are of the same requests, by the same label."""
+    """Return whether two runs can be compared: evaluated on the same requests with the same label."""
     if a.outcome is None or b.outcome is None:
         return False
-    kept = (r.outcome.about["data"]["fingerprint"] for r in (a, b) if r.outcome)
-    return len(set(kept)) == 1 and a.config.label == b.config.label and a.outcome.requests == b.outcome.requests
+    first, second = (outcome.about["data"]["fingerprint"] for outcome in (a.outcome, b.outcome))
+    return bool(first == second and a.config.label == b.config.label and a.outcome.requests == b.outcome.requests)
 
 
-def _means(runs: Sequence[Run], metric: str) -> dict[str, Any]:
-    found = {}
+def _means(runs: Sequence[Run], metric: str) -> dict[str, Mean]:
+    """Return name -> mean of a metric, for each run, and once for the logged ranking of the same requests."""
+    means = {}
     logged: list[Run] = []
     for run in runs:
         outcome = run.outcome
-        if outcome is None or metric not in outcome.figures:
+        if outcome is None or metric not in outcome.results:
             continue
-        if LOGGED + metric in outcome.figures and not any(_comparable(run, other) for other in logged):
+        if LOGGED + metric in outcome.results and not any(_comparable(run, other) for other in logged):
             name = BEFORE if not logged else f"{BEFORE} ({run.name})"
-            found[name] = mean_with_interval(outcome.figures[LOGGED + metric], outcome.weights)
+            means[name] = mean_with_interval(outcome.results[LOGGED + metric], outcome.weights)
             logged.append(run)
-        found[run.name] = mean_with_interval(outcome.figures[metric], outcome.weights)
-    return found
+        means[run.name] = mean_with_interval(outcome.results[metric], outcome.weights)
+    return means
 
 
-def _tests(runs: Sequence[Run], metric: str) -> list[tuple[str, str, Any]]:
-    found = []
-    for run in runs:
-        outcome = run.outcome
-        if outcome and metric in outcome.figures and LOGGED + metric in outcome.figures:
-            test = paired_test(outcome.figures[metric], outcome.figures[LOGGED + metric], outcome.weights)
-            found.append((run.name, BEFORE, test))
-    for a, b in combinations(runs, 2):
-        if (
-            _comparable(a, b)
-            and a.outcome
-            and b.outcome
-            and metric in a.outcome.figures
-            and metric in b.outcome.figures
-        ):
-            test = paired_test(b.outcome.figures[metric], a.outcome.figures[metric], a.outcome.weights)
-            found.append((b.name, a.name, test))
-    return found
+def _tests(runs: Sequence[Run], metric: str) -> list[tuple[str, str, PairedTest]]:
+    """Return (name, other name, paired test): runs against the logged ranking, and pairs of comparable runs."""
+    against_logged = ((run.name, BEFORE, _against_logged(run, metric)) for run in runs)
+    tests = [(name, before, test) for name, before, test in against_logged if test is not None]
+    evaluated = [(run, run.outcome) for run in runs if run.outcome is not None and metric in run.outcome.results]
+    for (a, first), (b, second) in combinations(evaluated, 2):
+        if _comparable(a, b):
+            tests.append((b.name, a.name, paired_test(second.results[metric], first.results[metric], first.weights)))
+    return tests
 
 
 # --- Configuration ----------------------------------------------------------------------------------------------------
 
 
 def _configuration(runs: Sequence[Run]) -> Section:
-    parts: list[Part] = [Text("What repeats each run; the same seed on the same machine gives the same bits.")]
+    parts: list[Part] = [Text("These commands repeat the runs; on the same machine, the weights are identical.")]
     for run in runs:
-        command, unsaid = train_command(run.config, out=run.name.split("/")[-1])
+        command, not_in_command = train_command(run.config, out=run.name.split("/")[-1])
         if len(runs) > 1:
             parts.append(Heading(run.name))
         parts.append(Code(command))
-        parts += [Notes([f"no option says that {words}" for words in unsaid])] if unsaid else []
+        parts += [Notes([f"not in the command: {what}" for what in not_in_command])] if not_in_command else []
     settings = [_flat({**asdict(run.config), **run.versions}) for run in runs]
-    names = list(dict.fromkeys(name for found in settings for name in found))
-    rows = [[name, *(found.get(name, "") for found in settings)] for name in names]
+    names = list(dict.fromkeys(name for setting in settings for name in setting))
+    rows = [[name, *(setting.get(name, "") for setting in settings)] for name in names]
     marked = [i for i, row in enumerate(rows) if len(set(row[1:])) > 1]
-    caption = "Marked: where the runs differ." if len(runs) > 1 else ""
+    caption = "Marked: settings that differ between the runs." if len(runs) > 1 else ""
     parts.append(Table(["", *(run.name for run in runs)], rows, caption, marked))
     return Section("Configuration", parts)
 
 
 def _flat(content: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
+    """Return nested settings as a flat mapping, with names such as `training.steps`."""
+    settings: dict[str, str] = {}
     for name, value in content.items():
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{before}{name}.")
+            settings |= _flat(value, f"{before}{name}.")
         else:
-            found[before + name] = "" if value is None or value == {} else str(value)
-    return found
+            settings[before + name] = "" if value is None or value == {} else str(value)
+    return settings

@@ -1,0 +1,174 @@
+"""Count the impressions and clicks of a log by stratum (rows of equal relevance), position and group of requests.
+
+Requests are divided at random into 200 groups, and counts by group are made once. A bootstrap replicate is a weighted
+sum of these counts, so its cost does not depend on the size of the log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from scipy import sparse
+
+from ultr.errors import DataError
+from ultr.log import Log
+
+GROUPS = 200  # random groups of requests, which the bootstrap draws
+MAX_AUDITED_POSITIONS = 1_000  # each replicate estimates θ of all positions together
+CELLS = 150_000  # most pairs of an item and a position that are counted; if there are more, items are sampled
+
+
+@dataclass(frozen=True, eq=False)
+class Impressions:
+    """The rows of a log as the arrays that estimators of examination use: position, click, item and request."""
+
+    positions: np.ndarray  # ids, ascending
+    place: np.ndarray  # [rows] index of the row's position in `positions`
+    clicked: np.ndarray  # [rows] bool
+    lengths: np.ndarray  # [requests]
+    group: np.ndarray  # [requests] number of the random group
+    weights: np.ndarray | None  # [requests]
+    items: np.ndarray | None  # [rows] codes of items; an item has another code under another query
+    randomised: np.ndarray | None  # [requests] True if shown in random order
+
+    def of_rows(self, values: np.ndarray) -> np.ndarray:
+        """Return values [rows] from values [requests]: each row has the value of its request."""
+        return np.repeat(values, self.lengths)
+
+    def row_weights(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
+        if self.weights is None:
+            return np.ones(len(self.place[rows]))
+        return self.of_rows(self.weights.astype(np.float64))[rows]
+
+
+def check_positions(count: int, most: int) -> None:
+    """Raise DataError if `count`, the number of different positions in a log, is above `most`."""
+    if count > most:
+        what = f"bias can be estimated for up to {most:,} different positions"
+        raise DataError(what, got=f"{count:,} in 'position'", hint="drop the rows of the last positions")
+
+
+def impressions(log: Log, clicked: np.ndarray, *, seed: int = 0) -> Impressions:
+    shown_positions = log.shown_positions("an estimate of examination")
+    positions = np.unique(shown_positions)
+    check_positions(len(positions), MAX_AUDITED_POSITIONS)
+    groups = min(GROUPS, len(log))
+    order = np.random.default_rng(seed).permutation(len(log))
+    group = np.empty(len(log), np.int32)
+    group[order] = np.arange(len(log)) % groups
+    marked = log.context.get("randomised")
+    return Impressions(
+        positions,
+        np.searchsorted(positions, shown_positions).astype(np.int32),
+        clicked,
+        log.lengths,
+        group,
+        log.weights,
+        item_codes(log),
+        None if marked is None else marked.to_numpy(zero_copy_only=False),
+    )
+
+
+def item_codes(log: Log) -> np.ndarray | None:
+    """Return an integer for each row's item, which differs by query as relevance does; None without item ids."""
+    if log.item_ids is None:
+        return None
+    items = _codes(log.item_ids).astype(np.int64)
+    if log.item_ids.null_count:  # each row without an id counts as an item that occurs once
+        unknown = pc.is_null(log.item_ids).to_numpy(zero_copy_only=False)
+        items[unknown] = items.max() + 1 + np.arange(int(unknown.sum()))
+    if "query" not in log.context:
+        return items
+    queries = _codes(log.context["query"])
+    return _codes(pa.array(np.repeat(queries, log.lengths).astype(np.int64) * (int(items.max()) + 1) + items))
+
+
+def _codes(values: pa.Array) -> np.ndarray:
+    try:
+        encoded = values.dictionary_encode()
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
+        hint = "convert the column, or name another one with --item or --query"
+        what = "item ids and queries must be numbers or strings"
+        raise DataError(what, got=f"type {values.type}", hint=hint) from error
+    return np.asarray(pc.fill_null(encoded.indices, len(encoded.dictionary)).to_numpy(zero_copy_only=False))
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """Impressions and clicks by cell. A cell has the rows of one stratum (rows of equal relevance) at one position."""
+
+    strata: np.ndarray  # [cells] index of the stratum
+    places: np.ndarray  # [cells] index of the position
+    size: tuple[int, int]  # number of strata, number of positions
+    shown: np.ndarray  # [cells] impressions
+    clicked: np.ndarray  # [cells] clicks
+
+
+def count_cells(strata: np.ndarray, places: np.ndarray, shown: np.ndarray, clicked: np.ndarray, *, width: int) -> Cells:
+    """Sum the impressions and clicks of rows by stratum and position; `width` is the number of positions."""
+    ids, cells = np.unique(strata.astype(np.int64) * width + places, return_inverse=True)
+    sums = (np.bincount(cells, rows, len(ids)) for rows in (shown, clicked))
+    return Cells(ids // width, ids % width, (int(strata.max(initial=-1)) + 1, width), *sums)
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """Impressions and clicks by cell (see `Cells`) and by random group of requests."""
+
+    strata: np.ndarray  # [cells] index of the stratum
+    places: np.ndarray  # [cells] index of the position
+    size: tuple[int, int]  # number of strata, number of positions
+    shown: sparse.csr_matrix  # [cells, groups] impressions
+    clicked: sparse.csr_matrix  # [cells, groups] clicks
+    share: float = 1.0  # share of the items that are counted; below 1 if items were sampled
+
+    def weighted(self, weights: np.ndarray) -> Cells:
+        """Return impressions and clicks by cell: sums over the groups of requests with these weights [groups]."""
+        return Cells(self.strata, self.places, self.size, self.shown @ weights, self.clicked @ weights)
+
+
+def counted(seen: Impressions, strata: np.ndarray, rows: np.ndarray | slice = slice(None)) -> Counts:
+    """Count the given `rows` of a log by stratum, position and group of requests; `strata` has one value per row."""
+    places = seen.place[rows]
+    width = len(seen.positions)
+    encoded = pa.array(strata.astype(np.int64) * width + places).dictionary_encode()
+    cells, ids = encoded.indices.to_numpy(), encoded.dictionary.to_numpy()
+    groups = int(seen.group.max()) + 1
+    shape = len(ids), groups
+    group, weights, clicked = seen.of_rows(seen.group)[rows], seen.row_weights(rows), seen.clicked[rows]
+    return Counts(
+        ids // width,
+        ids % width,
+        (int(strata.max(initial=-1)) + 1, width),
+        sparse.csr_matrix((weights, (cells, group)), shape),
+        sparse.csr_matrix((weights[clicked], (cells[clicked], group[clicked])), shape),
+    )
+
+
+def counted_items(seen: Impressions, *, seed: int = 0) -> Counts | None:
+    """Count the items that were clicked and shown at several positions, to compare these; None if there are none."""
+    if seen.items is None:
+        return None
+    items, width = int(seen.items.max()) + 1, len(seen.positions)
+    ever = np.bincount(seen.items[seen.clicked], minlength=items) > 0
+    rows = np.flatnonzero(ever[seen.items])
+    cells = pc.unique(pa.array(seen.items[rows].astype(np.int64) * width + seen.place[rows])).to_numpy()
+    places_of = np.bincount(cells // width, minlength=items)
+    moved = np.flatnonzero(places_of > 1)
+    if not len(moved):
+        return None
+    order = np.random.default_rng(seed).permutation(moved)
+    sampled = order[: max(1, int(np.searchsorted(np.cumsum(places_of[order]), CELLS, "right")))]
+    code = np.full(items, -1)
+    code[np.sort(sampled)] = np.arange(len(sampled))
+    rows = rows[code[seen.items[rows]] >= 0]
+    return replace(counted(seen, code[seen.items[rows]], rows), share=len(sampled) / len(moved))
+
+
+def replicates(groups: int, number: int, *, seed: int = 0) -> np.ndarray:
+    """Return weights of groups of requests [groups, 1 + number]: a column of ones, then `number` bootstrap draws."""
+    drawn = np.random.default_rng(seed).multinomial(groups, np.full(groups, 1 / groups), size=number).T
+    return np.column_stack([np.ones(groups), drawn])

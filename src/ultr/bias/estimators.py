@@ -1,0 +1,343 @@
+"""Estimators of examination θ_k, the probability that a user looks at position k, and the assumption of each.
+
+Each returns θ [replicates, positions] up to a factor, for bootstrap replicates of the log; NaN means no estimate.
+
+| name         | assumption                                                                                  |
+|--------------|---------------------------------------------------------------------------------------------|
+| `randomised` | requests in random order: items have the same mean relevance at every position              |
+| `harvest`    | items shown at several positions: two positions are compared by the items shown at both     |
+| `items`      | items shown at several positions: each has one relevance, which is fitted together with θ   |
+| `strata`     | features: items with similar scores of the logging ranker are equally relevant              |
+| `regression` | features: relevance is a logistic function of them                                          |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy import linalg, sparse
+from scipy.sparse.csgraph import connected_components
+
+from ultr.bias.counts import Cells, Counts, Impressions
+
+PAIR_WORK = 30_000_000  # `harvest` samples items if their number times positions squared is above this
+NEWTON = 50  # most iterations of Newton's method
+SETTLED = 1e-6  # EM stops if no θ changes by more than this share
+SMALLEST = 1e-3  # the smallest θ; a lower one cannot be distinguished from 0
+SCALE = 0.7  # the largest θ, a convention that leaves room on either side: clicks determine only ratios of θ
+RIDGE = 1e-5  # penalty on the squared coefficients of features, per row
+
+
+def rates(seen: Impressions, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return click rates [replicates, positions] of some rows, NaN if 0; they estimate θ if the order was random."""
+    width, groups = len(seen.positions), len(weights)
+    cell = seen.of_rows(seen.group)[rows] * width + seen.place[rows]
+    each = seen.row_weights(rows)
+    clicked = seen.clicked[rows]
+    shown = np.bincount(cell, each, groups * width).reshape(groups, width)
+    clicks = np.bincount(cell[clicked], each[clicked], groups * width).reshape(groups, width)
+    rate = _share(weights.T @ clicks, weights.T @ shown)
+    return np.where(rate > 0, rate, np.nan)
+
+
+def pair_clicks(counts: Counts, weights: np.ndarray, *, seed: int = 0) -> np.ndarray:
+    """Return clicks [k, k'] at position k on items shown at both k and k', as if shown equally often at both.
+
+    Item i counts n_ik n_ik' / (n_ik + n_ik') times at both positions, which compares its two click rates with the least
+    error. The weights at both positions are the same, so the relevance of items cancels.
+    """
+    weighted = counts.weighted(weights)
+    shown, clicked = weighted.shown, weighted.clicked
+    items, width = counts.size
+    most = max(100, PAIR_WORK // width**2)
+    sampled = np.ones(items, bool)
+    if items > most:
+        sampled = np.zeros(items, bool)
+        sampled[np.random.default_rng(seed).permutation(items)[:most]] = True
+    row = np.cumsum(sampled) - 1
+    cells = sampled[counts.strata]
+    n, rate = np.zeros((int(sampled.sum()), width)), np.zeros((int(sampled.sum()), width))
+    at = row[counts.strata[cells]], counts.places[cells]
+    n[at], rate[at] = shown[cells], clicked[cells] / np.maximum(shown[cells], 1e-300)
+    clicks = np.zeros((width, width))
+    for k in range(width):
+        here = n[:, k] > 0
+        at_k = n[here, k][:, None]
+        overlap = at_k * n[here] / (at_k + n[here])
+        clicks[k] = rate[here, k] @ overlap
+    np.fill_diagonal(clicks, 0)
+    return clicks
+
+
+def harvest(counts: Counts, weights: np.ndarray, *, seed: int = 0) -> np.ndarray:
+    """Estimate θ [replicates, positions] by intervention harvesting over all pairs of positions (Agarwal et al. 2019).
+
+    Of the clicks on the items that two positions share, position k has the share θ_k / (θ_k + θ_k'). All pairs together
+    are a Bradley-Terry model, whose likelihood has one maximum. The relevance of items is conditioned out, not fitted.
+    """
+    anchor = int(np.bincount(counts.places, counts.weighted(weights[:, 0]).clicked, counts.size[1]).argmax())
+    return np.array([bradley_terry(pair_clicks(counts, column, seed=seed), anchor) for column in weights.T])
+
+
+def bradley_terry(wins: np.ndarray, anchor: int = 0) -> np.ndarray:
+    """Return strengths in a Bradley-Terry model; k beat k' `wins[k, k']` times. NaN if k is not linked to `anchor`."""
+    games = wins + wins.T
+    inside = _linked(wins, anchor)
+    theta = np.full(len(wins), np.nan)
+    if inside.sum() < 2:
+        return theta
+    wins, games = wins[np.ix_(inside, inside)], games[np.ix_(inside, inside)]
+    size = len(wins)
+    log_theta = np.zeros(size)
+    for _ in range(NEWTON):
+        share = 1 / (1 + np.exp(log_theta[None, :] - log_theta[:, None]))
+        slope = (wins - games * share).sum(1)
+        curve = games * share * (1 - share)
+        hessian = np.diag(curve.sum(1)) - curve
+        step = np.linalg.solve(hessian + hessian.trace() / size**2, slope)  # the rank-one term fixes Σ log θ
+        log_theta += np.clip(step, -2, 2)
+        if np.abs(step).max() < 1e-10:
+            break
+    theta[inside] = np.exp(log_theta)
+    return theta
+
+
+def _linked(wins: np.ndarray, anchor: int) -> np.ndarray:
+    """Return a mask of the positions that won against the position `anchor` and lost to it, directly or in a chain."""
+    part = connected_components(wins > 0, connection="strong")[1]
+    return np.asarray(part == part[anchor])
+
+
+def position_based(counts: Counts, weights: np.ndarray) -> np.ndarray:
+    """Estimate θ [replicates, positions] in the position-based model, with one relevance β_s for each stratum s.
+
+    E[c_sk] = n_sk θ_k β_s. Given θ, the best β_s is Σ c / Σ n θ, which EM reaches step by step. Inserted, it leaves
+
+        Σ_s c_sk = Σ_s C_s p_sk,    p_sk = n_sk θ_k / Σ n_sk' θ_k',    C_s = Σ_k c_sk
+
+    for every position: equations that are conditional on the clicks of each stratum. They have one solution, and mean
+    zero at the truth even if strata were rarely shown. The binomial likelihood is then biased by its bound β <= 1.
+    """
+    start: np.ndarray | None = None
+    draws = []
+    for column in weights.T:
+        fit = fit_conditional(counts.weighted(column), start)
+        start = np.where(np.isfinite(fit.theta), np.log(fit.theta), 0.0)
+        draws.append(fit.theta)
+    return np.array(draws)
+
+
+@dataclass(frozen=True, eq=False)
+class ConditionalFit:
+    """Examination θ relative to the most clicked position; NaN at positions that no clicked strata link to it."""
+
+    theta: np.ndarray
+    moved: float  # the largest change of log θ in the last iteration
+
+
+def fit_conditional(cells: Cells, start: np.ndarray | None = None) -> ConditionalFit:
+    """Solve the equations of `position_based` by Newton's method; `start` is the first guess of log θ."""
+    size, width = cells.size
+    total = np.bincount(cells.strata, cells.clicked, size)
+    used = (total[cells.strata] > 0) & (cells.shown > 0)
+    strata, places, shown, clicked = (
+        values[used] for values in (cells.strata, cells.places, cells.shown, cells.clicked)
+    )
+    clicks = np.bincount(places, clicked, width)
+    anchor = int(clicks.argmax())
+    together = sparse.csr_matrix((np.ones(len(places)), (strata, places)), (size, width))
+    won = sparse.csr_matrix((clicked > 0, (strata, places)), (size, width), dtype=float)
+    linked = _linked((won.T @ together).toarray(), anchor)
+    free = linked & (np.arange(width) != anchor)
+    log_theta = np.where(linked, 0.0 if start is None else start, -40.0)
+    step = np.zeros(width)
+    for _ in range(NEWTON):
+        expected = shown * np.exp(log_theta - log_theta[anchor])[places]
+        share = expected / np.bincount(strata, expected, size)[strata]
+        drawn = total[strata] * share
+        root = sparse.csr_matrix((np.sqrt(total[strata]) * share, (strata, places)), (size, width))
+        curve = np.diag(np.bincount(places, drawn, width)) - (root.T @ root).toarray()
+        slope = clicks - np.bincount(places, drawn, width)
+        step = np.zeros(width)
+        if free.any():
+            step[free] = _solve(curve[np.ix_(free, free)], slope[free])
+        log_theta = log_theta + np.clip(step, -1, 1)
+        if np.abs(step).max() < 1e-8:
+            break
+    theta = np.where(linked, np.exp(log_theta - log_theta[anchor]), np.nan)
+    return ConditionalFit(theta, float(np.abs(step).max()))
+
+
+def _solve(curve: np.ndarray, slope: np.ndarray) -> np.ndarray:
+    """Solve a positive definite linear system; if it is nearly singular, return the solution of least norm."""
+    try:
+        return np.asarray(linalg.solve(curve, slope, assume_a="pos"))
+    except (linalg.LinAlgError, linalg.LinAlgWarning):
+        return np.asarray(np.linalg.lstsq(curve, slope, rcond=1e-12)[0])
+
+
+def fill_gaps(theta: np.ndarray) -> np.ndarray:
+    """Return θ with NaN replaced by interpolation between the nearest positions (linear in log θ); 1 if all are NaN."""
+    estimated = np.isfinite(theta)
+    if not estimated.any():
+        return np.ones_like(theta)
+    return np.asarray(np.exp(np.interp(np.arange(len(theta)), np.flatnonzero(estimated), np.log(theta[estimated]))))
+
+
+@dataclass(frozen=True, eq=False)
+class TrustFit:
+    """The result of `fit_trust`; `moved` is the largest relative change of θ in the last of the `iterations`."""
+
+    theta: np.ndarray
+    zeta: np.ndarray
+    beta: np.ndarray
+    iterations: int
+    moved: float
+
+
+def fit_trust(cells: Cells, *, iterations: int = 6000) -> TrustFit:
+    """Fit P(c>0) = θ_k β_s + ζ_k (1 - β_s) by EM: θ and ζ of each position k, β of each stratum s.
+
+    Clicks determine β up to an affine map. By convention the largest θ is 1 and the smallest ζ is 0. Positions never
+    shown have θ = 1. Two steps of EM are followed by an extrapolation of them (SQUAREM, Varadhan and Roland 2008),
+    which is used if it does not lower the likelihood.
+    """
+    strata, places, size = cells.strata, cells.places, cells.size
+    shown, clicked = cells.shown, cells.clicked
+    missed = shown - clicked
+
+    def by_place(values: np.ndarray) -> np.ndarray:
+        return np.bincount(places, values, size[1])
+
+    def by_stratum(values: np.ndarray) -> np.ndarray:
+        return np.bincount(strata, values, size[0])
+
+    shown_at, shown_in = by_place(shown), by_stratum(shown)
+    rate = _share(by_place(clicked), shown_at)
+    theta = np.where(shown_at > 0, SCALE * _share(rate, rate.max()), SCALE).clip(SMALLEST, SCALE)
+    zeta = 0.3 * theta
+    beta = _share(by_stratum(clicked), by_stratum(shown * theta[places])).clip(0.01, 0.99)
+
+    def step(theta: np.ndarray, zeta: np.ndarray, beta: np.ndarray) -> tuple[np.ndarray, ...]:
+        clicks, misses = _joint(theta[places], zeta[places], beta[strata])
+        yes = clicked * _share(clicks[0], clicks[0] + clicks[1])
+        relevant = yes + missed * _share(misses[0], misses[0] + misses[1])
+        after = np.where(shown_at > 0, _share(by_place(yes), by_place(relevant)), theta).clip(SMALLEST, 1)
+        zeta = np.where(shown_at > 0, _share(by_place(clicked - yes), by_place(shown - relevant)), zeta)
+        return after, zeta, np.where(shown_in > 0, _share(by_stratum(relevant), shown_in), beta)
+
+    def likelihood(theta: np.ndarray, zeta: np.ndarray, beta: np.ndarray) -> float:
+        clicks, misses = (sum(terms) for terms in _joint(theta[places], zeta[places], beta[strata]))
+        least = np.finfo(np.float64).tiny
+        return float((clicked * np.log(np.maximum(clicks, least)) + missed * np.log(np.maximum(misses, least))).sum())
+
+    moved, made, bounds = np.inf, 0, np.cumsum([len(theta), len(theta)])
+    while made < iterations and moved > SETTLED:
+        once = step(theta, zeta, beta)
+        twice = step(*once)
+        point, first, second = (np.concatenate(parameters) for parameters in ((theta, zeta, beta), once, twice))
+        change, bend = first - point, second - 2 * first + point
+        length = min(max(float(np.linalg.norm(change)) / max(float(np.linalg.norm(bend)), 1e-300), 1.0), 64.0)
+        jump = (point + 2 * length * change + length**2 * bend).clip(1e-6, 1 - 1e-6)
+        leap = step(*np.split(jump, bounds))
+        best = leap if likelihood(*leap) >= likelihood(*twice) else twice
+        moved = float(np.abs((best[0] / best[0].max()) / (theta / theta.max()) - 1).max())
+        (theta, zeta, beta), made = best, made + 3
+    return TrustFit(*_canonical(theta, zeta, beta, shown_at > 0), made, moved)
+
+
+def _joint(theta: np.ndarray, zeta: np.ndarray, beta: np.ndarray) -> tuple[tuple[np.ndarray, ...], ...]:
+    """Return P(c>0, r>0) and P(c>0, r<=0), and the same for c=0: `equations.relevance_posterior` in NumPy.
+
+    The arrays are small and the iterations many, so that calls of torch would take most of the time.
+    """
+    return (theta * beta, zeta * (1 - beta)), ((1 - theta) * beta, (1 - zeta) * (1 - beta))
+
+
+def _share(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """Return the ratio of two arrays, and 0 where both are 0."""
+    return numerator / np.where(denominator > 0, denominator, 1.0)
+
+
+def _canonical(
+    theta: np.ndarray, zeta: np.ndarray, beta: np.ndarray, seen: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return parameters of `fit_trust` with the same click probabilities, smallest ζ/(θ-ζ) 0 and largest θ 1."""
+    if not seen.any():
+        return np.ones_like(theta), np.zeros_like(zeta), beta
+    # P = a β + ζ = a (β + s) + (ζ - a s): β rises by s, and both ends of the line with it.
+    slope = np.maximum(theta - zeta, 1e-9)
+    shift = np.where(seen, zeta / slope, np.inf).min()
+    theta, zeta, beta = theta - slope * shift, np.maximum(zeta - slope * shift, 0), beta + shift
+    slope = np.maximum(theta - zeta, 1e-9)
+    # P = a β' / b + ζ with β' = b β: the end at β' = 1 is ζ + a / b.
+    stretch = np.where(seen, slope / np.maximum(1 - zeta, 1e-9), 0.0).max()
+    theta, beta = zeta + slope / stretch, beta * stretch
+    return np.where(seen, theta, 1.0).clip(SMALLEST, 1), np.where(seen, zeta, 0.0), beta.clip(0, 1)
+
+
+def regression(seen: Impressions, features: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Estimate θ [replicates, positions] with relevance as a logistic function of features (Wang et al. 2018).
+
+    L-BFGS maximises the likelihood of regression EM. A replicate is one step of Fisher's scoring from the maximum.
+    """
+    log_theta, logit = fitted_regression(seen, features, np.ones(len(weights)))
+    chance = np.minimum(np.exp(log_theta)[seen.place] / (1 + np.exp(-logit)), 1 - 1e-6)
+    return np.asarray(np.exp(log_theta + _one_step(seen, features, logit, chance, weights)))
+
+
+def fitted_regression(
+    seen: Impressions, features: np.ndarray, group_weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return log θ [positions] and the logit of relevance [rows], fitted with a weight for each group of requests."""
+    x = torch.from_numpy(features)
+    place, clicked = torch.from_numpy(seen.place.astype(np.int64)), torch.from_numpy(seen.clicked)
+    each = torch.from_numpy(seen.row_weights() * seen.of_rows(group_weights[seen.group])).float()
+    width = len(seen.positions)
+    rate = torch.bincount(place, each * clicked, width) / torch.bincount(place, each, width).clamp(min=1e-9)
+    coefficients = torch.zeros(x.shape[1] + 1, requires_grad=True)
+    log_theta = (rate.clamp(min=1e-6) / rate.max().clamp(min=1e-6)).log().float().requires_grad_()
+    optimizer = torch.optim.LBFGS([coefficients, log_theta], max_iter=100, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        logit = x @ coefficients[1:] + coefficients[0]
+        log_p = (log_theta.clamp(max=0)[place] + torch.nn.functional.logsigmoid(logit)).clamp(max=-1e-6)
+        likelihood = torch.where(clicked, log_p, torch.log1p(-log_p.exp()))
+        loss = -(each * likelihood).sum() / each.sum() + RIDGE * coefficients[1:].square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        logit = x @ coefficients[1:] + coefficients[0]
+    return log_theta.detach().clamp(max=0).double().numpy(), logit.clamp(-30, 30).numpy()
+
+
+def _one_step(
+    seen: Impressions, features: np.ndarray, logit: np.ndarray, chance: np.ndarray, weights: np.ndarray
+) -> np.ndarray:
+    """Return the change of log θ [replicates, positions] in one step of scoring; 0 in the first replicate."""
+    width, size = len(seen.positions), features.shape[1] + 1
+    # The derivative of log P by the logit's coefficients is (1 - β) [1, x]; by log θ_k it is 1 at position k.
+    slopes = np.column_stack([np.ones(len(features), np.float32), features])
+    slopes *= (1 / (1 + np.exp(logit)))[:, None].astype(np.float32)
+    row_weights = seen.row_weights()
+    information = (row_weights * chance / (1 - chance)).astype(np.float32)
+    residual = (row_weights * (seen.clicked - chance) / (1 - chance)).astype(np.float32)
+    curve = np.zeros((size + width, size + width))
+    curve[:size, :size] = slopes.T @ (slopes * information[:, None])
+    curve[:size, :size] += 2 * RIDGE * row_weights.sum() * np.diag([0.0, *np.ones(size - 1)])
+    at = sparse.csr_matrix((information, (seen.place, np.arange(len(features)))), (width, len(features)))
+    curve[size:, :size] = at @ slopes
+    curve[:size, size:] = curve[size:, :size].T
+    curve[size:, size:] = np.diag(np.bincount(seen.place, information, width))
+    group = seen.of_rows(seen.group)
+    of_group = sparse.csr_matrix((residual, (group, np.arange(len(features)))), (len(weights), len(features)))
+    cells = np.bincount(group * width + seen.place, residual, len(weights) * width).reshape(len(weights), width)
+    score = np.column_stack([of_group @ slopes, cells])
+    # The data hardly determine the scale of θ. Damping keeps the step from changing it.
+    damped = curve + 1e-6 * np.diag(curve.diagonal() + 1e-12)
+    return np.asarray(((weights - weights[:, :1]).T @ score @ np.linalg.pinv(damped, hermitian=True))[:, size:])

@@ -1,0 +1,103 @@
+"""Estimate examination, the probability that a user looks at a position, from a log alone.
+
+Clicks fall with position because lower items are seen less, and because the ranker that logged them put worse items
+there. Items that this ranker found equally good separate the two: where their positions differ, only examination
+differs. So
+
+1. the score of the logging ranker is recovered from the order that it showed (`logging_policy`);
+2. rows are grouped into strata by that score and by its mean over their list (which affects the position of an item);
+3. in P(c>0) = θ_k β_s, relevance β is free in each stratum s, and `estimators.position_based` gives examination θ.
+
+Items that occur in several requests can be strata themselves. Memory depends on strata and positions, not on rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ultr.bias.counts import check_positions, count_cells, item_codes
+from ultr.bias.estimators import SMALLEST, fill_gaps, fit_conditional, fit_trust
+from ultr.bias.logging_policy import logging_score, strata_of
+from ultr.datasets.users import User
+from ultr.errors import DataError
+from ultr.lists import Lists
+from ultr.log import Log
+from ultr.log.labels import Label
+
+MAX_TRAINED_POSITIONS = 5_000  # a bias model has tables with an entry for each pair of positions
+
+
+@dataclass(frozen=True, eq=False)
+class Examination:
+    """θ_k = P(c>0 | relevant, k) and ζ_k = P(c>0 | irrelevant, k) by position id, and the counts behind them.
+
+    Clicks determine only ratios of θ. By convention its largest value is 1.
+    """
+
+    positions: tuple[int, ...]
+    theta: np.ndarray
+    zeta: np.ndarray
+    impressions: np.ndarray
+    clicks: np.ndarray  # positive labels
+    moved: float  # the largest relative change of θ in the last iteration
+    strata: int
+
+    def by_position(self) -> dict[int, float]:
+        return dict(zip(self.positions, self.theta.tolist(), strict=True))
+
+
+def estimate_examination(
+    log: Log,
+    label: Label,
+    *,
+    user: User | None = None,
+    sessions: int = 0,
+    seed: int = 0,
+    trust: bool = False,
+    by_item: bool = False,
+) -> Examination:
+    """Estimate examination by position from a log; a row counts as clicked if its `label` is above 0.
+
+    With a simulated `user`, its feedback in about `sessions` sessions replaces that of the log. `by_item` compares
+    positions item by item, not by strata of similar rows. `trust` also estimates ζ, the click rate of irrelevant items.
+    """
+    ids, places = np.unique(log.shown_positions("an estimate of examination"), return_inverse=True)
+    check_positions(len(ids), MAX_TRAINED_POSITIONS)
+    shown = np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths).astype(np.float64)
+    if user is None:
+        clicked = shown * (np.asarray(label(log.actions)) > 0)
+    else:
+        passes = max(1, -(-sessions // len(log)))
+        clicked = shown * _simulated_clicks(log, label, user, passes, seed)
+        shown = shown * passes
+    if by_item:
+        if (strata := item_codes(log)) is None:
+            what = "an estimate of examination by item needs item ids, and the log has none"
+            raise DataError(what, hint="name their column with --item")
+    else:
+        strata = strata_of(log, logging_score(log, seed=seed).score, clicks=float(clicked.sum()))
+    cells = count_cells(strata, places, shown, clicked, width=len(ids))
+    if trust:
+        fit = fit_trust(cells)
+        theta, zeta, moved = fit.theta, fit.zeta, fit.moved
+    else:
+        conditional = fit_conditional(cells)
+        theta = fill_gaps(conditional.theta)
+        theta = (theta / theta.max()).clip(SMALLEST, 1)
+        zeta, moved = np.zeros(len(ids)), conditional.moved
+    impressions, clicks = (np.bincount(places, rows, len(ids)) for rows in (shown, clicked))
+    return Examination(tuple(ids.tolist()), theta, zeta, impressions, clicks, moved, cells.size[0])
+
+
+def _simulated_clicks(log: Log, label: Label, user: User, passes: int, seed: int) -> np.ndarray:
+    """Return how often each row gets a positive label if the simulated `user` sees the whole log `passes` times."""
+    generator = torch.Generator().manual_seed(seed)
+    lists = Lists.from_log(log.without_features())
+    total = torch.zeros(lists.where.shape, dtype=torch.float64)
+    for _ in range(passes):
+        feedback = user.sample(lists.true_relevance, lists.shown_positions, generator, where=lists.where, check=False)
+        total += label(feedback.actions, check=False) > 0
+    return total[lists.where].numpy()

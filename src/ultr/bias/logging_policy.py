@@ -1,0 +1,153 @@
+"""The logging policy: the ranker that ordered the items of a log, recovered from the order that it showed.
+
+A Plackett-Luce model of the features, linear or a network, gives a score under which that order is most likely. Items
+with similar scores form a stratum: the logging ranker found them equally good, so where their positions differ, only
+examination differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ultr.lists import ListBatches, Lists
+from ultr.log import Log
+from ultr.log.sampling import sample_requests
+from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, make_ranker, score_rows
+from ultr.utils.stopping import EarlyStopping
+
+SCORED_ROWS = 20_000  # the linear score is learned from a sample of this many rows, or thirty per feature if more
+STRATA = 20  # most quantiles of the score, and of its mean over a list
+CLICKS_IN_STRATUM = 25  # mean number of clicks that a stratum should have
+HELD_OUT = 1000  # most requests on which a network is compared with a linear score
+FEW_REQUESTS = 500  # a network is not tried with this many requests or fewer
+MUCH_OPEN = 0.2  # a network is tried if a linear score leaves more than this share of the order unexplained (in nats)
+CLEARLY_MORE = 0.02  # a network is used if it explains this much more of the order than a linear score
+NETWORK = {"hidden": (128, 64), "dropout": 0.1}
+NETWORK_LR, NETWORK_STEPS, NETWORK_EVALUATE_EVERY, NETWORK_PATIENCE = 3e-3, 1000, 50, 3
+
+
+@dataclass(frozen=True, eq=False)
+class LoggingScore:
+    """The score of each row in a model of the logging ranker, under which the logged order is most likely."""
+
+    score: np.ndarray  # [rows]
+    explained: float  # share of the order of held-out requests, in nats: 0 for chance, 1 for an exact prediction
+
+
+_CACHE: MutableMapping[Log, dict[int, LoggingScore]] = WeakKeyDictionary()
+
+
+def strata_of(log: Log, score: np.ndarray, *, clicks: float) -> np.ndarray:
+    """Return the stratum of each row: a group of rows with similar scores and similar mean scores of their lists.
+
+    The number of strata grows with the number of clicks.
+    """
+    request = log.request_of_row
+    mean = (np.bincount(request, score) / np.maximum(1, log.lengths))[request]
+    along = int(np.clip(np.sqrt(clicks / CLICKS_IN_STRATUM), 1, STRATA))
+    codes = np.zeros(log.rows, np.int64)
+    for values in (score, mean):
+        edges = np.quantile(values, np.linspace(0, 1, along + 1)[1:-1])
+        codes = codes * along + np.searchsorted(edges, values)
+    return codes
+
+
+def logging_score(log: Log, *, seed: int = 0) -> LoggingScore:
+    """Return `recovered_score` of a log; the result is cached, because several parts of a run need it."""
+    cached = _CACHE.setdefault(log, {})
+    if seed not in cached:
+        cached[seed] = recovered_score(log, seed=seed)
+    return cached[seed]
+
+
+def recovered_score(log: Log, *, seed: int = 0) -> LoggingScore:
+    """Recover the logging ranker from the order that it showed (Plackett-Luce).
+
+    The score is linear in the features, unless that leaves much of the order of held-out requests unexplained and a
+    network explains more of it. The linear score of a large log is learned from a sample.
+    """
+    torch.manual_seed(seed)
+    order = np.random.default_rng(seed).permutation(len(log))
+    held_out = order[len(order) - min(HELD_OUT, len(order) // 5) :]
+    learned = order[: len(order) - len(held_out)]
+    sampled = sample_requests(log, max(SCORED_ROWS, 30 * len(log.feature_names)), seed=seed)
+    ranker: torch.nn.Module = _linear_score(log, sampled)
+    if not len(held_out):
+        return LoggingScore(score_rows(ranker, log.features), 0.0)
+    held_out_lists = _by_position(Lists.from_log(log.select(np.sort(held_out))))
+    separate = ranker if len(sampled) <= len(learned) else _linear_score(log, learned)
+    by_chance = max(1e-9, float(_order_loss(torch.zeros(held_out_lists[1].shape), held_out_lists[1])))
+    unexplained = _unexplained(separate, held_out_lists)
+    if len(learned) > FEW_REQUESTS and unexplained > MUCH_OPEN * by_chance:
+        network, by_network = _network_score(log, learned, held_out_lists, seed)
+        if by_network < unexplained - CLEARLY_MORE * by_chance:
+            ranker, unexplained = network, by_network
+    return LoggingScore(score_rows(ranker, log.features), 1 - unexplained / by_chance)
+
+
+def _linear_score(log: Log, requests: np.ndarray) -> LinearRanker:
+    ranker = LinearRanker(FeatureEncoder(len(log.feature_names), log.categories))
+    ranker.encoder.fit(log.features)
+    torch.nn.init.zeros_(ranker.output.weight)  # a feature that is constant in every list keeps weight zero
+    features, where = _by_position(Lists.from_log(log.select(np.sort(requests))))
+    optimizer = torch.optim.LBFGS(ranker.parameters(), max_iter=100, history_size=20, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = _order_loss(ranker(features), where) + 1e-4 * ranker.output.weight.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    return ranker
+
+
+def _network_score(
+    log: Log, requests: np.ndarray, held_out: tuple[Tensor, Tensor], seed: int
+) -> tuple[torch.nn.Module, float]:
+    """Train a small network to predict the logged order; return it and its `_order_loss` on held-out requests."""
+    network = make_ranker("mlp", FeatureEncoder(len(log.feature_names), log.categories), **NETWORK)
+    fit_encoders(network, log.features)
+    lists, rng = ListBatches(log), np.random.default_rng(seed)
+    optimizer = torch.optim.Adam(network.parameters(), lr=NETWORK_LR)
+    weights, stopping = network.state_dict(), EarlyStopping()
+    for step in range(1, NETWORK_STEPS + 1):
+        network.train()
+        batch = torch.from_numpy(rng.choice(requests, min(256, len(requests)), replace=False))
+        features, where = _by_position(lists[batch])
+        optimizer.zero_grad()
+        _order_loss(network(features), where).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if step % NETWORK_EVALUATE_EVERY == 0:
+            if stopping.update(-_unexplained(network.eval(), held_out), step):
+                weights = {name: values.clone() for name, values in network.state_dict().items()}
+            if stopping.is_over(NETWORK_PATIENCE):
+                break
+    network.load_state_dict(weights)
+    return network.eval(), -stopping.best
+
+
+def _by_position(lists: Lists) -> tuple[Tensor, Tensor]:
+    """Return the features of lists with items in the order that was shown, and the mask of items."""
+    order = torch.where(lists.where, lists.shown_positions, torch.iinfo(torch.int64).max).argsort(dim=-1)
+    features = lists.features.gather(-2, order[..., None].expand_as(lists.features))
+    return features, lists.where.gather(-1, order)
+
+
+def _order_loss(scores: Tensor, where: Tensor) -> Tensor:
+    """Return the mean over rows of minus the log Plackett-Luce probability of the order in which items are given."""
+    scores = scores.masked_fill(~where, -1e9)
+    below = scores.flip(-1).logcumsumexp(-1).flip(-1)
+    return torch.where(where, below - scores, 0.0).sum() / where.sum()
+
+
+@torch.no_grad()
+def _unexplained(ranker: torch.nn.Module, lists: tuple[Tensor, Tensor]) -> float:
+    features, where = lists
+    return float(_order_loss(ranker(features), where))

@@ -1,0 +1,133 @@
+"""`ultr compare`: train several methods and compare them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from ultr.cli import options
+from ultr.cli import training_options as shared
+from ultr.cli.options import pages_can_be_made, print_table, progress_bar, words
+from ultr.errors import OptionError
+
+if TYPE_CHECKING:
+    from ultr.training.compare import Comparison
+
+
+def compare(
+    data: shared.Data,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Methods, comma-separated; options follow a colon (pairwise-em:loss=opt). Upper bounds: "
+            "lambdarank:from=truth (true labels), lambdarank:from=no-bias (users without bias)."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the comparison; finished runs in it are not repeated.")],
+    seeds: Annotated[int, typer.Option(help="Runs of each method, with different seeds.")] = 5,
+    lrs: Annotated[
+        str | None,
+        typer.Option(
+            help="Learning rates to choose from on validation, comma-separated.",
+            show_default="0.005,0.01,0.02,0.05; 0.05,0.1 for trees",
+        ),
+    ] = None,
+    tuning_seeds: Annotated[int, typer.Option(help="Number of seeds used to choose the learning rate.")] = 1,
+    metrics: Annotated[str | None, typer.Option(help="Metrics on test requests, comma-separated.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="The method that the others are tested against; default: the first.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Parallel runs; 0: the number of cores, up to ten.", min=0)] = 0,
+    label: shared.LabelOption = None,
+    ranker: shared.RankerOption = "mlp",
+    ranker_option: shared.RankerOptions = None,
+    hidden: shared.Hidden = "512,256,128",
+    dropout: shared.Dropout = 0.0,
+    norm: shared.Norm = "none",
+    steps: shared.Steps = None,
+    batch: shared.Batch = 256,
+    optimizer: shared.Optimizer = "adagrad",
+    schedule: shared.Schedule = "constant",
+    clip: shared.Clip = 5.0,
+    weight_decay: shared.WeightDecay = 0.0,
+    evaluate_every: shared.EvaluateEvery = None,
+    patience: shared.Patience = None,
+    bias_steps: shared.BiasSteps = 3000,
+    propensities: shared.Propensities = None,
+    bias: shared.BiasOption = None,
+    select: shared.Select = shared.SELECT,
+    users: shared.UsersOption = None,
+    sessions: shared.Sessions = 0,
+    eta: options.Eta = 1.0,
+    epsilon: options.Epsilon = 0.1,
+    data_dir: options.DataDir = None,
+    request: options.RequestColumn = None,
+    position: options.PositionColumn = None,
+    features: options.FeatureColumns = None,
+    categorical: options.CategoricalColumns = None,
+    actions: options.ActionColumns = None,
+    segment: options.SegmentColumn = None,
+    stream: shared.Stream = "auto",
+    workers: shared.Workers = 0,
+    device: options.Device = "auto",
+    precision: shared.Precision = "float32",
+    as_json: options.Json = False,
+) -> None:
+    """Compare methods: tune each on validation requests, train with the same seeds, and evaluate on test requests."""
+    from ultr.report import write_comparison_page
+    from ultr.training.compare import Entry
+    from ultr.training.compare import compare as run_comparison
+
+    base = shared.run_config({**locals()})
+    try:
+        rates = [] if lrs is None else [float(rate) for rate in lrs.split(",")]
+    except ValueError as error:
+        raise OptionError("--lrs must be comma-separated numbers, such as 0.01,0.02", got=f"'{lrs}'") from error
+    names = [name for name in methods.split(",") if name.strip()]
+    entries = [Entry.parse(name, base.ranker) for name in names]
+    shared.print_thresholds(base.label, {e.text: (e.method, e.options, e.ranker or base.ranker) for e in entries})
+    with progress_bar() as bar:
+        task = bar.add_task("runs", total=None, figure="")
+
+        def show(done: int, total: int, folder: str) -> None:
+            bar.update(task, completed=done, total=total, figure=folder)
+
+        result = run_comparison(
+            base,
+            names,
+            out,
+            seeds=seeds,
+            rates=rates,
+            tuning_seeds=tuning_seeds,
+            metrics=metrics.split(",") if metrics else None,
+            reference=reference,
+            jobs=jobs,
+            on_done=show,
+        )
+    if has_page := pages_can_be_made():
+        write_comparison_page(out, out / "comparison.html", overwrite=True)
+    if as_json:
+        print(json.dumps(result.to_json()))
+        return
+    _print_comparison(result)
+    page = f" and {out / 'comparison.html'}" if has_page else ""
+    words.print(f"wrote {out / 'comparison.json'}{page}", soft_wrap=True)
+
+
+def _print_comparison(result: Comparison) -> None:
+    title = f"Mean ± standard deviation over seeds; * differs from {result.reference}, p < 0.05"
+    table = Table(title=title, title_justify="left")
+    table.add_column("method", no_wrap=True)
+    for heading in ("learning rate", *result.metrics):
+        table.add_column(heading, justify="right")
+    for row in result.rows:
+        cells = []
+        for metric, summary in row.to_json()["figures"].items():
+            star = "*" if metric in row.against and row.against[metric].significant else " "
+            cells.append(f"{summary['mean']:.4f} ± {summary['deviation']:.4f}{star}")
+        table.add_row(row.entry, f"{row.lr:g}", *cells)
+    print_table(table)

@@ -1,0 +1,95 @@
+"""`ultr demo`: show position bias, its cost and its correction on generated data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ultr.cli.options import Json, Seed, pages_can_be_made, print_table, words
+
+if TYPE_CHECKING:
+    from ultr.experiments.demo import Demo, Learned
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the files of the demo.")] = Path("ultr-demo"),
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Show position bias and its cost: generate data, simulate users, and train rankers on their feedback."""
+    from ultr.experiments.demo import run_demo, run_learning
+    from ultr.report import write_report
+
+    with words.status("generating data and simulating clicks ..."):
+        result = run_demo(out, seed=seed)
+    if not as_json:
+        _print_bias(result)
+    with words.status("training on the feedback, with and without correction, and on unbiased feedback ..."):
+        learned = run_learning(out, seed=seed)
+    page = write_report(learned.runs, out / "report.html", overwrite=True) if pages_can_be_made() else None
+    if as_json:
+        columns = ("positions", "examined", "clicked", "looks", "truth")
+        content: dict[str, Any] = {name: getattr(result, name).tolist() for name in columns}
+        content |= {"theta": learned.theta.tolist(), "true_theta": learned.true_theta.tolist()}
+        print(json.dumps({**content, "outcomes": [vars(ranker) for ranker in learned.results]}))
+        return
+    _print_learned(learned)
+    log = out / "log.parquet"
+    words.print(f"\nwrote {log}: {result.log!r}", soft_wrap=True)
+    if page is not None:
+        words.print(f"wrote {page}: open it in a browser to see the results", soft_wrap=True)
+    words.print(f"next: ultr train {log} --out my-run", soft_wrap=True)
+
+
+def _print_learned(learned: Learned) -> None:
+    table = Table(title="\nExamination estimated from the feedback (first position = 100%)", title_justify="left")
+    table.add_column("position", justify="right")
+    table.add_column("estimated (above) and true (below)", no_wrap=True)
+    for i, shares in enumerate(zip(learned.theta, learned.true_theta, strict=True), start=1):
+        colours = ("blue", "green")
+        bars = (f"[{colour}]{_bar(share)}[/] {share:.0%}" for colour, share in zip(colours, shares, strict=True))
+        table.add_row(str(i), "\n".join(bars))
+    print_table(table)
+    table = Table(title="\nThe cost of the bias: metrics on test requests, by true labels", title_justify="left")
+    table.add_column("ranker", no_wrap=True)
+    table.add_column("NDCG@10", justify="right")
+    table.add_column("Reward@10", justify="right")
+    for ranker in learned.results:
+        table.add_row(ranker.name, f"{ranker.ndcg:.3f}", f"{ranker.reward:.3f}")
+    print_table(table)
+    start, biased, corrected, unbiased = (ranker.ndcg for ranker in learned.results)
+    naive_gain, corrected_gain = ((ndcg - start) / (unbiased - start) for ndcg in (biased, corrected))
+    words.print(
+        "Training on the feedback of users without position bias gives the full gain in NDCG. Training on biased "
+        f"feedback gives {naive_gain:.0%} of this gain; with bias correction, {corrected_gain:.0%}.",
+        soft_wrap=True,
+    )
+
+
+def _print_bias(result: Demo) -> None:
+    table = Table(title="Position bias in a simulated search log", title_justify="left")
+    for heading in ("position", "examined\n(hidden)", "click rate\n(in the log)"):
+        table.add_column(heading, justify="right")
+    table.add_column("relevance: apparent (above) and true (below),\nposition 1 = 100%", no_wrap=True)
+    for i, position in enumerate(result.positions):
+        bars = "\n".join(
+            f"[{colour}]{_bar(share)}[/] {share:.0%}"
+            for colour, share in (("red", result.looks[i]), ("green", result.truth[i]))
+        )
+        table.add_row(str(position), f"{result.examined[i]:.0%}", f"{result.clicked[i]:.1%}", bars)
+    print_table(table)
+    first, last = result.positions[0], result.positions[-1]
+    words.print(
+        f"Judged by clicks, items at position {last} are {1 / result.looks[-1]:.1f} times less relevant than at "
+        f"position {first}. In truth they are {1 / result.truth[-1]:.1f} times less relevant.\n"
+        f"Clicks overstate the difference by a factor of {result.overstated:.0f}, as users rarely look so far down.",
+        soft_wrap=True,
+    )
+
+
+def _bar(share: float, width: int = 30) -> str:
+    return "█" * max(0, round(float(share) * width))

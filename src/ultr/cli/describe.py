@@ -1,0 +1,75 @@
+"""`ultr describe`: check and summarise a log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ultr.cli import options
+from ultr.cli.options import named_columns, plain, print_table, words
+
+if TYPE_CHECKING:
+    from ultr.log.summary import ByPosition
+
+
+def describe(
+    log_path: Annotated[Path, typer.Argument(metavar="LOG", help="A log: Parquet, Arrow, CSV or SVMlight.")],
+    request: options.RequestColumn = None,
+    position: options.PositionColumn = None,
+    features: options.FeatureColumns = None,
+    actions: options.ActionColumns = None,
+    as_json: options.Json = False,
+) -> None:
+    """Check a log and summarise it: requests, columns, and feedback by position."""
+    from ultr.log import read_log
+    from ultr.log.summary import by_position
+
+    log = read_log(log_path, **named_columns(locals()))
+    lengths = log.lengths
+    facts: dict[str, Any] = {
+        "requests": len(log),
+        "rows": log.rows,
+        "items_per_request": {"min": int(lengths.min()), "mean": float(lengths.mean()), "max": int(lengths.max())},
+        "features": len(log.feature_names),
+        "actions": list(log.actions),
+        "true_relevance": log.relevance is not None,
+        "unused_columns": list(log.unused_columns),
+    }
+    table = by_position(log) if log.positions is not None else None
+    if table is not None:
+        facts["positions"] = {
+            "position": table.positions.tolist(),
+            "impressions": table.impressions.tolist(),
+            **{f"{name}_rate": rates.tolist() for name, rates in table.rates.items()},
+            **{f"{name}_mean": means.tolist() for name, means in table.means.items()},
+        }
+    if as_json:
+        print(json.dumps(facts))
+        return
+    words.print(f"{log!r}, {lengths.min()} to {lengths.max()} items per request", soft_wrap=True)
+    if log.unused_columns:
+        names = ", ".join(log.unused_columns[:20]) + (" ..." if len(log.unused_columns) > 20 else "")
+        words.print(plain(f"unused columns: {names} (use them with --features or --actions)"), soft_wrap=True)
+    if table is None or not log.actions:
+        words.print(f"the log has no {'positions' if table is None else 'actions'}, so feedback cannot be shown")
+        return
+    _print_by_position(table)
+
+
+def _print_by_position(table: ByPosition, most: int = 20) -> None:
+    """Print, by position, the share of items with each action, and the mean of actions that are not only 0 or 1."""
+    means = {name: mean for name, mean in table.means.items() if not (mean == table.rates[name]).all()}
+    printed = Table(title="Feedback by position", title_justify="left")
+    headings = ["position", "shown", *(f"{name} rate" for name in table.rates), *(f"mean {name}" for name in means)]
+    for heading in headings:
+        printed.add_column(heading, justify="right")
+    for i in range(min(most, len(table.positions))):
+        cells = [f"{rate[i]:.2%}" for rate in table.rates.values()] + [f"{mean[i]:.4g}" for mean in means.values()]
+        printed.add_row(str(table.positions[i]), f"{table.impressions[i]:,}", *cells)
+    print_table(printed)
+    if len(table.positions) > most:
+        words.print(f"and {len(table.positions) - most} more positions (--json prints all)")

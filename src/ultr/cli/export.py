@@ -1,0 +1,35 @@
+"""`ultr export`: write the model of a run as ONNX, with a description of its inputs and a model card."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ultr.cli.options import Overwrite, plain, words
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A finished run.")],
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    rows: Annotated[
+        str | None,
+        typer.Option(help="A log with rows to check the exported scores on, if the run has none.", show_default=False),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Export the model of a run: ONNX with the same scores, a description of its inputs, and a model card."""
+    from ultr.serving.export import export_run
+
+    exported = export_run(run, out, rows=rows, overwrite=overwrite)
+    words.print(plain(f"wrote {out}: {', '.join(sorted(exported.files))}"), soft_wrap=True)
+    if not exported.has_onnx:
+        words.print(plain(f"no ONNX model: {exported.about['no_onnx']}"), soft_wrap=True)
+        words.print(plain(f"next: load {out} with {exported.ranker}"), soft_wrap=True)
+        return
+    parity = exported.about["parity"]
+    largest, allowed = parity["largest_difference"], parity["tolerance"]
+    words.print(f"on {parity['rows']:,} real rows, scores differ by at most {largest:.1e} (allowed: {allowed:.1e})")
+    words.print(plain(f"next: ultr serve {shlex.quote(str(out))}"), soft_wrap=True)

@@ -1,0 +1,93 @@
+"""Options that several commands have, and functions that print tables, progress and messages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+words = Console(stderr=True, highlight=False)  # data goes to stdout, messages to stderr
+
+
+def print_table(table: Table) -> None:
+    """Print a table on stdout; if stdout is not a terminal, the table can be 200 characters wide."""
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON on stdout.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
+Seed = Annotated[int, typer.Option(help="Random seed; the same seed gives the same result.", min=0, max=2**32 - 1)]
+Device = Annotated[str, typer.Option("--device", help="Where to compute: auto, cpu, cuda or cuda:1.")]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="Folder of data sets; default: the environment variable ULTR_DATA.")
+]
+Eta = Annotated[float, typer.Option("--eta", help="Severity of the simulated position bias; 0: none.")]
+Epsilon = Annotated[float, typer.Option("--epsilon", help="Probability that users click an irrelevant item.")]
+
+RequestColumn = Annotated[str | None, typer.Option("--request", help="Column with the id of the request.")]
+PositionColumn = Annotated[
+    str | None, typer.Option("--position", help="Column with the position at which the item was shown.")
+]
+FeatureColumns = Annotated[
+    str | None, typer.Option("--features", help="Feature columns, comma-separated; patterns such as 'f_*' are allowed.")
+]
+CategoricalColumns = Annotated[
+    str | None, typer.Option("--categorical", help="Feature columns with categories or ids, comma-separated.")
+]
+ActionColumns = Annotated[str | None, typer.Option("--actions", help="Feedback columns, comma-separated.")]
+ItemColumn = Annotated[str | None, typer.Option("--item", help="Column with the id of the item.")]
+QueryColumn = Annotated[
+    str | None, typer.Option("--query", help="Column with the query; requests of one query show the same items.")
+]
+SegmentColumn = Annotated[
+    str | None,
+    typer.Option("--segment", help="Column, such as the device; examination is estimated for each of its values."),
+]
+RandomisedColumn = Annotated[
+    str | None, typer.Option("--randomised", help="Column that marks requests shown in random order.")
+]
+
+
+def named_columns(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return role -> column for the column options that the user has passed."""
+    from ultr.log.schema import ROLES
+
+    return {role: options[role] for role in ROLES if options.get(role) is not None}
+
+
+def progress_bar() -> Progress:
+    """Return a progress bar on stderr; it is disabled if stderr is not a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figure]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=words, disable=words.quiet or not words.is_terminal)
+
+
+def pages_can_be_made() -> bool:
+    """Return whether the packages that HTML pages need are installed; if not, print how to install them."""
+    from ultr.report.page import missing_packages
+
+    if missing := missing_packages():
+        words.print(f"HTML pages are not written; to get them, run: pip install {' '.join(missing)}")
+    return not missing
+
+
+def one_line(text: str) -> str:
+    """Return a text with line ends and other control characters escaped; names from files may contain them."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def plain(text: str) -> str:
+    """Escape square brackets, which the library rich, which prints the text, would take for markup."""
+    return text.replace("[", r"\[")

@@ -1,0 +1,82 @@
+"""`ultr reproduce`: repeat the experiments of the paper that pairwise-em comes from (CIKM 2022)."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ultr.cli.options import Json, pages_can_be_made, progress_bar, words
+from ultr.errors import OptionError, UnfinishedError, nearest
+
+
+def reproduce(
+    experiments: Annotated[
+        str, typer.Argument(help="Comma-separated: table1, table2, figure3, figure4, figure5, live, trees; or all.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the results; finished runs in it are not repeated.")] = Path(
+        "reproduce"
+    ),
+    runs: Annotated[
+        int, typer.Option(help="Runs of each method; 0: ten, or three with --quick (live, trees: five or two).", min=0)
+    ] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Small network, few runs: minutes on two cores.")] = False,
+    data: Annotated[
+        str | None, typer.Option(help="Data sets, comma-separated. Default: those of the experiment.")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of data sets (or set ULTR_DATA).")] = None,
+    jobs: Annotated[int, typer.Option(help="Number of parallel runs; 0: one per core, at most ten.", min=0)] = 0,
+    minutes: Annotated[
+        float,
+        typer.Option(help="Time limit: no run starts later, exit code 3; the same command continues. 0: no limit."),
+    ] = 0,
+    device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:1.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Repeat the experiments of the paper that pairwise-em comes from (CIKM 2022), and check the paper's claims."""
+    from ultr.experiments import EXPERIMENTS, FULL, QUICK, Lab
+    from ultr.training.compare import Workers, default_jobs
+
+    names = list(EXPERIMENTS) if experiments == "all" else [name.strip() for name in experiments.split(",")]
+    for name in names:
+        if name not in EXPERIMENTS:
+            raise OptionError(f"there is no experiment '{name}'", hint=nearest(name, [*EXPERIMENTS, "all"]))
+    until = time.monotonic() + 60 * minutes if minutes else math.inf
+    chosen = () if data is None else tuple(name.strip() for name in data.split(","))
+    with_pages = pages_can_be_made()
+    results = {}
+    with progress_bar() as bar, Workers(jobs or default_jobs(), until=until) as workers:
+        task = bar.add_task("runs", total=None, figure="")
+
+        def show(done: int, total: int, folder: str) -> None:
+            bar.update(task, completed=done, total=total, figure=folder)
+
+        lab = Lab(
+            out,
+            QUICK if quick else FULL,
+            workers,
+            runs=runs,
+            data=chosen,
+            data_dir=None if data_dir is None else str(data_dir),
+            device=device,
+            on_done=show,
+        )
+        for name in names:
+            bar.update(task, description=name, completed=0, total=None)
+            try:
+                results[name] = EXPERIMENTS[name](lab)
+            except UnfinishedError as error:
+                raise UnfinishedError(f"{name}: {error}", hint="run the same command again to continue") from error
+            results[name].write(out, page=with_pages)
+    if as_json:
+        print(json.dumps({name: result.to_json() for name, result in results.items()}))
+        return
+    for result in results.values():
+        print(result.text())
+    kinds = ".json and .html" if with_pages else ".json"
+    written = ", ".join(f"{out / name}.md" for name in results)
+    words.print(f"wrote {written}, each with {kinds} of the same name", soft_wrap=True)

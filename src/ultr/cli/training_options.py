@@ -1,0 +1,168 @@
+"""Options that both `ultr train` and `ultr compare` have, and the `RunConfig` that is made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ultr.cli.options import named_columns, plain, words
+from ultr.errors import OptionError
+
+if TYPE_CHECKING:
+    from ultr.training.config import RunConfig
+
+Data = Annotated[
+    str, typer.Argument(help="A log or prepared lists; with --users, a data set with true labels (synthetic, ml-1m).")
+]
+UsersOption = Annotated[
+    str | None,
+    typer.Option("--users", help="Simulate users who give feedback at each step: pbm, trust, cascade or clickbait."),
+]
+LabelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--label",
+        help="Label to learn: an expression over actions. Default: that of prepared lists, or click + dwell / exp(3).",
+    ),
+]
+RankerOption = Annotated[str, typer.Option("--ranker", help="Kind of ranker: mlp, linear, lightgbm or xgboost.")]
+RankerOptions = Annotated[
+    list[str] | None,
+    typer.Option("--ranker-option", help="A parameter of LightGBM or XGBoost, as key=value; may be repeated."),
+]
+Sessions = Annotated[
+    int,
+    typer.Option(
+        "--sessions",
+        help="With --users, simulate this number of sessions once. 0: new feedback at each step; 20,000 for trees.",
+        min=0,
+    ),
+]
+BiasOption = Annotated[
+    str | None,
+    typer.Option(
+        "--bias",
+        help="A folder that ultr bias --out or ultr train wrote, or its bias.json: take the examination (and, from a "
+        "run, the bias model) from there.",
+    ),
+]
+Hidden = Annotated[str, typer.Option("--hidden", help="Sizes of the hidden layers of the mlp, comma-separated.")]
+Dropout = Annotated[float, typer.Option("--dropout", help="Dropout rate of the mlp.")]
+Norm = Annotated[str, typer.Option("--norm", help="Normalisation of the mlp's layers: none or layer.")]
+Steps = Annotated[
+    int | None,
+    typer.Option("--steps", help="Training steps, or rounds of trees.", show_default="1000, or 500 for trees"),
+]
+Batch = Annotated[int, typer.Option("--batch", help="Lists (requests) per step.")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="Optimizer: adagrad, adam or adamw.")]
+Schedule = Annotated[str, typer.Option("--schedule", help="Schedule of the learning rate: constant, cosine or linear.")]
+Clip = Annotated[float, typer.Option("--clip", help="Clip the gradient of each network at this norm; 0: do not clip.")]
+WeightDecay = Annotated[float, typer.Option("--weight-decay", help="Weight decay.")]
+EvaluateEvery = Annotated[
+    int | None,
+    typer.Option("--evaluate-every", help="Steps between evaluations.", show_default="50, or 10 for trees"),
+]
+Patience = Annotated[
+    int | None,
+    typer.Option(
+        "--patience",
+        help="Stop after this number of evaluations without improvement; 0: never.",
+        show_default="0, or 5 for trees",
+    ),
+]
+Select = Annotated[
+    str,
+    typer.Option(
+        "--select",
+        help="Metric that chooses the best step. auto: off-policy-reward@10 on a log, feedback-ndcg@10 with --users.",
+    ),
+]
+Stream = Annotated[
+    str,
+    typer.Option("--stream", help="Read prepared lists while training: yes, no, or auto (yes if memory is too small)."),
+]
+Workers = Annotated[
+    int, typer.Option("--workers", help="Threads that read streamed lists; 0: by the number of cores.", min=0)
+]
+Precision = Annotated[str, typer.Option("--precision", help="Number format of networks: float32 or bf16.")]
+BiasSteps = Annotated[int, typer.Option("--bias-steps", help="Largest number of training steps of the bias model.")]
+Propensities = Annotated[
+    Path | None,
+    typer.Option("--propensities", help="CSV or Parquet file of known examination: columns position,propensity."),
+]
+SELECT = "auto"
+
+
+def print_thresholds(label: str, methods: Mapping[str, tuple[str, Mapping[str, Any], str]]) -> None:
+    """Print the methods that use only whether the label is above zero.
+
+    `methods` maps the name to print to (method, options of the method, ranker).
+    """
+    from ultr.methods import thresholds
+
+    binary = [
+        shown for shown, (name, options, ranker) in methods.items() if thresholds(name, label, options, ranker=ranker)
+    ]
+    if binary:
+        what = f"trained on clicks only; '{label}' counts as 1 if it is above zero, else as 0"
+        words.print(plain(f"{', '.join(binary)}: {what}"), soft_wrap=True)
+
+
+def run_config(options: dict[str, Any]) -> RunConfig:
+    """Return the `RunConfig` for the options of a command, given by name."""
+    from ultr.bias.propensities import read_propensities
+    from ultr.methods import parse_options
+    from ultr.rankers.boosters import is_trees, parse_parameters
+    from ultr.training.config import DEFAULT_METHOD, RunConfig, TrainingOptions, default_training
+
+    ranker_options: dict[str, Any] = {}
+    if options["ranker"] == "mlp":
+        try:
+            sizes = [int(size) for size in options["hidden"].split(",")]
+        except ValueError as error:
+            what = "--hidden must be comma-separated whole numbers, such as 512,256"
+            raise OptionError(what, got=f"'{options['hidden']}'") from error
+        ranker_options = {"hidden": sizes, "dropout": options["dropout"], "norm": options["norm"]}
+    parameters = options.get("ranker_option") or []
+    if is_trees(options["ranker"]):
+        ranker_options = parse_parameters(parameters)
+    elif parameters:
+        raise OptionError("--ranker-option is for trees", hint="for mlp, use --hidden, --dropout and --norm")
+    training = {name: options[name] for name in TrainingOptions.__dataclass_fields__ if options.get(name) is not None}
+    data_dir, propensities = options["data_dir"], options["propensities"]
+    method = options.get("method", DEFAULT_METHOD)
+    method_options = list(options.get("option") or [])
+    if options.get("loss"):
+        method_options.append(f"loss={options['loss']}")
+    return RunConfig(
+        data=options["data"],
+        method=method,
+        method_options=parse_options(method, method_options, ranker=options["ranker"]),
+        propensities=None if propensities is None else read_propensities(propensities),
+        bias=options["bias"],
+        sessions=options["sessions"],
+        learn_from=options.get("learn_from", "feedback"),
+        label=options["label"] or default_label(options["data"]),
+        ranker=options["ranker"],
+        ranker_options=ranker_options,
+        columns=named_columns(options),
+        users=options["users"],
+        user_options={"eta": options["eta"], "epsilon": options["epsilon"]} if options["users"] else {},
+        data_dir=None if data_dir is None else str(data_dir),
+        select=options["select"],
+        stream=options["stream"],
+        workers=options["workers"],
+        training=replace(default_training(options["ranker"]), **training),
+    )
+
+
+def default_label(data: str) -> str:
+    """Return `label` if the data are prepared lists with a column of labels, else the default label."""
+    from ultr.log.labels import DEFAULT_LABEL
+    from ultr.log.shards import Manifest, is_lists
+
+    return "label" if is_lists(data) and Manifest.load(Path(data)).label is not None else DEFAULT_LABEL

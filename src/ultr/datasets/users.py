@@ -1,0 +1,397 @@
+"""Simulated users: their examination, clicks and other actions, by position and true relevance.
+
+A user draws feedback (`sample`) and computes its exact expectation (`expected`). Other actions only follow clicks.
+Notation: y the grade of an item, k its position, θ_k the probability that it is examined.
+
+| name        | P(click)                                                                      |
+|-------------|-------------------------------------------------------------------------------|
+| `pbm`       | θ_k^η a_y                                       position-based (Richardson 2007) |
+| `trust`     | θ_k^η (ε⁺_k ρ_y + ε⁻_k (1 - ρ_y))               trust-biased (Agarwal 2019)      |
+| `cascade`   | a_y Π over positions above of (1 - stop)        cascade (Craswell 2008)          |
+| `clickbait` | θ_k^η a_y, where a falls with y while dwell rises: clicks and satisfaction are opposed |
+
+with ρ_y = (2^y - 1) / (2^max - 1) and a_y = ε + (1 - ε) ρ_y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ultr.datasets.base import MAX_GRADE, by_grade, check_grades, checked_lists, checked_numbers
+from ultr.datasets.dwell import Dwell
+from ultr.errors import DataError, LabelError, OptionError, nearest
+from ultr.lists import ListBatches
+from ultr.log import Log
+from ultr.log.labels import Label
+from ultr.log.table import RESERVED
+from ultr.utils.arguments import Seed, check_fields, checked
+from ultr.utils.memory import available_memory
+
+LAST_POSITION = 4096  # items after this position are examined as often as at this position
+MAX_LOG_DWELL = 80.0  # natural logarithm of the longest dwell time, in seconds, that fits float32
+ROW_BYTES = 64  # memory of a simulated row without its features
+# Share of users who look at positions 1 to 10, from eye tracking (Joachims 2017).
+EYE_TRACKING = (0.68, 0.61, 0.48, 0.34, 0.28, 0.20, 0.11, 0.10, 0.08, 0.06)
+
+
+@dataclass(frozen=True, eq=False)
+class Feedback:
+    """The simulated actions of users, and the hidden variables (examination, relevance) from which they were drawn."""
+
+    actions: dict[str, Tensor]  # click, dwell, ...: [requests, length] float
+    examined: Tensor  # [requests, length] bool
+    relevant: Tensor  # [requests, length] bool: whether the user finds the item relevant if it is examined
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class User:
+    """A position-based user, and the base class of the others: P(click) = θ_k^η a_y at position k and grade y.
+
+    `examination` is θ from position 1; after its end θ falls as 1/k. `eta` (η) is the severity of position bias (0:
+    every item is examined). `epsilon` is a_0, the probability of a click on an examined item of grade 0. `further` maps
+    an action that may follow a click, such as like or share, to its probability by grade.
+    """
+
+    examination: Sequence[float] = EYE_TRACKING
+    eta: float = 1.0
+    epsilon: float = 0.1
+    max_grade: int = 4
+    dwell: Dwell | None = field(default_factory=Dwell)
+    further: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    attraction: Sequence[float] | None = None  # a_y by grade, instead of the formula with epsilon
+    by_own_position: ClassVar[bool] = True  # feedback on an item does not depend on other items
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        checked_numbers("examination", self.examination, low=0, high=1)
+        if self.attraction is not None:
+            checked_numbers("attraction", self.attraction, low=0, high=1)
+        for name, probabilities in self.further.items():
+            if not isinstance(name, str) or not name.isidentifier() or name in ("click", "dwell", *RESERVED):
+                what = "an action name must be a Python identifier that is not yet a column or an action"
+                raise OptionError(what, got=repr(name), hint="use a name such as like")
+            checked_numbers(name, probabilities, low=0, high=1)
+        checked_numbers("eta", [self.eta], low=0)
+        checked_numbers("epsilon", [self.epsilon], low=0, high=1)
+        checked_numbers("max_grade", [self.max_grade], low=1, high=MAX_GRADE)
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        return ("click", *(("dwell",) if self.dwell else ()), *self.further)
+
+    @property
+    def binary_actions(self) -> tuple[str, ...]:
+        """The names of the actions that are 0 or 1."""
+        return ("click", *self.further)
+
+    def unbiased(self) -> User:
+        """Return the same user without position bias: everything is examined."""
+        return replace(self, eta=0.0)
+
+    def theta(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return θ_k^η of each position k; k = 0 counts as 1, and k above `LAST_POSITION` as `LAST_POSITION`."""
+        table = _examination(tuple(self.examination), self.eta, dtype, positions.device)
+        return table[positions.clamp(0, LAST_POSITION)]
+
+    def attracted(self, relevance: Tensor) -> Tensor:
+        """Return the probability, by its grade, that the user finds an examined item relevant."""
+        if self.attraction is not None:
+            return by_grade(self.attraction, relevance, self.max_grade)
+        return self.epsilon + (1 - self.epsilon) * self.true_relevance(relevance)
+
+    def true_relevance(self, relevance: Tensor) -> Tensor:
+        """Return ρ_y = (2^y - 1) / (2^max - 1), where y is the grade of an item and max the highest grade."""
+        return (torch.exp2(relevance) - 1) / float(2**self.max_grade - 1)
+
+    @checked
+    def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
+        """Return the exact P(click) of each item, and zero for padding."""
+        relevance = checked_lists(relevance, positions, where)
+        return _masked(self.theta(positions, relevance.dtype) * self.attracted(relevance), where)
+
+    def draw_clicks(
+        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | None, *, where: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw the click, examination and relevance of each item; return three boolean tensors, false for padding."""
+        examined = _draw(self.theta(positions, relevance.dtype), generator) & where
+        relevant = _draw(self.attracted(relevance), generator) & where
+        return examined & relevant, examined, relevant
+
+    @checked
+    def sample(
+        self,
+        relevance: Tensor,
+        positions: Tensor,
+        generator: torch.Generator | None = None,
+        *,
+        where: Tensor | None = None,
+        check: bool = True,
+    ) -> Feedback:
+        """Draw the feedback of every item; it is zero for padding.
+
+        `check=False` skips the check of the grades, which would have to wait for a GPU.
+        """
+        relevance = checked_lists(relevance, positions, where)
+        where = torch.ones_like(relevance, dtype=torch.bool) if where is None else where
+        if check:
+            check_grades(relevance, self.max_grade)
+        click, examined, relevant = self.draw_clicks(relevance, positions, generator, where=where)
+        actions = {"click": click.to(relevance.dtype)}
+        if self.dwell is not None:
+            mu, sigma = self.dwell.parameters(relevance, self.max_grade)
+            noise = torch.randn(relevance.shape, generator=generator, device=relevance.device, dtype=relevance.dtype)
+            log_seconds = mu + sigma * noise + self.dwell_scale(positions, relevance.dtype).log()
+            actions["dwell"] = torch.where(click, log_seconds.clamp(-MAX_LOG_DWELL, MAX_LOG_DWELL).exp(), 0.0)
+        for name, probabilities in self.further.items():
+            follows = _draw(by_grade(probabilities, relevance, self.max_grade), generator)
+            actions[name] = (click & follows).to(relevance.dtype)
+        return Feedback(actions, examined, relevant)
+
+    def dwell_scale(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the factor k^(-decay) of dwell time at each position k; k above `LAST_POSITION` counts as it."""
+        if self.dwell is None or self.dwell.decay == 0:
+            return torch.ones((), dtype=dtype, device=positions.device).expand(positions.shape)
+        return positions.clamp(1, LAST_POSITION).to(dtype).pow(-self.dwell.decay)
+
+    @checked
+    def expected(
+        self, relevance: Tensor, positions: Tensor, label: Label | str, *, where: Tensor | None = None
+    ) -> Tensor:
+        """Return the exact expected label Φ of each item: P(click) · E[Φ | click, y, k] (+ Φ of no action)."""
+        relevance = checked_lists(relevance, positions, where)
+        click = self.click_probability(relevance, positions, where=where)
+        value = self.value_of_click(relevance, positions, label)
+        no_action = Label.of(label)({name: np.zeros(1) for name in self.actions})[0]
+        return _masked(click * value + (1 - click) * float(no_action), where)
+
+    def value_of_click(self, relevance: Tensor, positions: Tensor, label: Label | str) -> Tensor:
+        """Return E[Φ | click], the expected label Φ of each item after a click."""
+        scale, scale_index = torch.unique(self.dwell_scale(positions, relevance.dtype), return_inverse=True)
+        grade, grade_index = torch.unique(relevance, return_inverse=True)
+        check_grades(relevance, self.max_grade)
+        table = self._click_values(Label.of(label), grade.double().cpu(), scale.double().cpu())
+        values = table.to(relevance)
+        if not bool(values.isfinite().all()):
+            raise LabelError(f"label '{Label.of(label).expression}' must be finite", got=float(table.max()))
+        return values[grade_index, scale_index]
+
+    def _click_values(self, label: Label, grades: Tensor, scales: Tensor) -> Tensor:
+        """Return E[Φ | click] as a table [grades, scales] in float64: dwell is integrated, further actions summed."""
+        # Trapezoid rule on a normal variable: spectrally exact if Φ is smooth, with an error of about 1e-4 at jumps.
+        z = torch.linspace(-14, 14, 1 << 15, dtype=torch.float64)
+        density = torch.exp(-0.5 * z**2)
+        density /= density.sum()
+        names = list(self.further)
+        total = torch.zeros(len(grades), len(scales), dtype=torch.float64)
+        for combination in range(2 ** len(names)):
+            happens = {name: bool(combination >> i & 1) for i, name in enumerate(names)}
+            probability = torch.ones(len(grades), dtype=torch.float64)
+            for name in names:
+                p = by_grade(self.further[name], grades, self.max_grade)
+                probability = probability * (p if happens[name] else 1 - p)
+            for g, s in product(range(len(grades)), range(len(scales))):
+                actions = {name: torch.full_like(z, float(happens[name])) for name in names}
+                actions["click"] = torch.ones_like(z)
+                if self.dwell is not None:
+                    mu, sigma = self.dwell.parameters(grades[g], self.max_grade)
+                    actions["dwell"] = scales[s] * torch.exp(mu + sigma * z)
+                total[g, s] += probability[g] * (label(actions) @ density)
+        return total
+
+
+def default_trust(k: Tensor) -> Tensor:
+    return 1 - (k.clamp(max=20) + 1) / 100
+
+
+def default_mistrust(k: Tensor) -> Tensor:
+    return 0.65 / k.clamp(min=1, max=10)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrustUser(User):
+    """Users who trust the ranking: P(click) of an examined item at position k is ε⁺_k if it is relevant, ε⁻_k if not.
+
+    `trust` and `mistrust` are functions that return ε⁺ and ε⁻ by position. The defaults are those of Vardasbi et al.
+    (2020), 1 - (min(k, 20) + 1)/100 and 0.65/min(k, 10). `epsilon` is not used. With `eta=0` everything is examined,
+    while trust still depends on position.
+    """
+
+    trust: Callable[[Tensor], Tensor] = default_trust
+    mistrust: Callable[[Tensor], Tensor] = default_mistrust
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        places = torch.arange(1.0, 101)
+        for name, function in (("trust", self.trust), ("mistrust", self.mistrust)):
+            try:
+                probabilities = torch.as_tensor(function(places)).expand(100).tolist()
+            except (TypeError, ValueError, RuntimeError) as error:
+                hint = "pass a function from a tensor of positions to a tensor of probabilities"
+                raise OptionError(f"'{name}' cannot be called with positions ({error})", hint=hint) from error
+            checked_numbers(name, probabilities, low=0, high=1)
+
+    def attracted(self, relevance: Tensor) -> Tensor:
+        return self.true_relevance(relevance) if self.attraction is None else super().attracted(relevance)
+
+    @checked
+    def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
+        relevance = checked_lists(relevance, positions, where)
+        rho, k = self.attracted(relevance), positions.to(relevance.dtype)
+        click_if_examined = self.trust(k) * rho + self.mistrust(k) * (1 - rho)
+        return _masked(self.theta(positions, relevance.dtype) * click_if_examined, where)
+
+    def draw_clicks(
+        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | None, *, where: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        examined = _draw(self.theta(positions, relevance.dtype), generator) & where
+        relevant = _draw(self.attracted(relevance), generator) & where
+        k = positions.to(relevance.dtype)
+        believed = _draw(torch.where(relevant, self.trust(k), self.mistrust(k)), generator)
+        return examined & believed, examined, relevant
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CascadeUser(User):
+    """Users who examine items by increasing position until one satisfies them or they lose patience.
+
+    `stop` is the probability, by grade, that a clicked item satisfies the user. An unsatisfied user continues with
+    probability `patience`. With `eta=0` every item is examined; other values of `eta`, and `examination`, are not used.
+    """
+
+    stop: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)
+    patience: float = 0.9
+    by_own_position: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked_numbers("stop", self.stop, low=0, high=1)
+        checked_numbers("patience", [self.patience], low=0, high=1)
+
+    def _stops(self, relevance: Tensor) -> Tensor:
+        """Return the probability that the user stops after an item, if it is examined."""
+        satisfied = self.attracted(relevance) * by_grade(self.stop, relevance, self.max_grade)
+        return 1 - (1 - satisfied) * self.patience
+
+    @checked
+    def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
+        relevance = checked_lists(relevance, positions, where)
+        where = torch.ones_like(relevance, dtype=torch.bool) if where is None else where
+        continues = 1 - self._stops(relevance)
+        return _masked(self._reached(continues, positions, where) * self.attracted(relevance), where)
+
+    def draw_clicks(
+        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | None, *, where: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        relevant = _draw(self.attracted(relevance), generator) & where
+        satisfied = _draw(by_grade(self.stop, relevance, self.max_grade), generator) & relevant
+        patient = _draw(torch.full_like(relevance, self.patience), generator)
+        continues = (~satisfied & patient).to(relevance.dtype)
+        examined = (self._reached(continues, positions, where) > 0.5) & where
+        return examined & relevant, examined, relevant
+
+    def _reached(self, continues: Tensor, positions: Tensor, where: Tensor) -> Tensor:
+        """Return P(item is reached): the product of `continues` over all items above it; 1 if eta is 0."""
+        if self.eta == 0:
+            return torch.ones_like(continues)
+        last = torch.iinfo(positions.dtype).max
+        order = torch.where(where, positions, last).argsort(dim=-1, stable=True)
+        ordered = torch.where(where, continues, 1.0).gather(-1, order)
+        above = torch.cat([torch.ones_like(ordered[..., :1]), ordered[..., :-1].cumprod(dim=-1)], dim=-1)
+        return torch.empty_like(above).scatter_(-1, order, above)
+
+
+def clickbait_user(**options: object) -> User:
+    """Return a user who clicks on lower grades more often, but dwells there for a shorter time (clickbait)."""
+    return User(**{"attraction": (0.60, 0.50, 0.42, 0.36, 0.32), **options})  # type: ignore[arg-type]
+
+
+USERS: dict[str, Callable[..., User]] = {
+    "pbm": User,
+    "trust": TrustUser,
+    "cascade": CascadeUser,
+    "clickbait": clickbait_user,
+}
+
+
+@checked
+def make_user(name: str, **options: object) -> User:
+    """Return a simulated user by name (`pbm`, `trust`, `cascade`, `clickbait`); `options` are fields of its class."""
+    if name not in USERS:
+        raise OptionError(f"there is no simulated user '{name}'", hint=nearest(name, USERS))
+    try:
+        return USERS[name](**options)
+    except TypeError as error:
+        raise OptionError(f"user '{name}' does not have these options ({error})", got=", ".join(options)) from error
+
+
+@lru_cache(maxsize=64)
+def _examination(theta: tuple[float, ...], eta: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return θ_k^η for positions k = 0 to `LAST_POSITION`; after the end of `theta`, θ falls as 1/k."""
+    k = torch.arange(LAST_POSITION + 1, dtype=torch.float64).clamp(min=1)
+    k_in_table = k.clamp(max=len(theta))
+    values = torch.tensor(theta, dtype=torch.float64)[k_in_table.long() - 1]
+    return (values * k_in_table / k).pow(eta).to(dtype).to(device)
+
+
+def _draw(probability: Tensor, generator: torch.Generator | None) -> Tensor:
+    noise = torch.rand(probability.shape, generator=generator, device=probability.device, dtype=probability.dtype)
+    return noise < probability
+
+
+def _masked(values: Tensor, where: Tensor | None) -> Tensor:
+    return values if where is None else torch.where(where, values, 0.0)
+
+
+@checked
+def draw_sessions(log: Log, sessions: int, *, seed: Seed = 0) -> Log:
+    """Draw `sessions` requests of a log with replacement; they get new ids, and keep the old id as their query."""
+    if sessions < 1:
+        raise OptionError("'sessions' must be at least 1", got=sessions)
+    needed = sessions * log.rows // max(1, len(log)) * (4 * len(log.feature_names) + ROW_BYTES)
+    if needed > available_memory():
+        got = f"{needed / 2**30:,.0f} GiB needed, {available_memory() / 2**30:.1f} GiB available"
+        raise OptionError(f"{sessions:,} sessions do not fit in memory", got=got, hint="lower --sessions")
+    chosen = np.random.default_rng(seed).integers(len(log), size=sessions)
+    drawn = log.select(chosen)
+    context = {"query": drawn.request_ids, **drawn.context}
+    return replace(drawn, request_ids=pa.array(np.arange(sessions)), context=context)
+
+
+@checked
+def simulate_log(log: Log, user: User, *, seed: Seed = 0, sessions: int | None = None) -> tuple[Log, Feedback]:
+    """Draw the feedback of a user on each item of a log, which must have positions and true relevance.
+
+    With `sessions`, that many requests are drawn with replacement and get new ids; otherwise each is used once.
+    Return the log with the drawn actions, and the `Feedback` of each row with its hidden variables.
+    """
+    if log.positions is None or log.relevance is None:
+        what = "simulated feedback needs items with positions and true relevance"
+        raise DataError(what, hint="give items positions with ultr.show(log, scores)")
+    check_grades(torch.from_numpy(log.relevance), user.max_grade)
+    if sessions is not None:
+        log = draw_sessions(log, sessions, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    bare = replace(log.without_features(), actions={})
+    drawn = Feedback(
+        {name: torch.zeros(log.rows) for name in user.actions},
+        torch.zeros(log.rows, dtype=torch.bool),
+        torch.zeros(log.rows, dtype=torch.bool),
+    )
+    for requests, lists in ListBatches(bare).by_length():
+        feedback = user.sample(lists.true_relevance, lists.shown_positions, generator, where=lists.where, check=False)
+        first = torch.from_numpy(log.offsets)[requests]
+        rows = (first[:, None] + torch.arange(lists.where.shape[1]))[lists.where]
+        drawn.examined[rows] = feedback.examined[lists.where]
+        drawn.relevant[rows] = feedback.relevant[lists.where]
+        for name, values in feedback.actions.items():
+            drawn.actions[name][rows] = values[lists.where].float()
+    return replace(log, actions={name: values.numpy() for name, values in drawn.actions.items()}), drawn

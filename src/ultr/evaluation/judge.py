@@ -1,0 +1,133 @@
+"""The judge of a run: a model that estimates the metric of a ranking from logged feedback, without true labels.
+
+A judge is made from the training requests and is the same for every method. A method that evaluated rankings with its
+own estimate of examination could get a better value from a wrong estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ultr.bias.examination import estimate_examination
+from ultr.datasets.users import User, simulate_log
+from ultr.errors import DataError
+from ultr.evaluation.off_policy import DirectModel, OffPolicyValue, fit_direct, off_policy_value
+from ultr.evaluation.scores import OFF_POLICY, evaluate_scores, parse_any_metric
+from ultr.log import Log
+from ultr.log.labels import Label
+from ultr.log.segments import slot
+from ultr.rankers import FeatureEncoder
+from ultr.utils.files import atomic_path
+from ultr.utils.jsonfiles import check_format, read_json, write_json
+from ultr.utils.tensors import load_tensors, save_tensors
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Judge:
+    """A model that estimates the metric of a ranking from logged feedback.
+
+    Examination and the model of feedback `direct` come from other requests than those that are evaluated.
+    """
+
+    theta: Mapping[str, float]  # examination by position, or by `position@segment`
+    direct: DirectModel
+
+    def value(
+        self, log: Log, scores: np.ndarray, metric: str, *, label: str, segments: Sequence[str] = ()
+    ) -> OffPolicyValue:
+        """Estimate the metric of the ranking by `scores` [rows]: off-policy-reward@k or off-policy-dcg@k."""
+        kind, k = parse_any_metric(metric)
+        if log.positions is None:
+            raise DataError(f"'{metric}' needs the positions of items", hint="name their column with --position")
+        least = min(self.theta.values())  # examination of positions that are not in the training requests
+        ids = np.unique(log.positions).tolist()
+        theta = {position: self.theta.get(slot(position, segments), least) for position in ids}
+        direct = self.direct(log)
+        return off_policy_value(log, scores, theta=theta, label=label, kind=kind, k=k or 10, direct=direct)
+
+    def save(self, folder: Path) -> None:
+        encoder = self.direct.encoder
+        about = {
+            "format": FORMAT,
+            "theta": dict(self.theta),
+            "features": encoder.features,
+            "numeric": encoder.numeric.tolist(),
+            "intercept": self.direct.intercept,
+            "range": [self.direct.lowest, self.direct.highest],
+        }
+        with atomic_path(folder, overwrite=True, folder=True) as temporary:
+            write_json(temporary / "judge.json", about)
+            save_tensors(temporary / "direct.safetensors", {**encoder.state_dict(), "weights": self.direct.weights})
+
+
+def load_judge(folder: Path) -> Judge | None:
+    """Load a judge (see `Judge`) from its folder; return None if there is none, as the run was selected without it."""
+    if not folder.is_dir():
+        return None
+    about, tensors = read_json(folder / "judge.json"), load_tensors(folder / "direct.safetensors")
+    check_format(about, FORMAT, what="the model that estimates off-policy metrics", where=folder, hint="train again")
+    try:
+        encoder = FeatureEncoder(int(about["features"]), only=about["numeric"])
+        weights = tensors.pop("weights")
+        encoder.load_state_dict(tensors)
+        direct = DirectModel(encoder, weights, float(about["intercept"]), *map(float, about["range"]))
+        return Judge({str(name): float(theta) for name, theta in about["theta"].items()}, direct)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        what = f"the model that estimates off-policy metrics cannot be read ({error})"
+        raise DataError(what, where=folder, hint="train again") from error
+
+
+def make_judge(
+    train: Log,
+    *,
+    label: str,
+    known: Mapping[int, float] | None = None,
+    segments: Sequence[str] = (),
+    user: User | None = None,
+    sessions: int = 0,
+    seed: int = 0,
+) -> Judge:
+    """Make a judge (see `Judge`) from training requests; `known` is the known examination by position id.
+
+    With a simulated `user`, its feedback in about `sessions` sessions replaces that of the log.
+    """
+    if user is not None:
+        train, _ = simulate_log(train, user, seed=seed, sessions=min(len(train) * 4, max(len(train), sessions)))
+    theta = known
+    if theta is None:
+        theta = estimate_examination(train, Label(label), seed=seed).by_position()
+    direct = fit_direct(train, theta=theta, label=label, seed=seed)
+    return Judge({slot(position, segments): value for position, value in theta.items()}, direct)
+
+
+def evaluate_requests(
+    log: Log,
+    scores: np.ndarray,
+    metrics: Sequence[str],
+    *,
+    user: User | None = None,
+    label: str,
+    judge: Judge | None = None,
+    segments: Sequence[str] = (),
+) -> dict[str, np.ndarray]:
+    """Return metrics [requests] of scores [rows]; the `judge` estimates those named `off-policy-*` from feedback."""
+    plain = [name for name in metrics if not name.startswith(OFF_POLICY)]
+    results: dict[str, Any] = evaluate_scores(log, scores, plain, user=user, label=label) if plain else {}
+    for name in metrics:
+        if name.startswith(OFF_POLICY):
+            if judge is None:
+                what = f"'{name}' needs an estimate of examination, which this run has not saved"
+                raise DataError(what, hint=f"train again with --select {name}")
+            results[name] = judge.value(log, scores, name, label=label, segments=segments).per_request
+    for name, values in results.items():
+        if not np.isfinite(values).all():
+            got = f"infinite or missing values in {int((~np.isfinite(values)).sum()):,} of {len(values):,} requests"
+            raise DataError(f"'{name}' must be finite", got=got, hint="scale the label or the true labels down")
+    return {name: results[name] for name in metrics}

@@ -1,0 +1,307 @@
+"""The off-policy value of a ranker: estimated from the biased feedback on another ranker, without true labels.
+
+A request keeps its positions: the j-th row in the new order takes the j-th smallest of them. In a position-based world
+E[c] = θ_old m with m = E[c | examined], so the expected label of a row at its new place is t m: t = θ_new for the value
+`reward`, t = 1 / log2(1 + rank) for `dcg` (where the largest θ is 1), and t = 0 beyond rank k. With w = t / θ_old, its
+clipped value u = min(w, M) and an estimate m̂ of m, every estimator is the mean over requests of
+
+    Σ  m̂ t + f u (c - m̂ θ_old)
+
+| name      | M      | m̂                     | f                   |                                  |
+|-----------|--------|-----------------------|---------------------|----------------------------------|
+| `ips`     | ∞      | any, as it cancels    | 1                   | w c: unbiased, of large variance |
+| `clipped` | `clip` | 0                     | 1                   | u c: too low due to clipping     |
+| `snips`   | `clip` | d Σ u c / Σ u θ_old d | Σ t d / Σ u θ_old d | sums over the rows of a new rank |
+| `dr`      | `clip` | d                     | 1                   | u c + (w - u) θ_old d            |
+
+where d is `direct`, a model of m from other requests (1 in `snips` if there is none). Self-normalisation divides by the
+weights of the examined rows. Examination is not observed, so u θ_old, its expectation, replaces it: Σ u c at a new rank
+is scaled up by the ratio of Σ t d to Σ u θ_old d. Without clipping the factor is 1 and `snips` is `ips`, which makes it
+consistent as M grows. At any M it is exact if, at each new rank, d is right up to a factor. The doubly robust estimator
+t d + u (c - θ_old d) is `dr` itself: weights follow from positions, so d matters only where weights are clipped.
+
+For clicks from trust, P(c>0) = θ β + ζ (1 - β), θ becomes θ - ζ, c becomes c - ζ_old, and `reward` adds the ζ_new of a
+new place. All orders of items with tied scores are equally likely: t is the mean over their ranks.
+
+Assumptions: the position-based model, labels whose size does not depend on position, θ and d from other requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ultr.bias.identification import NORMAL
+from ultr.errors import DataError, OptionError, nearest
+from ultr.evaluation.scores import PairedTest, mean_with_interval, paired_test
+from ultr.log import Log
+from ultr.log.labels import DEFAULT_LABEL, Label
+from ultr.log.sampling import sample_log
+from ultr.rankers import FeatureEncoder, score_rows
+from ultr.utils.arguments import Seed, checked
+
+ByPosition = Mapping[int, float]
+KINDS = ("reward", "dcg")
+ESTIMATORS = ("ips", "clipped", "snips", "dr")
+CLIP, TINY = 5.0, 1e-300  # default of M, the largest weight; almost 0, for denominators
+LARGEST = 1e30  # limit of labels, and of ratios of θ, so that squares of their products are finite
+PENALTY = 300.0  # on the squared weights of the direct model, in clicks
+FITTED_NUMBERS = 30_000_000  # most features times rows that the direct model is fitted to
+
+
+@dataclass(frozen=True, eq=False)
+class OffPolicyValue:
+    """The estimated value of a ranker (mean reward or DCG per request), its 95% interval, and the evidence behind it.
+
+    The interval is for requests drawn independently. It includes errors of clipping (the difference to `unclipped`) and
+    of θ (the spread of `replicates`).
+    """
+
+    kind: str
+    estimator: str
+    k: int
+    value: float
+    low: float
+    high: float
+    unclipped: float  # the value by `ips`
+    per_request: np.ndarray  # the value of each request; their mean is the value
+    weights: np.ndarray | None  # of requests
+    replicates: np.ndarray  # the value under each replicate of θ
+    effective_clicks: float  # (Σ f u)² / Σ (f u)² of rows with c > 0: equally weighted clicks with the same information
+    clipped: float  # share of the first k places whose w is above M
+    coverage: float  # share of the first k places that have an item; the others count 0
+
+
+@checked
+def off_policy_value(
+    log: Log,
+    scores: np.ndarray,
+    *,
+    theta: ByPosition,
+    label: Label | str = DEFAULT_LABEL,
+    kind: str = "reward",
+    k: int = 10,
+    estimator: str = "dr",
+    clip: float = CLIP,
+    direct: np.ndarray | None = None,
+    zeta: ByPosition | None = None,
+    replicates: Sequence[ByPosition] = (),
+) -> OffPolicyValue:
+    """Estimate the value that a ranker with these scores, one for each row, would have had on the requests of a log.
+
+    `theta` (examination) and `zeta` (click rate of irrelevant items) are by position id. `direct` is the expected label
+    of each row if it is examined, from `fit_direct`. `replicates` of θ (a bootstrap) add its error to the interval.
+    """
+    for name, choices, what in ((kind, KINDS, "kind of value"), (estimator, ESTIMATORS, "estimator")):
+        if name not in choices:
+            raise OptionError(f"no {what} '{name}'", hint=nearest(name, choices))
+    if k < 1 or not clip > 0:
+        raise OptionError("k must be at least 1, and clip must be above 0", got=f"k={k}, clip={clip}")
+    most = np.inf if estimator == "ips" else float(clip)
+    rows = _Rows(log, log.check_scores(scores), _labels(log, label, zeta), kind, k, zeta)
+    expected = None  # the expected label at the old place; data determine it whatever θ is, so replicates share it
+    if direct is not None:
+        expected = _checked(direct, log.rows) * _by_position(theta, zeta, rows.ids)[0][rows.old]
+    elif estimator == "dr":
+        raise OptionError("dr needs a direct model", hint="pass direct=fit_direct(...)(log), or estimator='snips'")
+    here = rows.at(theta)
+    contributions, used = rows.estimate(estimator, here, most, expected)
+    per_request = np.add.reduceat(contributions, log.offsets[:-1])
+    mean = mean_with_interval(per_request, log.weights)
+    values = np.array([rows.mean(rows.estimate(estimator, rows.at(one), most, expected)[0]) for one in replicates])
+    unclipped = rows.mean(rows.estimate("ips", here, np.inf, None)[0])
+    margin = _margin(mean.high - mean.mean, mean.mean - unclipped, values - mean.mean)
+    clicked, top = (rows.weight * used)[rows.c > 0], rows.weight * (here.target > 0)
+    evidence = {
+        "effective_clicks": float(clicked.sum() ** 2 / max(clicked @ clicked, TINY)),
+        "clipped": float(top @ (here.target > most * here.old) / max(top.sum(), TINY)),
+        "coverage": rows.mean(rows.top) / k,
+    }
+    interval = mean.mean, mean.mean - margin, mean.mean + margin
+    return OffPolicyValue(kind, estimator, k, *interval, unclipped, per_request, log.weights, values, **evidence)
+
+
+@checked
+def compare_values(a: OffPolicyValue, b: OffPolicyValue) -> PairedTest:
+    """Test whether two rankers differ on the requests of a log: a paired test of a - b with the errors of both."""
+    from scipy.stats import norm
+
+    of_a, of_b = ((v.kind, v.k, v.per_request.shape, v.replicates.shape) for v in (a, b))
+    if of_a != of_b:
+        what = "two values can be compared only if kind, k, requests and replicates are the same"
+        raise DataError(what, got=f"{of_a} and {of_b}")
+    test = paired_test(a.per_request, b.per_request, a.weights)
+    changed = test.difference - (a.unclipped - b.unclipped)
+    margin = _margin(test.high - test.difference, changed, a.replicates - b.replicates - test.difference)
+    p = float(2 * norm.sf(NORMAL * abs(test.difference) / max(margin, TINY)))
+    return PairedTest(test.difference, test.difference - margin, test.difference + margin, p, test.requests)
+
+
+def _margin(of_requests: float, changed: float, moved: np.ndarray) -> float:
+    return float(np.sqrt(of_requests**2 + NORMAL**2 * (changed**2 + moved @ moved / max(1, len(moved)))))
+
+
+class _Weights(NamedTuple):
+    target: np.ndarray  # t
+    old: np.ndarray  # θ_old - ζ_old, where the largest is 1
+    excess: np.ndarray  # c - ζ_old
+    lift: np.ndarray | float  # ζ_new
+
+
+class _Rows:
+    """The rows of a log and their places in the new order. A request has as many places as rows, numbered by rank."""
+
+    def __init__(self, log: Log, scores: np.ndarray, c: np.ndarray, kind: str, k: int, zeta: ByPosition | None) -> None:
+        self.c, self.kind, self.zeta = c, kind, zeta
+        positions, request = _positions(log), log.request_of_row
+        self.weight = np.ones(log.rows) if log.weights is None else log.weights.astype(np.float64)[request]
+        self.total = float(self.weight[log.offsets[:-1]].sum())
+        self.ids, self.old = np.unique(positions, return_inverse=True)
+        self.new = self.old[np.lexsort((positions, request))]  # position of each place
+        self.ranks = np.arange(log.rows) - log.offsets[request] + 1
+        self.top = self.ranks <= k
+        self.order = np.lexsort((-scores, request))
+        ordered = scores[self.order]
+        differs = (ordered[1:] != ordered[:-1]) | (request[1:] != request[:-1])
+        self.ties = np.flatnonzero(np.append(True, differs)[: log.rows])  # the first place of each tie
+        self.sizes = np.diff(np.append(self.ties, log.rows))
+        self.rank = self.placed(self.ranks).astype(np.int64)  # the new rank, which is the middle one of a tie
+
+    def mean(self, values: np.ndarray) -> float:
+        """Sum values [rows] over the rows of each request, and return the weighted mean over requests."""
+        return float(self.weight @ values / self.total)
+
+    def placed(self, by_place: np.ndarray) -> np.ndarray:
+        """Return values by row from values by place; rows with tied scores get the mean over their places."""
+        by_row = np.empty(len(by_place))
+        if len(self.ties) < len(by_place):
+            by_place = np.repeat(np.add.reduceat(by_place, self.ties) / self.sizes, self.sizes)
+        by_row[self.order] = by_place
+        return by_row
+
+    def at(self, theta: ByPosition) -> _Weights:
+        slope, lift = _by_position(theta, self.zeta, self.ids)
+        slope /= slope.max()
+        gain = slope[self.new] if self.kind == "reward" else 1 / np.log2(1 + self.ranks)
+        adds_lift = self.zeta is not None and self.kind == "reward"
+        return _Weights(
+            self.placed(np.where(self.top, gain, 0.0)),
+            slope[self.old],
+            self.c - lift[self.old],
+            self.placed(np.where(self.top, lift[self.new], 0.0)) if adds_lift else 0.0,
+        )
+
+    def estimate(self, name: str, at: _Weights, most: float, expected: np.ndarray | None) -> tuple[np.ndarray, ...]:
+        """Return the contribution of each row to the value, and its weight f u; `expected` [rows] is θ_old d."""
+        used = np.minimum(w := at.target / at.old, most)
+        if name in ("ips", "clipped"):
+            return used * at.excess + at.lift, used
+        expected = at.old if expected is None else expected
+        if name == "snips":
+            terms = used * at.excess, used * expected, w * expected
+            observed, clipped, whole = (np.bincount(self.rank, self.weight * values) for values in terms)
+            clipped = np.maximum(clipped, TINY)
+            expected, used = expected * (observed / clipped)[self.rank], used * (whole / clipped)[self.rank]
+        return w * expected + used * (at.excess - expected) + at.lift, used
+
+
+def _positions(log: Log) -> np.ndarray:
+    if not len(log):
+        raise DataError("an off-policy value needs requests, and the log has none", hint="use a log with requests")
+    return log.shown_positions("an off-policy value")
+
+
+def _labels(log: Log, label: Label | str, zeta: ByPosition | None) -> np.ndarray:
+    c = np.asarray(Label.of(label)(log.actions), dtype=np.float64)
+    if c.max(initial=0) > LARGEST:
+        raise DataError(
+            f"labels must be at most {LARGEST:g}", got=f"{c.max():g}", hint="scale the label down with --label"
+        )
+    if zeta is not None and not ((c == 0) | (c == 1)).all():
+        raise OptionError("with ζ, labels must be 0 or 1", got=f"{c.max():g}", hint="use the label click, or zeta=None")
+    return c
+
+
+def _by_position(theta: ByPosition, zeta: ByPosition | None, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return θ - ζ and ζ of each position id."""
+    for name, values in (("θ", theta), ("ζ", zeta)):
+        if values is not None and (missing := [i for i in ids.tolist() if i not in values]):
+            raise DataError(f"position {missing[0]} has no {name}", hint="add a value for every position of the log")
+    lift = np.array([0.0 if zeta is None else zeta[i] for i in ids.tolist()])
+    slope = np.array([theta[i] for i in ids.tolist()]) - lift
+    bad = ~((slope > slope.max(initial=0) / LARGEST) & (slope < np.inf) & (lift >= 0))
+    if bad.any():
+        got = f"θ = {slope[bad][0] + lift[bad][0]:g} at position {ids[bad][0]}"
+        raise DataError("θ must be finite and above 0 (above ζ, which must not be negative)", got=got)
+    return slope, lift
+
+
+def _checked(direct: np.ndarray, rows: int) -> np.ndarray:
+    values = np.asarray(direct, dtype=np.float64)
+    if values.shape != (rows,) or not ((values >= 0) & (values <= LARGEST)).all():
+        got = f"shape {list(values.shape)}"
+        raise DataError(f"'direct' must have {rows} values from 0 to {LARGEST:g}, one per row", got=got)
+    return values
+
+
+@dataclass(frozen=True, eq=False)
+class DirectModel:
+    """A model of the expected label of an examined item: m(x) = E[c | examined] = exp(b + x·w), without categories.
+
+    Predictions are limited to the range of those for the fitted rows.
+    """
+
+    encoder: FeatureEncoder
+    weights: Tensor
+    intercept: float
+    lowest: float
+    highest: float
+
+    def __call__(self, log: Log) -> np.ndarray:
+        """Return m [rows] of a log, in the scale of the θ that the model was fitted with."""
+        log_m = score_rows(lambda rows: self.encoder(rows) @ self.weights, log.features) + self.intercept
+        return np.exp(np.clip(log_m, self.lowest, self.highest).astype(np.float64))
+
+
+@checked
+def fit_direct(
+    log: Log, *, theta: ByPosition, label: Label | str = DEFAULT_LABEL, zeta: ByPosition | None = None, seed: Seed = 0
+) -> DirectModel:
+    """Fit a Poisson regression of labels c on features with exposure θ_k: E[c] = θ_k m(x). Labels may be continuous.
+
+    Only the mean has to be right, not the distribution. The ridge penalty is relative to the label's dispersion
+    Σ c² / Σ c. A large log is sampled. With ζ, c becomes c - ζ_k.
+    """
+    from scipy.optimize import minimize
+
+    width = len(log.feature_names)
+    if log.rows * width > FITTED_NUMBERS:
+        log = sample_log(log, FITTED_NUMBERS // width, seed=seed)
+    ids, place = np.unique(_positions(log), return_inverse=True)
+    slope, lift = _by_position(theta, zeta, ids)
+    weight = np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths).astype(np.float64)
+    total = float(weight @ (c := _labels(log, label, zeta)))
+    if not total > 0:
+        raise DataError("a direct model needs positive labels, and there are none", hint="choose another label")
+    exposure, response = weight * slope[place], weight * (c - lift[place])
+    penalty = PENALTY * float(weight @ c**2) / total
+    encoder = FeatureEncoder(width, only=[i for i, n in enumerate(log.feature_names) if n not in log.vocabularies])
+    encoder.fit(log.features)
+    x = encoder(torch.from_numpy(np.array(log.features))).numpy()
+
+    def loss(b: np.ndarray) -> tuple[float, np.ndarray]:
+        eta = np.clip(x @ b[1:].astype(np.float32) + b[0], -30, 30)
+        expected = exposure * np.exp(eta)
+        rest = expected - response
+        value = (expected.sum() - response @ eta + penalty / 2 * b[1:] @ b[1:]) / total
+        return value, np.append(rest.sum(), x.T @ rest.astype(np.float32) + penalty * b[1:]) / total
+
+    start = np.append(np.log(max(response.sum(), 1e-3 * total) / exposure.sum()), np.zeros(x.shape[1]))
+    b = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 50}).x
+    weights, eta = torch.from_numpy(b[1:].astype(np.float32)), x @ b[1:] + b[0]
+    return DirectModel(encoder, weights, float(b[0]), float(eta.min()), float(eta.max()))

@@ -1,0 +1,168 @@
+"""Evaluate scores: metrics by request, means with 95% intervals, and paired tests between rankers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ultr.datasets.users import User
+from ultr.errors import DataError, OptionError
+from ultr.evaluation.metrics import MAX_GRADE, METRICS, parse_metric
+from ultr.lists import ListBatches
+from ultr.log import Log
+from ultr.log.labels import DEFAULT_LABEL, Label
+from ultr.utils.arguments import checked
+
+FEEDBACK = "feedback-"  # names of metrics of the logged, biased feedback begin so
+OFF_POLICY = "off-policy-"  # names of metrics that `evaluation.judge` estimates from biased feedback begin so
+LARGEST = 1e150  # squares of larger values may overflow
+VALUES = ("reward", "dcg")  # the metrics that can be estimated from feedback
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over requests with its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+    requests: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """The mean difference of a metric between two rankers on the same requests, its 95% interval and p value."""
+
+    difference: float
+    low: float
+    high: float
+    p: float
+    requests: int
+
+    @property
+    def significant(self) -> bool:
+        return self.p < 0.05
+
+
+@checked
+def parse_any_metric(text: str) -> tuple[str, int | None]:
+    """Return the metric and cut-off of a name such as `feedback-ndcg@10`, `off-policy-reward@10` or `ndcg@10`."""
+    name, k = parse_metric(text.removeprefix(FEEDBACK).removeprefix(OFF_POLICY))
+    if text.startswith(OFF_POLICY) and (name not in VALUES or k is None):
+        what = "only reward@k and dcg@k can be estimated from feedback (off policy)"
+        raise OptionError(what, got=f"'{text}'", hint=f"use for example {OFF_POLICY}reward@10")
+    return name, k
+
+
+@checked
+def evaluate_scores(
+    log: Log,
+    scores: np.ndarray,
+    metrics: Sequence[str] | str = "ndcg@10",
+    *,
+    user: User | None = None,
+    label: Label | str = DEFAULT_LABEL,
+) -> dict[str, np.ndarray]:
+    """Return metrics [requests] of a log by name, given a score for each of its rows.
+
+    Metrics use the true labels. `feedback-ndcg@10` and others named `feedback-*` use the label of the logged actions,
+    with linear gain, and have its bias. `reward@k` is the expected label if a simulated `user` sees the ranking.
+    """
+    scores = log.check_scores(scores)
+    names = metrics.split(",") if isinstance(metrics, str) else metrics
+    parsed = {text.strip(): parse_metric(text.strip().removeprefix(FEEDBACK)) for text in names}
+    on_feedback = {text for text in parsed if text.startswith(FEEDBACK)}
+    columns = {"score": scores}
+    if on_feedback:
+        columns["label"] = Label.of(label)(log.actions)
+    if len(on_feedback) < len(parsed) and (highest := float(log.true_relevance.max())) > MAX_GRADE:
+        raise DataError(f"the gain 2^y - 1 needs labels up to {MAX_GRADE}", got=highest, hint="scale the labels down")
+    bare = replace(log.without_features(), actions=columns)
+    results = {text: np.empty(len(log)) for text in parsed}
+    for requests, lists in ListBatches(bare).by_length():
+        for text, (name, k) in parsed.items():
+            options: dict[str, object] = {"k": k, "where": lists.where}
+            if name == "reward":
+                options |= {"user": _required(user, text in on_feedback), "label": label}
+            if text in on_feedback and name in ("ndcg", "dcg"):
+                options["gain"] = "linear"
+            labels = lists.actions["label"] if text in on_feedback else lists.true_relevance
+            values = METRICS[name](lists.actions["score"], labels, **options)
+            results[text][requests.numpy()] = values.double().numpy()
+    return results
+
+
+def _required(user: User | None, on_feedback: bool) -> User:
+    if on_feedback:
+        raise OptionError("feedback-reward does not exist: reward is expected, not logged, feedback", hint="use reward")
+    if user is None:
+        raise OptionError("reward needs a simulated user who sees the ranking", hint="pass user=User()")
+    return user
+
+
+@checked
+def mean_with_interval(values: np.ndarray, weights: np.ndarray | None = None, *, confidence: float = 0.95) -> Mean:
+    """Return the (weighted) mean over requests, with a Student-t interval for requests drawn independently.
+
+    The interval of a single request is infinite, because its standard error is unknown.
+    """
+    mean, error = _mean_and_error(_bounded(values), weights)
+    margin = error * _t_quantile(len(values), confidence)
+    return Mean(mean, mean - margin, mean + margin, len(values))
+
+
+@checked
+def paired_test(
+    a: np.ndarray, b: np.ndarray, weights: np.ndarray | None = None, *, confidence: float = 0.95
+) -> PairedTest:
+    """Test whether two rankers differ, by a paired t-test of their metrics `a` and `b` [requests]."""
+    if np.shape(a) != np.shape(b):
+        raise DataError("a and b must be values of the same requests", got=f"shapes {np.shape(a)} and {np.shape(b)}")
+    from scipy.stats import t
+
+    mean, error = _mean_and_error(_bounded(a) - _bounded(b), weights)
+    n = len(a)
+    margin = error * _t_quantile(n, confidence)
+    p = float(2 * t.sf(abs(mean) / error, max(1, n - 1))) if error else float(mean == 0)
+    return PairedTest(mean, mean - margin, mean + margin, p, n)
+
+
+def _bounded(values: np.ndarray) -> np.ndarray:
+    """Return values in double precision; raise DataError if their squares may overflow."""
+    values = values.astype(np.float64)
+    if (np.abs(values) > LARGEST).any():
+        got = float(np.abs(values).max())
+        raise DataError(f"values must be between -{LARGEST:g} and {LARGEST:g}", got=got, hint="scale them down")
+    return values
+
+
+def _mean_and_error(values: np.ndarray, weights: np.ndarray | None) -> tuple[float, float]:
+    """Return the weighted mean and its standard error, which is infinite for a single value."""
+    weights = np.ones_like(values) if weights is None else weights.astype(np.float64)
+    if values.ndim != 1 or not len(values) or weights.shape != values.shape:
+        raise DataError("a mean needs one value and one weight per request", got=f"{values.shape} and {weights.shape}")
+    if not 0 < weights.max() < np.inf or weights.min() < 0:
+        got = f"{weights.min():g} to {weights.max():g}"
+        raise DataError("weights must be finite and not negative, and at least one must be positive", got=got)
+    # Scale by powers of two, which is exact, so that squares neither underflow nor overflow.
+    weights = np.ldexp(weights, -np.frexp(weights.max())[1])
+    exponent = int(np.frexp(np.abs(values).max())[1])
+    values = np.ldexp(values, -exponent)
+    n, mean = len(values), float(np.average(values, weights=weights))
+    if n < 2:
+        return float(np.ldexp(mean, exponent)), np.inf
+    error = np.sqrt(np.sum((weights * (values - mean)) ** 2) * n / (n - 1)) / weights.sum()
+    return float(np.ldexp(mean, exponent)), float(np.ldexp(error, exponent))
+
+
+def _t_quantile(n: int, confidence: float) -> float:
+    from scipy.stats import t
+
+    if not 0 < confidence < 0.5 + confidence / 2 < 1:
+        raise OptionError("the confidence must be between 0 and 1", got=confidence)
+    return float(t.ppf(0.5 + confidence / 2, max(1, n - 1)))

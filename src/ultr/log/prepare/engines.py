@@ -1,0 +1,256 @@
+"""The engines of `ultr prepare`, DuckDB and Spark: each reads and sorts the rows, and evaluates Ibis expressions."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import pyarrow as pa
+
+from ultr.errors import DataError, MissingExtraError, OptionError, UltrError
+from ultr.log.prepare.nesting import GROUP_BYTES, ORDER, SHARD_BYTES, BadRowsError, Nesting, write_shards
+from ultr.log.prepare.sources import Source
+
+EngineName = Literal["duckdb", "spark"]
+Progress = Callable[[int], None]  # called with the number of rows done so far
+ENGINE_MODULES = {"duckdb", "_duckdb", "ibis", "pyspark", "py4j", "sqlglot"}
+WORKER_ERROR = re.compile(r"(?:BadRowsError|LabelError): (.+)")  # our own errors in the text of an error of Spark
+
+
+class Engine(Protocol):
+    """An engine (DuckDB or Spark) that evaluates Ibis expressions."""
+
+    def read(self, source: Source) -> Any: ...
+
+    def fetch(self, expression: Any) -> pa.Table:
+        """Evaluate an expression whose result fits in memory."""
+        ...
+
+    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> tuple[int, int]:
+        """Sort the rows, group them by request and write them as shards; return the number of requests and rows."""
+        ...
+
+
+@contextmanager
+def engine_errors(where: object) -> Iterator[None]:
+    """Turn exceptions of DuckDB, Spark and Ibis, and BadRowsError, into a DataError with a short message."""
+    try:
+        yield
+    except UltrError:
+        raise
+    except BadRowsError as error:
+        raise DataError(str(error), where=where) from error
+    except Exception as error:
+        if type(error).__module__.split(".")[0] not in ENGINE_MODULES:
+            raise
+        text = str(error)
+        if messages := WORKER_ERROR.findall(text):
+            raise DataError(messages[0].strip(), where=where) from error
+        brief = " ".join(text.split())[:300]
+        hint = "check the columns; if memory or disk is full, pass --memory, or choose another disk for --out"
+        raise DataError(f"the engine failed ({type(error).__name__}: {brief})", where=where, hint=hint) from error
+
+
+@contextmanager
+def start_engine(
+    name: EngineName, *, scratch: Path, memory: int, threads: int | None, master: str | None
+) -> Iterator[Engine]:
+    """Start an engine, and stop it at the end of the `with` block; `scratch` is a folder for its temporary files."""
+    if name == "spark":
+        with _spark(scratch, master) as engine:
+            yield engine
+        return
+    if master is not None:
+        raise OptionError("--master needs --engine spark", got=master, hint="pass --engine spark")
+    with _duckdb(scratch, memory, threads) as engine:
+        yield engine
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Hide warnings of deprecated functions that Ibis calls; users of ultr cannot change these calls."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+class DuckDB:
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+
+    def read(self, source: Source) -> Any:
+        # DuckDB reads a path as a pattern, and brackets escape its special characters.
+        paths = [re.sub(r"([\[*?])", r"[\1]", str(path)) for path in source.files]
+        with _no_warnings():
+            return self.backend.read_parquet(paths, hive_partitioning=False, union_by_name=len(paths) > 1)
+
+    def fetch(self, expression: Any) -> pa.Table:
+        with _no_warnings():
+            return self.backend.to_pyarrow(expression)
+
+    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> tuple[int, int]:
+        """Write shards from a sort that uses disk; DuckDB's `list` aggregate would need several times the memory."""
+        # This avoids the batch reader of Ibis, which keeps the whole result in memory.
+        relation = self.backend.con.sql(self.backend.compile(rows.order_by(*ORDER)))
+        read = getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader
+        requests = done = 0
+        batches = read(max(2048, 2 * GROUP_BYTES // nesting.row_bytes))
+        for some_requests, some_rows in write_shards(batches, nesting, str(folder), "part"):
+            requests, done = requests + some_requests, done + some_rows
+            progress(done)
+        return requests, done
+
+
+@contextmanager
+def _duckdb(scratch: Path, memory: int, threads: int | None) -> Iterator[DuckDB]:
+    try:
+        import ibis
+
+        options: dict[str, Any] = {"threads": threads} if threads is not None else {}
+        backend = ibis.duckdb.connect(
+            memory_limit=f"{memory}B",
+            temp_directory=str(scratch / "spill"),
+            preserve_insertion_order=False,  # the rows are sorted anyway
+            autoinstall_known_extensions=False,
+            **options,
+        )
+    except ImportError as error:
+        raise MissingExtraError("ultr prepare", package="ibis-framework[duckdb]", extra="prepare") from error
+    # This optimizer trusts the statistics in Parquet files, which ignore NaN, so that checks would not find NaN.
+    backend.con.execute("SET disabled_optimizers = 'statistics_propagation'")
+    try:
+        yield DuckDB(backend)
+    finally:
+        backend.disconnect()
+
+
+class Spark:
+    def __init__(self, backend: Any, session: Any) -> None:
+        self.backend, self.session = backend, session
+        self._views = 0
+
+    def read(self, source: Source) -> Any:
+        from pyspark.sql import functions
+
+        # Spark reads a path as a pattern, and backslashes escape its special characters.
+        paths = ["file://" + re.sub(r"([\\\[\]{}*?])", r"\\\1", str(path)) for path in source.files]
+        frame = self.session.read.parquet(*paths)
+        for column in source.schema:  # Spark reads times in nanoseconds as plain numbers
+            if pa.types.is_timestamp(column.type) and column.type.unit == "ns":
+                quoted = "`" + column.name.replace("`", "``") + "`"
+                micros = functions.floor(functions.col(quoted) / 1000).cast("long")
+                frame = frame.withColumn(column.name, functions.timestamp_micros(micros))
+        name = f"ultr_source_{id(self)}_{self._views}"
+        self._views += 1
+        frame.createOrReplaceTempView(name)
+        with _no_warnings():
+            return self.backend.table(name)
+
+    def fetch(self, expression: Any) -> pa.Table:
+        with _no_warnings():
+            return self.backend.to_pyarrow(expression)
+
+    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> tuple[int, int]:
+        """Let each worker sort and write the requests in a range of hashed ids; all workers must share the folder."""
+        import pyspark
+
+        import ultr
+
+        pyspark.cloudpickle.register_pickle_by_value(ultr)  # workers get the code of ultr, and need not install it
+        size = total * nesting.row_bytes
+        cores = self.session.sparkContext.defaultParallelism
+        parts = max(1, -(-size // SHARD_BYTES), min(cores, size // (16 << 20)))
+        frame = self.session.sql(self.backend.compile(rows))
+        ordered = frame.repartitionByRange(parts, ORDER[0]).sortWithinPartitions(*ORDER)
+        counts = ordered.mapInArrow(_task(nesting, str(folder)), "requests long, rows long").collect()
+        for partial in folder.glob("*/.*"):  # files of failed attempts
+            partial.unlink()
+        return sum(row["requests"] for row in counts), sum(row["rows"] for row in counts)
+
+
+def _task(nesting: Nesting, folder: str) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        task = TaskContext.get()
+        name, attempt = f"part-{task.partitionId():05}", task.taskAttemptId()
+        for requests, rows in write_shards(batches, nesting, folder, name, attempt=attempt):
+            yield pa.record_batch({"requests": pa.array([requests]), "rows": pa.array([rows])})
+
+    return write
+
+
+@contextmanager
+def _spark(scratch: Path, master: str | None) -> Iterator[Spark]:
+    if shutil.which("java") is None and not os.environ.get("JAVA_HOME"):
+        hint = "install a Java runtime (17 or later) and set JAVA_HOME, or use --engine duckdb"
+        raise UltrError("Spark needs Java, which is not on the PATH", hint=hint)
+    try:
+        import ibis
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise MissingExtraError("--engine spark", package="pyspark", extra="spark") from error
+    existing = SparkSession.getActiveSession()
+    active = existing or _new_session(scratch, master)
+    session = active.newSession()  # the settings below must not change the caller's session
+    for name, value in {
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.ansi.enabled": "false",
+        "spark.sql.caseSensitive": "true",
+        "spark.sql.legacy.parquet.nanosAsLong": "true",
+        "spark.sql.execution.arrow.pyspark.enabled": "true",
+    }.items():
+        session.conf.set(name, value)
+    try:
+        yield Spark(ibis.pyspark.connect(session), session)
+    finally:
+        if existing is None:
+            active.stop()
+
+
+def _new_session(scratch: Path, master: str | None) -> Any:
+    """Start a Spark session; messages that Java prints while it starts go to a file, not to the user."""
+    from pyspark.errors import PySparkException
+    from pyspark.sql import SparkSession
+
+    address = master or os.environ.get("SPARK_MASTER") or "local[*]"
+    if address.startswith("local"):  # workers run on this machine, and need the packages of this environment
+        os.environ["PYSPARK_PYTHON"] = sys.executable
+    builder = SparkSession.builder.appName("ultr prepare").master(address)
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.local.dir": str(scratch / "spark"),
+        "spark.sql.warehouse.dir": str(scratch / "warehouse"),
+    }
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    messages = scratch / "spark.log"
+    try:
+        with _stderr_in(messages):
+            return builder.getOrCreate()
+    except (PySparkException, OSError, RuntimeError) as error:
+        last = " ".join(messages.read_text(errors="replace").split("\n")[-4:]).strip()
+        hint = "check Java (17 or later) and --master, or use --engine duckdb"
+        raise UltrError(f"Spark does not start ({last[-300:] or error})", hint=hint) from error
+
+
+@contextmanager
+def _stderr_in(path: Path) -> Iterator[None]:
+    sys.stderr.flush()
+    saved = os.dup(2)
+    try:
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)

@@ -1,0 +1,379 @@
+"""`prepare_lists`: group an impression log of any size by request, and write it as a folder of Parquet files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import UTC
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ultr.errors import ColumnError, OptionError, nearest
+from ultr.log.build import as_data_error
+from ultr.log.labels import Label
+from ultr.log.prepare.checks import check_rows, count_differing, reject_differing, time_bounds
+from ultr.log.prepare.engines import Engine, EngineName, engine_errors, start_engine
+from ultr.log.prepare.events import EventColumns, action_names, actions_by_item, event_columns, event_notes, with_events
+from ultr.log.prepare.facts import shard_facts
+from ultr.log.prepare.impressions import filtered, impressions, rounded, utc_time
+from ultr.log.prepare.nesting import HASH_RANGE, Nesting
+from ultr.log.prepare.sources import Source, find_source
+from ultr.log.schema import ROLES, Columns, resolve_columns, saved_names
+from ultr.log.shards import SPLITS, Manifest, footer_sum
+from ultr.log.table import FEATURE_NAMES_KEY, RESERVED
+from ultr.utils.arguments import check_fields, checked
+from ultr.utils.files import atomic_path
+from ultr.utils.memory import available_memory
+
+MIN_MEMORY = 256 << 20  # bytes; an engine gets at least this much
+MAX_COLUMNS = 10_000  # because the time to plan a query grows faster than its number of columns
+Progress = Callable[[str, int, int], None]  # called with the stage, the rows done, and the total number of rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """The options of `prepare_lists`; `ultr prepare --help` describes each of them."""
+
+    engine: EngineName = "duckdb"
+    master: str | None = None
+    memory: int | None = None  # bytes; None is half of the available memory
+    threads: int | None = None
+    request: str | None = None
+    position: str | None = None
+    actions: Sequence[str] | str | None = None
+    features: Sequence[str] | str | None = None
+    categorical: Sequence[str] | str | None = None
+    relevance: str | None = None
+    weight: str | None = None
+    item: str | None = None
+    query: str | None = None
+    segment: str | None = None
+    randomised: str | None = None
+    events: str | Path | None = None
+    event_request: str | None = None
+    event_item: str | None = None
+    event_type: str | None = None
+    event_value: str | None = None
+    label: str | None = None
+    where: Sequence[str] = ()
+    min_items: int = 1
+    max_items: int | None = None
+    keep_clickless: float = 1.0
+    split: Literal["hash", "time"] = "hash"
+    time: str | None = None
+    validation: float = 0.1
+    test: float = 0.1
+    validation_from: str | None = None
+    test_from: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0 < self.keep_clickless <= 1:
+            raise OptionError("'keep_clickless' must be above 0 and at most 1", got=self.keep_clickless)
+        if not (min(self.validation, self.test) >= 0 and self.validation + self.test < 1):
+            got = f"validation {self.validation}, test {self.test}"
+            raise OptionError("validation and test must not be negative, and their sum must be below 1", got=got)
+        if self.min_items < 1:
+            raise OptionError("'min_items' must be at least 1", got=self.min_items)
+        if self.max_items is not None and self.max_items < self.min_items:
+            what, hint = f"max_items ({self.max_items}) is less than min_items ({self.min_items})", "raise --max-items"
+            raise OptionError(what, hint=f"{hint} or lower --min-items")
+        if (self.split == "time") != (self.time is not None):
+            hint = "pass --split time --time COLUMN"
+            raise OptionError("a split by time needs both --split time and the column of the times", hint=hint)
+        if self.split == "hash" and (self.validation_from or self.test_from):
+            raise OptionError("--validation-from and --test-from need a split by time", hint="pass --split time")
+        if self.threads is not None and self.threads < 1:
+            raise OptionError("'threads' must be at least 1", got=self.threads)
+        if self.events is None and (self.event_request or self.event_item or self.event_type or self.event_value):
+            raise OptionError("the --event-... options need a table of events", hint="pass it with --events")
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The columns that the caller named, by role, as arguments of `resolve_columns`."""
+        return {role: getattr(self, role) for role in ROLES}
+
+
+@checked
+def prepare_lists(
+    source: str | Path,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress = lambda what, done, total: None,
+    **options: Any,
+) -> Manifest:
+    """Group an impression log by request, and write it to the folder `out` as Parquet files with one row per request.
+
+    The log is Parquet or CSV with one row per item shown, in any order. It is sorted on disk, so it may be larger than
+    memory. The result does not depend on the order of the rows or on the engine. `options` are the fields of
+    `Preparation`.
+    """
+    known = [f.name for f in fields(Preparation)]
+    if unknown := next((name for name in options if name not in known), None):
+        raise OptionError(f"no option '{unknown}'", hint=nearest(unknown, known))
+    chosen = Preparation(**options)
+    label = None if chosen.label is None else Label.of(chosen.label)
+    memory = max(MIN_MEMORY, available_memory() // 2 if chosen.memory is None else chosen.memory)
+    with atomic_path(out, overwrite=overwrite, folder=True) as folder:
+        scratch = folder.parent / "scratch"  # in the temporary folder that atomic_path removes
+        scratch.mkdir()
+        files = _find(source, chosen, scratch)
+        settings: dict[str, Any] = {"memory": memory, "threads": chosen.threads, "master": chosen.master}
+        with start_engine(chosen.engine, scratch=scratch, **settings) as engine, engine_errors(source):
+            manifest = _Work(engine, files, chosen, label, progress).write(folder, scratch)
+        manifest.save(folder)
+    return manifest
+
+
+def _find(source: str | Path, chosen: Preparation, scratch: Path) -> Source:
+    def ids(schema: pa.Schema) -> Iterable[str | None]:
+        columns = resolve_columns(schema, where=source, **chosen.named | {"actions": ()})
+        context = (columns.context.get("query"), columns.context.get("segment"))
+        return (columns.request, columns.item, *context, *columns.categorical)
+
+    files = find_source(source, scratch=scratch / "source", ids=ids)
+    lower = [name.lower() for name in files.schema.names]
+    if len(set(lower)) < len(lower):
+        twice = next(name for name in lower if lower.count(name) > 1)
+        what = "column names must differ by more than case"
+        raise ColumnError(what, where=source, got=f"'{twice}' twice", hint="rename one of them")
+    return files
+
+
+class _Work:
+    """The work of one `prepare_lists` call: read and check the rows, write the shards, and return their manifest."""
+
+    def __init__(
+        self, engine: Engine, source: Source, chosen: Preparation, label: Label | None, progress: Progress
+    ) -> None:
+        self.engine, self.source, self.chosen, self.label, self.progress = engine, source, chosen, label, progress
+        self.notes: list[str] = []
+        self.where = source.name
+
+    def write(self, folder: Path, scratch: Path) -> Manifest:
+        self.progress("checking", 0, 0)
+        columns, wanted = self._columns()
+        table = self.engine.read(self.source)
+        self._check_time(table.columns)
+        rows = impressions(filtered(table, self.chosen.where), columns, time=self.chosen.time, where=self.where)
+        actions = columns.actions
+        if self.chosen.events is not None:
+            shown = impressions(table, replace(columns, features=(), categorical=()), time=None, where=self.where)
+            rows, further = self._with_events(rows, shown, actions, wanted, scratch)
+            actions = (*actions, *further)
+        self._check_actions(actions, columns)
+        names = {"request": columns.request, "position": str(columns.position), **columns.context}
+        names |= {role: name for role in ("relevance", "weight") if (name := getattr(columns, role)) is not None}
+        names |= {f"action_{i}": name for i, name in enumerate(actions)} | {"time": self.chosen.time or ""}
+        total = check_rows(rows, names, fetch=self.engine.fetch, where=self.where)
+        columns = self._check_requests(rows, columns, names)
+        nesting = self._nesting(rows, columns, actions)
+        self.progress("sorting", 0, total)
+        requests, _ = self.engine.write(
+            rounded(rows), nesting, folder, total=total, progress=lambda done: self.progress("writing", done, total)
+        )
+        return self._manifest(folder, nesting, requests=requests, rows=total)
+
+    def _columns(self) -> tuple[Columns, list[str] | None]:
+        """Return the columns of the source, and the actions to take from the table of events (None: all)."""
+        named, schema = self.chosen.named, self.source.schema
+        wanted: list[str] | None = None
+        actions = self.chosen.actions
+        if self.chosen.events is not None and actions is not None:
+            listed = [n.strip() for n in actions.split(",")] if isinstance(actions, str) else list(actions)
+            named["actions"] = [name for name in listed if name in schema.names]
+            wanted = [name for name in listed if name not in schema.names]
+        columns = resolve_columns(schema, where=self.where, **named)
+        if columns.position is None:
+            hint = "name it with --position (position=...)"
+            raise ColumnError("found no column with the position of each item", where=self.where, hint=hint)
+        if not columns.features and not columns.categorical:
+            hint = "name them with --features or --categorical"
+            raise ColumnError("found no features", where=self.where, hint=hint)
+        if len(columns.used) > MAX_COLUMNS:
+            got, hint = f"{len(columns.used):,}", "put the features into one column of lists"
+            raise ColumnError(f"there must be at most {MAX_COLUMNS:,} columns", where=self.where, got=got, hint=hint)
+        if self.chosen.events is not None and columns.item is None:
+            what = "events are joined by request and item, but the log has no column of items"
+            raise ColumnError(what, where=self.where, hint="name it with --item")
+        return columns, wanted
+
+    def _check_time(self, names: Sequence[str]) -> None:
+        time = self.chosen.time
+        if time is not None and time not in names:
+            raise ColumnError(f"no column '{time}' for the time", where=self.where, hint=nearest(time, names))
+
+    def _with_events(
+        self, rows: Any, shown: Any, actions: tuple[str, ...], wanted: list[str] | None, scratch: Path
+    ) -> tuple[Any, tuple[str, ...]]:
+        chosen, where = self.chosen, str(self.chosen.events)
+        ids = {"request": chosen.event_request, "item": chosen.event_item}
+
+        def columns_of(schema: pa.Schema) -> EventColumns:
+            return event_columns(schema, where=where, **ids, kind=chosen.event_type, value=chosen.event_value)
+
+        def text_columns(schema: pa.Schema) -> Iterable[str | None]:
+            names = columns_of(schema)
+            return (names.request, names.item, names.kind)
+
+        files = find_source(where, scratch=scratch / "events", ids=text_columns)
+        columns = columns_of(files.schema)
+        events = self.engine.read(files)
+        further = action_names(events, columns, wanted, fetch=self.engine.fetch, where=where)
+        if both := set(further) & set(actions):
+            what, hint = "the log and its events have the same action", "name the actions to use with --actions"
+            raise ColumnError(what, where=where, got=f"'{min(both)}'", hint=hint)
+        totals = actions_by_item(events, columns, further, where=where)
+        joined = with_events(rows, totals, len(actions), len(further), where=where)
+        self.notes += event_notes(shown, totals, fetch=self.engine.fetch)
+        return joined, further
+
+    def _check_actions(self, actions: tuple[str, ...], columns: Columns) -> None:
+        if not actions and columns.relevance is None:
+            hint = "name them with --actions, or pass a table of events with --events"
+            raise ColumnError("found no actions to learn from", where=self.where, hint=hint)
+        reserved = RESERVED | ({"label"} if self.label is not None else set())
+        if clash := reserved & {*actions, *columns.categorical}:
+            what = "an action or category cannot have the name of another column of the lists"
+            raise ColumnError(what, where=self.where, got=f"'{min(clash)}'", hint="rename the column")
+        if self.label is not None:
+            self.label({name: np.zeros(1) for name in actions}, check=False)  # raises if an action is missing
+
+    def _check_requests(self, rows: Any, columns: Columns, names: dict[str, str]) -> Columns:
+        """Raise ColumnError if a request has several values in a column that must have one (weight, segment, ...).
+
+        Return the columns. A query column that the caller did not name is dropped from them instead of an error.
+        """
+        roles = [*columns.context, *(("weight",) if columns.weight is not None else ())]
+        counts = count_differing(rows, roles, fetch=self.engine.fetch)
+        if "query" in counts and self.chosen.query is None:
+            self.notes.append(f"column '{names['query']}' differs within requests, so it is not used as the query")
+            columns = replace(columns, context={role: n for role, n in columns.context.items() if role != "query"})
+            del counts["query"]
+        reject_differing(counts, names, where=self.where)
+        return columns
+
+    def _nesting(self, rows: Any, columns: Columns, actions: tuple[str, ...]) -> Nesting:
+        chosen = self.chosen
+        validation_from, test_from = self._bounds(rows)
+        return Nesting(
+            features=_feature_names(self.source, columns.features),
+            actions=actions,
+            categorical=columns.categorical,
+            of_rows=tuple(role for role in ("item", "relevance") if getattr(columns, role) is not None),
+            of_requests=tuple(columns.context),
+            weighted=columns.weight is not None,
+            label=self.label,
+            by_time=chosen.split == "time",
+            validation_from=validation_from,
+            test_from=test_from,
+            keep_clickless=chosen.keep_clickless,
+            min_items=chosen.min_items,
+            max_items=chosen.max_items,
+        )
+
+    def _bounds(self, rows: Any) -> tuple[float, float]:
+        chosen = self.chosen
+        if chosen.split == "hash":
+            return HASH_RANGE * (1 - chosen.validation - chosen.test), HASH_RANGE * (1 - chosen.test)
+        if chosen.validation_from is None and chosen.test_from is None:
+            return time_bounds(rows, chosen.validation, chosen.test, fetch=self.engine.fetch)
+        test_from = float("inf") if chosen.test_from is None else _as_number(chosen.test_from)
+        validation_from = test_from if chosen.validation_from is None else _as_number(chosen.validation_from)
+        if validation_from > test_from:
+            got = f"{chosen.validation_from} and {chosen.test_from}"
+            raise OptionError("--validation-from must not be later than --test-from", got=got)
+        return validation_from, test_from
+
+    def _manifest(self, folder: Path, nesting: Nesting, *, requests: int, rows: int) -> Manifest:
+        self.progress("counting", rows, rows)
+        chosen, label = self.chosen, self.label
+        _number(folder)
+        actions = (*nesting.actions, *(("label",) if label is not None else ()))
+        feedback = actions if label is None else ("label",)
+        facts = shard_facts(folder, actions=actions, categorical=nesting.categorical, feedback=feedback)
+        if facts.tied:
+            note = f"{facts.tied:,} items have the same position as another item of their request"
+            self.notes.append(f"{note}; such items are ordered by their ids, and then by their other columns")
+        split: dict[str, Any] = {"by": chosen.split}
+        if chosen.split == "hash":
+            split |= {"validation": chosen.validation, "test": chosen.test}
+        else:
+            bounds = {"validation_from": nesting.validation_from, "test_from": nesting.test_from}
+            split |= {"time": chosen.time, **{n: int(v) for n, v in bounds.items() if v != float("inf")}}
+        kept = sum(counts["requests"] for counts in facts.splits.values())
+        about = {
+            "source": self.where,
+            "engine": chosen.engine,
+            "events": None if chosen.events is None else str(chosen.events),
+            "where": list(chosen.where),
+            "min_items": chosen.min_items,
+            "max_items": chosen.max_items,
+            "keep_clickless": chosen.keep_clickless,
+            "split": split,
+            "rows": rows,
+            "requests": requests,
+            "requests_dropped": requests - kept,
+            "notes": self.notes,
+        }
+        return Manifest(
+            features=nesting.features,
+            actions=actions,
+            positions=facts.positions,
+            splits=facts.splits,
+            categorical=facts.categorical,
+            binary=facts.binary,
+            label=None if label is None else label.expression,
+            about=about,
+            footers={f"{p.parent.name}/{p.name}": footer_sum(p) for p in sorted(folder.glob("*/*.parquet"))},
+        )
+
+
+def _number(folder: Path) -> None:
+    """Rename the shards of each split to part-00000.parquet and so on, in the order of hashed request ids."""
+    for split in SPLITS:
+        for number, path in enumerate(sorted((folder / split).glob("*.parquet"))):
+            path.rename(path.with_name(f"part-{number:05}.parquet.named"))
+        for path in (folder / split).glob("*.named"):
+            path.rename(path.with_suffix(""))
+
+
+def _as_number(time: str) -> float:
+    """Return a time as seconds since 1970; a text that is a number is returned as this number."""
+    try:
+        return float(time)
+    except ValueError:
+        pass
+    try:
+        return utc_time(time).replace(tzinfo=UTC).timestamp()
+    except ValueError as error:
+        hint = "write 2024-05-31, 2024-05-31T12:00 or a number"
+        raise OptionError("--validation-from and --test-from must be times", got=f"'{time}'", hint=hint) from error
+
+
+def _feature_names(source: Source, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of all features; a column of lists has as many features as its first list has values."""
+    names: list[str] = []
+    saved = saved_names(source.schema, FEATURE_NAMES_KEY)
+    for name in columns:
+        if not hasattr(source.schema.field(name).type, "value_field"):
+            names.append(name)
+            continue
+        width = _first_length(source, name)
+        use_saved = len(columns) == 1 and len(saved) == width
+        names += saved if use_saved else [f"{name}[{i}]" for i in range(width)]
+    return tuple(names)
+
+
+def _first_length(source: Source, name: str) -> int:
+    for path in source.files:
+        with as_data_error(path, "Parquet"), pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=16, columns=[name]):
+                if lengths := [len(value) for value in batch.column(name).to_pylist() if value is not None]:
+                    return lengths[0]
+    raise ColumnError(f"feature column '{name}' has no values", where=source.name, hint="drop it")

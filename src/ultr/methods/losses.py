@@ -1,0 +1,103 @@
+"""Losses: pure functions of scores and labels, with gradients for the scores only.
+
+The last dimension is the list; `where` marks items, the rest is padding. `weights` are per request. Every loss is a sum
+over the items or pairs of a request, and the weighted mean over requests, so that a request counts the same in any
+batch. Padding is masked before any computation, because a NaN in it would become a gradient of 0 · NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, softplus
+
+from ultr.evaluation.metrics import Gain, batch_innermost, discounts_at, gains, ranks_of
+
+
+def pointwise_loss(scores: Tensor, labels: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the squared error of the score as a prediction of the label: Σ_i (s_i - c_i)²."""
+    return reduced(torch.where(where, scores - labels, 0.0).square().sum(-1), weights)
+
+
+def softmax_loss(scores: Tensor, item_weights: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return Σ_i w_i log(Σ_j exp(s_j) / exp(s_i)): the cross-entropy of w with the softmax of the scores (Cao 2007).
+
+    `item_weights` have no gradient.
+    """
+    log_probability = scores.masked_fill(~where, -torch.inf).log_softmax(-1)
+    terms = torch.where(where, item_weights.detach(), 0.0) * torch.where(where, log_probability, 0.0)
+    return reduced(-terms.sum(-1), weights)
+
+
+def logistic_loss(logits: Tensor, targets: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the sum over items of the cross-entropy of targets in [0, 1] with the sigmoid of logits."""
+    entropy = binary_cross_entropy_with_logits(logits.masked_fill(~where, 0.0), targets, reduction="none")
+    return reduced(torch.where(where, entropy, 0.0).sum(-1), weights)
+
+
+def product_logistic_loss(
+    logits: Tensor, others: Tensor, targets: Tensor, *, where: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """Return Σ_i of the cross-entropy of targets with sigmoid(a) · sigmoid(b), which is the sigmoid of the logit
+
+        -log(exp(-a) + exp(-b) + exp(-a-b))
+
+    The terms of this sum are positive, so nothing cancels if the product is near one or near zero.
+    """
+    a, b = logits.masked_fill(~where, 0.0), others.masked_fill(~where, 0.0)
+    both = -torch.logaddexp(torch.logaddexp(-a, -b), -a - b)
+    return logistic_loss(both, targets, where=where, weights=weights)
+
+
+def pairwise_loss(
+    scores: Tensor, pair_weights: Tensor, *, where: Tensor | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """Return Σ_ij w_ij log(1 + exp(-(s_i - s_j))), where w_ij >= 0 is how much i should rank above j (Burges 2005).
+
+    `pair_weights` [..., i, j] have no gradient. They are zero for pairs that do not count, such as pairs with padding.
+    `where` is needed if the scores of padding may not be finite.
+    """
+    scores = scores if where is None else scores.masked_fill(~where, 0.0)
+    return reduced((pair_weights.detach() * softplus(-gaps(scores))).sum((-2, -1)), weights)
+
+
+def gaps(scores: Tensor) -> Tensor:
+    """Return the differences s_i - s_j of the scores of all pairs [..., i, j]."""
+    scores = batch_innermost(scores)
+    return scores[..., :, None] - scores[..., None, :]
+
+
+def preferred_pairs(labels: Tensor, *, where: Tensor) -> Tensor:
+    """Return True for the pairs [..., i, j] of two items where the label of i is above the label of j."""
+    labels = batch_innermost(labels.masked_fill(~where, torch.nan))  # comparisons with NaN are False
+    return labels[..., :, None] > labels[..., None, :]
+
+
+def lambdarank_weights(
+    scores: Tensor, labels: Tensor, *, where: Tensor, gain: Gain = "linear", normalise: bool = True
+) -> Tensor:
+    """Return |ΔNDCG_ij| of swapping i and j in the current ranking, for pairs with c_i > c_j (Burges 2006).
+
+        |G(c_i) - G(c_j)| · |1/log2(1 + rank_i) - 1/log2(1 + rank_j)| / ideal DCG
+
+    `normalise=False` does not divide by the ideal DCG, which gives |ΔDCG|.
+    """
+    scores = scores.detach()
+    gain_of = gains(labels, scores, where, gain)
+    discount_of = discounts_at(ranks_of(scores, where=where), scores.dtype)
+    if normalise:
+        ranks = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
+        best = gain_of.sort(dim=-1, descending=True).values
+        ideal = (best * discounts_at(ranks, scores.dtype)).sum(-1, keepdim=True)
+        gain_of = gain_of / torch.where(ideal > 0, ideal, 1.0)
+    gain_of, discount_of = batch_innermost(gain_of), batch_innermost(discount_of)
+    delta = gain_of[..., :, None] - gain_of[..., None, :]  # not negative where i is preferred
+    delta = delta * (discount_of[..., :, None] - discount_of[..., None, :]).abs()
+    return torch.where(preferred_pairs(labels, where=where), delta, 0.0)
+
+
+def reduced(per_request: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the weighted mean over requests; the plain mean without weights."""
+    if weights is None:
+        return per_request.mean()
+    return (weights * per_request).sum() / weights.sum()

@@ -1,0 +1,211 @@
+"""A trained model: load it, score with it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor, nn
+
+from ultr.errors import DataError, OptionError
+from ultr.log import Log
+from ultr.log.build import Missing
+from ultr.log.labels import Label
+from ultr.rankers import FeatureEncoder, Synthesised, WithConstants, make_ranker, score_rows
+from ultr.rankers.boosters import BOOSTERS, TreeRanker, is_trees
+from ultr.utils.arguments import checked
+from ultr.utils.devices import choose_device
+from ultr.utils.files import atomic_path
+from ultr.utils.jsonfiles import check_format, read_json, write_json
+from ultr.utils.tensors import load_tensors, save_tensors
+
+FORMAT = 1
+MAX_LAYERS = 1000
+ROWS, ROWS_KEPT = "rows.safetensors", 512  # file of rows that check a model, and their number
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A trained ranker, its features, and the label it was trained for."""
+
+    ranker: nn.Module
+    feature_names: tuple[str, ...]
+    label: str
+    vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> its values, as for Log
+
+    @property
+    def missing(self) -> Missing:
+        """How a log for this model treats missing values in features: trees accept them, networks do not."""
+        return "keep" if isinstance(self.ranker, TreeRanker) else "reject"
+
+    @checked
+    def score(self, log: Log, *, device: str = "cpu") -> np.ndarray:
+        """Return scores [rows] of a log, which must have the features of the model, in any order."""
+        return self.score_features(self.columns_of(log), device=device)
+
+    @checked
+    def score_features(self, features: np.ndarray, *, device: str = "cpu") -> np.ndarray:
+        """Return scores [rows] of features [rows, features], with columns in the order of `feature_names`."""
+        chosen, width = choose_device(device), len(self.feature_names)
+        if features.ndim != 2 or features.shape[1] != width:
+            raise DataError(f"features must have the shape [rows, {width}], as in training", got=list(features.shape))
+        with np.errstate(over="ignore"):  # values too large for float32 become infinite, and are clipped as outliers
+            features = features.astype(np.float32, copy=False)
+        return score_rows(self.ranker.to(chosen), features, device=chosen)
+
+    def view(self, log: Log) -> Log:
+        """Return the log with only the features of the model, in the model's order and codes of categories."""
+        features, names = self.columns_of(log), self.feature_names
+        return replace(log, features=features, feature_names=names, vocabularies=self.vocabularies)
+
+    def columns_of(self, log: Log) -> np.ndarray:
+        if log.feature_names == self.feature_names and not self.vocabularies:
+            return log.features
+        place = {name: i for i, name in enumerate(log.feature_names)}
+        if missing := [name for name in self.feature_names if name not in place]:
+            names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            what = f"features that the model was trained on are missing: {names}"
+            raise DataError(what, hint="name their columns with --features")
+        columns = log.features[:, [place[name] for name in self.feature_names]]
+        for i, name in enumerate(self.feature_names):
+            if (name in self.vocabularies) != (name in log.vocabularies):
+                what = f"'{name}' must be {'a category' if name in self.vocabularies else 'a number'}, as in training"
+                raise DataError(what, hint="name the categorical features of training with --categorical")
+            if name in self.vocabularies:
+                translation = np.append(0, self.codes_of(name, log.vocabularies[name]))
+                columns[:, i] = translation[columns[:, i].astype(np.int64)]
+        return columns
+
+    def codes_of(self, name: str, values: Any) -> np.ndarray:
+        """Return the codes of values of the categorical feature `name`; 0 for values that were not in training."""
+        indices = pc.index_in(pa.array(values).cast(pa.string()), value_set=self.vocabularies[name])
+        return np.asarray(pc.fill_null(indices, -1).to_numpy(zero_copy_only=False) + 1)
+
+
+def save_model(
+    folder: Path,
+    ranker: nn.Module,
+    log: Log,
+    *,
+    name: str,
+    options: Mapping[str, Any],
+    label: str,
+    data: str,
+    held_out: Log | None = None,
+) -> None:
+    """Write a model for scoring: the weights of a network or the library's file of trees, and a description.
+
+    The names of features come from `log`. `name` and `options` are those of the ranker, `data` names its data. Rows of
+    `held_out` are saved too, so that the model can be checked wherever it is used.
+    """
+    about: dict[str, Any] = {
+        "format": FORMAT,
+        "ranker": name,
+        "feature_names": list(log.feature_names),
+        "vocabularies": {name: values.to_pylist() for name, values in log.vocabularies.items()},
+        "label": label,
+        "data": data,
+    }
+    with atomic_path(folder, overwrite=True, folder=True) as temporary:
+        if isinstance(ranker, TreeRanker):
+            file = temporary / ranker.booster.FILE
+            ranker.booster.save(file, rounds=ranker.rounds)
+            about |= {"rounds": ranker.rounds, "sha256": _sha256(file)}
+        else:
+            save_tensors(temporary / "weights.safetensors", ranker.state_dict())
+            about |= {
+                "ranker_options": dict(options),
+                "constants": len(ranker.constants) if isinstance(ranker, WithConstants) else 0,
+                "binary": list(ranker.binary) if isinstance(ranker, Synthesised) else None,
+            }
+        _save_rows(temporary, held_out)
+        write_json(temporary / "model.json", about)
+
+
+def _save_rows(folder: Path, log: Log | None) -> None:
+    """Save the features of up to 512 rows, evenly spread over a log, to check the model with later."""
+    if log is not None and log.rows:
+        rows = log.features[spread(log.rows, ROWS_KEPT)]
+        save_tensors(folder / ROWS, {"features": torch.from_numpy(np.array(rows, np.float32))})
+
+
+def spread(count: int, most: int) -> np.ndarray:
+    """Return at most `most` indices below `count`, evenly spread."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
+
+
+def kept_rows(run: str | Path) -> np.ndarray | None:
+    """Return features [rows, features] of the held-out rows that a run has saved; None if there are none."""
+    path = Path(run) / "model" / ROWS
+    if not path.is_file():
+        return None
+    rows = load_tensors(path).get("features")
+    if rows is None or rows.ndim != 2 or not len(rows):
+        raise DataError("the file has no rows of features", where=path, hint="train again")
+    return np.asarray(rows.numpy(), np.float32)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _load_trees(folder: Path, about: Mapping[str, Any], categorical: tuple[int, ...]) -> TreeRanker:
+    """Load trees from a file of the library. Its checksum must match, as libraries do not validate all they read."""
+    library = BOOSTERS[about["ranker"]]
+    path = folder / library.FILE
+    if not path.is_file() or _sha256(path) != about["sha256"]:
+        hint = "restore it from a copy, or train again"
+        raise DataError("the file of trees is missing or was changed", where=path, hint=hint)
+    return TreeRanker(library.load(path, categorical))
+
+
+def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int], constants: int) -> nn.Module:
+    label, binary, options = Label(about["label"]), about.get("binary"), dict(about["ranker_options"])
+    if len(options.get("hidden", ())) > MAX_LAYERS:
+        raise ValueError(f"{len(options['hidden']):,} layers, at most {MAX_LAYERS} are allowed")
+    outputs = 1 if binary is None else len(label.actions)
+    ranker = make_ranker(about["ranker"], FeatureEncoder(inputs, categories), outputs=outputs, **options)
+    if binary is not None:
+        ranker = Synthesised(ranker, label, binary)
+    return WithConstants(ranker, torch.zeros(constants)) if constants else ranker
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+@checked
+def load_model(run: str | Path) -> Model:
+    """Load the trained model from the folder of a finished run."""
+    folder = Path(run) / "model"
+    about = read_json(folder / "model.json")
+    check_format(about, FORMAT, what="the model", where=folder, hint="train again")
+    try:
+        names, constants = tuple(about["feature_names"]), int(about.get("constants", 0))
+        vocabularies = {name: pa.array(values, pa.string()) for name, values in about["vocabularies"].items()}
+        categories = {names.index(name): len(values) + 1 for name, values in vocabularies.items()}
+        if is_trees(about["ranker"]):
+            trees = _load_trees(folder, about, tuple(sorted(categories)))
+            return Model(trees.eval(), names, str(about["label"]), vocabularies)
+        weights = load_tensors(folder / "weights.safetensors")
+        if not all(isinstance(name, str) for name in about["feature_names"]) or len(names) + constants < 1:
+            raise TypeError("feature_names must be a list of names")
+        if constants != weights.get("constants", torch.empty(0)).numel():
+            raise ValueError("the constants in weights.safetensors do not match model.json")
+        with torch.device("meta"):  # no memory is used until the shapes are known to match the file
+            expected = _network(about, len(names) + constants, categories, constants).state_dict()
+        if _kinds(expected) != _kinds(weights):
+            raise ValueError("weights.safetensors does not match the network that model.json describes")
+        ranker = _network(about, len(names) + constants, categories, constants)
+        ranker.load_state_dict(weights)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OptionError, OverflowError) as error:
+        raise DataError(f"the model cannot be loaded ({error})", where=folder, hint="train again") from error
+    return Model(ranker.eval(), names, str(about["label"]), vocabularies)

@@ -1,0 +1,196 @@
+"""Compiled loops for `tree_objective`. Loops over requests run in threads; each request writes only its own rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+
+GAP, PRODUCT, TRUSTED, PAPER = 0, 1, 2, 3  # the values of `tree_objective.Kind`
+WIDEST = 300.0  # if scores in a request differ by more, exponentials are computed pair by pair
+SHORT = 48  # lists up to this length are sorted by insertion
+CHUNKS = 64  # most chunks in which statistics are summed, so that they do not depend on the number of threads
+MOST_SUMS = 1 << 24  # most numbers in the sums of all chunks together
+
+
+def compiled(function: Any, **options: Any) -> Any:
+    """Compile a function. The machine code is cached for other processes if the cache folder can be written."""
+    try:
+        return numba.njit(cache=True, error_model="numpy", **options)(function)
+    except RuntimeError:
+        return numba.njit(error_model="numpy", **options)(function)
+
+
+def _sigmoid(x: float) -> float:
+    if x >= 0:
+        return 1 / (1 + math.exp(-x))
+    e = math.exp(x)
+    return e / (1 + e)
+
+
+def _softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+sigmoid = compiled(_sigmoid, inline="always")
+softplus = compiled(_softplus, inline="always")
+
+
+def _discounts(scores, discount):  # type: ignore[no-untyped-def]
+    """Set `discount` of each item to 1 / log2(1 + its rank by score); items with equal scores keep their order."""
+    n = len(scores)
+    if n > SHORT:
+        order = np.argsort(-scores, kind="mergesort")
+    else:
+        order = np.arange(n)
+        for i in range(1, n):
+            k, score = i, scores[i]
+            while k > 0 and scores[order[k - 1]] < score:
+                order[k] = order[k - 1]
+                k -= 1
+            order[k] = i
+    for rank in range(n):
+        discount[order[rank]] = 1 / math.log2(2.0 + rank)
+
+
+discounts = compiled(_discounts)
+
+
+def _trust(gamma: float, plus: float, minus: float) -> float:
+    """Return γ / (ε⁺ γ + ε⁻ (1-γ)), which is m / ε⁺ with m of `bias.equations.pair_trust`."""
+    total = plus * gamma + minus * (1 - gamma)
+    return gamma / total if total > 0 else 0.0
+
+
+trust = compiled(_trust, inline="always")
+
+
+def _derivatives(  # type: ignore[no-untyped-def]  # noqa: PLR0915
+    scores, offsets, weights, value, kind, by_metric, clip,
+    above, below, place, preference, beta, examined, plus, minus, with_loss,
+):  # fmt: skip
+    """Return gradient and curvature of the pair loss by row, and the loss by request if `with_loss` (else 0)."""
+    gradient, curvature = np.zeros(len(scores)), np.zeros(len(scores))
+    loss = np.zeros(len(offsets) - 1)
+    for q in numba.prange(len(offsets) - 1):
+        first, n = offsets[q], offsets[q + 1] - offsets[q]
+        s, v = scores[first : first + n], value[first : first + n]
+        high, low = s.max(), s.min()
+        narrow = high - low < WIDEST
+        e, d = np.ones(n), np.zeros(n)
+        if narrow:
+            for i in range(n):
+                e[i] = math.exp(s[i] - high)
+        if by_metric:
+            discounts(s, d)
+        g, h = gradient[first : first + n], curvature[first : first + n]
+        total = 0.0
+        if kind == GAP and narrow and clip == np.inf and not with_loss:
+            # σ(s_j - s_i) = e_j / (e_i + e_j) needs no exponential for each pair, and sums stay in registers.
+            for i in range(n):
+                v_i, e_i, d_i, g_i, h_i = v[i], e[i], d[i], 0.0, 0.0
+                if by_metric:
+                    for j in range(n):
+                        gap, share = (v_i - v[j]) * abs(d_i - d[j]), 1 / (e_i + e[j])
+                        g_i -= gap * (e[j] if gap > 0 else e_i) * share
+                        h_i += abs(gap) * e[j] * share * share
+                else:
+                    for j in range(n):
+                        gap, share = v_i - v[j], 1 / (e_i + e[j])
+                        g_i -= gap * (e[j] if gap > 0 else e_i) * share
+                        h_i += abs(gap) * e[j] * share * share
+                g[i], h[i] = g_i, h_i * e_i
+        else:
+            for i in range(n):
+                if kind != GAP and v[i] <= 0:
+                    continue  # no label is lower
+                for j in range(n):
+                    if not v[i] > v[j]:
+                        continue
+                    a, b = first + i, first + j
+                    if kind == GAP:
+                        w = v[i] - v[j]
+                    elif kind == PAPER:
+                        k, m = place[a], place[b]
+                        gamma = sigmoid(preference[a] - preference[b])
+                        right, wrong = plus[k, m] * gamma, minus[k, m] * (1 - gamma)
+                        w = above[a] * above[b] * plus[k, m] * trust(gamma, plus[k, m], minus[k, m])
+                        if v[j] <= 0:
+                            both = examined[b] * (right + wrong)
+                            all_seen = both + (1 - examined[b]) * beta[a]
+                            w = w * both / all_seen if all_seen > 0 else 0.0
+                    else:
+                        w = above[a] * below[b]
+                        if kind == TRUSTED and v[j] > 0:
+                            k, m = place[a], place[b]
+                            w *= trust(sigmoid(preference[a] - preference[b]), plus[k, m], minus[k, m])
+                    w = min(w, clip)
+                    if by_metric:
+                        w *= abs(d[i] - d[j])
+                        if kind != GAP:
+                            w *= v[i] - v[j]
+                    p = e[j] / (e[i] + e[j]) if narrow else sigmoid(s[j] - s[i])
+                    g[i] -= w * p
+                    g[j] += w * p
+                    h[i] += w * p * (1 - p)
+                    h[j] += w * p * (1 - p)
+                    if with_loss:
+                        total += w * softplus(s[j] - s[i])
+        weight = weights[q]
+        if weight != 1:
+            for i in range(n):
+                g[i] *= weight
+                h[i] *= weight
+        loss[q] = weight * total
+    return gradient, curvature, loss
+
+
+derivatives = compiled(_derivatives, parallel=True, fastmath={"reassoc", "contract", "nsz"})  # NaN stays NaN
+
+
+def _preference_step(preference, offsets, weights, label, theta, beta, place, plus, minus):  # type: ignore[no-untyped-def]
+    """Compute the E-step of all ordered pairs. Return gradient and curvature by row of the cross-entropy of g
+    (`preference`), and the four sums by pair of positions that give ε⁺ and ε⁻ (`bias.equations.trust_terms`).
+    """
+    size, requests = len(plus), len(offsets) - 1
+    gradient, curvature = np.zeros(len(preference)), np.zeros(len(preference))
+    chunks = max(1, min(CHUNKS, MOST_SUMS // (4 * size * size)))
+    sums = np.zeros((chunks, 4, size, size))
+    for chunk in numba.prange(chunks):
+        part = sums[chunk]
+        for q in range(chunk * requests // chunks, (chunk + 1) * requests // chunks):
+            first, last, weight = offsets[q], offsets[q + 1], weights[q]
+            for i in range(first, last):
+                for j in range(first, last):
+                    if i == j:
+                        continue
+                    k, m = place[i], place[j]
+                    gamma = sigmoid(preference[i] - preference[j])
+                    both, alone = theta[i] * theta[j], theta[i] * (1 - theta[j])
+                    if label[i] > label[j]:
+                        right, wrong = both * plus[k, m] * gamma, both * minus[k, m] * (1 - gamma)
+                        total = right + wrong + alone * beta[i]
+                        right, wrong = (right / total, wrong / total) if total > 0 else (0.0, 0.0)
+                        target = right + gamma * (1 - right - wrong)
+                        part[0, k, m] += weight * right
+                        part[1, k, m] += weight * right
+                        part[2, k, m] += weight * wrong
+                        part[3, k, m] += weight * wrong
+                    else:
+                        agreed, turned = both * (1 - minus[k, m]) * (1 - gamma), both * (1 - plus[k, m]) * gamma
+                        total = agreed + turned + alone * (1 - beta[i]) + 1 - theta[i]
+                        agreed, turned = (agreed / total, turned / total) if total > 0 else (0.0, 0.0)
+                        target = turned + gamma * (1 - agreed - turned)
+                        part[1, k, m] += weight * turned
+                        part[3, k, m] += weight * agreed
+                    off, bend = weight * (gamma - target), weight * gamma * (1 - gamma)
+                    gradient[i] += off
+                    gradient[j] -= off
+                    curvature[i] += bend
+                    curvature[j] += bend
+    return gradient, curvature, sums.sum(0)
+
+
+preference_step = compiled(_preference_step, parallel=True)

@@ -1,0 +1,202 @@
+"""Export of a run's model as ONNX, without the bias; real rows must get the same scores as from the run."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ultr._version import __version__
+from ultr.errors import DataError, MissingExtraError, OutputError
+from ultr.rankers.boosters import TreeRanker
+from ultr.rankers.model import ROWS_KEPT, Model, kept_rows, load_model, spread
+from ultr.serving.exported import (
+    ABOUT,
+    CARD,
+    FORMAT,
+    INPUT,
+    ONNX,
+    OUTPUT,
+    Exported,
+    is_exported,
+    load_exported,
+    onnx_scores,
+    onnx_session,
+)
+from ultr.serving.model_card import model_card
+from ultr.serving.onnx_trees import NotInOnnxError, trees_to_onnx
+from ultr.training.config import RunConfig
+from ultr.training.data import read_rows
+from ultr.utils.arguments import checked
+from ultr.utils.files import atomic_path, check_output
+from ultr.utils.jsonfiles import add_checksum, content_errors, read_json
+
+OPSET = 18
+TOLERANCE = 1e-5  # the largest difference of a score, relative to the largest score or to 1, whichever is larger
+SHARED = ("ranker", "feature_names", "vocabularies", "label", "data")  # keys of model.json, as in the run's model.json
+CODES = "the code of a category is its index in the vocabulary + 1; any other value has code 0"
+DAMAGED_RUN = "the files of the run are incomplete or damaged"
+
+
+@checked
+def export_run(run: str | Path, out: str | Path, *, rows: str | None = None, overwrite: bool = False) -> Exported:
+    """Write the model of a finished run to a folder: ONNX, a description of its inputs, and a model card.
+
+    The ONNX model must score the same as the run on rows that the run kept of its validation requests, or on rows of
+    the log `rows`. If it does not, nothing is written.
+    """
+    run, out = Path(run), Path(out)
+    check_output(out, overwrite=overwrite, folder=True)
+    if out.is_dir() and any(out.iterdir()) and not is_exported(out):
+        what = "exists and is not an exported model, so it is not replaced"
+        raise OutputError(what, where=out, hint="choose another path")
+    _import_onnx()
+    model = load_model(run)
+    with content_errors(DAMAGED_RUN, where=run, hint="train again"):
+        about = _describe(run, model)
+    sample = _sample_rows(run, model, rows)
+    contents: dict[str, bytes] = {}
+    try:
+        contents[ONNX] = onnx_bytes(model)
+        about["parity"] = check_parity(model, contents[ONNX], sample)
+    except NotInOnnxError as error:
+        about["no_onnx"] = error.what
+    if isinstance(model.ranker, TreeRanker):
+        contents[model.ranker.booster.FILE] = (run / "model" / model.ranker.booster.FILE).read_bytes()
+    about["files"] = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    with content_errors(DAMAGED_RUN, where=run, hint="train again"):
+        contents[CARD] = model_card(run, about).encode()
+    about["files"][CARD] = hashlib.sha256(contents[CARD]).hexdigest()
+    contents[ABOUT] = (json.dumps(add_checksum(about), indent=2) + "\n").encode()
+    with atomic_path(out, overwrite=overwrite, folder=True) as temporary:
+        for name, content in contents.items():
+            (temporary / name).write_bytes(content)
+    return load_exported(out)
+
+
+def _describe(run: Path, model: Model) -> dict[str, Any]:
+    """Return the content of model.json, without the files."""
+    config, of_run = read_json(run / "config.json"), read_json(run / "model" / "model.json")
+    lists: list[Any] = ["requests", "items"]
+    return {
+        "format": FORMAT,
+        **{key: of_run[key] for key in SHARED},
+        "ultr": __version__,
+        "method": config["method"],
+        "codes": CODES,
+        "keeps_missing": model.missing == "keep",
+        "input": {"name": INPUT, "type": "float32", "shape": [*lists, len(model.feature_names)]},
+        "output": {"name": OUTPUT, "type": "float32", "shape": lists},
+        "parity": None,
+    }
+
+
+def _sample_rows(run: Path, model: Model, rows: str | None) -> np.ndarray:
+    """Return real rows with the features of the model, in its order."""
+    if rows is not None:
+        config = RunConfig.from_json(read_json(run / "config.json"), where=run)
+        named = {name: config.columns[name] for name in ("request", "features") if name in config.columns}
+        columns = {**named, "categorical": list(model.vocabularies) or None, "actions": [], "missing": model.missing}
+        log, _ = read_rows(rows, split="validation", data_dir=config.data_dir, columns=columns)
+        return np.asarray(model.columns_of(log)[spread(log.rows, ROWS_KEPT)])
+    sample = kept_rows(run)
+    hint = f"pass a log with its features: ultr export {run} --out DIR --rows LOG"
+    if sample is None:
+        raise DataError("the run has no rows to test the exported model with", where=run, hint=hint)
+    if sample.shape[1] != len(model.feature_names):
+        what = f"the rows that the run kept must have {len(model.feature_names)} features"
+        raise DataError(what, where=run, got=sample.shape[1], hint=hint)
+    return sample
+
+
+def check_parity(model: Model, content: bytes, rows: np.ndarray) -> dict[str, Any]:
+    """Score rows with a model and with its ONNX, as one list, as several and alone; raise DataError if they differ."""
+    expected = model.score_features(rows).astype(np.float64)
+    if not np.isfinite(expected).all():
+        what, hint = "the model's score of some rows is not finite", "train again, with a smaller learning rate"
+        raise DataError(what, got=expected[~np.isfinite(expected)][0], hint=hint)
+    session = onnx_session(content, threads=1)
+    lists = len(rows) // 3 or 1  # lists of three items
+    used = min(len(rows), 3 * lists)
+    cases = [
+        (rows[None], expected),
+        (rows[:used].reshape(lists, -1, rows.shape[1]), expected[:used]),
+        (rows[:1][None], expected[:1]),
+    ]
+    largest = float(np.max([np.abs(onnx_scores(session, x).ravel() - scores).max() for x, scores in cases]))
+    tolerance = TOLERANCE * max(1.0, float(np.abs(expected).max()))
+    if not largest <= tolerance:
+        got = f"a difference of {largest:.2g} where {tolerance:.2g} is allowed"
+        what = "the ONNX model scores real rows differently from the run, so it is not written"
+        raise DataError(what, got=got, hint="report this as a bug of ultr")
+    return {"rows": len(rows), "largest_difference": largest, "tolerance": tolerance}
+
+
+def onnx_bytes(model: Model) -> bytes:
+    """Return the ranker, with its normalisation of features, as ONNX.
+
+    The input is `features`, float32 [requests, items, features]; the output is `scores`, float32 [requests, items].
+    """
+    onnx = _import_onnx()
+    if isinstance(model.ranker, TreeRanker):
+        return trees_to_onnx(model.ranker.booster, len(model.feature_names))
+    ranker = copy.deepcopy(model.ranker).cpu().eval()
+    example = torch.zeros(2, 3, len(model.feature_names))
+    with _silent_exporter():
+        try:
+            program: Any = torch.onnx.export(
+                ranker,
+                (example,),
+                dynamo=True,
+                input_names=[INPUT],
+                output_names=[OUTPUT],
+                dynamic_shapes=({0: torch.export.Dim("requests"), 1: torch.export.Dim("items")},),
+                opset_version=OPSET,
+                verbose=False,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            what = f"torch cannot export the ranker ({str(error).splitlines()[0]})"
+            raise DataError(what, hint="try another version of torch") from error
+    proto = program.model_proto
+    _remove_source_paths(proto)
+    onnx.checker.check_model(proto)
+    return bytes(proto.SerializeToString())
+
+
+def _remove_source_paths(proto: Any) -> None:
+    """Remove the places in the source code that the exporter notes for each node: they name folders of this machine."""
+    for part in (proto, proto.graph, *proto.graph.node, *proto.graph.value_info, *proto.graph.input):
+        part.ClearField("metadata_props")
+        part.ClearField("doc_string")
+
+
+@contextmanager
+def _silent_exporter() -> Iterator[None]:
+    """Silence the messages of torch's exporter."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _import_onnx() -> Any:
+    try:
+        import onnx
+        import onnxscript  # noqa: F401  # torch's exporter needs it
+    except ImportError as error:
+        raise MissingExtraError("export", package=error.name or "onnx", extra="export") from error
+    return onnx

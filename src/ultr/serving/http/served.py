@@ -1,0 +1,183 @@
+"""The served model: loaded from a run or an exported folder, and replaced when a newer one is there."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from ultr.errors import DataError, UltrError
+from ultr.serving.export_process import export_in_process
+from ultr.serving.exported import ABOUT, Exported, is_exported, load_exported, onnx_scores
+from ultr.serving.http.wire import RequestError
+from ultr.utils.files import fingerprint
+
+VERSION_DIGITS = 12
+WARM_UP_ROWS, WARM_UPS = 64, 3
+
+Score = Callable[[np.ndarray], np.ndarray]  # [rows, features] -> [rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Scorer:
+    """A model that is ready to score."""
+
+    version: str  # the beginning of a digest of its files
+    feature_names: tuple[str, ...]
+    largest_codes: dict[int, int]  # categorical column -> its largest code
+    keeps_missing: bool  # True if NaN is a missing value, as for trees; False if it is an error
+    score: Score
+    seconds_per_row: float
+
+    def check(self, features: np.ndarray) -> None:
+        """Raise RequestError if the model cannot score these features."""
+        invalid = np.isinf(features) if self.keeps_missing else ~np.isfinite(features)
+        if invalid.any():
+            row, column = (int(i) for i in np.argwhere(invalid)[0])
+            what = f"'{self.feature_names[column]}' in row {row} is not finite as a 32-bit number"
+            hint = "send NaN for a missing value" if self.keeps_missing else "send a finite number for every feature"
+            raise RequestError(what, got=features[row, column], hint=hint)
+        for column, largest in self.largest_codes.items():
+            codes = features[:, column]
+            invalid = ~((codes >= 0) & (codes <= largest) & (codes == np.floor(codes)) | np.isnan(codes))
+            if invalid.any():
+                row = int(np.argmax(invalid))
+                what = f"'{self.feature_names[column]}' in row {row} is not a code of a category"
+                hint = f"send a whole number from 1 to {largest}, the codes in {ABOUT}, or 0 for any other value"
+                raise RequestError(what, got=codes[row], hint=hint)
+
+    def __call__(self, features: np.ndarray) -> np.ndarray:
+        """Return the scores of rows that `check` has accepted."""
+        scores = self.score(features) if len(features) else np.zeros(0, np.float32)
+        if not np.isfinite(scores).all():
+            row = int(np.argmin(np.isfinite(scores)))
+            hint = "send features like those in training"
+            raise RequestError(f"the score of row {row} is not finite", got=scores[row], hint=hint)
+        return scores
+
+
+def load_scorer(folder: Path, *, stopped: threading.Event | None = None) -> Scorer:
+    """Load the model of a finished run or of an exported folder, and score a few rows with it.
+
+    A run is exported to a temporary folder first, by another process: `stopped` is passed to `export_in_process`.
+    """
+    source = _model_folder(folder)
+    if source is None:
+        hint = "pass a finished run, or a folder that ultr export wrote"
+        raise DataError("there is no model here", where=folder, hint=hint)
+    digest = fingerprint(source)
+    with TemporaryDirectory(prefix="ultr-serve-") as temporary:
+        if source == folder:
+            exported = load_exported(folder)
+        else:
+            exported = load_exported(export_in_process(folder, Path(temporary) / "model", stopped=stopped))
+        score = _scores_of(exported, folder)
+    if fingerprint(source) != digest:
+        raise DataError("the model changed while it was loaded", where=folder, hint="try again")
+    names = exported.feature_names
+    largest_codes = {names.index(name): len(values) for name, values in exported.vocabularies.items()}
+    seconds = min(_warm_up(score, len(names)) for _ in range(WARM_UPS)) / WARM_UP_ROWS
+    return Scorer(digest[:VERSION_DIGITS], names, largest_codes, exported.keeps_missing, score, seconds)
+
+
+def _scores_of(exported: Exported, folder: Path) -> Score:
+    if not exported.has_onnx:
+        reason = exported.about.get("no_onnx", "unknown reason")
+        what = f"these {exported.ranker} trees have no ONNX ({reason}), so they cannot be served"
+        raise DataError(what, where=folder, hint="train with other options of the ranker, or use ultr score")
+    session = exported.session(threads=1)
+    return lambda features: onnx_scores(session, features[None])[0]
+
+
+def _warm_up(score: Score, features: int) -> float:
+    """Return the seconds that a first few rows take."""
+    start = time.perf_counter()
+    scores = score(np.zeros((WARM_UP_ROWS, features), np.float32))
+    if scores.shape != (WARM_UP_ROWS,) or not np.isfinite(scores).all():
+        raise DataError("the model does not return a finite score for each row", hint="train again")
+    return time.perf_counter() - start
+
+
+class Served:
+    """The model that answers requests; `reload` replaces it by a newer one that can be loaded."""
+
+    def __init__(self, folder: Path, *, say: Callable[[str], None] = lambda _: None) -> None:
+        self.folder, self.say = folder, say
+        self._identity = identity(folder)
+        self._deleted = False
+        self.stopped = threading.Event()  # set when the server stops, to end a reload
+        self.scorer = load_scorer(folder.resolve())
+        self.on_reload: Callable[[bool], None] = lambda _: None  # called for each newer model: True if it was loaded
+
+    def reload(self) -> None:
+        """Load the model that is in the folder now, if it is another; requests that have started keep the old one."""
+        current = identity(self.folder)
+        if current is None:
+            if not self._deleted:
+                self.say(f"{self.folder} has no model now; still serving version {self.scorer.version}")
+            self._deleted = True
+            return
+        self._deleted = False
+        if current == self._identity:
+            return
+        try:
+            newer, failure = load_scorer(self.folder.resolve(), stopped=self.stopped), None
+        except Exception as error:  # whatever is wrong with the newer model, the old one still works
+            newer, failure = None, error
+        if self.stopped.is_set() or identity(self.folder) != current:
+            return  # a model that changed again is loaded by the next call
+        self._identity = current
+        if newer is None:
+            text = str(failure) if isinstance(failure, UltrError) else f"{type(failure).__name__}: {failure}"
+            self.say(f"the newer model cannot be loaded ({text}); still serving version {self.scorer.version}")
+        elif newer.version == self.scorer.version:
+            return
+        else:
+            old, self.scorer = self.scorer, newer
+            change = "" if newer.feature_names == old.feature_names else ", with other features"
+            self.say(f"now serving version {newer.version} in place of {old.version}{change}")
+        self.on_reload(newer is not None)
+
+
+def _model_folder(folder: Path) -> Path | None:
+    """Return the folder that has model.json: an exported folder itself, or the one in a run; None if there is none."""
+    files = folder if is_exported(folder) else folder / "model"
+    return files if (files / ABOUT).is_file() else None
+
+
+def identity(folder: Path) -> tuple[object, ...] | None:
+    """Return values that change when the model's files change, without reading them; None if there is no model."""
+    try:
+        files = _model_folder(folder.resolve())
+        if files is None:
+            return None
+        entries = sorted((entry.name, entry.stat()) for entry in os.scandir(files))
+        return (str(files), *((name, stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in entries))
+    except OSError:
+        return None
+
+
+class Watch:
+    """A thread that reloads a served model at regular intervals."""
+
+    def __init__(self, served: Served, seconds: float) -> None:
+        self._served, self._seconds = served, seconds
+        self._thread = threading.Thread(target=self._run, name="ultr-watch")
+
+    def _run(self) -> None:
+        while not self._served.stopped.wait(self._seconds):
+            self._served.reload()
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._served.stopped.set()
+        self._thread.join()

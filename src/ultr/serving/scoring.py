@@ -1,0 +1,159 @@
+"""Scoring of files of any size: rows are read, scored and written in batches, in parallel."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from ultr.errors import OptionError, OutputError
+from ultr.log import Log
+from ultr.log.batches import read_batches
+from ultr.rankers.model import Model
+from ultr.utils.arguments import checked
+from ultr.utils.devices import choose_device
+from ultr.utils.files import atomic_path, check_output
+
+AHEAD = 2  # batches that are read in advance while one is scored
+ROW_GROUP = 1 << 17  # rows of a row group in the output
+UNIQUE_COLUMNS = ("item", "score")  # few values repeat, so a dictionary of them costs more than it saves
+Item = TypeVar("Item")
+
+
+@checked
+def score_file(
+    model: Model,
+    source: object,
+    out: str | Path,
+    *,
+    request: str | None = None,
+    features: Sequence[str] | str | None = None,
+    overwrite: bool = False,
+    device: str = "auto",
+    on_progress: Callable[[int, int | None], None] = lambda _done, _rows: None,
+) -> int:
+    """Score the rows of any source that `read_log` reads, and write their keys and scores to a Parquet or CSV file.
+
+    The output has the rows of the source, in the same order. Keys are the request and, if the source has them, the
+    item, position, true relevance, query and mark of random order. Without `features`, the columns with the names of
+    the model's features are used. Memory does not grow with the file. `on_progress` gets the number of rows done, and
+    the number of all rows if it is known. Return the number of scores.
+    """
+    out = Path(out)
+    if out.suffix.lower() not in WRITERS:
+        raise OptionError(
+            "scores are written as Parquet or CSV", got=f"'{out}'", hint="use a name that ends in .parquet"
+        )
+    check_output(out, overwrite=overwrite)
+    choose_device(device)
+    rows, batches = read_batches(
+        source,
+        feature_names=model.feature_names,
+        categorical=tuple(model.vocabularies),
+        request=request,
+        features=features,
+        missing=model.missing,
+    )
+    done = scores = 0
+    with (
+        atomic_path(out, overwrite=overwrite) as temporary,
+        _ScoreWriter(temporary) as writer,
+        closing(_read_ahead(batches)) as ahead,
+    ):
+        for log, rows_read in ahead:
+            writer.write(_keys(log).append_column("score", pa.array(model.score(log, device=device))))
+            done, scores = done + rows_read, scores + log.rows
+            on_progress(done, rows)
+    return scores
+
+
+def _keys(log: Log) -> pa.Table:
+    return replace(log.without_features(), actions={}, weights=None).to_table()
+
+
+def _read_ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
+    """Yield the items of an iterator; a thread reads some of them in advance."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="ultr-read")
+    try:
+        reading = deque(pool.submit(next, items, None) for _ in range(AHEAD))
+        while (item := reading.popleft().result()) is not None:
+            reading.append(pool.submit(next, items, None))
+            yield item
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _parquet_file(path: Path, schema: pa.Schema) -> Any:
+    return pq.ParquetWriter(path, schema, use_dictionary=[n for n in schema.names if n not in UNIQUE_COLUMNS])
+
+
+WRITERS: dict[str, Callable[[Path, pa.Schema], Any]] = {
+    ".parquet": _parquet_file,
+    ".pq": _parquet_file,
+    ".csv": pa.csv.CSVWriter,
+}
+
+
+class _ScoreWriter:
+    """A writer of tables with the same columns to one file, in a thread; at most one table is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ultr-write")
+        self._file: Any = None
+        self._waiting: list[pa.Table] = []
+        self._writing: Future[None] | None = None
+
+    def write(self, table: pa.Table) -> None:
+        self._waiting.append(table)
+        if sum(len(part) for part in self._waiting) >= ROW_GROUP:
+            self._start()
+
+    def _start(self) -> None:
+        self._wait()
+        self._writing = self._pool.submit(self._write, pa.concat_tables(self._waiting))
+        self._waiting = []
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self, table: pa.Table) -> None:
+        try:
+            if self._file is None:
+                self._file = WRITERS[self._path.suffix.lower()](self._path, table.schema)
+            self._file.write_table(table)
+        except pa.ArrowException as error:
+            brief = " ".join(str(error).split())[:200]
+            hint = "write Parquet: --out scores.parquet"
+            raise OutputError(f"cannot be written ({brief})", where=self._path.name, hint=hint) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                if self._waiting:
+                    self._start()
+                self._wait()
+        finally:
+            self._pool.shutdown()
+            if self._file is not None:
+                file, self._file = self._file, None
+                try:
+                    file.close()
+                finally:
+                    if isinstance(file, pq.ParquetWriter):
+                        file.is_open = (
+                            False  # otherwise a writer that failed is closed again, with an error, when it is collected
+                        )

@@ -1,0 +1,202 @@
+"""The bias stage of a run: estimate position bias before the ranker is trained, and write it to files.
+
+run/bias.json    the probability that a position is seen, and other estimates (see `ultr.bias.propensities`)
+run/bias/        the weights of the bias model, for a resumed run and for other runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ultr.bias.propensities import BIAS_FILE, write_bias_file
+from ultr.datasets.users import User
+from ultr.errors import DataError
+from ultr.lists import ListBatches, Lists
+from ultr.log import Log
+from ultr.log.segments import slot
+from ultr.methods import Method, thresholds
+from ultr.methods.base import Learner
+from ultr.methods.bias_model import BiasModel
+from ultr.methods.boosted_bias import BoostedOutputs
+from ultr.training.checkpoints import wait_for_lock
+from ultr.training.config import BIAS_TRAINING, RunConfig, TrainingOptions
+from ultr.training.data import RunData, StreamedLists
+from ultr.training.feed import Feed, Feeding, step_seed
+from ultr.training.loop import Progress, start, train
+from ultr.utils.devices import choose_device
+from ultr.utils.distributed import copy_from_main, is_main
+from ultr.utils.files import atomic_path
+from ultr.utils.jsonfiles import read_json
+from ultr.utils.tensors import load_tensors, save_tensors
+
+HELD_OUT_SHARE = 0.1  # share of the training requests that are held out to evaluate the fit of a bias model
+REPORTED_BATCHES = 20  # batches that the summary in bias.json is computed from
+BIAS = "bias"  # the folder of a run that holds its bias model
+
+
+def run_bias_stage(
+    config: RunConfig,
+    run_data: RunData,
+    method: Method,
+    out: Path,
+    shared: Path | None,
+    on_progress: Callable[[Progress], None],
+    *,
+    fit: Callable[[], None] | None = None,
+) -> None:
+    """Fit the bias of a method, or load it if it was saved: in `out`, in the run `config.bias`, or in `shared`.
+
+    `shared` is a folder of bias models for runs with the same data, seed and bias options. `fit`, if given, is called
+    to fit the bias model in place of `fit_bias`.
+    """
+    model = method.bias_learner()
+    settings = {} if model is None else {**model.settings(), **({} if fit is None else {"em": "trees"})}
+
+    def default_fit() -> None:
+        user, stream = run_data.feeding_user, run_data.stream
+        fit_bias(method, run_data.train, config.training, user=user, stream=stream, on_progress=on_progress)
+
+    fit = fit or default_fit
+    if not isinstance(model, BiasModel):  # all other kinds of bias are fitted quickly and not saved
+        fit()
+        return
+    if (out / BIAS).is_dir():
+        load_bias(out / BIAS, model)
+        return
+    if (folder := _folder_of_bias(config)) is not None:
+        load_bias(folder, model)
+    elif shared is None:
+        fit()
+    else:
+        folder = shared / config.shared_key(settings)
+        with wait_for_lock(folder):
+            if folder.is_dir():
+                load_bias(folder, model)
+            else:
+                fit()
+                save_bias(folder, model)
+    if is_main():
+        save_bias(out / BIAS, model)
+
+
+def fit_bias(
+    method: Method,
+    log: Log,
+    options: TrainingOptions,
+    *,
+    user: User | None = None,
+    stream: StreamedLists | None = None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> None:
+    """Estimate the bias of a method from the whole log, then train its bias model with early stopping.
+
+    The bias model has its own learning rate and steps, so that those of the ranker can be tuned separately. If `stream`
+    is given, `log` is a sample of the stream, and the training steps use the stream.
+    """
+    seed, device = options.seed, choose_device(options.device)
+    if is_main():
+        method.estimate_bias(log, user=user, sessions=options.bias_steps * options.batch, seed=seed)
+    copy_from_main(method.state_dict().values())
+    model = method.bias_learner()
+    if model is None or next(model.parameters(), None) is None:
+        return
+    bias_options = replace(
+        BIAS_TRAINING,
+        steps=options.bias_steps,
+        batch=options.batch,
+        seed=step_seed(seed, 0, 3),
+        device=options.device,
+        precision=options.precision,
+    )
+    if stream is None:
+        learned, held_out = held_out_requests(log, seed)
+        lists, count = ListBatches(log, device=device), len(held_out)
+        feed: Feeding = Feed(lists, batch=bias_options.batch, seed=bias_options.seed, user=user, requests=learned)
+        held_out_feed = Feed(lists, batch=256, seed=bias_options.seed, user=user, requests=held_out)
+    else:
+        feed, count = stream.feed(bias_options), len(stream.held_out)
+        held_out_feed = Feed(ListBatches(stream.held_out, device=device), batch=256, seed=bias_options.seed)
+    held_out_lists = some_batches(held_out_feed, count)
+    state = start(model, log, bias_options)
+
+    def evaluate(model: Any) -> dict[str, float]:
+        model.eval()
+        return dict(model.held_out_metrics(held_out_lists))
+
+    for progress in train(state, feed, evaluate, bias_options, select="likelihood"):
+        on_progress(progress)
+    model.load_state_dict(state.best_weights)
+
+
+def held_out_requests(log: Log, seed: int) -> tuple[np.ndarray | None, np.ndarray]:
+    """Return the indices of the requests that a bias model learns from (None: all), and of those that evaluate it.
+
+    Requests with the same id are either all learned from or all held out.
+    """
+    number = np.unique(np.asarray(log.request_ids), return_inverse=True)[1]
+    requests = int(number.max()) + 1
+    order = np.random.default_rng(seed).permutation(requests)
+    held_out = max(1, round(HELD_OUT_SHARE * requests))
+    if requests == len(log):
+        return (np.sort(order[held_out:]) if held_out < requests else None), np.sort(order[:held_out])
+    is_held_out = np.isin(number, order[:held_out])
+    return (np.flatnonzero(~is_held_out) if held_out < requests else None), np.flatnonzero(is_held_out)
+
+
+def some_batches(feed: Feeding, requests: int) -> list[Lists]:
+    """Return the first batches of `feed`: one for every 128 `requests`, at least one and at most eight."""
+    return [feed(step) for step in range(max(1, min(8, requests // 128)))]
+
+
+# --- Files --------------------------------------------------------------------------------------------------------
+
+
+def save_bias(folder: Path, model: BiasModel) -> None:
+    """Write the weights of a bias model into a folder."""
+    with atomic_path(folder, overwrite=True, folder=True) as temporary:
+        save_tensors(temporary / "weights.safetensors", model.state_dict())
+        if isinstance(model.network, BoostedOutputs):
+            model.network.save(temporary)
+
+
+def load_bias(folder: Path, model: Learner) -> None:
+    """Load saved weights into a bias model; both must have the same features, positions and options."""
+    try:
+        if isinstance(model, BiasModel) and BoostedOutputs.is_at(folder):
+            model.network = BoostedOutputs.load(folder, tuple(sorted(model.inputs.categories)))
+        model.load_state_dict(load_tensors(folder / "weights.safetensors"))
+    except (RuntimeError, KeyError, ValueError) as error:
+        hint = "pass --bias with a run that has the same features, positions, label and bias options"
+        raise DataError("the saved bias model does not fit this run", where=folder, hint=hint) from error
+
+
+def _folder_of_bias(config: RunConfig) -> Path | None:
+    """Return the folder of the bias model if `config.bias` is a run that has one, else None."""
+    if config.bias is None or not (Path(config.bias) / BIAS).is_dir():
+        return None
+    label = read_json(Path(config.bias) / BIAS_FILE).get("label")
+    if label != config.label:
+        hint = f"pass --label '{label}', or pass only the estimates by position, with --bias {config.bias}/{BIAS_FILE}"
+        raise DataError("the bias model is for another label", where=config.bias, got=f"'{label}'", hint=hint)
+    return Path(config.bias) / BIAS
+
+
+def write_bias_report(
+    config: RunConfig,
+    run_data: RunData,
+    bias: Callable[[Iterable[Lists]], dict[str, Any] | None],
+    feed: Feeding,
+    out: Path,
+) -> None:
+    """Write bias.json, if the method estimates bias; `bias` summarises some batches of `feed`."""
+    if (report := bias(feed(step) for step in range(REPORTED_BATCHES))) is None:
+        return
+    clicks_only = thresholds(config.method, config.label, config.method_options, ranker=config.ranker)
+    if run_data.segments:
+        report["positions"] = [slot(position, run_data.segments) for position in report["positions"]]
+    write_bias_file(out, {**report, "label": f"{config.label} > 0" if clicks_only else config.label})

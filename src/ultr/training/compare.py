@@ -1,0 +1,393 @@
+"""Compare methods: tune the learning rate of each on validation requests, train with several seeds, evaluate on test.
+
+Every training run has its own directory under `runs/`. Finished runs are not repeated, so a comparison can be stopped,
+resumed with the same call, and extended by more methods or seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ultr.datasets.users import make_user
+from ultr.errors import OptionError, UltrError, UnfinishedError, nearest
+from ultr.evaluation.judge import load_judge
+from ultr.evaluation.scores import PairedTest, paired_test
+from ultr.methods import parse_options
+from ultr.rankers import RANKERS
+from ultr.rankers.boosters import BOOSTERS, is_trees
+from ultr.rankers.model import load_model
+from ultr.training.config import RunConfig, default_training, with_training
+from ultr.training.data import cached_dataset, load_run_data
+from ultr.training.run import best_evaluation, run_training
+from ultr.training.selection import less_is_better, mean_metrics
+from ultr.utils.files import output_errors
+from ultr.utils.jsonfiles import read_json, write_json
+
+FORMAT = 1
+TEST_SHARE = 0.2  # share of a log's requests that are held out for the final test
+DEFAULT_RATES = (0.005, 0.01, 0.02, 0.05)  # learning rates to choose from, for networks
+TREE_RATES = (0.05, 0.1)  # learning rates to choose from, for trees
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of a comparison: a method and its options, separated by colons, such as `pairwise-em:loss=opt`."""
+
+    text: str
+    method: str
+    learn_from: str
+    options: Mapping[str, Any]
+    ranker: str = ""  # empty: the ranker of the comparison
+
+    @staticmethod
+    def parse(text: str, ranker: str = "mlp") -> Entry:
+        """Parse the text of a row, such as `lambdarank:ranker=lightgbm`; `ranker` is used if the text names none."""
+        name, _, rest = text.strip().partition(":")
+        parts = [part for part in rest.split(":") if part]
+        method_options = [part for part in parts if not part.startswith(("from=", "ranker="))]
+        learn_from = [part.removeprefix("from=") for part in parts if part.startswith("from=")]
+        rankers = [part.removeprefix("ranker=") for part in parts if part.startswith("ranker=")]
+        names = [*RANKERS, *BOOSTERS]
+        if rankers and rankers[-1] not in names:
+            raise OptionError(f"no ranker '{rankers[-1]}'", hint=nearest(rankers[-1], names))
+        row_ranker = rankers[-1] if rankers else ""
+        options = parse_options(name, method_options, others=["from", "ranker"], ranker=row_ranker or ranker)
+        return Entry(text.strip(), name, learn_from[-1] if learn_from else "feedback", options, row_ranker)
+
+    def config(self, base: RunConfig, lr: float, seed: int) -> RunConfig:
+        ranker = {} if self.ranker in ("", base.ranker) else {"ranker": self.ranker, "ranker_options": {}}
+        options = {"method": self.method, "method_options": self.options, "learn_from": self.learn_from, **ranker}
+        config = replace(base, **options)  # type: ignore[arg-type]
+        if is_trees(config.ranker) != is_trees(base.ranker):  # trees have fewer, longer steps (rounds)
+            default = default_training(config.ranker)
+            budget = {name: getattr(default, name) for name in ("steps", "evaluate_every", "patience")}
+            config = with_training(config, **budget)
+        return with_training(config, lr=lr, seed=seed)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The results of one method: its learning rate, its metrics by seed, and tests against the reference method."""
+
+    entry: str
+    lr: float
+    results: dict[str, list[float]]  # metric -> one value per seed
+    against: dict[str, PairedTest]  # metric -> paired test over seeds; empty for the reference method
+
+    def tested(self, other: Row) -> dict[str, PairedTest]:
+        """Return metric -> paired test of this method against the method of another row, over the seeds."""
+        return {m: paired_test(np.array(v), np.array(other.results[m])) for m, v in self.results.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        summary = {
+            metric: {
+                "mean": float(np.mean(values)),
+                "deviation": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0,
+                "seeds": values,
+                "against": vars(self.against[metric]) if metric in self.against else None,
+            }
+            for metric, values in self.results.items()
+        }
+        return {"method": self.entry, "lr": self.lr, "figures": summary}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The results of a comparison, one row per method; `reference` is the method that the others are tested against."""
+
+    rows: list[Row]
+    metrics: list[str]
+    reference: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "metrics": self.metrics,
+            "reference": self.reference,
+            "rows": [row.to_json() for row in self.rows],
+        }
+
+
+class Task(Protocol):
+    """A piece of work that `Workers` can run in any process."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether all work of the task was done before, so that it can be skipped."""
+
+    def perform(self) -> str:
+        """Do the work that is not done yet; return the name of the task, for progress messages."""
+
+
+@dataclass(frozen=True)
+class RunTask:
+    """The task to train one run and evaluate it on test requests; metrics that were computed before are kept."""
+
+    config: dict[str, Any]
+    folder: str
+    shared: str  # folder of the bias models that the runs of a comparison share
+    metrics: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.folder
+
+    @property
+    def finished(self) -> bool:
+        if not self.metrics:
+            return (Path(self.folder) / "model").is_dir()
+        path = Path(self.folder) / "test.json"
+        return path.is_file() and set(self.metrics) <= set(read_json(path))
+
+    def perform(self) -> str:
+        folder, config = Path(self.folder), RunConfig.from_json(self.config)
+        run_training(config, folder, resume=True, shared=Path(self.shared))
+        results = read_json(folder / "test.json") if (folder / "test.json").is_file() else {}
+        if missing := [metric for metric in self.metrics if metric not in results]:
+            write_json(folder / "test.json", {**results, **evaluate_run(config, folder, missing)})
+        return self.folder
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a comparison: the methods, the data, the number of seeds, and the choice of learning rates."""
+
+    base: RunConfig
+    entries: Sequence[Entry]
+    out: Path
+    seeds: int = 5
+    rates: Sequence[float] = ()  # learning rates to choose from on validation; empty: the defaults of the ranker
+    rate_of: Mapping[str, float] = field(default_factory=dict)  # entry -> learning rate that is given, not tuned
+    tuning_seeds: int = 1
+    metrics: Sequence[str] = ("ndcg@10", "reward@10")
+    reference: str = ""  # empty: the first entry
+
+    def __post_init__(self) -> None:
+        names = [entry.text for entry in self.entries]
+        if self.reference and self.reference not in names:
+            hint = nearest(self.reference, names)
+            raise OptionError(f"the reference '{self.reference}' is not among the methods", hint=hint)
+        if self.seeds < 1 or self.tuning_seeds < 1:
+            got = f"{self.seeds} and {self.tuning_seeds}"
+            raise OptionError("'seeds' and 'tuning_seeds' must be at least 1", got=got)
+
+    @property
+    def tuning(self) -> range:
+        return range(min(self.tuning_seeds, self.seeds))
+
+    def rates_for(self, entry: Entry) -> Sequence[float]:
+        return self.rates or (TREE_RATES if is_trees(entry.ranker or self.base.ranker) else DEFAULT_RATES)
+
+    def tuning_tasks(self) -> list[RunTask]:
+        """Return the tasks that train each method with each learning rate to choose from."""
+        entries = [entry for entry in self.entries if entry.text not in self.rate_of]
+        pairs = [(e, lr) for e in entries if len(self.rates_for(e)) > 1 for lr in self.rates_for(e)]
+        return [
+            self._task(e, lr, seed, ()) for e, lr in sorted(pairs, key=lambda pair: pair[1]) for seed in self.tuning
+        ]
+
+    def final_tasks(self, rate_of: Mapping[str, float]) -> list[RunTask]:
+        """Return the tasks that train each method at its chosen learning rate with all seeds, and test it."""
+        return [self._task(e, rate_of[e.text], seed, self.metrics) for e in self.entries for seed in range(self.seeds)]
+
+    def _task(self, entry: Entry, lr: float, seed: int, metrics: Sequence[str]) -> RunTask:
+        folder = run_folder(self.out, entry, lr, seed)
+        return RunTask(entry.config(self.base, lr, seed).to_json(), str(folder), str(self.out / "bias"), tuple(metrics))
+
+    def rates_chosen(self) -> dict[str, float]:
+        """Return entry -> learning rate: the given one, or the one with the best mean metric over tuning seeds."""
+        return {e.text: self.rate_of[e.text] if e.text in self.rate_of else self._best_rate(e) for e in self.entries}
+
+    def _best_rate(self, entry: Entry) -> float:
+        def mean_metric(lr: float) -> float:
+            best = [best_evaluation(run_folder(self.out, entry, lr, seed)) for seed in self.tuning]
+            return float(np.mean([line[select] for select, line in best]))
+
+        rates = self.rates_for(entry)
+        if len(rates) == 1:
+            return rates[0]
+        return min(rates, key=mean_metric) if less_is_better(self.base.selection) else max(rates, key=mean_metric)
+
+    def result(self, rate_of: Mapping[str, float]) -> Comparison:
+        """Read the test metrics of the finished runs, and return them with paired tests."""
+        rows = []
+        for e in self.entries:
+            lr = rate_of[e.text]
+            by_seed = [read_json(run_folder(self.out, e, lr, seed) / "test.json") for seed in range(self.seeds)]
+            rows.append(Row(e.text, lr, {m: [results[m] for results in by_seed] for m in self.metrics}, {}))
+        reference = self.reference or self.entries[0].text
+        if self.seeds > 1:
+            other = next(row for row in rows if row.entry == reference)
+            rows = [row if row is other else replace(row, against=row.tested(other)) for row in rows]
+        return Comparison(rows, list(self.metrics), reference)
+
+
+def compare(
+    base: RunConfig,
+    methods: Sequence[str],
+    out: Path,
+    *,
+    seeds: int = 5,
+    rates: Sequence[float] = (),
+    tuning_seeds: int = 1,
+    metrics: Sequence[str] | None = None,
+    reference: str | None = None,
+    jobs: int = 0,
+    on_done: Callable[[int, int, str], None] = lambda *_: None,
+) -> Comparison:
+    """Compare methods, and write the results to comparison.json in the folder `out`.
+
+    `rates` are the learning rates to choose from; if empty, `DEFAULT_RATES`, or `TREE_RATES` for trees.
+    """
+    base = replace(base, select=base.selection)  # one selection metric for all methods, also upper bounds
+    metrics = list(metrics or ([base.select] if base.users is None else ["ndcg@10", "reward@10"]))
+    if base.users is None:
+        base = replace(base, judged=TEST_SHARE)
+    entries = [Entry.parse(text, base.ranker) for text in methods]
+    plan = Plan(
+        base,
+        entries,
+        out,
+        seeds=seeds,
+        rates=rates,
+        tuning_seeds=tuning_seeds,
+        metrics=metrics,
+        reference=reference or "",
+    )
+    existed = out.exists()
+    try:
+        with Workers(jobs or default_jobs()) as workers:
+            (result,) = compare_all([plan], workers, on_done)
+    except UltrError:
+        with suppress(OSError):  # a folder that is not empty stays
+            if not existed:
+                out.rmdir()
+        raise
+    write_json(out / "comparison.json", result.to_json())
+    return result
+
+
+def compare_all(
+    plans: Sequence[Plan], workers: Workers, on_done: Callable[[int, int, str], None] = lambda *_: None
+) -> list[Comparison]:
+    """Make several comparisons: first train all runs that choose learning rates, then all runs that are evaluated."""
+    for plan in plans:
+        with output_errors(plan.out):
+            plan.out.mkdir(parents=True, exist_ok=True)
+    workers.run([task for plan in plans for task in plan.tuning_tasks()], on_done)
+    rate_of = [plan.rates_chosen() for plan in plans]
+    workers.run([task for plan, rates in zip(plans, rate_of, strict=True) for task in plan.final_tasks(rates)], on_done)
+    return [plan.result(rates) for plan, rates in zip(plans, rate_of, strict=True)]
+
+
+def run_folder(out: Path, entry: Entry, lr: float, seed: int) -> Path:
+    safe = "".join(c if c.isalnum() or c in "-=." else "_" for c in entry.text)
+    return out / "runs" / safe / f"lr-{lr:g}" / f"seed-{seed}"
+
+
+def evaluate_run(config: RunConfig, folder: Path, metrics: list[str]) -> dict[str, float]:
+    """Return the metrics of a run on the test requests of its data set, or on the held-out test requests of its log."""
+    model = load_model(folder)
+    segments: tuple[str, ...] = ()
+    if config.users is None:
+        run_data = load_run_data(config)
+        log, user, segments = run_data.test, None, run_data.segments
+        if log is None:
+            what, hint = "the run did not hold out test requests of its log", "pass another --out to train it again"
+            raise OptionError(what, where=folder, hint=hint)
+    else:
+        dataset = cached_dataset(config.data, config.data_dir)
+        log = dataset.test
+        user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
+    scores = model.score(log, device=config.training.device)
+    judge = load_judge(folder / "judge")
+    return mean_metrics(log, scores, metrics, user=user, label=config.label, judge=judge, segments=segments)
+
+
+def default_jobs() -> int:
+    """Return the default number of parallel runs: the number of cores, at most ten, fewer if memory is short.
+
+    All runs together may use half of the memory. A run is assumed to need 1.5 GiB, as with the largest public data
+    sets. Parallel runs also help with one GPU, because a small network leaves it idle between steps.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = math.inf
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(10, cores, int(min(memory / 2 / (1.5 * 2**30), 10))))
+
+
+class Workers:
+    """A pool of `jobs` processes that run tasks in parallel. If `jobs` is 1, the calling process runs all tasks.
+
+    `until` is a time limit, as a value of `time.monotonic()`: later no task starts, but running tasks are finished.
+    """
+
+    def __init__(self, jobs: int, *, until: float = math.inf) -> None:
+        self._jobs, self.until = jobs, until
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def run(self, tasks: Sequence[Task], on_done: Callable[[int, int, str], None]) -> None:
+        """Run all tasks that are not finished yet; raise UnfinishedError if the time limit comes first."""
+        unfinished = [task for task in tasks if not task.finished]
+        done = len(tasks) - len(unfinished)
+        for name in self._results(unfinished):
+            done += 1
+            on_done(done, len(tasks), name)
+        if done < len(tasks):
+            raise UnfinishedError(f"the time limit was reached with {done} of {len(tasks)} runs finished")
+
+    def _results(self, tasks: Sequence[Task]) -> Iterator[str]:
+        if self._jobs == 1 or len(tasks) < 2:
+            yield from (task.perform() for task in tasks if time.monotonic() < self.until)
+            return
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            threads = max(1, (os.cpu_count() or 1) // self._jobs)
+            self._pool = ProcessPoolExecutor(self._jobs, context, initializer=_set_threads, initargs=(threads,))
+        pool, left = self._pool, iter(tasks)
+        running: set[Future[str]] = set()
+        while True:
+            free = self._jobs - len(running) if time.monotonic() < self.until else 0
+            running |= {pool.submit(_perform_safely, task) for task in islice(left, free)}
+            if not running:
+                return
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                result = json.loads(future.result())
+                if "error" in result:
+                    raise UltrError(result["error"])
+                yield result["done"]
+
+
+def _perform_safely(task: Task) -> str:
+    """Run a task in a worker process; return its name or its error as JSON, because not all errors can be pickled."""
+    try:
+        return json.dumps({"done": task.perform()})
+    except UltrError as error:
+        return json.dumps({"error": f"{task}: {error}"})
+
+
+def _set_threads(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)

@@ -1,0 +1,265 @@
+"""Load the data of a run: read a log or data set, simulate users if `users` is set, and split the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ultr.bias.propensities import read_bias_theta, theta_by_id
+from ultr.datasets import DATASETS, Dataset, highest_grade, initial_ranker, load_dataset, show
+from ultr.datasets.users import User, make_user, simulate_log
+from ultr.errors import DataError, OptionError
+from ultr.evaluation.scores import FEEDBACK, OFF_POLICY
+from ultr.lists import ListBatches
+from ultr.log import Log, read_log
+from ultr.log.build import Missing
+from ultr.log.labels import Label
+from ultr.log.sampling import sample_log
+from ultr.log.segments import by_segment
+from ultr.log.shards import Shards, is_lists
+from ultr.methods import MethodInputs
+from ultr.rankers.boosters import is_trees
+from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.feed import Feed, Feeding, Stream
+from ultr.utils.devices import choose_device
+from ultr.utils.distributed import local_size
+from ultr.utils.files import fingerprint
+from ultr.utils.memory import available_memory
+
+MAX_VALIDATION_ROWS = 100_000  # validation requests are evaluated often, so more rows would take too long
+SAMPLE_ROWS, SAMPLE_BYTES = 1_000_000, 256 << 20  # largest sample of streamed lists, used in place of the whole log
+LARGEST_LABEL = 1e12  # largest label, because labels are squared in single precision
+MEMORY_SHARE = 0.5  # lists that need more than this share of the available memory are streamed
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedLists:
+    """Training lists that are read while training: a function that returns their batches, and held-out requests."""
+
+    feed: Callable[[TrainingOptions], Feeding]
+    held_out: Log
+
+
+@dataclass(frozen=True, eq=False)
+class RunData:
+    """The data of a run: training and held-out requests, and the simulated users if there are any."""
+
+    train: Log
+    validation: Log
+    fingerprint: str
+    user: User | None = None  # simulated user for metrics such as reward@10
+    feeding_user: User | None = None  # simulated user who gives new feedback at each training step
+    test: Log | None = None  # requests of a log that are held out for the final test
+    segments: tuple[str, ...] = ()  # names of the segments; examination is estimated for each
+    all_positions: tuple[int, ...] | None = None  # of all prepared lists; `train` may be a sample of them
+    all_binary: tuple[str, ...] | None = None  # actions that are only 0 or 1 in all prepared lists
+    stream: StreamedLists | None = None  # the training lists if they are streamed; `train` is then a sample of them
+    initial: Callable[[np.ndarray], np.ndarray] | None = None  # features -> scores that simulated users saw items by
+
+    def logged_scores(self) -> np.ndarray | None:
+        """Return scores of the validation rows that reproduce the logged order; None if there is no logged order."""
+        log = self.validation
+        if log.positions is not None:  # rows are sorted by position
+            return np.repeat(log.offsets[:-1], log.lengths) - np.arange(log.rows, dtype=np.float64)
+        return None if self.initial is None else self.initial(log.features)
+
+    def feed(self, options: TrainingOptions) -> Feeding:
+        """Return the source of training batches: a function from a step number to the lists of that step."""
+        if self.stream is not None:
+            return self.stream.feed(options)
+        lists = ListBatches(self.train, device=choose_device(options.device))
+        return Feed(lists, batch=options.batch, seed=options.seed, user=self.feeding_user)
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The position ids of the training requests, in increasing order."""
+        if self.all_positions is not None:
+            return self.all_positions
+        return () if self.train.positions is None else tuple(np.unique(self.train.positions).tolist())
+
+    @property
+    def binary(self) -> tuple[str, ...]:
+        """The names of the actions that are only 0 or 1."""
+        if self.feeding_user is not None:
+            return self.feeding_user.binary_actions
+        if self.all_binary is not None:
+            return self.all_binary
+        return tuple(name for name, values in self.train.actions.items() if bool(np.isin(values, (0, 1)).all()))
+
+
+def load_run_data(config: RunConfig) -> RunData:
+    """Load the data of a run. With `config.users`, an initial ranker sets the order that simulated users see."""
+    if config.users is None:
+        return _read_training_log(config)
+    dataset = cached_dataset(config.data, config.data_dir)
+    user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
+    feeding: User | None = user.unbiased() if config.learn_from == "no-bias" else user
+    seed = config.training.seed
+    initial = initial_ranker(dataset, share=config.share, seed=seed)
+    train_log = show(dataset.train, initial(dataset.train.features), items=config.items)
+    validation = sample_log(dataset.validation, MAX_VALIDATION_ROWS)
+    if config.selection.startswith((FEEDBACK, OFF_POLICY)):  # metrics from feedback
+        shown = show(validation, initial(validation.features), items=config.items)
+        validation, _ = simulate_log(shown, feeding or user, seed=seed + 1)
+    if config.sessions_drawn:
+        order = np.random.default_rng(seed).permutation(len(train_log))
+        drawn = train_log.select(np.resize(order, config.sessions_drawn))
+        train_log, feeding = simulate_log(drawn, feeding or user, seed=seed)[0], None
+    return RunData(train_log, validation, dataset.fingerprint, user, feeding, initial=initial)
+
+
+@lru_cache(maxsize=1)
+def cached_dataset(name: str, data_dir: str | None) -> Dataset:
+    """Load a data set, and keep the last one in memory for the next run."""
+    return load_dataset(name, data_dir=data_dir)
+
+
+def read_data(
+    data: str, *, split: str, data_dir: str | Path | None, columns: Mapping[str, Any] | None = None
+) -> tuple[Log, int]:
+    """Read a log, or a split of a data set; return it and its highest true label (4 without true labels)."""
+    log, highest = read_rows(data, split=split, data_dir=data_dir, columns=columns)
+    if highest is None:
+        highest = 4 if log.relevance is None else highest_grade(log, where=data)
+    return log, highest
+
+
+def read_rows(
+    data: str, *, split: str, data_dir: str | Path | None, columns: Mapping[str, Any] | None = None
+) -> tuple[Log, int | None]:
+    """Read a log, or a split of a data set; return it and the highest true label of the data set (None for a log)."""
+    if is_lists(data):
+        data = str(Path(data) / split)
+    elif data == "synthetic" or data in DATASETS or (Path(data).is_dir() and not is_lists(Path(data).parent)):
+        dataset = load_dataset(data, data_dir=data_dir)
+        return dataset[split], dataset.max_grade
+    return read_log(data, **(columns or {})), None
+
+
+def _read_training_log(config: RunConfig) -> RunData:
+    if config.data == "synthetic" or config.data in DATASETS:
+        raise OptionError(f"'{config.data}' has true labels but no feedback", hint="pass --users pbm to simulate users")
+    if is_lists(config.data):
+        return _read_lists(config)
+    if config.stream == "yes":
+        raise OptionError("only prepared lists can be streamed", got=config.data, hint="run ultr prepare on it first")
+    _check_fits_in_memory(Path(config.data))
+    missing: Missing = "keep" if is_trees(config.ranker) else "reject"
+    run_data = split_log(read_log(config.data, missing=missing, **config.columns), config)
+    return replace(run_data, fingerprint=fingerprint(Path(config.data)))
+
+
+def _check_fits_in_memory(path: Path) -> None:
+    """Raise DataError if a Parquet log, uncompressed, is larger than the free memory."""
+    files = [path] if path.suffix.lower() in (".parquet", ".pq") else sorted(path.glob("*.parquet"))
+    try:
+        footers = [pq.read_metadata(file) for file in files if file.is_file()]
+    except (pa.ArrowException, OSError):
+        return  # read_log reports what is wrong
+    size = sum(footer.row_group(i).total_byte_size for footer in footers for i in range(footer.num_row_groups))
+    if size > available_memory():
+        got = f"{size / 2**30:.1f} GiB; {available_memory() / 2**30:.1f} GiB are free"
+        raise DataError("the log does not fit in memory", where=path, got=got, hint="run ultr prepare on it first")
+
+
+def _read_lists(config: RunConfig) -> RunData:
+    """Read prepared lists: the training lists into memory, or only a sample of them and a stream of all."""
+    shards = Shards(config.data)
+    shards.check_names(config.columns)
+    about, seed = shards.manifest, config.training.seed
+    rows = min(SAMPLE_ROWS, SAMPLE_BYTES // shards.row_bytes)
+    validation = sample_log(Shards(config.data, "validation").sample(MAX_VALIDATION_ROWS, 0), MAX_VALIDATION_ROWS)
+    test = Shards(config.data, "test").sample(rows, 0) if config.judged else None
+    streamed = config.stream == "yes" or (config.stream == "auto" and not _fits(shards))
+    train = shards.sample(rows, seed) if streamed else shards.read_all()
+    if config.learn_from == "feedback":
+        _check_label(train, config)
+    segments: tuple[str, ...] = ()
+    if config.columns.get("segment"):
+        train, segments = by_segment(train)
+    view = partial(_view_segments, segments=segments)
+    validation = view(validation)
+
+    def feed(options: TrainingOptions) -> Feeding:
+        device = choose_device(options.device)
+        return Stream(shards, batch=options.batch, seed=options.seed, device=device, workers=config.workers, view=view)
+
+    return RunData(
+        train,
+        validation,
+        shards.fingerprint,
+        test=None if test is None else view(test),
+        segments=segments,
+        all_positions=None if segments else about.positions,
+        all_binary=about.binary,
+        stream=StreamedLists(feed, validation) if streamed else None,
+    )
+
+
+def _view_segments(log: Log, segments: tuple[str, ...]) -> Log:
+    return by_segment(log, segments)[0] if segments else log
+
+
+def _fits(shards: Shards) -> bool:
+    """Return whether one copy of the lists per process takes less than `MEMORY_SHARE` of the free memory."""
+    return shards.rows * shards.row_bytes * local_size() < MEMORY_SHARE * available_memory()
+
+
+def split_log(log: Log, config: RunConfig) -> RunData:
+    """Split the requests of a log at random, by the seed, into training, validation and test requests."""
+    log, segments = by_segment(log) if config.columns.get("segment") else (log, ())
+    order = np.random.default_rng(config.training.seed).permutation(len(log))
+    test_start = max(1, round(config.held_out * len(log)))
+    train_start = test_start + (max(1, round(config.judged * len(log))) if config.judged else 0)
+    if train_start >= len(log):
+        what = f"a log needs more than {train_start} requests, because {train_start} are held out from training"
+        raise DataError(what, where=config.data or None, got=len(log), hint="collect more requests")
+    validation = sample_log(log.select(np.sort(order[:test_start])), MAX_VALIDATION_ROWS)
+    test = log.select(np.sort(order[test_start:train_start])) if config.judged else None
+    train = log.select(np.sort(order[train_start:]))
+    if config.learn_from == "feedback":
+        _check_label(train, config)
+    return RunData(train, validation, f"{len(log)}-{log.rows}", test=test, segments=segments)
+
+
+def _check_label(log: Log, config: RunConfig) -> None:
+    """Raise DataError before training if no label is positive, or if a label is too large."""
+    highest = float(np.max(Label(config.label)(log.actions)))
+    where, hint = config.data or None, f"check --label '{config.label}', and the columns of its actions"
+    if not highest > 0:
+        raise DataError("no training request has a positive label", where=where, hint=hint)
+    if highest > LARGEST_LABEL:
+        hint = f"scale the label down, as in --label '({config.label}) / 1e9'"
+        raise DataError(
+            f"labels above {LARGEST_LABEL:g} are too large to learn from", where=where, got=highest, hint=hint
+        )
+
+
+def known_theta(config: RunConfig, run_data: RunData) -> dict[int, float] | None:
+    """Return position id -> known probability of being seen, from `config.propensities` or `config.bias`, or None."""
+    theta = config.propensities if config.bias is None else read_bias_theta(Path(config.bias))
+    return None if theta is None else theta_by_id(theta, run_data.positions, run_data.segments)
+
+
+def method_inputs(config: RunConfig, run_data: RunData) -> MethodInputs:
+    """Return the inputs of a method: its label, ranker, features, positions and known examination."""
+    log = run_data.train
+    return MethodInputs(
+        label=Label(config.label),
+        features=len(log.feature_names),
+        positions=run_data.positions,
+        categories=log.categories,
+        ranker=config.ranker,
+        ranker_options=config.ranker_options,
+        truth=config.learn_from == "truth",
+        propensities=known_theta(config, run_data),
+        feature_names=log.feature_names,
+        binary=run_data.binary,
+    )

@@ -1,0 +1,58 @@
+"""Write the results of a run, of networks or trees, after training."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from ultr.evaluation.judge import Judge
+from ultr.lists import Lists
+from ultr.rankers.model import save_model
+from ultr.training.bias_stage import write_bias_report
+from ultr.training.config import RunConfig
+from ultr.training.data import RunData
+from ultr.training.feed import Feeding
+from ultr.training.loop import Progress
+from ultr.training.outcome import write_outcome
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """The functions that a run calls after each evaluation, and the least number of seconds between checkpoints."""
+
+    on_bias_progress: Callable[[Progress], None] = lambda _: None
+    on_progress: Callable[[Progress], None] = lambda _: None
+    checkpoint_seconds: float = 10.0
+
+
+def finish_run(
+    config: RunConfig,
+    run_data: RunData,
+    out: Path,
+    *,
+    scores: np.ndarray,
+    judge: Judge | None,
+    feed: Feeding,
+    bias: Callable[[Iterable[Lists]], dict[str, Any] | None],
+    ranker: nn.Module,
+) -> None:
+    """Write outcome, bias and, last, the model, which marks a complete run. `scores` are of the validation rows."""
+    write_outcome(config, run_data, scores, judge, out)
+    write_bias_report(config, run_data, bias, feed, out)
+    save_model(
+        out / "model",
+        ranker,
+        run_data.train,
+        name=config.ranker,
+        options=config.ranker_options,
+        label=config.label,
+        data=run_data.fingerprint,
+        held_out=run_data.validation,
+    )
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)

@@ -1,0 +1,81 @@
+"""Train a neural ranker: fit the bias model, take all training steps, and write the run directory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from ultr.errors import DataError
+from ultr.methods import Method, make_method
+from ultr.rankers import score_rows
+from ultr.training.bias_stage import run_bias_stage
+from ultr.training.checkpoints import append_metrics, load_checkpoint, rewind_metrics, save_checkpoint
+from ultr.training.config import RunConfig
+from ultr.training.data import RunData, method_inputs
+from ultr.training.finish import Listeners, finish_run
+from ultr.training.loop import check_has_features, start, train
+from ultr.training.selection import evaluator, judge_of, less_is_better
+from ultr.utils.devices import choose_device
+from ultr.utils.distributed import barrier, check_equal, gather_shares, is_main, own_share
+from ultr.utils.tensors import load_tensors
+
+
+class NetworkRun:
+    """A run that trains a neural ranker; the constructor checks all options."""
+
+    def __init__(self, config: RunConfig, run_data: RunData, warm_start: Path | None = None) -> None:
+        check_has_features(run_data.train)  # first, as torch warns about networks without inputs
+        self.config, self.run_data = config, run_data
+        self.method: Method = make_method(config.method, method_inputs(config, run_data), **config.method_options)
+        if warm_start is not None:
+            _load_weights(self.method, warm_start)
+        self.state = start(self.method, run_data.train, config.training)
+
+    def train(self, out: Path, shared: Path | None, listeners: Listeners) -> None:
+        """Fit the bias model, if the method has one, take all training steps, and write the results into `out`."""
+        config, run_data, method, state = self.config, self.run_data, self.method, self.state
+        resumed = load_checkpoint(out, state)
+        check_equal(state.step if resumed else -1, "the step to resume from")
+        if not resumed:
+            run_bias_stage(config, run_data, method, out, shared, listeners.on_bias_progress)
+        if is_main():
+            rewind_metrics(out, state.step)
+        device = choose_device(config.training.device)
+        feed, select = run_data.feed(config.training), config.selection
+        judge = judge_of(config, run_data, out, shared, known=method.inputs.propensities)
+        evaluate_scores = evaluator(config, run_data, judge)
+        validation = run_data.validation
+        rows = own_share(validation.rows)
+
+        def evaluate(method: Method) -> dict[str, float]:
+            method.eval()
+            scores = score_rows(method.score, validation.features[rows], device=device)
+            return evaluate_scores(gather_shares(scores, validation.rows, device))
+
+        saved = time.monotonic()
+        larger_is_better = not less_is_better(select)
+        for progress in train(state, feed, evaluate, config.training, select=select, larger_is_better=larger_is_better):
+            if is_main():
+                append_metrics(out, {"step": progress.step, "loss": progress.loss, **progress.metrics})
+                if time.monotonic() - saved >= listeners.checkpoint_seconds:
+                    save_checkpoint(out, state)
+                    saved = time.monotonic()
+            listeners.on_progress(progress)
+        method.load_state_dict(state.best_weights)
+        if is_main():
+            method.eval()
+            scores = score_rows(method.score, validation.features, device=device)
+            finish_run(
+                config, run_data, out, scores=scores, judge=judge, feed=feed, bias=method.bias, ranker=method.serving()
+            )
+        barrier()
+
+
+def _load_weights(method: Method, run: Path) -> None:
+    """Load the weights of another run's ranker, whose tensors must have the same shapes."""
+    weights = load_tensors(run / "model" / "weights.safetensors")
+    ranker = method.serving()
+    if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in ranker.state_dict().items()}:
+        hint = "pass --warm-start with a run that has the same features, --ranker and --hidden"
+        raise DataError("the ranker of this run has weights of other shapes", where=run, hint=hint)
+    ranker.load_state_dict(weights)

@@ -1,0 +1,207 @@
+"""Train a run: check the configuration, lock the run directory, train or resume, and write the results."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ultr.errors import DataError, LabelError, OptionError, OutputError
+from ultr.log import Log
+from ultr.log.shards import is_lists
+from ultr.rankers.boosters import is_trees
+from ultr.training.checkpoints import lock_run, read_metrics
+from ultr.training.config import RunConfig
+from ultr.training.data import RunData, load_run_data, split_log
+from ultr.training.finish import Listeners
+from ultr.training.loop import Progress
+from ultr.training.networks import NetworkRun
+from ultr.training.replace import begin_successor, is_being_replaced, settle, successor, take_place
+from ultr.training.selection import less_is_better
+from ultr.training.trees import TreeRun
+from ultr.utils.arguments import checked
+from ultr.utils.distributed import barrier, check_equal, is_main, job_id, main_decides, process_group, restarts, size
+from ultr.utils.files import output_errors, remove_abandoned
+from ultr.utils.jsonfiles import read_json, write_json
+
+JOB = ".job"  # file with the id of the torchrun job; processes that torchrun restarts resume only their own run
+
+
+@checked
+def run_training(
+    config: RunConfig,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    warm_start: str | Path | None = None,
+    shared: str | Path | None = None,
+    log: Log | None = None,
+    checkpoint_seconds: float = 10.0,
+    on_bias_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> Path:
+    """Train a ranker as `config` says, and write the run directory `out`; return `out`.
+
+    - `resume` continues from the last checkpoint in `out`, if there is one.
+    - `overwrite` replaces an existing run, which stays usable until the new run is complete.
+    - `warm_start` is another run directory; training starts with the weights of its ranker.
+    - `log` is a log in memory, which is used in place of `config.data`.
+    - `shared` is a folder for bias models, used by all runs with the same data, seed and bias options.
+
+    Under torchrun all processes train and rank 0 writes. Processes that torchrun restarts resume their run.
+    """
+    out = Path(out)
+    warm_start, shared = (None if path is None else Path(path) for path in (warm_start, shared))
+    listeners = Listeners(on_bias_progress, on_progress, checkpoint_seconds)
+    with process_group(config.training.device):
+        place = _find_place(out, resume=resume, overwrite=overwrite)
+        if main_decides(place.resume and (place.folder / "model").is_dir()):
+            _clean_up(place)
+            return out
+        if place.resume and (place.folder / "config.json").is_file():
+            config = RunConfig.from_json(read_json(place.folder / "config.json"), where=place.folder)
+        # Data and options are checked before anything is written.
+        config, run_data = _load_data(config, log)
+        torch.manual_seed(config.training.seed)
+        run = make_run(config, run_data, warm_start)
+        with _writing(place, config) as finished_elsewhere:
+            if not finished_elsewhere:
+                run.train(place.folder, shared, listeners)
+        return out
+
+
+def make_run(config: RunConfig, run_data: RunData, warm_start: Path | None = None) -> NetworkRun | TreeRun:
+    """Return a run of networks or trees, with all its options checked."""
+    if not is_trees(config.ranker):
+        return NetworkRun(config, run_data, warm_start)
+    if warm_start is not None:
+        raise OptionError("trees cannot start from another run", hint="leave out --warm-start")
+    return TreeRun(config, run_data)
+
+
+def _load_data(config: RunConfig, log: Log | None) -> tuple[RunConfig, RunData]:
+    """Load the data; in the returned configuration `stream` is decided (yes or no), so a resumed run does the same."""
+    if log is not None:
+        return config, split_log(log, config)
+    run_data = load_run_data(config)
+    if is_lists(config.data):
+        config = replace(config, stream="no" if run_data.stream is None else "yes")
+        check_equal(int(run_data.stream is None), "whether lists are read into memory")
+    return config, run_data
+
+
+# --- The folder of a run --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder in which a run is trained: `out`, or a hidden folder next to it that replaces `out` at the end."""
+
+    out: Path
+    folder: Path
+    resume: bool
+    replaces: bool  # `out` has a run, which the new run replaces
+
+    @property
+    def existed(self) -> bool:
+        return not self.replaces and self.folder.exists()
+
+
+def _find_place(out: Path, *, resume: bool, overwrite: bool) -> Place:
+    """Return the folder to train in, and whether to resume; raise OutputError if `out` must not be written."""
+    if is_main():
+        settle(out)
+    resume = main_decides(resume or (restarts() > 0 and job_id() in (_job_of(out), _job_of(successor(out)))))
+    if is_main():
+        _check_output(out, resume=resume, overwrite=overwrite)
+    replaces = main_decides(not resume and out.is_dir() and any(out.iterdir()))
+    in_successor = replaces or main_decides(resume and is_being_replaced(out))
+    return Place(out, successor(out) if in_successor else out, resume, replaces)
+
+
+def _job_of(run: Path) -> str | None:
+    """Return the id of the torchrun that started a run, or None."""
+    try:
+        return (run / JOB).read_text()
+    except OSError:
+        return None
+
+
+def _check_output(out: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raise OutputError if `out` exists and may not be overwritten, is not a run, or cannot be resumed."""
+    if out.exists() and not (resume or overwrite):
+        raise OutputError("the output exists already", where=out, hint="pass --resume or --overwrite, or another --out")
+    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    if resume and "config.json" not in names and names & {"model", "checkpoints", "metrics.jsonl"}:
+        hint = "train again with --overwrite"
+        raise OutputError("the run has no config.json, so it cannot be resumed", where=out, hint=hint)
+    if not resume and names and not names & {"config.json", ".lock"}:
+        what = "the folder exists and is not a run, so it is not replaced"
+        raise OutputError(what, where=out, hint="pass another --out")
+
+
+def _clean_up(place: Place) -> None:
+    """Remove the temporary files of a complete run whose process was killed before it could remove them."""
+    if is_main():
+        with lock_run(place.folder) if place.folder != place.out else nullcontext():
+            remove_abandoned(place.folder)
+            shutil.rmtree(place.folder / "checkpoints", ignore_errors=True)
+            if place.folder != place.out:
+                take_place(place.out)
+    barrier()
+
+
+# --- Lock and resume ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _writing(place: Place, config: RunConfig) -> Iterator[bool]:
+    """Lock the run directory and write config.json; at the end, let a replacement take the name of the old run.
+
+    Yield True if another process has finished the run in the meantime. If the run fails before its first evaluation,
+    delete it, so that the corrected command can use the same folder.
+    """
+    out, folder, existed = place.out, place.folder, place.existed
+    with ExitStack() as locks:
+        if is_main():
+            locks.enter_context(lock_run(out))
+        if main_decides(place.resume and ((folder / "model").is_dir() or (existed and not folder.exists()))):
+            yield True
+            return
+        try:
+            if is_main():
+                if place.replaces:
+                    begin_successor(out)
+                if folder != out:
+                    locks.enter_context(lock_run(folder))
+                if size() > 1:
+                    with output_errors(folder):
+                        (folder / JOB).write_text(job_id())
+                write_json(folder / "config.json", config.to_json())
+            barrier()
+            yield False
+        except (DataError, LabelError, OptionError):
+            if is_main() and not (existed or (folder / "checkpoints").is_dir() or read_metrics(folder)):
+                shutil.rmtree(folder if folder == out else folder.parent, ignore_errors=True)
+            raise
+        if is_main():
+            (folder / JOB).unlink(missing_ok=True)
+            if folder != out:
+                take_place(out)
+        barrier()
+
+
+def best_evaluation(run: Path) -> tuple[str, dict[str, Any]]:
+    """Return the name of a run's selection metric, and the evaluation (line of metrics.jsonl) where it is best."""
+    select = RunConfig.from_json(read_json(run / "config.json"), where=run).selection
+    choose = min if less_is_better(select) else max
+    try:
+        return select, choose(read_metrics(run), key=lambda line: float(line[select]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"the run has no evaluations by '{select}'", where=run, hint="train again") from error

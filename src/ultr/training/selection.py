@@ -1,0 +1,100 @@
+"""Choose the best step of a run by a metric on validation requests.
+
+Without true labels, a judge estimates the metric: a model that was fitted to the feedback of the training requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ultr.datasets.users import User
+from ultr.evaluation.judge import Judge, evaluate_requests, load_judge, make_judge
+from ultr.evaluation.scores import FEEDBACK, OFF_POLICY
+from ultr.log import Log
+from ultr.training.config import DEFAULT_METHOD, RunConfig
+from ultr.training.data import RunData
+from ultr.utils.distributed import barrier, is_main
+
+JUDGE = "judge"  # folder in a run directory
+
+
+def less_is_better(metric: str) -> bool:
+    return metric.removeprefix(FEEDBACK) == "arp"
+
+
+def judge_of(
+    config: RunConfig, run_data: RunData, out: Path, shared: Path | None, *, known: Mapping[int, float] | None
+) -> Judge | None:
+    """Return the judge of a run; None if its selection metric is not an `off-policy-` metric.
+
+    The judge is saved in the run directory, and in the folder `shared` for other runs with the same requests. `known`
+    maps position ids to the known probability that the position is seen.
+    """
+    if not config.selection.startswith(OFF_POLICY):
+        return None
+    if not is_main():
+        barrier()
+    if (judge := load_judge(out / JUDGE)) is None:
+        judge = _new_judge(config, run_data, out, shared, known)
+    if is_main():
+        barrier()
+    return judge
+
+
+def _new_judge(
+    config: RunConfig, run_data: RunData, out: Path, shared: Path | None, known: Mapping[int, float] | None
+) -> Judge:
+    common = replace(config, method=DEFAULT_METHOD, ranker="mlp", sessions=config.sessions_drawn, learn_from="feedback")
+    stored = None if shared is None else shared / f"judge-{common.shared_key({})}"
+    if stored is not None and (judge := load_judge(stored)) is not None:
+        judge.save(out / JUDGE)
+        return judge
+    judge = make_judge(
+        run_data.train,
+        label=config.label,
+        known=known,
+        segments=run_data.segments,
+        user=run_data.feeding_user,
+        sessions=config.training.bias_steps * config.training.batch,
+        seed=config.training.seed,
+    )
+    for folder in (out / JUDGE, stored):
+        if folder is not None:
+            judge.save(folder)
+    return judge
+
+
+def evaluator(config: RunConfig, run_data: RunData, judge: Judge | None) -> Callable[[np.ndarray], dict[str, float]]:
+    """Return a function that takes scores of the validation rows and returns {selection metric: value}."""
+
+    def evaluate(scores: np.ndarray) -> dict[str, float]:
+        return mean_metrics(
+            run_data.validation,
+            scores,
+            [config.selection],
+            user=run_data.user,
+            label=config.label,
+            judge=judge,
+            segments=run_data.segments,
+        )
+
+    return evaluate
+
+
+def mean_metrics(
+    log: Log,
+    scores: np.ndarray,
+    metrics: list[str],
+    *,
+    user: User | None,
+    label: str,
+    judge: Judge | None = None,
+    segments: tuple[str, ...] = (),
+) -> dict[str, float]:
+    """Return metric -> mean over the requests of a log, weighted by the request weights of the log."""
+    values = evaluate_requests(log, scores, metrics, user=user, label=label, judge=judge, segments=segments)
+    return {name: float(np.average(per_request, weights=log.weights)) for name, per_request in values.items()}

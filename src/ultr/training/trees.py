@@ -1,0 +1,179 @@
+"""Train boosted trees (LightGBM, XGBoost): fit the bias model, grow trees, and write the run directory."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ultr.errors import DataError, OptionError
+from ultr.lists import ListBatches
+from ultr.methods import make_tree_method
+from ultr.methods.boosted_bias import fit_boosted
+from ultr.methods.pairwise_em import PairwiseEM
+from ultr.methods.trees import TreeMethod, TreePairwiseEM, TreeTask
+from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, TreeRanker, check_parameters
+from ultr.rankers.tree_objective import kernels
+from ultr.training.bias_stage import held_out_requests, run_bias_stage, some_batches
+from ultr.training.checkpoints import append_metrics, newest_checkpoint, rewind_metrics, write_checkpoint
+from ultr.training.config import RunConfig
+from ultr.training.data import RunData, method_inputs
+from ultr.training.feed import Feed
+from ultr.training.finish import Listeners, finish_run
+from ultr.training.loop import Progress, RunState
+from ultr.training.selection import evaluator, judge_of, less_is_better
+from ultr.utils.devices import choose_device
+from ultr.utils.distributed import size
+from ultr.utils.jsonfiles import file_checksum
+from ultr.utils.stopping import EarlyStopping
+
+BIAS_ROUNDS = 300  # largest number of boosting rounds of a bias model made of trees
+
+
+class TreeRun:
+    """A run that trains boosted trees; the constructor checks all options."""
+
+    def __init__(self, config: RunConfig, run_data: RunData) -> None:
+        if size() > 1:
+            raise OptionError("only one process can train trees", hint="run without torchrun; all cores are used")
+        if run_data.stream is not None:
+            raise OptionError("trees need the whole log in memory", hint="pass --stream no, or a smaller log")
+        width = run_data.train.features.shape[1]
+        check_parameters(config.ranker, config.ranker_options, features=width)
+        self.config, self.run_data = config, run_data
+        self.method: TreeMethod = make_tree_method(
+            config.method, method_inputs(config, run_data), **config.method_options
+        )
+        self.library = BOOSTERS[config.ranker]
+        self.boosted = isinstance(self.method, TreePairwiseEM) and self.method.em == "trees"
+        if self.boosted:
+            check_parameters("lightgbm", {})
+        if self.method.pair_model() is not None:
+            kernels()  # raise MissingExtraError now, not after the bias stage
+        on_cpu = self.boosted or self.method.pair_model() is None
+        self.device = torch.device("cpu") if on_cpu else choose_device(config.training.device)
+
+    def train(self, out: Path, shared: Path | None, listeners: Listeners) -> None:
+        """Fit the bias model, if the method has one, grow all trees, and write the results into `out`."""
+        config, run_data = self.config, self.run_data
+        self._run_bias_stage(out, shared, listeners.on_bias_progress)
+        task = self.method.task(run_data.train)
+        state, start = self._load_checkpoint(out, task)
+        rewind_metrics(out, state.step)
+        judge = judge_of(config, run_data, out, shared, known=self.method.inputs.propensities)
+        booster = self._grow(out, task, state, start, evaluator(config, run_data, judge), listeners)
+        best = TreeRanker(booster, state.stopping.best_step)
+        options = config.training
+        feed = Feed(ListBatches(run_data.train, device=self.device), batch=options.batch, seed=options.seed)
+        scores = booster.predict(run_data.validation.features, 0, state.stopping.best_step)
+        finish_run(config, run_data, out, scores=scores, judge=judge, feed=feed, bias=self.method.bias, ranker=best)
+
+    def _grow(
+        self,
+        out: Path,
+        task: TreeTask,
+        state: RunState,
+        start: Path | None,
+        evaluate: Callable[[np.ndarray], dict[str, float]],
+        listeners: Listeners,
+    ) -> Booster:
+        """Grow the remaining trees of the run; `start` is a file with the trees so far, None for a new run."""
+        options, select = self.config.training, self.config.selection
+        validation = self.run_data.validation.features
+        scores, grown = np.zeros(len(validation)), None
+        if start is not None:
+            grown = self.library.load(start, task.rows.categorical)
+            scores += grown.predict(validation)
+        saved = time.monotonic()
+
+        def after_round(booster: Booster, rounds: int) -> bool:
+            nonlocal scores, saved, grown
+            grown = booster
+            if rounds % options.evaluate_every and rounds < options.steps:
+                return False
+            scores += booster.predict(validation, state.step, rounds)
+            state.step = rounds
+            metrics = evaluate(scores.astype(np.float32))
+            value = -metrics[select] if less_is_better(select) else metrics[select]
+            improved = state.stopping.update(value, rounds)
+            loss = math.nan if task.objective is None else task.objective.last_loss()
+            append_metrics(out, {"step": rounds, "loss": None if math.isnan(loss) else loss, **metrics})
+            listeners.on_progress(Progress(rounds, loss, metrics, improved))
+            if task.objective is not None and time.monotonic() - saved >= listeners.checkpoint_seconds:
+                self._save_checkpoint(out, booster, state)
+                saved = time.monotonic()
+            return state.is_done(options)
+
+        boosting = Boosting(
+            options.steps,
+            options.lr,
+            options.seed,
+            self.config.ranker_options,
+            task.objective,
+            dict(task.library_options or {}),
+        )
+        if not state.is_done(options):
+            self.library.grow(task.rows, boosting, after_round, start=start)
+        assert grown is not None  # noqa: S101 - a run has at least one round
+        return grown
+
+    # --- The bias stage -------------------------------------------------------------------------------------------
+
+    def _run_bias_stage(self, out: Path, shared: Path | None, on_progress: Callable[[Progress], None]) -> None:
+        pair_model = self.method.pair_model()
+        if pair_model is None or pair_model.bias_learner() is None:
+            return
+        pair_model.to(self.device)
+        fit = (lambda: self._fit_boosted(pair_model, on_progress)) if self.boosted else None
+        run_bias_stage(self.config, self.run_data, pair_model, out, shared, on_progress, fit=fit)
+
+    def _fit_boosted(self, pair_model: PairwiseEM, on_progress: Callable[[Progress], None]) -> None:
+        """Fit a bias model of trees: first θ (examination), then trees until held-out metrics no longer improve."""
+        log, options = self.run_data.train, self.config.training
+        pair_model.estimate_bias(log, user=None, sessions=0, seed=options.seed)
+        learned, held_out = held_out_requests(log, options.seed)
+        held_out_feed = Feed(ListBatches(log), batch=256, seed=options.seed, requests=held_out)
+        rows = log if learned is None else log.select(learned)
+        fit_boosted(
+            pair_model.bias_model,
+            rows,
+            self.method.labels(rows),
+            held_out=some_batches(held_out_feed, len(held_out)),
+            categorical=tuple(sorted(self.method.inputs.categories)),
+            rounds=min(options.bias_steps, BIAS_ROUNDS),
+            seed=options.seed,
+            on_progress=lambda number, metrics: on_progress(Progress(number, math.nan, metrics, True)),
+        )
+
+    # --- Checkpoints ----------------------------------------------------------------------------------------------
+
+    def _load_checkpoint(self, out: Path, task: TreeTask) -> tuple[RunState, Path | None]:
+        """Return the progress of the run and the file with its trees; an empty progress and None for a new run.
+
+        The objectives of LightGBM and XGBoost do not save their estimates by position, so runs with them start again.
+        """
+        if task.objective is None:
+            shutil.rmtree(out / "checkpoints", ignore_errors=True)
+            return RunState(), None
+
+        def read(folder: Path, meta: dict[str, Any]) -> tuple[RunState, Path]:
+            trees = folder / self.library.FILE
+            if not trees.is_file() or file_checksum(trees) != meta["sum"]:
+                hint = "train again with --overwrite"
+                raise DataError("the file has changed since it was written", where=trees, hint=hint)
+            return RunState(meta["step"], EarlyStopping.from_json(meta)), trees
+
+        return newest_checkpoint(out, read) or (RunState(), None)
+
+    def _save_checkpoint(self, out: Path, booster: Booster, state: RunState) -> None:
+        def write(folder: Path) -> dict[str, Any]:
+            booster.save(folder / self.library.FILE, rounds=state.step)
+            return {**state.stopping.to_json(), "sum": file_checksum(folder / self.library.FILE)}
+
+        write_checkpoint(out, state.step, write)

@@ -1,0 +1,1 @@
+"""Helpers for arguments, files, devices and processes, without anything about ranking."""

@@ -1,0 +1,232 @@
+"""`ultr bias` from the command line: its messages, its files and its errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from bias.worlds import THETA, world
+from ultr.bias import logging_policy
+from ultr.bias.propensities import read_bias_theta, read_propensities
+from ultr.log import write_log
+
+
+@pytest.fixture(autouse=True)
+def linear_logging_score(monkeypatch):
+    monkeypatch.setattr(logging_policy, "MUCH_OPEN", np.inf)
+
+
+@pytest.fixture
+def path(tmp_path):
+    write_log(world("random", requests=2000), tmp_path / "log.parquet")
+    return tmp_path / "log.parquet"
+
+
+FAST = ("--bootstrap", 20)
+
+
+def test_a_verdict_is_printed_with_its_reasons(ultr, path):
+    done = ultr("bias", path, *FAST)
+    assert done.returncode == 0, done.stderr
+    assert "verdict: identified - correct for position bias. Items were shown at several positions." in done.stderr
+    assert "harvest and items agree" in done.stderr
+    assert "items shown at several positions link all positions" in done.stderr
+    assert "requests in random order" in done.stderr
+    assert "Examination relative to position 1" in done.stdout
+    for heading in ("position", "shown", "rate", "harvest", "items", "held-out"):
+        assert heading in done.stdout
+
+
+def test_json_goes_to_stdout_alone(ultr, path):
+    done = ultr("bias", path, *FAST, "--json", "--seed", 3)
+    report = json.loads(done.stdout)
+    assert report["verdict"]["status"] == "identified"
+    assert report["positions"] == [1, 2, 3, 4, 5]
+    np.testing.assert_allclose(report["estimates"]["harvest"]["theta"], THETA / THETA[0], rtol=0.3)
+    assert json.loads(ultr("bias", path, *FAST, "--json", "--seed", 3).stdout) == report
+
+
+def test_propensities_are_written_in_the_format_that_training_reads(ultr, path, tmp_path):
+    out = tmp_path / "bias"
+    done = ultr("bias", path, *FAST, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in out.iterdir()) == ["bias.html", "bias.json", "propensities.csv"]
+    assert f"next: ultr train {path} --bias {out} --out run" in done.stderr
+    propensities = read_propensities(out / "propensities.csv")
+    assert list(map(str, propensities)) == ["1", "2", "3", "4", "5"]
+    report = json.loads((out / "bias.json").read_text())
+    theta = np.array(report["estimates"]["items"]["theta"])
+    np.testing.assert_allclose(list(propensities.values()), 0.7 * theta / theta.max(), rtol=1e-5)
+    assert "feedback rate" in (out / "bias.html").read_text()
+    again = ultr("bias", path, *FAST, "--propensities", out / "propensities.csv", "--json")
+    assert json.loads(again.stdout)["verdict"]["anchor"] == "known"
+
+
+def test_an_output_is_not_overwritten_unless_asked(ultr, path, tmp_path):
+    out = tmp_path / "bias"
+    out.mkdir()
+    (out / "precious").write_text("kept")
+    done = ultr("bias", path, *FAST, "--out", out)
+    assert done.returncode == 1
+    assert "--overwrite" in done.stderr
+    assert [p.name for p in out.iterdir()] == ["precious"]
+    assert ultr("bias", path, *FAST, "--out", out, "--overwrite").returncode == 0
+    assert (out / "propensities.csv").exists()
+
+
+def test_a_log_that_does_not_identify_examination_gets_that_verdict(ultr, tmp_path):
+    path, out = tmp_path / "log.parquet", tmp_path / "bias"
+    write_log(world("deterministic", requests=300), path)
+    done = ultr("bias", path, *FAST, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "verdict: not identified - show some requests in random order first." in done.stderr
+    assert "next:" not in done.stderr
+    assert (out / "propensities.csv").read_text() == "position,propensity\n"
+    assert json.loads((out / "bias.json").read_text())["verdict"]["anchor"] is None
+
+
+def test_estimates_from_features_are_printed(ultr, tmp_path):
+    path = tmp_path / "log.parquet"
+    write_log(world("deterministic", requests=600, features=3), path)
+    done = ultr("bias", path, *FAST, "--sample", 1000)
+    assert done.returncode == 0, done.stderr
+    assert "(200 requests)" in done.stderr
+    assert "of the logged order" in done.stderr
+    assert "strata and regression" in done.stderr
+
+
+def test_a_note_says_which_items_are_not_compared(ultr, tmp_path):
+    log = world("random", requests=300, features=3)
+    other = np.random.default_rng(0).normal(size=log.features.shape).astype(np.float32)
+    write_log(replace(log, features=other, context={}), tmp_path / "log.parquet")
+    done = ultr("bias", tmp_path / "log.parquet", *FAST)
+    assert "note: Items are not compared across positions" in done.stderr
+
+
+def with_segments(names, features=0):
+    log = world("random", requests=2000, features=features)
+    segment = pa.array([names[i % 2] for i in range(2000)])
+    return replace(log, context={**log.context, "segment": segment})
+
+
+def test_segments_are_printed_and_written_separately(ultr, tmp_path):
+    path, out = tmp_path / "log.parquet", tmp_path / "bias"
+    write_log(with_segments(["desk", "phone"]), path)
+    done = ultr("bias", path, *FAST, "--segment", "segment", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert f"next: ultr train {path} --bias {out} --segment segment --out run" in done.stderr
+    for name in ("desk", "phone"):
+        assert f"Segment '{name}' (1,000 requests)" in done.stdout
+    propensities = read_propensities(out / "propensities.csv")
+    assert set(propensities) == {f"{k}{name}" for k in range(1, 6) for name in ("", "@desk", "@phone")}
+    assert max(propensities.values()) == pytest.approx(0.7)
+    again = ultr("bias", path, *FAST, "--segment", "segment", "--propensities", out / "propensities.csv", "--json")
+    parts = json.loads(again.stdout)["segments"]
+    assert [part["verdict"]["anchor"] for part in parts.values()] == ["known", "known"]
+
+
+@pytest.mark.parametrize("options", [(), ("--segment", "segment")], ids=["all", "by segment"])
+def test_training_uses_the_examination_that_bias_wrote(options, ultr, tmp_path):
+    path, out, run = (tmp_path / name for name in ("log.parquet", "bias", "run"))
+    write_log(with_segments(["desk", "phone"], features=3), path)
+    assert ultr("bias", path, *FAST, *options, "--out", out).returncode == 0
+    small = ("--hidden", 8, "--steps", 5, "--bias-steps", 5, "--device", "cpu")
+    done = ultr("train", path, "--bias", out, *options, "--label", "click", "--out", run, *small)
+    assert done.returncode == 0, done.stderr
+    known, used = read_bias_theta(out), read_bias_theta(run)
+    segments = ("@desk", "@phone") if options else ("",)
+    assert set(used) == {f"{k}{segment}" for k in range(1, 6) for segment in segments}
+    assert used == pytest.approx({slot: known[slot] for slot in used}, abs=1e-5)
+    assert not options or used["4@desk"] != used["4@phone"]
+
+
+def segmented(ultr, folder, name):
+    write_log(with_segments(["desk", name]), folder / "log.parquet")
+    return ultr("bias", folder / "log.parquet", *FAST, "--segment", "segment", "--out", folder / "bias")
+
+
+def test_the_name_of_a_segment_may_contain_a_comma(ultr, tmp_path):
+    assert segmented(ultr, tmp_path, "phone, old").returncode == 0
+    assert "1@phone, old" in read_propensities(tmp_path / "bias" / "propensities.csv")
+
+
+def test_the_name_of_a_segment_may_contain_brackets(ultr, tmp_path):
+    assert "Segment '[b]'" in segmented(ultr, tmp_path, "[b]").stdout
+
+
+def test_positions_without_an_estimate_are_printed_as_a_dash_and_interpolated_in_the_file(ultr, tmp_path):
+    log = world("random", requests=1000)
+    clicks = log.actions["click"] * (log.positions != 4)
+    path, out = tmp_path / "log.parquet", tmp_path / "bias"
+    write_log(replace(log, actions={"click": clicks}), path)
+    done = ultr("bias", path, *FAST, "--out", out)
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if line.strip("│ ").startswith("4 "))
+    assert "-" in row
+    assert list(map(int, read_propensities(out / "propensities.csv"))) == [1, 2, 3, 4, 5]
+
+
+def test_a_long_table_is_cut(ultr, tmp_path):
+    path = tmp_path / "log.parquet"
+    log = world("random", requests=300)
+    write_log(replace(log, positions=log.positions + 5 * np.repeat(np.arange(300) % 8, 5)), path)
+    done = ultr("bias", path, *FAST)
+    assert done.returncode == 0, done.stderr
+    assert "and 10 more positions" in done.stderr
+
+
+def test_feedback_other_than_clicks_is_found_by_its_column(ultr, tmp_path):
+    log = world("random", requests=500)
+    table = replace(log, actions={"watch": 3 * log.actions["click"]})
+    write_log(table, tmp_path / "log.parquet")
+    assert "feedback: watch > 0" in ultr("bias", tmp_path / "log.parquet", *FAST).stderr
+    assert "feedback: watch > 2 > 0" in ultr("bias", tmp_path / "log.parquet", *FAST, "--label", "watch > 2").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--position", "psoition"], 1, "no column 'psoition' for the position"),
+        (["--item", "itme"], 1, "did you mean 'item'"),
+        (["--segment", "device"], 1, "no column 'device' for the segment"),
+        (["--label", "clicks"], 1, "click"),
+        (["--label", "click > 5"], 1, "no positive feedback"),
+        (["--bootstrap", 1], 2, "--bootstrap"),
+        (["--propensities", "nowhere.csv"], 1, "no such file"),
+    ],
+)
+def test_an_error_is_one_message(ultr, path, arguments, code, message):
+    done = ultr("bias", path, *FAST, *arguments)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_missing_file_is_an_error(ultr, tmp_path):
+    done = ultr("bias", tmp_path / "nowhere.parquet")
+    assert done.returncode == 1
+    assert "no such file" in done.stderr
+
+
+def test_a_broken_file_is_not_an_internal_error(ultr, tmp_path):
+    (tmp_path / "log.parquet").write_text("not Parquet")
+    done = ultr("bias", tmp_path / "log.parquet")
+    assert done.returncode == 1
+    assert "internal error" not in done.stderr
+
+
+def test_examination_of_a_search_engine_is_identified(ultr, real_data):
+    done = ultr("bias", real_data("yandex-clicks") / "impressions.csv.gz", "--bootstrap", 40, "--json")
+    report = json.loads(done.stdout)
+    assert report["verdict"]["status"] == "identified"
+    assert report["verdict"]["anchor"] == "items"
+    found = {(a["first"], a["second"]): a["agree"] for a in report["agreements"]}
+    assert found["harvest", "items"]
+    theta = np.array(report["estimates"]["harvest"]["theta"])
+    assert (np.diff(theta) < 0.02).all()
+    assert theta[-1] < 0.4

@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from conftest import make_shown_log
+from ultr.datasets.users import User, simulate_log
+from ultr.errors import OptionError, UltrError, UnfinishedError
+from ultr.evaluation.scores import paired_test
+from ultr.log import write_log
+from ultr.rankers.model import load_model
+from ultr.training import compare as comparing
+from ultr.training.compare import Entry, Plan, RunTask, Workers, compare, compare_all, run_folder
+from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.data import load_run_data
+from ultr.training.run import run_training
+from ultr.training.selection import mean_metrics
+from ultr.utils.jsonfiles import write_json
+
+BASE = RunConfig(
+    data="synthetic",
+    users="pbm",
+    ranker="linear",
+    select="ndcg@10",
+    training=TrainingOptions(steps=10, batch=32, evaluate_every=5, device="cpu"),
+)
+METHODS = ["pointwise", "lambdarank", "lambdarank:from=no-bias"]
+
+
+def test_methods_are_tuned_alike_run_with_all_seeds_and_never_twice(tmp_path, monkeypatch):
+    result = compare(BASE, METHODS, tmp_path, seeds=3, rates=[0.001, 0.1], jobs=1)
+    assert [row.entry for row in result.rows] == METHODS
+    assert result.metrics == ["ndcg@10", "reward@10"]
+    runs = sorted(p.relative_to(tmp_path / "runs").as_posix() for p in (tmp_path / "runs").glob("*/*/*"))
+    for row in result.rows:
+        folder = run_folder(tmp_path, Entry.parse(row.entry), row.lr, 0).parent
+        assert sorted(p.name for p in folder.iterdir()) == ["seed-0", "seed-1", "seed-2"]
+    assert len(runs) == 3 * (2 + 2)  # two rates with one seed, then two more seeds
+    reference = result.rows[0]
+    assert reference.against == {}
+    for row in result.rows[1:]:
+        expected = paired_test(np.array(row.results["ndcg@10"]), np.array(reference.results["ndcg@10"]))
+        assert row.against["ndcg@10"] == expected
+    saved = json.loads((tmp_path / "comparison.json").read_text())
+    assert saved["rows"][1]["figures"]["ndcg@10"]["seeds"] == result.rows[1].results["ndcg@10"]
+    monkeypatch.setattr(
+        "ultr.training.networks.NetworkRun.train", lambda *_: pytest.fail("a finished run was repeated")
+    )
+    assert compare(BASE, METHODS, tmp_path, seeds=3, rates=[0.001, 0.1], jobs=1).to_json() == result.to_json()
+    assert comparing.default_jobs() >= 1
+
+
+def test_runs_side_by_side_have_memory_enough(monkeypatch):
+    pages = 8 * 2**30 // comparing.os.sysconf("SC_PAGE_SIZE")
+    real = comparing.os.sysconf
+    monkeypatch.setattr(comparing.os, "sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else real(name))
+    monkeypatch.setattr(comparing.os, "sched_getaffinity", lambda _: range(64), raising=False)
+    assert comparing.default_jobs() == 2  # of 8 GiB, half at 1.5 each
+    pages *= 100
+    assert comparing.default_jobs() == 10
+
+
+def test_methods_on_a_log_are_judged_on_requests_that_selection_never_saw(tmp_path):
+    log, _ = simulate_log(make_shown_log(requests=60), User())
+    write_log(log, tmp_path / "log.parquet")
+    base = replace(BASE, data=str(tmp_path / "log.parquet"), users=None, select="feedback-ndcg@10")
+    result = compare(base, ["pointwise"], tmp_path / "out", seeds=1, rates=[0.1], jobs=1)
+    (run,) = (tmp_path / "out" / "runs").glob("*/*/*")
+    config = RunConfig.from_json(json.loads((run / "config.json").read_text()))
+    test = load_run_data(config).test
+    assert len(test) == 12
+    scores = load_model(run).score(test)
+    expected = mean_metrics(test, scores, ["feedback-ndcg@10"], user=None, label=config.label)
+    assert result.rows[0].results["feedback-ndcg@10"] == [pytest.approx(expected["feedback-ndcg@10"])]
+
+
+def test_processes_side_by_side_give_the_same_figures(tmp_path):
+    alone = compare(BASE, ["pointwise"], tmp_path / "one", seeds=2, rates=[0.01], jobs=1)
+    beside = compare(BASE, ["pointwise"], tmp_path / "two", seeds=2, rates=[0.01], jobs=2)
+    np.testing.assert_allclose(alone.rows[0].results["ndcg@10"], beside.rows[0].results["ndcg@10"], rtol=1e-4)
+
+
+def test_wrong_entries_and_references_are_refused(tmp_path):
+    for text, message in [
+        ("lamdarank", "did you mean 'lambdarank'"),
+        ("lambdarank:form=truth", "no option 'form'; did you mean 'from'"),
+        ("lambdarank:truth", "must have the form key=value"),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            Entry.parse(text)
+    with pytest.raises(OptionError, match="not among the methods"):
+        compare(BASE, METHODS, tmp_path, reference="pal")
+    with pytest.raises(OptionError, match="must be at least 1"):
+        compare(BASE, METHODS, tmp_path, seeds=0)
+    with pytest.raises(UltrError, match="'learn_from' must be one of"):
+        compare(BASE, ["lambdarank:from=love"], tmp_path, seeds=1, rates=[0.1])
+
+
+def test_runs_that_differ_in_what_comes_after_share_a_bias_model(tmp_path):
+    base = replace(BASE, training=replace(BASE.training, bias_steps=5))
+    methods = ["pairwise-em", "pairwise-em:loss=ipw", "pairwise-em:loss=bayes-ipw"]
+    compare(base, methods, tmp_path, seeds=1, rates=[0.01, 0.1], jobs=1)
+    assert len(list((tmp_path / "bias").glob("*/weights.safetensors"))) == 2  # the last has trust by pairs besides
+    alone = run_training(Entry.parse("pairwise-em:loss=ipw").config(base, 0.1, 0), tmp_path / "alone")
+    shared = run_folder(tmp_path, Entry.parse("pairwise-em:loss=ipw"), 0.1, 0)
+    weights = [(run / "model" / "weights.safetensors").read_bytes() for run in (alone, shared)]
+    assert weights[0] == weights[1]
+
+
+@pytest.fixture
+def performed(monkeypatch):
+    """The folders of the runs that were performed, in order; made up, so that they take no time."""
+    folders = []
+
+    def made_up(task):
+        config, folder = RunConfig.from_json(task.config), Path(task.folder)
+        (folder / "model").mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", task.config)
+        good = 1 / (1 + abs(config.training.lr - (0.1 if config.method == "pointwise" else 0.01)))
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, config.select: good}) + "\n")
+        if task.metrics:
+            figures = {m: good + 0.01 * config.training.seed + 0.1 * i for i, m in enumerate(task.metrics)}
+            write_json(folder / "test.json", figures)
+        folders.append(folder)
+        return task.folder
+
+    monkeypatch.setattr(RunTask, "perform", made_up)
+    return folders
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Threads in place of processes, so that made-up runs are seen by them."""
+    monkeypatch.setattr(comparing, "ProcessPoolExecutor", lambda jobs, *_, **__: ThreadPoolExecutor(jobs))
+
+
+def plan_of(out, methods=("pointwise", "lambdarank"), **options):
+    return Plan(BASE, [Entry.parse(m) for m in methods], out, **{"seeds": 2, "rates": (0.001, 0.01, 0.1), **options})
+
+
+def all_of(plans, *, jobs=1, until=inf, on_done=lambda *_: None):
+    with Workers(jobs, until=until) as workers:
+        return compare_all(plans, workers, on_done)
+
+
+def test_no_run_is_begun_after_the_time_is_up(tmp_path, performed):
+    plan = plan_of(tmp_path)
+    with pytest.raises(UnfinishedError, match="the time limit was reached with 0 of 6 runs finished"):
+        all_of([plan], until=time.monotonic() - 1)
+    assert not performed
+    assert UnfinishedError("").exit_code == 3
+
+
+def test_a_run_on_its_way_when_the_time_is_up_is_finished_and_a_later_call_does_the_others(
+    tmp_path, performed, monkeypatch
+):
+    expected = all_of([plan_of(tmp_path / "at once")])
+    performed.clear()
+    clock = iter(range(100))
+    monkeypatch.setattr(comparing, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with pytest.raises(UnfinishedError, match="with 4 of 6 runs"):
+        all_of([plan_of(tmp_path / "parts")], until=4)
+    assert len(performed) == 4
+    heard = []
+    with pytest.raises(UnfinishedError, match="with 3 of 4 runs"):
+        all_of([plan_of(tmp_path / "parts")], until=next(clock) + 6, on_done=lambda *what: heard.append(what[:2]))
+    assert heard == [(5, 6), (6, 6), (1, 4), (2, 4), (3, 4)]
+    assert all_of([plan_of(tmp_path / "parts")]) == expected
+    assert len(performed) == 6 + 4
+
+
+def test_runs_side_by_side_stop_when_the_time_is_up_and_a_later_call_does_the_others(
+    tmp_path, performed, threads, monkeypatch
+):
+    plan = plan_of(tmp_path, seeds=20, rates=(0.1,))
+    original, lock, calls = RunTask.perform, threading.Lock(), []
+
+    def until_the_fourth(task):
+        with lock:
+            calls.append(original(task))
+            if len(calls) == 4:
+                monkeypatch.setattr(comparing, "time", SimpleNamespace(monotonic=lambda: 10.0))
+            return task.folder
+
+    monkeypatch.setattr(comparing, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(RunTask, "perform", until_the_fourth)
+    with pytest.raises(UnfinishedError, match=r"with (\d+) of 40 runs") as stopped:
+        all_of([plan], jobs=2, until=5.0)
+    done = len(performed)
+    assert 4 <= done <= 4 + 2 * 2 + 1  # none but those that were handed out
+    assert f"with {done} of 40" in str(stopped.value)
+    (result,) = all_of([plan], jobs=2)
+    assert len(performed) == len(set(performed)) == 40
+    assert [len(row.results["ndcg@10"]) for row in result.rows] == [20, 20]
+
+
+def test_no_run_is_begun_side_by_side_after_the_time_is_up(tmp_path, performed, threads):
+    with pytest.raises(UnfinishedError, match="with 0 of 6 runs"):
+        all_of([plan_of(tmp_path)], jobs=2, until=time.monotonic() - 1)
+    assert not performed
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_comparisons_made_at_once_are_those_made_alone(tmp_path, performed, threads, jobs):
+    def plans(out):
+        return [
+            plan_of(out / "a", reference="lambdarank"),
+            plan_of(out / "b", ["lambdarank", "pal-click"], metrics=["reward@3"], seeds=3),
+        ]
+
+    together = all_of(plans(tmp_path / "together"), jobs=jobs)
+    total = len(performed)
+    alone = [all_of([plan], jobs=jobs)[0] for plan in plans(tmp_path / "alone")]
+    assert together == alone
+    assert len(performed) == 2 * total == 2 * (6 + 4 + 6 + 6)  # those of tuning are judged when they are chosen
+    assert [row.lr for row in together[0].rows] == [0.1, 0.01]
+    assert [row.entry for row in together[1].rows] == ["lambdarank", "pal-click"]
+    assert [result.reference for result in together] == ["lambdarank", "lambdarank"]
+    assert [len(row.results["reward@3"]) for row in together[1].rows] == [3, 3]
+
+
+def test_a_rate_that_is_given_is_not_tuned(tmp_path, performed):
+    (result,) = all_of([plan_of(tmp_path, rate_of={"pointwise": 0.5})])
+    assert {row.entry: row.lr for row in result.rows} == {"pointwise": 0.5, "lambdarank": 0.01}
+    assert {p.parent.name for p in performed if "pointwise" in p.parts} == {"lr-0.5"}
+    assert {p.parent.name for p in performed if "lambdarank" in p.parts} == {"lr-0.001", "lr-0.01", "lr-0.1"}
+    performed.clear()
+    (again,) = all_of([plan_of(tmp_path / "other", rate_of={"pointwise": 0.5, "lambdarank": 0.01})])
+    assert again == result
+    assert len(performed) == 4
+
+
+def test_one_rate_needs_no_tuning(tmp_path, performed):
+    (result,) = all_of([plan_of(tmp_path, rates=[0.3])])
+    assert [row.lr for row in result.rows] == [0.3, 0.3]
+    assert len(performed) == 4
+
+
+def test_only_the_rate_that_is_chosen_is_judged_on_test(tmp_path, performed):
+    all_of([plan_of(tmp_path)])
+    judged = {p.parent.relative_to(tmp_path / "runs").as_posix() for p in tmp_path.rglob("test.json")}
+    assert judged == {f"{m}/seed-{s}" for m in ("pointwise/lr-0.1", "lambdarank/lr-0.01") for s in range(2)}
+
+
+def test_what_is_tuned_is_chosen_by_a_metric_of_which_less_is_better(tmp_path, performed):
+    plan = plan_of(tmp_path, ["pointwise"])
+    (result,) = all_of([replace(plan, base=replace(BASE, select="feedback-arp"))])
+    assert result.rows[0].lr == 0.001
+
+
+def test_a_run_is_finished_when_all_that_is_asked_for_is_there(tmp_path, performed):
+    tuning, asked, more = (RunTask({}, str(tmp_path / "run"), "", metrics) for metrics in ((), ("a",), ("a", "b")))
+    assert not any(task.finished for task in (tuning, asked, more))
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    assert [task.finished for task in (tuning, asked, more)] == [True, False, False]
+    write_json(tmp_path / "run" / "test.json", {"a": 1.0})
+    assert [task.finished for task in (tuning, asked, more)] == [True, True, False]
+    write_json(tmp_path / "run" / "test.json", {"a": 1.0, "b": 1.0})
+    assert [task.finished for task in (tuning, asked, more)] == [True, True, True]
+
+
+def test_a_metric_added_later_is_judged_without_training_again(tmp_path, monkeypatch):
+    plan = plan_of(tmp_path, ["pointwise"], seeds=1, rates=[0.1], metrics=["ndcg@10"])
+    (first,) = all_of([plan])
+    monkeypatch.setattr(
+        "ultr.training.networks.NetworkRun.train", lambda *_: pytest.fail("a finished run was repeated")
+    )
+    (second,) = all_of([replace(plan, metrics=["ndcg@10", "reward@3"])])
+    assert second.rows[0].results["ndcg@10"] == first.rows[0].results["ndcg@10"]
+    assert 0 < second.rows[0].results["reward@3"][0] < 10
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_that_cannot_be_made_says_why(tmp_path, threads, jobs, monkeypatch):
+    def refuses(task):
+        raise OptionError("too steep")
+
+    monkeypatch.setattr(RunTask, "perform", refuses)
+    with pytest.raises(UltrError, match="too steep") as refused:
+        all_of([plan_of(tmp_path)], jobs=jobs)
+    assert not isinstance(refused.value, UnfinishedError)
+    if jobs == 2:
+        assert str(tmp_path / "runs") in str(refused.value)  # which of them
+
+
+def test_a_plan_refuses_what_cannot_be_compared(tmp_path):
+    for wrong, says in (
+        ({"seeds": 0}, "must be at least 1"),
+        ({"tuning_seeds": 0}, "must be at least 1"),
+        ({"reference": "pointwize"}, "not among the methods; did you mean 'pointwise'"),
+    ):
+        with pytest.raises(OptionError, match=says):
+            plan_of(tmp_path, **wrong)
