@@ -255,3 +255,20 @@ def test_a_run_whose_bias_cannot_be_estimated_leaves_nothing_behind(log_path, tm
     with pytest.raises(DataError, match="item ids"):
         run_training(config(log_path, method_options={"theta": "items"}), kept, overwrite=True)
     assert kept.is_dir()
+
+
+def test_a_run_that_fails_after_its_bias_stage_keeps_the_bias_model_and_resumes(log_path, tmp_path, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise DataError("the disk caught fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ultr.training.networks.judge_of", fail)
+        with pytest.raises(DataError, match="fire"):
+            run_training(config(log_path), tmp_path / "run")
+    assert (tmp_path / "run" / "bias").is_dir()
+    refitted = []
+    run_training(config(log_path), tmp_path / "run", resume=True, on_bias_progress=refitted.append)
+    assert not refitted
+    whole = run_training(config(log_path), tmp_path / "whole")
+    weights = [load_file(run / "model" / "weights.safetensors") for run in (tmp_path / "run", whole)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])

@@ -15,6 +15,7 @@ from ultr.errors import DataError, LabelError, OptionError, OutputError
 from ultr.log import Log
 from ultr.log.shards import is_lists
 from ultr.rankers.boosters import is_trees
+from ultr.training.bias_stage import BIAS
 from ultr.training.checkpoints import lock_run, read_metrics
 from ultr.training.config import RunConfig
 from ultr.training.data import RunData, load_run_data, split_log
@@ -164,8 +165,8 @@ def _clean_up(place: Place) -> None:
 def _writing(place: Place, config: RunConfig) -> Iterator[bool]:
     """Lock the run directory and write config.json; at the end, let a replacement take the name of the old run.
 
-    Yield True if another process has finished the run in the meantime. If the run fails before its first evaluation,
-    delete it, so that the corrected command can use the same folder.
+    Yield True if another process has finished the run in the meantime. If the run fails before it has learned
+    anything, delete it, so that the corrected command can use the same folder.
     """
     out, folder, existed = place.out, place.folder, place.existed
     with ExitStack() as locks:
@@ -187,7 +188,8 @@ def _writing(place: Place, config: RunConfig) -> Iterator[bool]:
             barrier()
             yield False
         except (DataError, LabelError, OptionError):
-            if is_main() and not (existed or (folder / "checkpoints").is_dir() or read_metrics(folder)):
+            learned = (folder / BIAS).is_dir() or (folder / "checkpoints").is_dir() or read_metrics(folder)
+            if is_main() and not (existed or learned):
                 shutil.rmtree(folder if folder == out else folder.parent, ignore_errors=True)
             raise
         if is_main():
