@@ -253,7 +253,7 @@ def test_options_are_checked():
         ({"speed": 3}, "no option 'speed'"),
         ({"loss": "ipw", "weights": "posterior"}, "loss=ipw cannot be used with weights=posterior"),
         ({"loss": "posterior", "weights": "paper"}, "loss=posterior cannot be used with weights=paper"),
-        ({"loss": "opt", "trust": "pairs"}, "use loss=bayes-ipw, or loss=opt with weights=exact"),
+        ({"loss": "opt", "trust": "pairs"}, "set loss=bayes-ipw without weights, or loss=opt with weights=exact"),
         ({"loss": "opt", "max_weight": 5}, "max_weight cannot be used with weights=posterior"),
     ):
         with pytest.raises(OptionError, match=match):
