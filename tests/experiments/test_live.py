@@ -393,7 +393,7 @@ def test_labels_are_checked():
     ("wrong", "says"),
     [
         ({"entries": ["pointwise", "pairwise-em:scale=estimated"]}, "add theta=regression"),
-        ({"hidden": (0,)}, "'hidden'"),
+        ({"hidden": (0,)}, "'hidden' must have at least one layer, each with at least one unit"),
         ({"dropout": 1.0}, "dropout"),
     ],
 )

@@ -315,4 +315,5 @@ def test_the_bias_of_a_log_has_its_page(ultr, log_path, tmp_path):
     (tmp_path / "bias" / "bias.json").write_text("{}")
     failed = ultr("report", tmp_path / "bias", "--out", tmp_path / "third.html")
     assert failed.returncode == 1
-    assert "again" in failed.stderr
+    assert "has a different format" in failed.stderr
+    assert "run the command that wrote it again" in failed.stderr
