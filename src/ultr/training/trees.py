@@ -44,8 +44,10 @@ class TreeRun:
             raise OptionError("only one process can train trees", hint="run without torchrun; all cores are used")
         if run_data.stream is not None:
             raise OptionError("trees need the whole log in memory", hint="pass --stream no, or a smaller log")
-        width = run_data.train.features.shape[1]
-        check_parameters(config.ranker, config.ranker_options, features=width)
+        features = run_data.train.features
+        check_parameters(config.ranker, config.ranker_options, features=features.shape[1])
+        if (features.min(axis=0) == features.max(axis=0)).all():  # a column with missing values is not equal
+            raise DataError("there is no feature to split rows by", hint="check that features vary; all are constant")
         self.config, self.run_data = config, run_data
         self.method: TreeMethod = make_tree_method(
             config.method, method_inputs(config, run_data), **config.method_options
