@@ -1,13 +1,14 @@
 """Measure the time of a training step, as a ratio to the necessary passes of its networks on the same rows.
 
-    python benchmarks/training.py [--device cuda] [--steps 40]
+    python benchmarks/training.py [--device cuda] [--steps 40] [--lists 256] [--precision float32] [--only NAME ...]
 
 A step has 256 lists of 10 items with 136 features, a 512-256-128 network, and newly simulated feedback. The necessary
 passes are the forward and backward pass of the trained network, and a forward pass of a network that it only reads:
-a bias model, or in an E-step the ranker itself, without dropout. All methods take turns, so that other load on the
+a bias model, or in an E-step the ranker itself, without dropout. On a GPU the passes are captured as one CUDA graph, as
+the steps are, and the time of a step without a graph is shown too. All methods take turns, so that other load on the
 machine affects them equally. Times are medians. The bounds are:
 
-- a step takes at most 1.3 times its passes;
+- a step takes at most 1.3 times its passes, on a GPU 1.5 times;
 - a step of `pairwise-em` takes at most 3.5 times a step of `lambdarank`, not counting its bias model, which is trained
   before and is measured separately;
 - memory does not grow with the number of steps.
@@ -16,6 +17,7 @@ machine affects them equally. Times are medians. The bounds are:
 from __future__ import annotations
 
 import argparse
+import copy
 import resource
 import time
 from collections.abc import Callable
@@ -36,23 +38,27 @@ from ultr.methods.bias_model import BiasModel
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feed
-from ultr.training.loop import TrainingState, start, take_step
+from ultr.training.loop import TrainingState, graphed_steps, start, take_step
 
-LISTS, ITEMS = 256, 10
-BOUND = 1.3  # the longest step, in times of its passes
+ITEMS = 10
+BOUND, GPU_BOUND = 1.3, 1.5  # the longest step, in times of its passes
 METHOD_BOUND = 3.5  # the longest step, in steps of lambdarank
+BLOCK = 20  # steps between two readings of the clock on a GPU, which works while the next steps are prepared
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--steps", type=int, default=40, help="measured steps per method")
+    parser.add_argument("--steps", type=int, default=40, help="measured steps per method; on a GPU, blocks of 20")
+    parser.add_argument("--lists", type=int, default=256, help="lists per step")
+    parser.add_argument("--precision", default="float32", help="float32, tf32 or bf16")
+    parser.add_argument("--only", nargs="*", default=(), help="names of methods")
     options = parser.parse_args()
-    device = torch.device(options.device)
+    device, on_gpu = torch.device(options.device), options.device.startswith("cuda")
     data = make_synthetic()
     log = show(data.train, ranking_svm(data.train)(data.train.features), items=ITEMS)
-    training = TrainingOptions(batch=LISTS, device=options.device)
-    feed = Feed(ListBatches(log, device=device), batch=LISTS, seed=0, user=User())
+    training = TrainingOptions(batch=options.lists, device=options.device, precision=options.precision)
+    feed = Feed(ListBatches(log, device=device), batch=options.lists, seed=0, user=User())
     inputs = MethodInputs(Label(), features=136, positions=tuple(range(1, ITEMS + 1)), binary=("click",))
     learners: dict[str, Learner] = {name: make_method(name, inputs) for name in METHODS}
     for loss in ("opt", "ipw"):
@@ -61,34 +67,61 @@ def main() -> None:
         if (model := make_method("pairwise-em", inputs, loss=loss).bias_learner()) is not None:
             learners[name] = model
     rows = feed(0).features
-    work: dict[str, tuple[Callable[[int], object], Callable[[int], object]]] = {}
+    work: dict[str, list[Callable[[int], object]]] = {}
     for name, learner in learners.items():
+        if options.only and name not in (*options.only, "lambdarank"):
+            continue
         state = start(learner, log, training)
-        step_of = partial(_step, state, feed, training)
-        work[name] = step_of, partial(_passes, *_networks(name, learner), rows)
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in work}
+        passes = partial(_passes, *_networks(name, learner), rows)
+        work[name] = [partial(_step, state, feed, training), passes]
+        if on_gpu:
+            graphed = graphed_steps(start(copy.deepcopy(learner), log, training), feed, training)
+            work[name] = [partial(_call, graphed), _captured(passes), partial(_step, state, feed, training)]
+    times: dict[str, list[list[float]]] = {name: [[] for _ in calls] for name, calls in work.items()}
     memory = 0
-    for step in range(options.steps + 5):
+    repeat = BLOCK if on_gpu else 1
+    for turn in range(options.steps + 5):
         for name, calls in work.items():
             for call, durations in zip(calls, times[name], strict=True):
                 begun = time.perf_counter()
-                call(step)
-                if device.type == "cuda":
+                for step in range(turn * repeat, (turn + 1) * repeat):
+                    call(step)
+                if on_gpu:
                     torch.cuda.synchronize()
-                if step >= 5:
-                    durations.append(time.perf_counter() - begun)
-        if step == 5:
+                if turn >= 5:
+                    durations.append((time.perf_counter() - begun) / repeat)
+        if turn == 5:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    medians = {name: (float(np.median(whole)), float(np.median(passes))) for name, (whole, passes) in times.items()}
-    print(f"{'':<22}{'step':>10}{'passes':>12}  ratio (bound {BOUND})   steps of lambdarank (bound {METHOD_BOUND})")
-    for name, (whole, passes) in medians.items():
-        ratio, lambdaranks = whole / passes, whole / medians["lambdarank"][0]
+    medians = {name: [float(np.median(durations)) for durations in of_method] for name, of_method in times.items()}
+    bound = GPU_BOUND if on_gpu else BOUND
+    print(f"{'':<22}{'step':>10}{'passes':>12}  ratio (bound {bound})   steps of lambdarank (bound {METHOD_BOUND})")
+    for name, (whole, passes_time, *usual) in medians.items():
+        ratio, lambdaranks = whole / passes_time, whole / medians["lambdarank"][0]
+        without = f"   without a graph {1e3 * usual[0]:6.2f} ms" if usual else ""
         print(
-            f"{name:<22}{1e3 * whole:8.2f} ms{1e3 * passes:9.2f} ms{ratio:7.2f}{lambdaranks:10.2f}"
-            f"{LISTS / whole:14,.0f} lists/s{'' if ratio <= BOUND else '  above the bound'}"
+            f"{name:<22}{1e3 * whole:8.3f} ms{1e3 * passes_time:9.3f} ms{ratio:7.2f}{lambdaranks:10.2f}"
+            f"{options.lists / whole:14,.0f} lists/s{without}{'' if ratio <= bound else '  above the bound'}"
         )
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
-    print(f"memory grew by {grown:.1f} MB over {options.steps} steps of each method")
+    print(f"memory grew by {grown:.1f} MB over {options.steps * repeat} steps of each method")
+
+
+def _call(step: Callable[[], object], _: int) -> None:
+    step()
+
+
+def _captured(passes: Callable[[int], object]) -> Callable[[int], object]:
+    """Return the passes as a CUDA graph."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for step in range(3):
+            passes(step)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        passes(0)
+    return lambda _: graph.replay()
 
 
 def _networks(name: str, learner: Learner) -> tuple[nn.Module, nn.Module | None]:

@@ -148,10 +148,10 @@ def shown_log() -> Log:
     return make_shown_log()
 
 
-def make_shown_log(requests: int = 40, seed: int = 0, features: int = 3) -> Log:
-    """Make a log of lists with 1 to 12 items at positions 1, 2, ... and grades 0-4."""
+def make_shown_log(requests: int = 40, seed: int = 0, features: int = 3, longest: int = 12) -> Log:
+    """Make a log of lists with 1 to `longest` items at positions 1, 2, ... and grades 0-4."""
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, 13, requests)
+    lengths = rng.integers(1, longest + 1, requests)
     rows = int(lengths.sum())
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return Log(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -81,8 +81,24 @@ class Lists:
 
     def to(self, device: torch.device | str) -> Lists:
         """Return a copy on a device."""
-        moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved, actions={name: values.to(device) for name, values in self.actions.items()})
+        return self.map(lambda values: values.to(device))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in a fixed order."""
+        return [value for value in (*vars(self).values(), *self.actions.values()) if isinstance(value, Tensor)]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Lists:
+        """Return a copy with `function` applied to every tensor."""
+        mapped: dict[str, Any] = {n: function(value) for n, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **mapped, actions={name: function(values) for name, values in self.actions.items()})
+
+    def padded_to(self, length: int) -> Lists:
+        """Return a copy with more padding, so that lists have this length."""
+        short = length - self.where.shape[1]
+        if not short:
+            return self
+        return self.map(lambda values: values if values.ndim == 1 else _padded(values, short))
 
     @staticmethod
     def together(several: Sequence[Lists]) -> Lists:
@@ -91,16 +107,14 @@ class Lists:
             return several[0]
         longest = max(lists.where.shape[1] for lists in several)
 
-        def padded(values: Tensor) -> Tensor:
-            short = longest - values.shape[1]
-            return pad(values, (0, 0, 0, short) if values.ndim == 3 else (0, short)) if short else values
+        several = [lists.padded_to(longest) for lists in several]
 
         def joined(name: str) -> Tensor | None:
             values = [getattr(lists, name) for lists in several]
-            return None if values[0] is None else torch.cat([padded(v) for v in values])
+            return None if values[0] is None else torch.cat(values)
 
         tensors = {name: joined(name) for name in ("features", "where", "positions", "relevance")}
-        actions = {name: torch.cat([padded(lists.actions[name]) for lists in several]) for name in several[0].actions}
+        actions = {name: torch.cat([lists.actions[name] for lists in several]) for name in several[0].actions}
         weights = torch.cat([lists.weights for lists in several])
         parts = tuple(part for lists in several for part in lists.parts)
         return Lists(**tensors, weights=weights, actions=actions, parts=parts)  # type: ignore[arg-type]
@@ -109,6 +123,11 @@ class Lists:
     def from_log(log: Log, *, device: torch.device | str = "cpu") -> Lists:
         """Return a whole log as one `Lists`; use `ListBatches` for a log that is too large to be padded at once."""
         return ListBatches(log, device=device)[torch.arange(len(log))]
+
+
+def _padded(values: Tensor, short: int) -> Tensor:
+    """Return values [requests, length, ...] with `short` more items, which are zero."""
+    return pad(values, (0, 0, 0, short) if values.ndim == 3 else (0, short))
 
 
 class ListBatches:
@@ -144,19 +163,16 @@ class ListBatches:
     def has_actions(self) -> bool:
         return bool(self._actions)
 
+    @property
+    def lengths(self) -> Tensor:
+        """The number of items of each request, on the CPU."""
+        return self._lengths
+
     def without_features(self) -> ListBatches:
         """Return a copy whose lists have zero features."""
         light = copy(self)
         light._features = self._features[:, :0]
         return light
-
-    def batch(self, requests: Tensor, sizes: Iterable[tuple[int, int]]) -> Lists:
-        """Return `requests` as the batch of a training step; `sizes` has (index, number of requests) of each part."""
-        parts, first = [], 0
-        for number, count in sizes:
-            parts.append(Part(number, count, int(self._lengths[requests[first : first + count]].max())))
-            first += count
-        return self[requests].with_parts(tuple(parts))
 
     @checked
     def __getitem__(self, requests: Tensor) -> Lists:
@@ -169,13 +185,20 @@ class ListBatches:
             got = f"{int(chosen.min())} to {int(chosen.max())}"
             raise DataError(f"indices of requests must be 0 to {len(self) - 1}", got=got)
         lengths = self._lengths[chosen]  # lengths stay on the CPU, because reading them from a GPU would wait for it
-        longest, padded = int(lengths.max()), int(lengths.min()) < int(lengths.max())
-        requests = requests.to(self.device)
-        slots = torch.arange(longest, device=self.device)
-        rows = self._offsets[requests][:, None] + slots
+        longest = int(lengths.max())
+        return self.gather(requests.to(self.device), longest, padded=int(lengths.min()) < longest)
+
+    def gather(self, requests: Tensor, length: int, *, padded: bool = True) -> Lists:
+        """Return requests, given by indices on this device, as `Lists` padded to `length`, without waiting for a GPU.
+
+        Nothing is checked. `padded=False` if every list has exactly this length.
+        """
+        slots = torch.arange(length, device=self.device)
+        first = self._offsets[requests]
+        rows = first[:, None] + slots
         where = torch.ones_like(rows, dtype=torch.bool)
         if padded:
-            where = slots < lengths.to(self.device)[:, None]
+            where = slots < (self._offsets[requests + 1] - first)[:, None]
             rows = torch.where(where, rows, 0)
 
         def as_lists(values: Tensor) -> Tensor:

@@ -421,7 +421,7 @@ def test_dropout_does_not_depend_on_the_division_or_on_padding(division, padding
     def dropped(own: slice, pad: int) -> torch.Tensor:
         mine = parts[own]
         module = Dropout(p)
-        module.masks = Masks(mine, seeds[own], torch.device("cpu"))
+        module.masks = Masks(mine, seeds[own])
         shape = sum(part.requests for part in mine), max(part.longest for part in mine) + pad, WIDTH
         return torch.stack([module(torch.ones(shape)) for _ in range(2)])  # two layers draw from one sequence
 
@@ -441,7 +441,7 @@ def test_dropout_does_not_depend_on_the_division_or_on_padding(division, padding
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
 def test_the_share_of_dropped_values_is_p(p):
     module = Dropout(p)
-    module.masks = Masks([Part(0, 100, 10), Part(1, 100, 10)], [1, 2], torch.device("cpu"))
+    module.masks = Masks([Part(0, 100, 10), Part(1, 100, 10)], [1, 2])
     kept = module(torch.ones(200, 10, 32)) > 0
     for share in (kept[:100], kept[100:]):
         assert abs(float(share.float().mean()) - (1 - p)) < 5 * (p * (1 - p) / share.numel()) ** 0.5
@@ -451,7 +451,7 @@ def test_the_share_of_dropped_values_is_p(p):
 
 def test_almost_all_may_be_dropped():
     module = Dropout(0.999999)
-    module.masks = Masks([Part(0, 4, 5)], [1], torch.device("cpu"))
+    module.masks = Masks([Part(0, 4, 5)], [1])
     assert torch.isfinite(module(torch.ones(4, 5, 6))).all()
 
 
@@ -465,7 +465,7 @@ def test_without_parts_dropout_is_that_of_torch():
         assert torch.equal(result, expected(values))
     assert torch.equal(dropout(values), values)
     masked = Dropout(0.4).eval()
-    masked.masks = Masks([Part(0, 4, 5)], [1], torch.device("cpu"))
+    masked.masks = Masks([Part(0, 4, 5)], [1])
     assert torch.equal(masked(values), values)  # in evaluation mode nothing is dropped
 
 
@@ -509,9 +509,16 @@ def test_lists_put_together_are_padded_to_the_longest(log):
 
 
 def test_lists_moved_to_a_device_are_equal(log):
-    lists = ListBatches(log).batch(torch.arange(10), [(0, 4), (3, 6)])
-    assert lists.parts == (Part(0, 4, int(log.lengths[:4].max())), Part(3, 6, int(log.lengths[4:10].max())))
+    lists = ListBatches(log)[torch.arange(10)].with_parts((Part(0, 4, 5), Part(3, 6, 7)))
     assert_same_lists(lists.to("cpu"), lists)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_parts_of_a_batch_have_the_length_of_their_longest_list(size, log):
+    for feed in of_processes(size, lambda: Feed(ListBatches(log), batch=19, seed=3)):
+        lists = feed(2)
+        rows = torch.split(lists.where.sum(-1), [part.requests for part in lists.parts])
+        assert [part.longest for part in lists.parts] == [int(lengths.max()) for lengths in rows]
 
 
 def test_without_features_all_other_fields_are_equal(log):

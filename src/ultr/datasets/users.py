@@ -35,6 +35,7 @@ from ultr.log.labels import Label
 from ultr.log.table import RESERVED
 from ultr.utils.arguments import Seed, check_fields, checked
 from ultr.utils.memory import available_memory
+from ultr.utils.noise import Noise
 
 LAST_POSITION = 4096  # items after this position are examined as often as at this position
 MAX_LOG_DWELL = 80.0  # natural logarithm of the longest dwell time, in seconds, that fits float32
@@ -119,7 +120,7 @@ class User:
         return _masked(self.theta(positions, relevance.dtype) * self.attracted(relevance), where)
 
     def draw_clicks(
-        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | None, *, where: Tensor
+        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | Noise | None, *, where: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw the click, examination and relevance of each item; return three boolean tensors, false for padding."""
         examined = _draw(self.theta(positions, relevance.dtype), generator) & where
@@ -131,7 +132,7 @@ class User:
         self,
         relevance: Tensor,
         positions: Tensor,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | Noise | None = None,
         *,
         where: Tensor | None = None,
         check: bool = True,
@@ -148,7 +149,7 @@ class User:
         actions = {"click": click.to(relevance.dtype)}
         if self.dwell is not None:
             mu, sigma = self.dwell.parameters(relevance, self.max_grade)
-            noise = torch.randn(relevance.shape, generator=generator, device=relevance.device, dtype=relevance.dtype)
+            noise = _normal(relevance, generator)
             log_seconds = mu + sigma * noise + self.dwell_scale(positions, relevance.dtype).log()
             actions["dwell"] = torch.where(click, log_seconds.clamp(-MAX_LOG_DWELL, MAX_LOG_DWELL).exp(), 0.0)
         for name, probabilities in self.further.items():
@@ -250,7 +251,7 @@ class TrustUser(User):
         return _masked(self.theta(positions, relevance.dtype) * click_if_examined, where)
 
     def draw_clicks(
-        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | None, *, where: Tensor
+        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | Noise | None, *, where: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         examined = _draw(self.theta(positions, relevance.dtype), generator) & where
         relevant = _draw(self.attracted(relevance), generator) & where
@@ -289,7 +290,7 @@ class CascadeUser(User):
         return _masked(self._reached(continues, positions, where) * self.attracted(relevance), where)
 
     def draw_clicks(
-        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | None, *, where: Tensor
+        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | Noise | None, *, where: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         relevant = _draw(self.attracted(relevance), generator) & where
         satisfied = _draw(by_grade(self.stop, relevance, self.max_grade), generator) & relevant
@@ -342,9 +343,17 @@ def _examination(theta: tuple[float, ...], eta: float, dtype: torch.dtype, devic
     return (values * k_in_table / k).pow(eta).to(dtype).to(device)
 
 
-def _draw(probability: Tensor, generator: torch.Generator | None) -> Tensor:
+def _draw(probability: Tensor, generator: torch.Generator | Noise | None) -> Tensor:
+    if isinstance(generator, Noise):
+        return generator.uniform() < probability
     noise = torch.rand(probability.shape, generator=generator, device=probability.device, dtype=probability.dtype)
     return noise < probability
+
+
+def _normal(like: Tensor, generator: torch.Generator | Noise | None) -> Tensor:
+    if isinstance(generator, Noise):
+        return generator.normal().to(like.dtype)
+    return torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
 
 
 def _masked(values: Tensor, where: Tensor | None) -> Tensor:

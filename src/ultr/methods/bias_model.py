@@ -209,7 +209,7 @@ class BiasModel(PositionModel):
         self.theta_minus.copy_(updated(examined, zeros, self.theta_minus))
         if self.scaled_values:
             rho = updated(value, predicted, self.rho).clamp(0.01, 100)
-            self.rho.copy_(rho / rho[self.theta.argmax()])
+            self.rho.copy_(rho / rho.take(self.theta.argmax()))
         if self.theta_from == "regression":
             self.regress(means[1])
         if self.pairs:

@@ -43,7 +43,12 @@ def average_in(sums: Tensor, terms: Iterable[Tensor], place: Tensor, weights: Te
 
 def sums_in_cells(terms: Iterable[Tensor], cells: Tensor, weights: Tensor, size: int) -> Tensor:
     """Return the weighted sums [terms, size] of each term by the index of its cell, 0 to size - 1."""
-    return torch.stack([sums_by_cell(term * weights, cells, size) for term in terms])
+    weighted = [term * weights for term in terms]
+    if weights.is_cuda:  # sums in a fixed order, so that a resumed run has the same bits
+        values = torch.stack([values.reshape(-1) for values in weighted], dim=-1)
+        sums = values.new_zeros(size, len(weighted))
+        return sums.index_put_((cells.reshape(-1),), values, accumulate=True).T.contiguous()
+    return torch.stack([sums_by_cell(values, cells, size) for values in weighted])
 
 
 def means_of_all(*parts: tuple[Tensor, Tensor]) -> list[Tensor]:

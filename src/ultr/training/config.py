@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, parse_any_metric
 from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.log.schema import ROLES
 from ultr.rankers.boosters import is_trees, library_version
+from ultr.training.optimizers import Optimizer
 from ultr.utils.arguments import Seed, check_fields, check_value
 from ultr.utils.jsonfiles import check_format
 
@@ -27,12 +28,6 @@ DEFAULT_METHOD = "pairwise-em"
 AUTO = "auto"  # selection metric: off-policy-reward@10 on a log, else feedback-ndcg@10
 Streaming = Literal["auto", "yes", "no"]
 TREE_SESSIONS = 20_000  # simulated sessions for trees if `sessions` is 0
-Optimizer = Literal["adagrad", "adam", "adamw"]
-OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
-    "adagrad": torch.optim.Adagrad,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,14 +26,38 @@ from ultr.lists import ListBatches, Lists, Part
 from ultr.log import Log
 from ultr.log.shards import RowGroup, Shards, concatenate_logs
 from ultr.utils.distributed import PARTS, local_size, own_share, parts_of, size
+from ultr.utils.noise import Noise
 
 BUFFER_BYTES = 128 << 20  # size of the shuffle buffer; memory holds twice this while the next requests are read
 AHEAD = 4  # batches prepared in advance
+STEPS_AT_ONCE, REQUESTS_AT_ONCE = 64, 1 << 18  # bounds of what a feed in memory chooses at once
+MOST_REQUESTS = 1 << 24  # of a part of a batch
 MOST_WORKERS = 8  # largest default number of reading threads
 
 
+class Batch(Protocol):
+    """What a feed has chosen for a step: tensors on the device of the feed, and the parts of the batch."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]: ...
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Return a copy with `function` applied to every tensor."""
+
+
 class Feeding(Protocol):
-    """A source of training batches: a function from a step number to the lists of that step."""
+    """A source of training batches. `feed(step)` returns the lists of a step, which are made in two stages.
+
+    `choose` returns what the lists are made of. `lists` makes them, by work on the device alone, which a GPU can repeat
+    for other tensors of the same shapes.
+    """
+
+    def choose(self, step: int) -> Batch: ...
+
+    def lists(self, batch: Any) -> Lists: ...
 
     def __call__(self, step: int) -> Lists: ...
 
@@ -41,6 +65,23 @@ class Feeding(Protocol):
 def step_seed(seed: int, *numbers: int) -> int:
     """Derive a seed from `seed` and further numbers, such as the step and a code for the purpose."""
     return int(np.random.SeedSequence((seed, *numbers)).generate_state(1, np.uint64)[0] >> 1)
+
+
+class Chosen(NamedTuple):
+    """The requests that a feed has chosen for a step, and the seed of their simulated feedback."""
+
+    requests: Tensor  # indices of the requests of this process
+    key: Tensor  # the seed as a tensor, for a GPU
+    parts: tuple[Part, ...]
+    everyone: Tensor  # indices of the requests of all processes, on the CPU
+    step: int
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.requests, self.key]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Chosen:
+        return self._replace(requests=function(self.requests), key=function(self.key))
 
 
 class Feed:
@@ -62,33 +103,76 @@ class Feed:
         self._lists = lists
         self._requests = torch.arange(len(lists)) if requests is None else torch.from_numpy(requests)
         self._batch, self._seed, self._user = min(batch, len(self._requests)), seed, user
-        self._parts, self._own = parts_of(self._batch), own_share(self._batch)
+        self._sizes, self._own = parts_of(self._batch), own_share(self._batch)
+        self._on_gpu = lists.device.type == "cuda"
         self._shown = lists if size() == 1 or user is None else lists.without_features()
         self._generator = torch.Generator(lists.device)
         self._order: dict[int, Tensor] = {}
+        self._steps_at_once = max(1, min(STEPS_AT_ONCE, REQUESTS_AT_ONCE // self._batch))
+        self._plan = lru_cache(maxsize=2)(self._make_plan)
+        self._longest = int(lists.lengths.max())
+        self._padded = int(lists.lengths.min()) < self._longest
         if user is None and not lists.has_actions:
             hint = "name the feedback columns with --actions, or pass --users to simulate feedback"
             raise DataError("the log has no actions to learn from", hint=hint)
 
     def __call__(self, step: int) -> Lists:
-        first = step * self._batch
-        places = np.arange(first, first + self._batch)
+        return self.lists(self.choose(step))
+
+    def choose(self, step: int) -> Chosen:
+        number, place = divmod(step, self._steps_at_once)
+        plan = self._plan(number)
+        return Chosen(plan.requests[place], plan.keys[place], plan.parts[place], plan.everyone[place], step)
+
+    def lists(self, batch: Chosen) -> Lists:
+        if self._on_gpu:
+            lists = self._lists.gather(batch.requests, batch.parts[0].longest, padded=self._padded)
+        else:
+            lists = self._lists[batch.requests]
+        lists = lists.with_parts(batch.parts)
+        if self._user is None:
+            return lists
+        if self._on_gpu:
+            noise = Noise(batch.key, row_numbers(batch.parts, self._lists.device), lists.where.shape[1])
+            return lists.with_actions(self._sample(lists, noise))
+        # Feedback is sampled for the whole batch, so that it does not depend on the number of processes.
+        whole = lists if self._shown is self._lists else self._shown[batch.everyone]
+        self._generator.manual_seed(step_seed(self._seed, batch.step, 1))
+        actions = self._sample(whole, self._generator)
+        if whole is lists:
+            return lists.with_actions(actions)
+        longest = lists.where.shape[1]
+        return lists.with_actions({name: values[self._own, :longest] for name, values in actions.items()})
+
+    def _sample(self, lists: Lists, noise: torch.Generator | Noise) -> dict[str, Tensor]:
+        assert self._user is not None  # noqa: S101
+        relevance, positions = lists.true_relevance, lists.shown_positions
+        return self._user.sample(relevance, positions, noise, where=lists.where, check=False).actions
+
+    def _make_plan(self, number: int) -> Plan:
+        """Choose the requests of several steps at once, because every copy to a GPU takes time."""
+        steps = range(number * self._steps_at_once, (number + 1) * self._steps_at_once)
+        places = np.arange(steps.start * self._batch, steps.stop * self._batch)
         passes = places // len(self._requests)
         requests = torch.cat(
             [self._pass(p)[places[passes == p] % len(self._requests)] for p in np.unique(passes).tolist()]
-        )
-        lists = self._lists.batch(requests[self._own], self._parts)
-        if self._user is None:
-            return lists
-        # Feedback is sampled for the whole batch, so that it does not depend on the number of processes.
-        whole = lists if self._shown is self._lists else self._shown[requests]
-        self._generator.manual_seed(step_seed(self._seed, step, 1))
-        relevance, positions = whole.true_relevance, whole.shown_positions
-        feedback = self._user.sample(relevance, positions, self._generator, where=whole.where, check=False)
-        if whole is lists:
-            return lists.with_actions(feedback.actions)
-        longest = lists.where.shape[1]
-        return lists.with_actions({name: values[self._own, :longest] for name, values in feedback.actions.items()})
+        ).view(len(steps), self._batch)
+        keys = torch.tensor([step_seed(self._seed, step, 1) if self._on_gpu else 0 for step in steps])
+        own = requests[:, self._own]
+        lengths = self._lists.lengths[own]
+        device = self._lists.device
+        return Plan(own.to(device), keys.to(device), [self._parts(row) for row in lengths], requests)
+
+    def _parts(self, lengths: Tensor) -> tuple[Part, ...]:
+        """Return the parts of a batch, given the lengths of its lists.
+
+        On a GPU all parts are padded to one of few lengths, because a step is captured once for each length.
+        """
+        counts = [count for _, count in self._sizes]
+        longest = [int(part.max()) for part in torch.split(lengths, counts)]
+        if self._on_gpu:
+            longest = [padded_length(max(longest), self._longest)] * len(counts)
+        return tuple(Part(n, count, most) for (n, count), most in zip(self._sizes, longest, strict=True))
 
     def _pass(self, number: int) -> Tensor:
         if number not in self._order:
@@ -96,6 +180,27 @@ class Feed:
             self._order = {n: order for n, order in self._order.items() if n == number - 1}
             self._order[number] = self._requests[torch.randperm(len(self._requests), generator=generator)]
         return self._order[number]
+
+
+class Plan(NamedTuple):
+    """The requests of several steps."""
+
+    requests: Tensor  # [steps, requests of this process], on the device
+    keys: Tensor  # [steps] seeds of simulated feedback, on the device
+    parts: list[tuple[Part, ...]]
+    everyone: Tensor  # [steps, requests of all processes], on the CPU
+
+
+def padded_length(longest: int, most: int) -> int:
+    """Return a length to pad lists to: the next multiple of 8, but not above `most`, the longest list of the log."""
+    return min(most, -(-longest // 8) * 8)
+
+
+@lru_cache(maxsize=64)
+def row_numbers(parts: tuple[Part, ...], device: torch.device) -> Tensor:
+    """Return a number for each request of a batch that does not depend on how processes divide the batch."""
+    numbers = [torch.arange(part.requests) + part.number * MOST_REQUESTS for part in parts]
+    return torch.cat(numbers).to(device)
 
 
 class Piece(NamedTuple):
@@ -210,16 +315,47 @@ class Stream:
         self._readers = ThreadPoolExecutor(workers or default_workers(), thread_name_prefix="ultr-read")
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="ultr-batch")
         self._batches: deque[tuple[int, Future[Lists]]] = deque()
+        self._copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._longest = shards.manifest.splits[shards.split]["longest"]
+        self._moved: Lists | None = None  # the next batch, on its way to a GPU
 
     def __call__(self, step: int) -> Lists:
+        return self.choose(step)
+
+    def choose(self, step: int) -> Lists:
         if not self._batches or self._batches[0][0] != step:
             for _, future in self._batches:
                 future.cancel()
             self._batches.clear()
+            self._moved = None
         while len(self._batches) < AHEAD:
             ahead = step + len(self._batches)
             self._batches.append((ahead, self._maker.submit(self._make, ahead)))
-        return self._batches.popleft()[1].result().to(self._device)
+        lists = self._moved or self._move(self._batches[0][1].result())
+        self._batches.popleft()
+        # The next batch is copied while the GPU works on this one.
+        ready = self._copies is not None and self._batches[0][1].done()
+        self._moved = self._move(self._batches[0][1].result()) if ready else None
+        return self._arrived(lists)
+
+    def lists(self, batch: Lists) -> Lists:
+        return batch
+
+    def _move(self, lists: Lists) -> Lists:
+        """Copy a batch to the device; to a GPU on a stream of its own, from pinned memory."""
+        if self._copies is None:
+            return lists.to(self._device)
+        with torch.cuda.stream(self._copies):
+            return lists.map(lambda values: values.to(self._device, non_blocking=True))
+
+    def _arrived(self, lists: Lists) -> Lists:
+        """Let the work on the current stream of a GPU wait for the copies of a batch, and return the batch."""
+        if self._copies is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._copies)
+            for values in lists.tensors:
+                values.record_stream(current)  # their memory is not given to others before the stream has used them
+        return lists
 
     def _make(self, step: int) -> Lists:
         """Make the batch of a step from all lanes. Only one thread calls this, so no lock is needed."""
@@ -238,7 +374,12 @@ class Stream:
             lists = Lists.together(pieces)
             batches.append(lists)
             parts.append(Part(lane.number, len(lists), lists.where.shape[1]))
-        return Lists.together(batches).with_parts(tuple(parts))
+        together = Lists.together(batches)
+        if self._copies is not None:
+            length = padded_length(together.where.shape[1], self._longest)
+            together = together.padded_to(length).map(Tensor.pin_memory)
+            parts = [part._replace(longest=length) for part in parts]
+        return together.with_parts(tuple(parts))
 
     def _request_windows(self, lane: Lane, windows: list[tuple[int, int]]) -> None:
         """Start to read those `windows` of a lane that are not in memory; drop all others of it except the next one."""

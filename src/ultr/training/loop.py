@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 
 from ultr.errors import DataError
-from ultr.lists import Lists
+from ultr.lists import Lists, Part
 from ultr.log import Log
 from ultr.methods.base import Learner, Method
-from ultr.rankers import Dropout, Masks, fit_encoders
-from ultr.training.config import OPTIMIZERS, TrainingOptions
-from ultr.training.feed import Feeding, step_seed
+from ultr.rankers import DeviceMasks, Dropout, Masks, fit_encoders
+from ultr.training.config import TrainingOptions
+from ultr.training.feed import Feeding, row_numbers, step_seed
+from ultr.training.graphs import GraphedSteps
+from ultr.training.optimizers import make_optimizer, set_rate
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import average_gradients
+from ultr.utils.noise import Noise
 from ultr.utils.stopping import EarlyStopping
 
 
@@ -68,12 +71,11 @@ def start(method: Learner, train: Log, options: TrainingOptions) -> TrainingStat
     fit_encoders(method, train.features)
     device = choose_device(options.device)
     method.to(device)
-    kind, settings = OPTIMIZERS[options.optimizer], {"lr": options.lr, "weight_decay": options.weight_decay}
-    fused = {"fused": True} if device.type == "cpu" else {}  # update all parameters in one pass
     bias_learner = method.bias_learner() if isinstance(method, Method) else None
     fixed = set() if bias_learner is None else set(bias_learner.parameters())
     parameters = [p for p in method.parameters() if p not in fixed]
-    return TrainingState(method=method, optimizer=kind(parameters, **settings, **fused))
+    rates = {"lr": options.lr, "weight_decay": options.weight_decay}
+    return TrainingState(method=method, optimizer=make_optimizer(options.optimizer, parameters, device=device, **rates))
 
 
 def train(
@@ -90,10 +92,11 @@ def train(
     Whenever this generator yields, all steps so far are complete, so the caller can save `state`.
     """
     device = next(state.method.parameters()).device
+    step = graphed_steps(state, feed, options) if device.type == "cuda" else None
     total = torch.zeros((), device=device)
     steps = 0
     while not state.is_done(options):
-        total += take_step(state, feed(state.step), options)
+        total += take_step(state, feed(state.step), options) if step is None else step()
         steps += 1
         if state.step % options.evaluate_every and state.step < options.steps:
             continue
@@ -113,14 +116,45 @@ def train(
 
 def take_step(state: TrainingState, lists: Lists, options: TrainingOptions) -> Tensor:
     """Take one training step; return its loss as a tensor that stays on the device."""
+    set_rate(state.optimizer, options.learning_rate_at(state.step))
+    with seeded_step(state.method, lists, options.seed, state.step):
+        loss = work_of_step(state, lists, options)
+    state.step += 1
+    return loss
+
+
+def graphed_steps(state: TrainingState, feed: Feeding, options: TrainingOptions) -> Callable[[], Tensor]:
+    """Return a function that takes the next training step on a GPU as `take_step` does, but as one CUDA graph."""
+    device = next(state.method.parameters()).device
+
+    def work(lists: Lists, key: Tensor) -> Tensor:
+        with masked(state.method, device_masks(lists, key)):
+            return work_of_step(state, lists, options)
+
+    graphed = GraphedSteps(feed, work, device)
+    rate = math.nan
+
+    def step() -> Tensor:
+        nonlocal rate
+        if (new := options.learning_rate_at(state.step)) != rate:
+            set_rate(state.optimizer, rate := new)
+        batch = graphed.choose(state.step)
+        seed_generators(device, options.seed, state.step, batch.parts)
+        loss = graphed.take(state.step, batch, step_seed(options.seed, state.step, 2))
+        state.step += 1
+        return loss
+
+    return step
+
+
+def work_of_step(state: TrainingState, lists: Lists, options: TrainingOptions) -> Tensor:
+    """Do the work of a training step, once its random numbers and learning rate are set; return its loss."""
     method, optimizer = state.method, state.optimizer
     method.train()
-    for group in optimizer.param_groups:
-        group["lr"] = options.learning_rate_at(state.step)
     with torch.no_grad():
         method.update(lists)
     bf16 = torch.autocast(lists.where.device.type, dtype=torch.bfloat16, enabled=options.precision == "bf16")
-    with seeded_step(method, lists, options.seed, state.step), bf16:
+    with bf16:
         loss = method.loss(lists)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -131,23 +165,45 @@ def take_step(state: TrainingState, lists: Lists, options: TrainingOptions) -> T
             if parameters := [p for p in network.parameters() if p.grad is not None]:
                 torch.nn.utils.clip_grad_norm_(parameters, options.clip)
     optimizer.step()
-    state.step += 1
     return loss.detach()
+
+
+# --- Random numbers ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def seeded_step(method: Learner, lists: Lists, seed: int, step: int) -> Iterator[None]:
     """Seed all random numbers inside the block from the seed, the step and the part of the batch."""
-    part_seed = step_seed(seed, step, 2, lists.parts[0].number if lists.parts else 0)
-    if lists.where.is_cuda:
+    device = lists.where.device
+    seed_generators(device, seed, step, lists.parts)
+    masks: Masks | DeviceMasks | None = None
+    if lists.parts and device.type == "cuda":
+        masks = device_masks(lists, torch.full((), step_seed(seed, step, 2), device=device))
+    elif lists.parts:
+        masks = Masks(lists.parts, [step_seed(seed, step, 2, 1 + part.number) for part in lists.parts])
+    with masked(method, masks):
+        yield
+
+
+def seed_generators(device: torch.device, seed: int, step: int, parts: tuple[Part, ...]) -> None:
+    """Seed torch's own generators, for methods that draw their targets."""
+    part_seed = step_seed(seed, step, 2, parts[0].number if parts else 0)
+    if device.type == "cuda":
         torch.cuda.manual_seed(part_seed)
     torch.default_generator.manual_seed(part_seed)  # torch.manual_seed would record a stack trace at each call
+
+
+def device_masks(lists: Lists, key: Tensor) -> DeviceMasks:
+    """Return the dropout masks of a step on a GPU; `key` is a tensor with the seed."""
+    return DeviceMasks(lambda: Noise(key, row_numbers(lists.parts, lists.where.device), lists.where.shape[1]))
+
+
+@contextmanager
+def masked(method: Learner, masks: Masks | DeviceMasks | None) -> Iterator[None]:
+    """Let all dropout of a method use these masks, in a `with` block."""
     dropouts = [module for module in method.modules() if isinstance(module, Dropout)]
-    if dropouts and lists.parts:
-        seeds = [step_seed(seed, step, 2, 1 + part.number) for part in lists.parts]
-        masks = Masks(lists.parts, seeds, lists.where.device)
-        for module in dropouts:
-            module.masks = masks
+    for module in dropouts:
+        module.masks = masks
     try:
         yield
     finally:

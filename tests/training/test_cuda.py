@@ -1,0 +1,208 @@
+"""Training on a GPU: steps that are captured as graphs do what steps without graphs do. Skipped without a GPU."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import make_shown_log
+from ultr.datasets.users import User, make_user, simulate_log
+from ultr.lists import ListBatches, Lists
+from ultr.log import Log, write_log
+from ultr.log.labels import Label
+from ultr.methods import METHODS, MethodInputs, make_method
+from ultr.methods.base import Learner
+from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.feed import Feed
+from ultr.training.loop import TrainingState, graphed_steps, start, take_step
+from ultr.training.run import run_training
+from ultr.utils.noise import Noise, hash_places, uniform
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+CUDA = torch.device("cuda")
+STEPS = 50
+EM_OPTIONS: dict[str, dict[str, Any]] = {
+    "pairwise-em loss=opt": {"loss": "opt"},
+    "pairwise-em loss=opt paper": {"loss": "opt", "weights": "paper"},
+    "pairwise-em loss=ipw": {"loss": "ipw"},
+    "pairwise-em loss=bayes-ipw": {"loss": "bayes-ipw"},
+    "pairwise-em released": {"variant": "released"},
+    "pairwise-em trust=clicks": {"trust": "clicks"},
+    "pairwise-em trust=values": {"trust": "values"},
+    "pairwise-em theta=regression": {"theta": "regression"},
+}
+SAMPLED: dict[str, dict[str, Any]] = {
+    "regression-em sampled": {"targets": "sampled"},
+    "pairwise-em sampled": {"targets": "sampled", "loss": "opt", "weights": "exact"},
+}
+
+
+class InDouble:
+    """A feed in double precision."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed, self.choose = feed, feed.choose
+
+    def lists(self, batch: Any) -> Lists:
+        lists = self._feed.lists(batch)
+        actions = {name: values.double() for name, values in lists.actions.items()}
+        relevance = None if lists.relevance is None else lists.relevance.double()
+        changes = {"features": lists.features.double(), "weights": lists.weights.double(), "actions": actions}
+        return replace(lists, **changes, relevance=relevance)
+
+    def __call__(self, step: int) -> Lists:
+        return self.lists(self.choose(step))
+
+
+def shown_log() -> Log:
+    log = make_shown_log(requests=300, features=6)
+    weights = np.random.default_rng(0).uniform(0.5, 1.5, len(log)).astype(np.float32)
+    return replace(log, weights=weights)
+
+
+def learners() -> Iterator[tuple[str, str, dict[str, Any], bool]]:
+    """Yield name, method, options, and whether its bias model is meant."""
+    for name in METHODS:
+        yield name, name, {}, False
+    for name, options in {**EM_OPTIONS, **SAMPLED}.items():
+        yield name, name.split()[0], options, False
+        if name.startswith("pairwise-em"):
+            yield f"bias model of {name}", "pairwise-em", options, True
+    yield "bias model", "pairwise-em", {}, True
+
+
+def make_learner(log: Log, method: str, options: dict[str, Any], bias: bool, *, double: bool = False) -> Learner:
+    torch.manual_seed(0)
+    inputs = MethodInputs(
+        Label(),
+        features=6,
+        positions=tuple(np.unique(log.positions).tolist()),
+        ranker_options={"hidden": (32, 16), "dropout": 0.3},
+        feature_names=log.feature_names,
+        binary=("click",),
+    )
+    made = make_method(method, inputs, **options)
+    learner = made.bias_learner() if bias else made
+    assert learner is not None
+    return learner.double() if double else learner
+
+
+def eager(state: TrainingState, feed: Any, options: TrainingOptions) -> list[float]:
+    return [float(take_step(state, feed(step), options)) for step in range(STEPS)]
+
+
+def graphed(state: TrainingState, feed: Any, options: TrainingOptions) -> list[float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a step that cannot be captured warns
+        step = graphed_steps(state, feed, options)
+        return [float(step()) for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize(("name", "method", "options", "bias"), list(learners()))
+def test_graphs_give_the_losses_and_weights_of_steps_without_graphs(name, method, options, bias, double):
+    log = shown_log()
+    training = TrainingOptions(steps=STEPS, batch=64, lr=0.02, schedule="cosine", warmup=5, device="cuda")
+    lists = ListBatches(log, device=CUDA)
+    results = []
+    for take in (eager, graphed):
+        feed: Any = Feed(lists, batch=64, seed=3, user=User())
+        feed = InDouble(feed) if double else feed
+        learner = make_learner(log, method, options, bias, double=double)
+        losses = take(start(learner, log, training), feed, training)
+        results.append((losses, {n: t.detach().clone() for n, t in learner.state_dict().items()}))
+    tolerance = {"rtol": 1e-10, "atol": 1e-10} if double else {"rtol": 1e-5, "atol": 1e-5}
+    (losses, weights), (graph_losses, graph_weights) = results
+    assert losses[-1] != losses[0]
+    torch.testing.assert_close(torch.tensor(graph_losses), torch.tensor(losses), **tolerance)
+    torch.testing.assert_close(graph_weights, weights, **tolerance)
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "adamw"])
+def test_every_optimizer_can_be_captured_and_follows_the_cpu(optimizer):
+    log, _ = simulate_log(shown_log(), User(), seed=1)
+    weights = []
+    for device in ("cpu", "cuda"):
+        training = TrainingOptions(
+            steps=STEPS, batch=64, lr=0.01, optimizer=optimizer, weight_decay=0.01, schedule="linear", device=device
+        )
+        learner = make_learner(log, "pointwise", {}, False)
+        for module in learner.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        feed = Feed(ListBatches(log, device=device), batch=64, seed=3)
+        (eager if device == "cpu" else graphed)(start(learner, log, training), feed, training)
+        weights.append({n: t.detach().cpu() for n, t in learner.state_dict().items()})
+    torch.testing.assert_close(weights[1], weights[0], rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["pbm", "trust", "cascade", "clickbait"])
+def test_all_users_can_be_simulated_in_a_graph_with_their_rates_of_clicks(name):
+    log, user = shown_log(), make_user(name)
+    feed = Feed(ListBatches(log, device=CUDA), batch=300, seed=0, user=user)
+    expected = total = clicked = 0.0
+    for step in range(60):
+        lists = feed(step)
+        probability = user.click_probability(lists.true_relevance, lists.shown_positions, where=lists.where)
+        expected += float(probability.sum())
+        total += float((probability * (1 - probability)).sum())
+        clicked += float(lists.actions["click"].sum())
+    assert abs(clicked - expected) < 5 * (3 * total) ** 0.5  # clicks of a cascade are correlated
+    assert torch.equal(feed(7).actions["click"], feed(7).actions["click"])
+    assert not torch.equal(feed(7).actions["click"], feed(8).actions["click"])
+
+
+def test_the_random_numbers_of_a_gpu_are_those_of_the_reference():
+    key, places = torch.tensor(-(2**62) + 12345), torch.arange(1000) * 7919
+    noise = [Noise(key.to(d), (torch.arange(50) + (3 << 24)).to(d), 20) for d in ("cpu", "cuda")]
+    assert torch.equal(noise[0].uniform(), noise[1].uniform().cpu())
+    assert torch.equal(noise[0].kept(0.7, 64), noise[1].kept(0.7, 64).cpu())
+    torch.testing.assert_close(noise[0].normal(), noise[1].normal().cpu(), rtol=1e-5, atol=1e-5)
+    on_gpu = hash_places(key.cuda(), places.cuda())
+    assert torch.equal(on_gpu.cpu(), hash_places(key, places))
+    assert torch.equal(uniform(on_gpu, places.cuda()).cpu(), uniform(on_gpu.cpu(), places))
+
+
+@pytest.mark.parametrize("method", ["pairwise-em", "lambdarank", "dla", "pal-click", "sum-click"])
+def test_a_run_on_a_gpu_resumes_with_the_same_bits(method, tmp_path):
+    log, _ = simulate_log(shown_log(), User(), seed=1)
+    write_log(log, tmp_path / "log.parquet")
+    training = TrainingOptions(steps=30, batch=32, bias_steps=20, evaluate_every=10, device="cuda")
+    options = {"hidden": [16, 8], "dropout": 0.2}
+    config = RunConfig(str(tmp_path / "log.parquet"), method, ranker_options=options, training=training)
+    whole = run_training(config, tmp_path / "whole")
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(progress: Any) -> None:
+        if progress.step == 20:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        run_training(config, tmp_path / "resumed", checkpoint_seconds=0, on_progress=stop)
+    resumed = run_training(config, tmp_path / "resumed", resume=True)
+    first, second = (load_file(run / "model" / "weights.safetensors") for run in (whole, resumed))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_lists_of_many_lengths_share_few_graphs():
+    log, _ = simulate_log(make_shown_log(requests=400, features=6, longest=37), User(), seed=1)
+    training = TrainingOptions(steps=STEPS, batch=4, device="cuda")
+    lists = ListBatches(log, device=CUDA)
+    lengths = {Feed(lists, batch=4, seed=3)(step).where.shape[1] for step in range(STEPS)}
+    assert 1 < len(lengths) <= 5
+    assert all(length % 8 == 0 or length == 37 for length in lengths)
+    losses = []
+    for take in (eager, graphed):
+        learner = copy.deepcopy(make_learner(log, "lambdarank", {}, False))
+        losses.append(take(start(learner, log, training), Feed(lists, batch=4, seed=3), training))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-5)
