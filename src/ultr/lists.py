@@ -41,6 +41,7 @@ class Lists:
     actions: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [requests, length]
     relevance: Tensor | None = None  # [requests, length]
     parts: tuple[Part, ...] = ()  # of the batch of a training step; empty for other lists
+    key: Tensor | None = None  # on a GPU: the seed of the random numbers of a training step
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -75,9 +76,9 @@ class Lists:
         """Return a copy with `actions` in place of the recorded feedback."""
         return replace(self, actions=dict(actions))
 
-    def with_parts(self, parts: tuple[Part, ...]) -> Lists:
-        """Return a copy that is marked as the batch of a training step with these parts."""
-        return replace(self, parts=parts)
+    def with_parts(self, parts: tuple[Part, ...], key: Tensor | None = None) -> Lists:
+        """Return a copy that is marked as the batch of a training step with these parts, and on a GPU this key."""
+        return replace(self, parts=parts, key=key)
 
     def to(self, device: torch.device | str) -> Lists:
         """Return a copy on a device."""
@@ -98,7 +99,7 @@ class Lists:
         short = length - self.where.shape[1]
         if not short:
             return self
-        return self.map(lambda values: values if values.ndim == 1 else _padded(values, short))
+        return self.map(lambda values: values if values.ndim < 2 else _padded(values, short))
 
     @staticmethod
     def together(several: Sequence[Lists]) -> Lists:

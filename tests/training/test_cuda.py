@@ -164,7 +164,9 @@ def test_the_random_numbers_of_a_gpu_are_those_of_the_reference():
     key, places = torch.tensor(-(2**62) + 12345), torch.arange(1000) * 7919
     noise = [Noise(key.to(d), (torch.arange(50) + (3 << 24)).to(d), 20) for d in ("cpu", "cuda")]
     assert torch.equal(noise[0].uniform(), noise[1].uniform().cpu())
-    assert torch.equal(noise[0].kept(0.7, 64), noise[1].kept(0.7, 64).cpu())
+    for mask in range(3):
+        assert torch.equal(noise[0].kept(0.7, 64, mask=mask), noise[1].kept(0.7, 64, mask=mask).cpu())
+    assert torch.equal(noise[0].kept(0.3, mask=0), noise[1].kept(0.3, mask=0).cpu())
     torch.testing.assert_close(noise[0].normal(), noise[1].normal().cpu(), rtol=1e-5, atol=1e-5)
     on_gpu = hash_places(key.cuda(), places.cuda())
     assert torch.equal(on_gpu.cpu(), hash_places(key, places))

@@ -190,8 +190,8 @@ def ranks_of(scores: Tensor, *, where: Tensor | None = None, generator: torch.Ge
 
 
 def batch_innermost(values: Tensor) -> Tensor:
-    """Return the same values stored with the first dimension contiguous: pairs [..., i, j] are computed faster."""
-    return values if values.ndim < 2 else values.transpose(0, -1).contiguous().transpose(0, -1)
+    """Return the same values stored with the first dimension contiguous: a CPU computes pairs [..., i, j] faster."""
+    return values if values.ndim < 2 or values.is_cuda else values.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 def _prepared(

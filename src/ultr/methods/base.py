@@ -18,6 +18,7 @@ from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.rankers import FeatureEncoder, make_ranker
 
+MOST_IN_TABLE = 1 << 16  # position ids that are looked up in a table
 POSITION_SPEED = 10.0  # learning rate of parameters by position, relative to that of a network
 BOUNDS = "use the method pointwise, lambdarank or pairwise-em with true labels"
 
@@ -173,18 +174,37 @@ class PositionIndex(nn.Module):
     """A module from position ids to indices 0, 1, ... of tables; an unknown id has the index of the nearest one."""
 
     ids: Tensor
+    table: Tensor
 
     def __init__(self, positions: tuple[int, ...]) -> None:
         super().__init__()
         self.register_buffer("ids", torch.tensor(positions or (1,), dtype=torch.int64))
+        self.register_buffer("table", torch.empty(0), persistent=False)  # from an id, less the first one, to its index
+        self._make_table()
+        self.register_load_state_dict_post_hook(_make_table)  # type: ignore[no-untyped-call]
+
+    def _make_table(self) -> None:
+        self._first, last = int(self.ids[0]), int(self.ids[-1])
+        self._by_table = last - self._first < MOST_IN_TABLE
+        if self._by_table:
+            self.table = self._nearest(torch.arange(self._first, last + 1, device=self.ids.device))
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def forward(self, positions: Tensor) -> Tensor:
+        if self._by_table:
+            return self.table[(positions - self._first).clamp(0, len(self.table) - 1)]
+        return self._nearest(positions)
+
+    def _nearest(self, positions: Tensor) -> Tensor:
         right = torch.searchsorted(self.ids, positions).clamp(max=len(self.ids) - 1)
         left = (right - 1).clamp(min=0)
         return torch.where((positions - self.ids[left]).abs() < (self.ids[right] - positions).abs(), left, right)
+
+
+def _make_table(index: PositionIndex, _: Any) -> None:
+    index._make_table()
 
 
 class PositionTable(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ultr.errors import OptionError, nearest
 from ultr.rankers.boosters import BOOSTERS
-from ultr.rankers.dropout import DeviceMasks, Dropout, Masks
+from ultr.rankers.dropout import DeviceMask, Dropout, GivenMask, Masks
 from ultr.rankers.encoder import FeatureEncoder
 from ultr.rankers.linear import LinearRanker
 from ultr.rankers.mlp import MLPRanker
@@ -22,9 +22,10 @@ from ultr.rankers.synthesised import Synthesised
 
 __all__ = [
     "RANKERS",
-    "DeviceMasks",
+    "DeviceMask",
     "Dropout",
     "FeatureEncoder",
+    "GivenMask",
     "LinearRanker",
     "MLPRanker",
     "Masks",

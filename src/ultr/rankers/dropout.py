@@ -35,23 +35,38 @@ class Masks:
         return kept.to(like.dtype).mul_(LEVELS / below)
 
 
-class DeviceMasks:
-    """The dropout masks of one training step on a GPU: numbers of a `Noise`, which is made at the first draw."""
+class DeviceMask:
+    """The dropout mask of one layer in one training step on a GPU; layers are numbered by `layer`."""
 
-    def __init__(self, noise: Callable[[], Noise]) -> None:
-        self._make = noise
-        self._noise: Noise | None = None
+    def __init__(self, noise: Callable[[], Noise], layer: int) -> None:
+        self._noise, self._layer = noise, layer
 
     def draw(self, like: Tensor, keep: float) -> Tensor:
         """Draw a mask for values [requests, length] or [..., units]: 1/keep with probability `keep`, else 0."""
-        self._noise = self._noise or self._make()
-        return self._noise.kept(keep, *like.shape[2:]).to(like.dtype)
+        return self._noise().kept(keep, *like.shape[2:], mask=self._layer).to(like.dtype)
+
+
+class GivenMask:
+    """A dropout mask that was drawn before."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self._mask = mask
+
+    def draw(self, like: Tensor, keep: float) -> Tensor:
+        return self._mask.to(like.dtype)
 
 
 class Dropout(nn.Dropout):
-    """Dropout as in `torch.nn.Dropout`, but with the given `masks` in training if they are set."""
+    """Dropout as in `torch.nn.Dropout`, but with the given `masks` in training if they are set.
 
-    masks: Masks | DeviceMasks | None = None
+    Values are [requests, length, units], or [requests, length] if `units` is 0.
+    """
+
+    def __init__(self, p: float = 0.5, units: int = 0) -> None:
+        super().__init__(p)
+        self.units = units
+
+    masks: Masks | DeviceMask | GivenMask | None = None
 
     def forward(self, values: Tensor) -> Tensor:
         if self.masks is None or not self.training or not self.p:

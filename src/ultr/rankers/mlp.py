@@ -44,7 +44,7 @@ class MLPRanker(nn.Module):
                 layers.append(nn.LayerNorm(size_out))
             layers.append(nn.ELU())
             if dropout:
-                layers.append(Dropout(dropout))
+                layers.append(Dropout(dropout, size_out))
         self.layers = nn.Sequential(*layers, nn.Linear(hidden[-1], outputs))
 
     def forward(self, features: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class Chosen(NamedTuple):
     """The requests that a feed has chosen for a step, and the seed of their simulated feedback."""
 
     requests: Tensor  # indices of the requests of this process
-    key: Tensor  # the seed as a tensor, for a GPU
+    key: Tensor  # the seed of random numbers on a GPU
     parts: tuple[Part, ...]
     everyone: Tensor  # indices of the requests of all processes, on the CPU
     step: int
@@ -129,12 +129,11 @@ class Feed:
             lists = self._lists.gather(batch.requests, batch.parts[0].longest, padded=self._padded)
         else:
             lists = self._lists[batch.requests]
-        lists = lists.with_parts(batch.parts)
+        lists = lists.with_parts(batch.parts, batch.key if self._on_gpu else None)
         if self._user is None:
             return lists
         if self._on_gpu:
-            noise = Noise(batch.key, row_numbers(batch.parts, self._lists.device), lists.where.shape[1])
-            return lists.with_actions(self._sample(lists, noise))
+            return lists.with_actions(self._sample(lists, noise_of(lists)))
         # Feedback is sampled for the whole batch, so that it does not depend on the number of processes.
         whole = lists if self._shown is self._lists else self._shown[batch.everyone]
         self._generator.manual_seed(step_seed(self._seed, batch.step, 1))
@@ -194,6 +193,12 @@ class Plan(NamedTuple):
 def padded_length(longest: int, most: int) -> int:
     """Return a length to pad lists to: the next multiple of 8, but not above `most`, the longest list of the log."""
     return min(most, -(-longest // 8) * 8)
+
+
+def noise_of(lists: Lists) -> Noise:
+    """Return the random numbers of a training step on a GPU, which depend on the key and the parts of its batch."""
+    assert lists.key is not None  # noqa: S101 - the batch of a step on a GPU has a key
+    return Noise(lists.key, row_numbers(lists.parts, lists.where.device), lists.where.shape[1])
 
 
 @lru_cache(maxsize=64)
@@ -304,7 +309,7 @@ class Stream:
         if not shards.manifest.actions:
             hint = "run ultr prepare again, and name the feedback columns with --actions"
             raise DataError("the lists have no actions to learn from", hint=hint)
-        self._shards, self._device, self._view = shards, torch.device(device), view
+        self._shards, self._device, self._view, self._seed = shards, torch.device(device), view, seed
         parts = parts_of(min(batch, len(shards)))
         count = PARTS if PARTS % size() == 0 else size()
         request_bytes = shards.row_bytes * shards.rows / len(shards)
@@ -333,10 +338,12 @@ class Stream:
             self._batches.append((ahead, self._maker.submit(self._make, ahead)))
         lists = self._moved or self._move(self._batches[0][1].result())
         self._batches.popleft()
+        if self._copies is None:
+            return lists
         # The next batch is copied while the GPU works on this one.
-        ready = self._copies is not None and self._batches[0][1].done()
-        self._moved = self._move(self._batches[0][1].result()) if ready else None
-        return self._arrived(lists)
+        self._moved = self._move(self._batches[0][1].result()) if self._batches[0][1].done() else None
+        key = torch.full((), step_seed(self._seed, step, 1), device=self._device)
+        return self._arrived(lists, self._copies).with_parts(lists.parts, key)
 
     def lists(self, batch: Lists) -> Lists:
         return batch
@@ -348,13 +355,12 @@ class Stream:
         with torch.cuda.stream(self._copies):
             return lists.map(lambda values: values.to(self._device, non_blocking=True))
 
-    def _arrived(self, lists: Lists) -> Lists:
+    def _arrived(self, lists: Lists, copies: torch.cuda.Stream) -> Lists:
         """Let the work on the current stream of a GPU wait for the copies of a batch, and return the batch."""
-        if self._copies is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._copies)
-            for values in lists.tensors:
-                values.record_stream(current)  # their memory is not given to others before the stream has used them
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(copies)
+        for values in lists.tensors:
+            values.record_stream(current)  # their memory is not given to others before the stream has used them
         return lists
 
     def _make(self, step: int) -> Lists:

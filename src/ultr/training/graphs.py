@@ -25,7 +25,7 @@ from ultr.utils.distributed import size
 WARM_UP = 3  # steps that are taken as usual before a graph is captured, so that libraries have set themselves up
 MOST_GRAPHS = 16  # captured at most: one for each length of padded lists and length of the next ones
 
-WorkOfStep = Callable[[Lists, Tensor], Tensor]  # (lists, key of random numbers) -> loss, by work on the device alone
+WorkOfStep = Callable[[Lists], Tensor]  # takes a step by work on the device alone, and returns its loss
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class Graph:
     """A captured step."""
 
     graph: torch.cuda.CUDAGraph
-    key: Tensor  # read by the graph
     loss: Tensor  # written by the graph
 
 
@@ -61,33 +60,32 @@ class GraphedSteps:
         """Return what the feed chooses for a step."""
         return self._feed.choose(step) if self._next is None or self._next[0] != step else self._next[1]
 
-    def take(self, step: int, batch: Batch, key: int) -> Tensor:
+    def take(self, step: int, batch: Batch) -> Tensor:
         """Take a step with the lists of a batch; return its loss, which the next step overwrites."""
         if not self._enabled:
-            return self._take_as_usual(batch, key)
+            return self._take_as_usual(batch)
         self._next = step + 1, self._feed.choose(step + 1)
         shape, following = _shape(batch), _shape(self._next[1])
         if (graph := self._graphs.get((shape, following))) is None:
             self._seen[shape] += 1
             if self._seen[shape] <= WARM_UP or len(self._graphs) == MOST_GRAPHS:
-                return self._take_as_usual(batch, key)
+                return self._take_as_usual(batch)
             if (graph := self._capture(batch, self._next[1])) is None:
-                return self._take_as_usual(batch, key)
+                return self._take_as_usual(batch)
             self._graphs[shape, following] = graph
         if self._made != step:
             _copy(self._feed.lists(batch).tensors, self._lists[shape].tensors)
         _copy(self._next[1].tensors, self._batches[following].tensors)
-        graph.key.fill_(key)
         graph.graph.replay()
         self._made = step + 1
         return graph.loss
 
-    def _take_as_usual(self, batch: Batch, key: int) -> Tensor:
+    def _take_as_usual(self, batch: Batch) -> Tensor:
         """Take a step on the stream of the captures, because a graph must not depend on work of another stream."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            loss = self._work(self._feed.lists(batch), torch.full((), key, device=self._device))
+            loss = self._work(self._feed.lists(batch))
         current.wait_stream(self._stream)
         return loss
 
@@ -102,14 +100,14 @@ class GraphedSteps:
             self._batches[_shape(following)],
             self._lists[_shape(following)],
         )
-        graph, key = torch.cuda.CUDAGraph(), torch.zeros((), dtype=torch.int64, device=self._device)
+        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 self._side.wait_stream(self._stream)
                 with torch.cuda.stream(self._side):
                     made = self._feed.lists(next_batch)
-                loss = self._work(lists, key)
+                loss = self._work(lists)
                 self._stream.wait_stream(self._side)
                 _copy(made.tensors, next_lists.tensors)
         except RuntimeError as error:
@@ -117,7 +115,7 @@ class GraphedSteps:
             _warn(" ".join(str(error).split())[:300])
             return None
         self._pool = graph.pool()
-        return Graph(graph, key, loss)
+        return Graph(graph, loss)
 
 
 def _shape(batch: Batch) -> Hashable:

@@ -10,23 +10,23 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ultr.errors import DataError
 from ultr.lists import Lists, Part
 from ultr.log import Log
 from ultr.methods.base import Learner, Method
-from ultr.rankers import DeviceMasks, Dropout, Masks, fit_encoders
+from ultr.rankers import DeviceMask, Dropout, Masks, fit_encoders
 from ultr.training.config import TrainingOptions
-from ultr.training.feed import Feeding, row_numbers, step_seed
+from ultr.training.feed import Feeding, noise_of, step_seed
 from ultr.training.graphs import GraphedSteps
-from ultr.training.optimizers import make_optimizer, set_rate
+from ultr.training.optimizers import clip_gradients, make_optimizer, set_rate
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import average_gradients
-from ultr.utils.noise import Noise
 from ultr.utils.stopping import EarlyStopping
 
 
@@ -71,11 +71,17 @@ def start(method: Learner, train: Log, options: TrainingOptions) -> TrainingStat
     fit_encoders(method, train.features)
     device = choose_device(options.device)
     method.to(device)
+    settings = {"lr": options.lr, "weight_decay": options.weight_decay, "clip": options.clip}
+    optimizer = make_optimizer(options.optimizer, trained_networks(method), device=device, **settings)
+    return TrainingState(method=method, optimizer=optimizer)
+
+
+def trained_networks(method: Learner) -> list[list[nn.Parameter]]:
+    """Return the parameters of each network of a method that is trained; its bias model is not."""
     bias_learner = method.bias_learner() if isinstance(method, Method) else None
     fixed = set() if bias_learner is None else set(bias_learner.parameters())
-    parameters = [p for p in method.parameters() if p not in fixed]
-    rates = {"lr": options.lr, "weight_decay": options.weight_decay}
-    return TrainingState(method=method, optimizer=make_optimizer(options.optimizer, parameters, device=device, **rates))
+    networks = [[p for p in network.parameters() if p not in fixed] for network in method.children()]
+    return [network for network in networks if network]
 
 
 def train(
@@ -127,8 +133,8 @@ def graphed_steps(state: TrainingState, feed: Feeding, options: TrainingOptions)
     """Return a function that takes the next training step on a GPU as `take_step` does, but as one CUDA graph."""
     device = next(state.method.parameters()).device
 
-    def work(lists: Lists, key: Tensor) -> Tensor:
-        with masked(state.method, device_masks(lists, key)):
+    def work(lists: Lists) -> Tensor:
+        with masked(state.method, lists, options.seed, state.step):
             return work_of_step(state, lists, options)
 
     graphed = GraphedSteps(feed, work, device)
@@ -140,7 +146,7 @@ def graphed_steps(state: TrainingState, feed: Feeding, options: TrainingOptions)
             set_rate(state.optimizer, rate := new)
         batch = graphed.choose(state.step)
         seed_generators(device, options.seed, state.step, batch.parts)
-        loss = graphed.take(state.step, batch, step_seed(options.seed, state.step, 2))
+        loss = graphed.take(state.step, batch)
         state.step += 1
         return loss
 
@@ -159,11 +165,7 @@ def work_of_step(state: TrainingState, lists: Lists, options: TrainingOptions) -
     optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
     loss = average_gradients(method.parameters(), loss, lists.weights.sum())  # losses are means with these weights
-    if options.clip:
-        # Each network is clipped on its own: one with large gradients must not slow the others.
-        for network in method.children():
-            if parameters := [p for p in network.parameters() if p.grad is not None]:
-                torch.nn.utils.clip_grad_norm_(parameters, options.clip)
+    clip_gradients(optimizer, trained_networks(method), options.clip)
     optimizer.step()
     return loss.detach()
 
@@ -174,14 +176,8 @@ def work_of_step(state: TrainingState, lists: Lists, options: TrainingOptions) -
 @contextmanager
 def seeded_step(method: Learner, lists: Lists, seed: int, step: int) -> Iterator[None]:
     """Seed all random numbers inside the block from the seed, the step and the part of the batch."""
-    device = lists.where.device
-    seed_generators(device, seed, step, lists.parts)
-    masks: Masks | DeviceMasks | None = None
-    if lists.parts and device.type == "cuda":
-        masks = device_masks(lists, torch.full((), step_seed(seed, step, 2), device=device))
-    elif lists.parts:
-        masks = Masks(lists.parts, [step_seed(seed, step, 2, 1 + part.number) for part in lists.parts])
-    with masked(method, masks):
+    seed_generators(lists.where.device, seed, step, lists.parts)
+    with masked(method, lists, seed, step):
         yield
 
 
@@ -193,17 +189,21 @@ def seed_generators(device: torch.device, seed: int, step: int, parts: tuple[Par
     torch.default_generator.manual_seed(part_seed)  # torch.manual_seed would record a stack trace at each call
 
 
-def device_masks(lists: Lists, key: Tensor) -> DeviceMasks:
-    """Return the dropout masks of a step on a GPU; `key` is a tensor with the seed."""
-    return DeviceMasks(lambda: Noise(key, row_numbers(lists.parts, lists.where.device), lists.where.shape[1]))
-
-
 @contextmanager
-def masked(method: Learner, masks: Masks | DeviceMasks | None) -> Iterator[None]:
-    """Let all dropout of a method use these masks, in a `with` block."""
+def masked(method: Learner, lists: Lists, seed: int, step: int) -> Iterator[None]:
+    """Let all dropout of a method use masks of this step, in a `with` block; on a GPU they follow from the lists' key.
+
+    Lists that are not the batch of a step have torch's own dropout.
+    """
     dropouts = [module for module in method.modules() if isinstance(module, Dropout)]
-    for module in dropouts:
-        module.masks = masks
+    if dropouts and lists.key is not None:
+        noise = lru_cache(maxsize=1)(lambda: noise_of(lists))  # made at the first draw
+        for layer, module in enumerate(dropouts):
+            module.masks = DeviceMask(noise, layer)
+    elif dropouts and lists.parts:
+        masks = Masks(lists.parts, [step_seed(seed, step, 2, 1 + part.number) for part in lists.parts])
+        for module in dropouts:
+            module.masks = masks
     try:
         yield
     finally:

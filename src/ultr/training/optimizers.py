@@ -2,67 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Optimizer = Literal["adagrad", "adam", "adamw"]
-ON_CPU: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
+OF_TORCH: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
+ALIGNMENT = 64  # numbers; matrix kernels are faster on aligned rows
 
 
-class DeviceAdagrad(torch.optim.Optimizer):
-    """Adagrad as in `torch.optim.Adagrad`, whose learning rate may be a tensor: p -= lr · g / (√Σg² + eps).
+class FlatAdagrad(torch.optim.Optimizer):
+    """Adagrad as in `torch.optim.Adagrad`, p -= lr · g / (√Σg² + eps), for a GPU.
 
-    torch's own reads its learning rate and its step number on the CPU, so a graph of it would repeat those of the step
-    that was captured. A learning rate [runs] is for parameters [runs, ...] of several runs.
+    The parameters of each group are moved into one tensor, so that a step is a few kernels; `clip` limits the norm of
+    the gradient of each group (0: no limit). The learning rate is a tensor. torch's own Adagrad reads it on the CPU, so
+    a graph would repeat that of the captured step. With `runs`, parameters are [runs, ...] and learning rates [runs].
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], *, lr: float | Tensor, weight_decay: float = 0.0, eps: float = 1e-10
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        *,
+        lr: Tensor,
+        weight_decay: float = 0.0,
+        clip: float = 0.0,
+        eps: float = 1e-10,
+        runs: int | None = None,
     ) -> None:
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "eps": eps, "capturable": True})
+        settings = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+        super().__init__([{"params": list(group)} for group in groups if len(group)], settings)
+        self._clip, self._runs = clip, runs or 1
+        # Of each group: its parameters by their place in the flat tensors; these; and sums of squared gradients.
+        self._flat: list[tuple[list[Tensor], Tensor, Tensor]] = []
         for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p] = {"step": torch.zeros((), device=p.device), "sum": torch.zeros_like(p)}
+            parameters = sorted(group["params"], key=lambda p: p.numel() % ALIGNMENT != 0)
+            values = torch.cat([self._rows(p.detach()) for p in parameters], dim=1)
+            sums, first = torch.zeros_like(values), 0
+            for p in parameters:
+                place = slice(None), slice(first, first + p.numel() // self._runs)
+                p.data = values[place].view(p.shape)
+                # `step` is not used: it is for checkpoints, which torch's Adagrad can load too.
+                self.state[p] = {"step": torch.zeros(()), "sum": sums[place].view(p.shape)}
+                first = place[1].stop
+            self._flat.append((parameters, values, sums))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if not parameters:
-                continue
-            gradients = [p.grad for p in parameters]
-            sums, steps = ([self.state[p][name] for p in parameters] for name in ("sum", "step"))
+        for group, (parameters, values, sums) in zip(self.param_groups, self._flat, strict=True):
+            slopes = torch.cat([self._rows(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters], 1)
+            if self._clip:
+                norm = torch.linalg.vector_norm(slopes, dim=1, keepdim=True)
+                slopes.mul_((self._clip / (norm + 1e-6)).clamp_(max=1))
             if group["weight_decay"]:
-                gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
-            torch._foreach_add_(steps, 1)
-            torch._foreach_addcmul_(sums, gradients, gradients)
-            scales = torch._foreach_sqrt(sums)
-            torch._foreach_add_(scales, group["eps"])
-            changes = torch._foreach_div(gradients, scales)
-            lr = group["lr"]
-            rates = [lr.view(-1, *[1] * (p.ndim - 1)) for p in parameters] if isinstance(lr, Tensor) and lr.ndim else lr
-            torch._foreach_mul_(changes, rates)
-            torch._foreach_sub_(parameters, changes)
+                slopes.add_(values, alpha=group["weight_decay"])
+            sums.addcmul_(slopes, slopes)
+            slopes.div_(sums.sqrt().add_(group["eps"]))
+            values.sub_(slopes.mul_(group["lr"].view(-1, 1)))
+
+    def _rows(self, values: Tensor) -> Tensor:
+        return values.reshape(self._runs, -1)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load sums of squared gradients into the tensors that hold them."""
+        places = {p: self.state[p]["sum"] for group in self.param_groups for p in group["params"]}
+        super().load_state_dict(state_dict)
+        for p, place in places.items():
+            self.state[p]["sum"] = place.copy_(self.state[p]["sum"])
 
 
 def make_optimizer(
-    name: Optimizer, parameters: Iterable[Tensor], *, lr: float, weight_decay: float, device: torch.device
+    name: Optimizer,
+    networks: Sequence[Sequence[Tensor]],
+    *,
+    lr: float,
+    weight_decay: float,
+    clip: float,
+    device: torch.device,
 ) -> torch.optim.Optimizer:
-    """Make an optimizer by its name; on a GPU its learning rate is a tensor (see `set_rate`)."""
+    """Make an optimizer by its name, for the parameters of some networks; on a GPU its learning rate is a tensor."""
+    parameters = [p for network in networks for p in network]
     if device.type != "cuda":
         fused = {"fused": True} if device.type == "cpu" else {}  # update all parameters in one pass
-        return ON_CPU[name](parameters, lr=lr, weight_decay=weight_decay, **fused)
+        return OF_TORCH[name](parameters, lr=lr, weight_decay=weight_decay, **fused)
     rate = torch.tensor(lr, device=device)
     if name == "adagrad":
-        return DeviceAdagrad(parameters, lr=rate, weight_decay=weight_decay)
-    return ON_CPU[name](parameters, lr=rate, weight_decay=weight_decay, fused=True, capturable=True)
+        return FlatAdagrad(networks, lr=rate, weight_decay=weight_decay, clip=clip)
+    return OF_TORCH[name](parameters, lr=rate, weight_decay=weight_decay, fused=True, capturable=True)
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, networks: Sequence[Sequence[Tensor]], clip: float) -> None:
+    """Limit the norm of the gradient of each network on its own: one with large gradients must not slow the others."""
+    if clip and not isinstance(optimizer, FlatAdagrad):  # which does so itself
+        for network in networks:
+            if parameters := [p for p in network if p.grad is not None]:
+                torch.nn.utils.clip_grad_norm_(parameters, clip)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

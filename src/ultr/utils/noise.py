@@ -15,6 +15,7 @@ from torch import Tensor
 
 WORD = 0xFFFFFFFF  # 32 bits
 SLOTS, DRAWS = 1 << 20, 1 << 10  # most items of a list, and most draws of a `Noise`
+FIRST_MASK = DRAWS // 2  # the first draws are for simulated users, the others for dropout
 HASH_PLACES = """
 template <typename T> T hash_places(T key, T place) {
     unsigned long long z = (unsigned long long)key + 0x9E3779B97F4A7C15ull * (unsigned long long)place;
@@ -60,27 +61,26 @@ class Noise:
 
     def uniform(self) -> Tensor:
         """Draw uniform numbers [requests, length], above 0 and below 1, as float32."""
-        draw = self._next()
+        self._draws += 1
         if self._on_gpu:
-            return _kernel(MIXED + UNIFORM, draw=0.0)(self._cells, draw=draw)
-        return uniform(self._cells, torch.tensor(draw))
+            return _kernel(MIXED + UNIFORM, draw=0.0)(self._cells, draw=self._draws)
+        return uniform(self._cells, torch.tensor(self._draws))
 
     def normal(self) -> Tensor:
         """Draw standard normal numbers [requests, length]."""
         values: Tensor = torch.special.ndtri(self.uniform())
         return values
 
-    def kept(self, keep: float, *units: int) -> Tensor:
-        """Draw numbers [requests, length, *units], at most one unit size: 1/keep with probability `keep`, else 0."""
-        draw, cells = self._next(), self._cells[..., None] if units else self._cells
+    def kept(self, keep: float, *units: int, mask: int) -> Tensor:
+        """Draw the dropout mask number `mask` [requests, length, *units]: 1/keep with probability `keep`, else 0.
+
+        There is at most one unit size.
+        """
+        draw, cells = FIRST_MASK + mask, self._cells[..., None] if units else self._cells
         numbers = _numbers(units[0] if units else 1, cells.device)
         if self._on_gpu:
             return _kernel(MIXED + KEPT, draw=0.0, keep=1.0)(cells, _as_floats(numbers), draw=draw, keep=keep)
         return torch.where(uniform(cells, numbers * DRAWS + draw) < keep, 1 / keep, 0.0)
-
-    def _next(self) -> int:
-        self._draws += 1
-        return self._draws
 
 
 def hash_places(key: Tensor, places: Tensor) -> Tensor:
