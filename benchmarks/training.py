@@ -21,6 +21,7 @@ import copy
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -31,14 +32,16 @@ from ultr.datasets import ranking_svm, show
 from ultr.datasets.synthetic import make_synthetic
 from ultr.datasets.users import User
 from ultr.lists import ListBatches
+from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.methods import METHODS, MethodInputs, make_method
 from ultr.methods.base import Learner
 from ultr.methods.bias_model import BiasModel
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.training.config import TrainingOptions
-from ultr.training.feed import Feed
+from ultr.training.feed import Feed, FeedStack
 from ultr.training.loop import TrainingState, graphed_steps, start, take_step
+from ultr.training.stack import Stack
 
 ITEMS = 10
 BOUND, GPU_BOUND = 1.3, 1.5  # the longest step, in times of its passes
@@ -76,7 +79,12 @@ def main() -> None:
         work[name] = [partial(_step, state, feed, training), passes]
         if on_gpu:
             graphed = graphed_steps(start(copy.deepcopy(learner), log, training), feed, training)
-            work[name] = [partial(_call, graphed), _captured(passes), partial(_step, state, feed, training)]
+            work[name] = [
+                partial(_call, graphed),
+                _captured(passes),
+                partial(_step, state, feed, training),
+                partial(_call, _ten_seeds(learner, log, feed.source, training)),
+            ]
     times: dict[str, list[list[float]]] = {name: [[] for _ in calls] for name, calls in work.items()}
     memory = 0
     repeat = BLOCK if on_gpu else 1
@@ -97,7 +105,9 @@ def main() -> None:
     print(f"{'':<22}{'step':>10}{'passes':>12}  ratio (bound {bound})   steps of lambdarank (bound {METHOD_BOUND})")
     for name, (whole, passes_time, *usual) in medians.items():
         ratio, lambdaranks = whole / passes_time, whole / medians["lambdarank"][0]
-        without = f"   without a graph {1e3 * usual[0]:6.2f} ms" if usual else ""
+        without = (
+            f"   without a graph {1e3 * usual[0]:6.2f} ms; ten seeds {usual[1] / whole:.2f} times" if usual else ""
+        )
         print(
             f"{name:<22}{1e3 * whole:8.3f} ms{1e3 * passes_time:9.3f} ms{ratio:7.2f}{lambdaranks:10.2f}"
             f"{options.lists / whole:14,.0f} lists/s{without}{'' if ratio <= bound else '  above the bound'}"
@@ -108,6 +118,16 @@ def main() -> None:
 
 def _call(step: Callable[[], object], _: int) -> None:
     step()
+
+
+def _ten_seeds(learner: Learner, log: Log, source: ListBatches, training: TrainingOptions) -> Callable[[], object]:
+    """Return a function that takes a step of ten copies of a learner, each with its own seed, together."""
+    several = [replace(training, seed=seed) for seed in range(10)]
+    learners = [copy.deepcopy(learner) for _ in several]
+    for each in learners:
+        start(each, log, training)
+    feeds = [Feed(source, batch=training.batch, seed=each.seed, user=User()) for each in several]
+    return Stack(learners, several).steps(FeedStack(feeds))
 
 
 def _captured(passes: Callable[[int], object]) -> Callable[[int], object]:

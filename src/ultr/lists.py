@@ -165,9 +165,34 @@ class ListBatches:
         return bool(self._actions)
 
     @property
+    def padded(self) -> bool:
+        """Whether lists have different lengths, so that most need padding."""
+        return int(self._lengths.min()) < int(self._lengths.max())
+
+    @property
     def lengths(self) -> Tensor:
         """The number of items of each request, on the CPU."""
         return self._lengths
+
+    @staticmethod
+    def joined(several: Sequence[ListBatches]) -> ListBatches:
+        """Return the requests of several `ListBatches` of the same columns and device as one."""
+        if len(several) == 1:
+            return several[0]
+        whole = copy(several[0])
+        rows = np.cumsum([0, *(int(each._lengths.sum()) for each in several)]).tolist()
+        whole._offsets = torch.cat(
+            [
+                *(each._offsets[:-1] + first for each, first in zip(several, rows, strict=False)),
+                several[-1]._offsets[-1:] + rows[-2],
+            ]
+        )
+        whole._lengths = torch.cat([each._lengths for each in several])
+        for name in ("_features", "_weights", "_positions", "_relevance"):
+            if getattr(whole, name) is not None:
+                setattr(whole, name, torch.cat([getattr(each, name) for each in several]))
+        whole._actions = {name: torch.cat([each._actions[name] for each in several]) for name in whole._actions}
+        return whole
 
     def without_features(self) -> ListBatches:
         """Return a copy whose lists have zero features."""

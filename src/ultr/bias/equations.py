@@ -171,7 +171,7 @@ def coherent_preference(
 
 def sums_by_cell(values: Tensor, cells: Tensor, size: int) -> Tensor:
     """Return sums [size] of values by the index of their cell, 0 to size - 1; `cells` has the shape of `values`."""
-    return torch.zeros(size, dtype=values.dtype, device=values.device).index_add_(
+    return torch.zeros(size, dtype=values.dtype, device=values.device).index_add(
         0, cells.reshape(-1), values.reshape(-1)
     )
 

@@ -88,7 +88,9 @@ Stream = Annotated[
 Workers = Annotated[
     int, typer.Option("--workers", help="Threads that read streamed lists; 0: by the number of cores.", min=0)
 ]
-Precision = Annotated[str, typer.Option("--precision", help="Number format of networks: float32 or bf16.")]
+Precision = Annotated[
+    str, typer.Option("--precision", help="Precision of matrix products: float32, bf16, or tf32 (on a GPU).")
+]
 BiasSteps = Annotated[int, typer.Option("--bias-steps", help="Largest number of training steps of the bias model.")]
 Propensities = Annotated[
     Path | None,

@@ -185,7 +185,7 @@ def ranks_of(scores: Tensor, *, where: Tensor | None = None, generator: torch.Ge
     keys = torch.where(where, scores.clamp(min=torch.finfo(scores.dtype).min), -torch.inf)
     order = keys.argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(1, keys.shape[-1] + 1, device=keys.device).expand(keys.shape)
-    ranks = torch.empty_like(order).scatter_(-1, order, places)
+    ranks = torch.zeros_like(order).scatter(-1, order, places)
     return ranks if shuffle is None else torch.empty_like(ranks).scatter_(-1, shuffle, ranks)
 
 

@@ -62,6 +62,11 @@ class Learner(nn.Module):
     def update(self, lists: Lists) -> None:
         """Update the state that is not learned by gradients, such as the E- and M-step of an EM method."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether the loss draws random numbers by torch's own generators, dropout apart."""
+        return False
+
     def held_out_metrics(self, batches: list[Lists]) -> dict[str, float]:
         """Return metrics of held-out requests; training keeps the state with the highest "likelihood"."""
         raise NotImplementedError

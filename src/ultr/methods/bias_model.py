@@ -32,7 +32,7 @@ from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
 from ultr.methods.base import MethodInputs
 from ultr.methods.losses import gaps, lambdarank_weights, preferred_pairs, reduced
-from ultr.methods.position_model import FORGET, PositionModel, means_of_all, sums_in_cells
+from ultr.methods.position_model import PositionModel, average_with, means_of_all, sums_in_cells
 from ultr.rankers import FeatureEncoder, make_ranker
 from ultr.utils.distributed import summed
 
@@ -102,6 +102,10 @@ class BiasModel(PositionModel):
         with torch.no_grad():
             last.weight[:2] = 0
             last.bias[0] = torch.tensor(beta).clamp(0.001, 0.999).logit()
+
+    @property
+    def draws(self) -> bool:
+        return self.sampled
 
     def settings(self) -> dict[str, Any]:
         names = ("scaled_values", "pairs", "sampled", "released")
@@ -204,16 +208,16 @@ class BiasModel(PositionModel):
     def _average_in(self, means: list[Tensor]) -> None:
         """Average the `means` of a batch with those before: of items, then of θ if regressed, then of pairs if used."""
         self.updates += 1
-        self.item_sums.lerp_(means[0], self.updates.pow(-FORGET))
+        average_with(self.item_sums, means[0], self.updates)
         examined, zeros, value, predicted = self.item_sums
         self.theta_minus.copy_(updated(examined, zeros, self.theta_minus))
         if self.scaled_values:
             rho = updated(value, predicted, self.rho).clamp(0.01, 100)
-            self.rho.copy_(rho / rho.take(self.theta.argmax()))
+            self.rho.copy_(rho / rho.gather(0, self.theta.argmax(0, keepdim=True)))
         if self.theta_from == "regression":
             self.regress(means[1])
         if self.pairs:
-            self.pair_sums.lerp_(means[-1], self.updates.pow(-FORGET))
+            average_with(self.pair_sums, means[-1], self.updates)
             self.take_trust()
 
     def take_trust(self) -> None:

@@ -38,7 +38,12 @@ THETA_FROM = {
 def average_in(sums: Tensor, terms: Iterable[Tensor], place: Tensor, weights: Tensor, updates: Tensor) -> None:
     """Average the means of a batch's terms by position with `sums` of the batches before; `updates` counts batches."""
     (means,) = means_of_all((sums_in_cells(terms, place, weights, sums.shape[1]), weights))
-    sums.lerp_(means, updates.pow(-FORGET))
+    average_with(sums, means, updates)
+
+
+def average_with(sums: Tensor, means: Tensor, updates: Tensor) -> None:
+    """Average the means of a batch with `sums` of the batches before; `updates` counts batches."""
+    sums.add_((means - sums) * updates.pow(-FORGET))
 
 
 def sums_in_cells(terms: Iterable[Tensor], cells: Tensor, weights: Tensor, size: int) -> Tensor:
@@ -47,7 +52,7 @@ def sums_in_cells(terms: Iterable[Tensor], cells: Tensor, weights: Tensor, size:
     if weights.is_cuda:  # sums in a fixed order, so that a resumed run has the same bits
         values = torch.stack([values.reshape(-1) for values in weighted], dim=-1)
         sums = values.new_zeros(size, len(weighted))
-        return sums.index_put_((cells.reshape(-1),), values, accumulate=True).T.contiguous()
+        return sums.index_put((cells.reshape(-1),), values, accumulate=True).T.contiguous()
     return torch.stack([sums_by_cell(values, cells, size) for values in weighted])
 
 
@@ -159,7 +164,7 @@ class PositionModel(Learner):
 
     def regress(self, means: Tensor) -> None:
         """Update θ from the means [terms, positions] of its terms; the caller has already increased `updates`."""
-        self.sums.lerp_(means, self.updates.pow(-FORGET))
+        average_with(self.sums, means, self.updates)
         shown, clicks, scored, expected = self.sums
         warm = self.updates <= WARM_UP
         theta = torch.where(warm, quotient(clicks, shown), updated(scored, expected, self.theta))

@@ -35,6 +35,10 @@ class RegressionEM(ClickMethod):
         fixed = None if scale == "estimated" else float(scale)
         self.positions = PositionModel(inputs, scale=fixed, theta_from="regression")
 
+    @property
+    def draws(self) -> bool:
+        return self.sampled
+
     @torch.no_grad()
     def update(self, lists: Lists) -> None:
         if self.positions.theta_from == "known":

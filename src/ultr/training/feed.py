@@ -88,7 +88,8 @@ class Feed:
     """Batches from a log in memory. Each pass over the log (epoch) takes the requests in a new random order.
 
     With a simulated `user`, new feedback is sampled at each step; without, the feedback of the log is used. `requests`
-    are the indices of the requests to use; the default is all requests.
+    are the indices of the requests to use; the default is all requests. The lists of a `keyed` feed have a key for
+    random numbers, as a GPU needs it; the default is whether the log is on a GPU.
     """
 
     def __init__(
@@ -99,19 +100,19 @@ class Feed:
         seed: int,
         user: User | None = None,
         requests: np.ndarray | None = None,
+        keyed: bool | None = None,
     ) -> None:
-        self._lists = lists
+        self.source = lists
         self._requests = torch.arange(len(lists)) if requests is None else torch.from_numpy(requests)
-        self._batch, self._seed, self._user = min(batch, len(self._requests)), seed, user
+        self._batch, self._seed, self.user = min(batch, len(self._requests)), seed, user
         self._sizes, self._own = parts_of(self._batch), own_share(self._batch)
-        self._on_gpu = lists.device.type == "cuda"
+        self._keyed = lists.device.type == "cuda" if keyed is None else keyed
         self._shown = lists if size() == 1 or user is None else lists.without_features()
         self._generator = torch.Generator(lists.device)
         self._order: dict[int, Tensor] = {}
-        self._steps_at_once = max(1, min(STEPS_AT_ONCE, REQUESTS_AT_ONCE // self._batch))
-        self._plan = lru_cache(maxsize=2)(self._make_plan)
+        self.steps_at_once = max(1, min(STEPS_AT_ONCE, REQUESTS_AT_ONCE // self._batch))
+        self.plan = lru_cache(maxsize=2)(self._make_plan)
         self._longest = int(lists.lengths.max())
-        self._padded = int(lists.lengths.min()) < self._longest
         if user is None and not lists.has_actions:
             hint = "name the feedback columns with --actions, or pass --users to simulate feedback"
             raise DataError("the log has no actions to learn from", hint=hint)
@@ -120,56 +121,46 @@ class Feed:
         return self.lists(self.choose(step))
 
     def choose(self, step: int) -> Chosen:
-        number, place = divmod(step, self._steps_at_once)
-        plan = self._plan(number)
-        return Chosen(plan.requests[place], plan.keys[place], plan.parts[place], plan.everyone[place], step)
+        number, place = divmod(step, self.steps_at_once)
+        return self.plan(number).at(place, step)
 
     def lists(self, batch: Chosen) -> Lists:
-        if self._on_gpu:
-            lists = self._lists.gather(batch.requests, batch.parts[0].longest, padded=self._padded)
-        else:
-            lists = self._lists[batch.requests]
-        lists = lists.with_parts(batch.parts, batch.key if self._on_gpu else None)
-        if self._user is None:
+        if self._keyed:
+            return keyed_lists(self.source, batch, self.user)
+        lists = self.source[batch.requests].with_parts(batch.parts)
+        if self.user is None:
             return lists
-        if self._on_gpu:
-            return lists.with_actions(self._sample(lists, noise_of(lists)))
         # Feedback is sampled for the whole batch, so that it does not depend on the number of processes.
-        whole = lists if self._shown is self._lists else self._shown[batch.everyone]
+        whole = lists if self._shown is self.source else self._shown[batch.everyone]
         self._generator.manual_seed(step_seed(self._seed, batch.step, 1))
-        actions = self._sample(whole, self._generator)
+        actions = feedback_on(whole, self.user, self._generator)
         if whole is lists:
             return lists.with_actions(actions)
         longest = lists.where.shape[1]
         return lists.with_actions({name: values[self._own, :longest] for name, values in actions.items()})
 
-    def _sample(self, lists: Lists, noise: torch.Generator | Noise) -> dict[str, Tensor]:
-        assert self._user is not None  # noqa: S101
-        relevance, positions = lists.true_relevance, lists.shown_positions
-        return self._user.sample(relevance, positions, noise, where=lists.where, check=False).actions
-
     def _make_plan(self, number: int) -> Plan:
         """Choose the requests of several steps at once, because every copy to a GPU takes time."""
-        steps = range(number * self._steps_at_once, (number + 1) * self._steps_at_once)
+        steps = range(number * self.steps_at_once, (number + 1) * self.steps_at_once)
         places = np.arange(steps.start * self._batch, steps.stop * self._batch)
         passes = places // len(self._requests)
         requests = torch.cat(
             [self._pass(p)[places[passes == p] % len(self._requests)] for p in np.unique(passes).tolist()]
         ).view(len(steps), self._batch)
-        keys = torch.tensor([step_seed(self._seed, step, 1) if self._on_gpu else 0 for step in steps])
+        keys = torch.tensor([step_seed(self._seed, step, 1) if self._keyed else 0 for step in steps])
         own = requests[:, self._own]
-        lengths = self._lists.lengths[own]
-        device = self._lists.device
+        lengths = self.source.lengths[own]
+        device = self.source.device
         return Plan(own.to(device), keys.to(device), [self._parts(row) for row in lengths], requests)
 
     def _parts(self, lengths: Tensor) -> tuple[Part, ...]:
         """Return the parts of a batch, given the lengths of its lists.
 
-        On a GPU all parts are padded to one of few lengths, because a step is captured once for each length.
+        Those of a keyed feed are padded to one of few lengths, because a GPU captures a step for each length.
         """
         counts = [count for _, count in self._sizes]
         longest = [int(part.max()) for part in torch.split(lengths, counts)]
-        if self._on_gpu:
+        if self._keyed:
             longest = [padded_length(max(longest), self._longest)] * len(counts)
         return tuple(Part(n, count, most) for (n, count), most in zip(self._sizes, longest, strict=True))
 
@@ -188,6 +179,52 @@ class Plan(NamedTuple):
     keys: Tensor  # [steps] seeds of simulated feedback, on the device
     parts: list[tuple[Part, ...]]
     everyone: Tensor  # [steps, requests of all processes], on the CPU
+
+    def at(self, place: int, step: int) -> Chosen:
+        return Chosen(self.requests[place], self.keys[place], self.parts[place], self.everyone[place], step)
+
+
+class FeedStack:
+    """The batches of several keyed feeds of the same size: the lists of the first feed, then those of the next."""
+
+    def __init__(self, feeds: Sequence[Feed]) -> None:
+        self._feeds, self._user = list(feeds), feeds[0].user
+        sources = list(dict.fromkeys(feed.source for feed in feeds))  # runs with the same seed share their requests
+        self._source = ListBatches.joined(sources)
+        firsts = dict(zip(sources, np.cumsum([0, *map(len, sources)]).tolist(), strict=False))
+        self._first = [firsts[feed.source] for feed in feeds]
+        self._plan = lru_cache(maxsize=2)(self._make_plan)
+
+    def __call__(self, step: int) -> Lists:
+        return self.lists(self.choose(step))
+
+    def choose(self, step: int) -> Chosen:
+        number, place = divmod(step, self._feeds[0].steps_at_once)
+        return self._plan(number).at(place, step)
+
+    def lists(self, batch: Chosen) -> Lists:
+        return keyed_lists(self._source, batch, self._user)
+
+    def _make_plan(self, number: int) -> Plan:
+        plans = [feed.plan(number) for feed in self._feeds]
+        return Plan(
+            torch.cat([plan.requests + first for plan, first in zip(plans, self._first, strict=True)], dim=1),
+            torch.stack([plan.keys for plan in plans], dim=1),
+            [max(parts, key=lambda p: p[0].longest) for parts in zip(*(plan.parts for plan in plans), strict=True)],
+            plans[0].everyone,
+        )
+
+
+def feedback_on(lists: Lists, user: User, noise: torch.Generator | Noise) -> dict[str, Tensor]:
+    relevance, positions = lists.true_relevance, lists.shown_positions
+    return user.sample(relevance, positions, noise, where=lists.where, check=False).actions
+
+
+def keyed_lists(source: ListBatches, batch: Chosen, user: User | None) -> Lists:
+    """Return the requests of a batch as lists, with newly simulated feedback if there is a `user`."""
+    lists = source.gather(batch.requests, batch.parts[0].longest, padded=source.padded)
+    lists = lists.with_parts(batch.parts, batch.key)
+    return lists if user is None else lists.with_actions(feedback_on(lists, user, noise_of(lists)))
 
 
 def padded_length(longest: int, most: int) -> int:

@@ -159,15 +159,27 @@ def work_of_step(state: TrainingState, lists: Lists, options: TrainingOptions) -
     method.train()
     with torch.no_grad():
         method.update(lists)
-    bf16 = torch.autocast(lists.where.device.type, dtype=torch.bfloat16, enabled=options.precision == "bf16")
-    with bf16:
-        loss = method.loss(lists)
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
+    with precision(lists.where.device, options):
+        loss = method.loss(lists)
+        loss.backward()  # type: ignore[no-untyped-call]
     loss = average_gradients(method.parameters(), loss, lists.weights.sum())  # losses are means with these weights
     clip_gradients(optimizer, trained_networks(method), options.clip)
     optimizer.step()
     return loss.detach()
+
+
+@contextmanager
+def precision(device: torch.device, options: TrainingOptions) -> Iterator[None]:
+    """Compute matrix products with the precision of the options, in a `with` block."""
+    before = torch.get_float32_matmul_precision()
+    if options.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.precision == "bf16"):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 # --- Random numbers ---------------------------------------------------------------------------------------------------

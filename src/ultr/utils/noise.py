@@ -51,11 +51,15 @@ template <typename T> T kept(T cell, T unit, T draw, T keep) {
 class Noise:
     """Random numbers for the items of a batch [requests, length].
 
-    `key` is a tensor with a 64-bit seed. `rows` [requests] are the numbers of the requests in the whole batch.
+    `key` is a tensor with a 64-bit seed. `rows` [requests] are the numbers of the requests in the whole batch. With
+    keys [runs], the numbers [runs · requests, length] are those of several runs, one after another.
     """
 
     def __init__(self, key: Tensor, rows: Tensor, length: int) -> None:
         places = rows[:, None] * SLOTS + torch.arange(length, device=rows.device)
+        if key.ndim:
+            key = key[:, None].expand(len(key), len(rows)).reshape(-1, 1)
+            places = places.repeat(len(key) // len(rows), 1)
         self._on_gpu, self._draws = rows.is_cuda, 0
         self._cells = _as_floats(_kernel(HASH_PLACES)(key, places)) if self._on_gpu else hash_places(key, places)
 
