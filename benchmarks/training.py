@@ -105,9 +105,7 @@ def main() -> None:
     print(f"{'':<22}{'step':>10}{'passes':>12}  ratio (bound {bound})   steps of lambdarank (bound {METHOD_BOUND})")
     for name, (whole, passes_time, *usual) in medians.items():
         ratio, lambdaranks = whole / passes_time, whole / medians["lambdarank"][0]
-        without = (
-            f"   without a graph {1e3 * usual[0]:6.2f} ms; ten seeds {usual[1] / whole:.2f} times" if usual else ""
-        )
+        without = f"  without a graph {1e3 * usual[0]:5.2f} ms; ten seeds {usual[1] / whole:.2f} times" if usual else ""
         print(
             f"{name:<22}{1e3 * whole:8.3f} ms{1e3 * passes_time:9.3f} ms{ratio:7.2f}{lambdaranks:10.2f}"
             f"{options.lists / whole:14,.0f} lists/s{without}{'' if ratio <= bound else '  above the bound'}"

@@ -240,6 +240,11 @@ class ListBatches:
             relevance=None if self._relevance is None else as_lists(self._relevance),
         )
 
+    def rows(self, requests: Tensor, where: Tensor) -> Tensor:
+        """Return the row in the log of each item of some requests, whose lists have these items; 0 for padding."""
+        slots = torch.arange(where.shape[1], device=self.device)
+        return torch.where(where, self._offsets[requests.to(self.device)][:, None] + slots, 0)
+
     def by_length(self, max_items: int = 1 << 16) -> Iterator[tuple[Tensor, Lists]]:
         """Yield all requests once, in batches of similar length: the indices of the requests, and their `Lists`.
 

@@ -177,7 +177,7 @@ def test_dropout_depends_on_the_step_and_not_on_earlier_random_numbers():
         ({"steps": 0}, "'steps' must be at least 1"),
         ({"optimizer": "adm"}, "did you mean 'adam'"),
         ({"schedule": "cos"}, "did you mean 'cosine'"),
-        ({"precision": "fp8"}, "'precision' must be one of 'float32', 'bf16'"),
+        ({"precision": "fp8"}, "'precision' must be one of 'float32', 'tf32', 'bf16'"),
         ({"clip": -1}, "'clip' must be at least 0"),
     ],
 )

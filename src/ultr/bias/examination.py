@@ -58,11 +58,13 @@ def estimate_examination(
     seed: int = 0,
     trust: bool = False,
     by_item: bool = False,
+    device: torch.device | str = "cpu",
 ) -> Examination:
     """Estimate examination by position from a log; a row counts as clicked if its `label` is above 0.
 
     With a simulated `user`, its feedback in about `sessions` sessions replaces that of the log. `by_item` compares
     positions item by item, not by strata of similar rows. `trust` also estimates ζ, the click rate of irrelevant items.
+    Users are simulated on the `device`.
     """
     ids, places = np.unique(log.shown_positions("an estimate of examination"), return_inverse=True)
     check_positions(len(ids), MAX_TRAINED_POSITIONS)
@@ -71,7 +73,7 @@ def estimate_examination(
         clicked = shown * (np.asarray(label(log.actions)) > 0)
     else:
         passes = max(1, -(-sessions // len(log)))
-        clicked = shown * _simulated_clicks(log, label, user, passes, seed)
+        clicked = shown * _simulated_clicks(log, label, user, passes, seed, device)
         shown = shown * passes
     if by_item:
         if (strata := item_codes(log)) is None:
@@ -92,12 +94,14 @@ def estimate_examination(
     return Examination(tuple(ids.tolist()), theta, zeta, impressions, clicks, moved, cells.size[0])
 
 
-def _simulated_clicks(log: Log, label: Label, user: User, passes: int, seed: int) -> np.ndarray:
+def _simulated_clicks(
+    log: Log, label: Label, user: User, passes: int, seed: int, device: torch.device | str
+) -> np.ndarray:
     """Return how often each row gets a positive label if the simulated `user` sees the whole log `passes` times."""
-    generator = torch.Generator().manual_seed(seed)
-    lists = Lists.from_log(log.without_features())
-    total = torch.zeros(lists.where.shape, dtype=torch.float64)
+    generator = torch.Generator(device).manual_seed(seed)
+    lists = Lists.from_log(log.without_features(), device=device)
+    total = torch.zeros(lists.where.shape, dtype=torch.float64, device=device)
     for _ in range(passes):
         feedback = user.sample(lists.true_relevance, lists.shown_positions, generator, where=lists.where, check=False)
         total += label(feedback.actions, check=False) > 0
-    return total[lists.where].numpy()
+    return total[lists.where].cpu().numpy()

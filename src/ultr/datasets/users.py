@@ -179,13 +179,13 @@ class User:
         scale, scale_index = torch.unique(self.dwell_scale(positions, relevance.dtype), return_inverse=True)
         grade, grade_index = torch.unique(relevance, return_inverse=True)
         check_grades(relevance, self.max_grade)
-        table = self._click_values(Label.of(label), grade.double().cpu(), scale.double().cpu())
+        table = _click_values(self, Label.of(label), tuple(grade.double().tolist()), tuple(scale.double().tolist()))
         values = table.to(relevance)
         if not bool(values.isfinite().all()):
             raise LabelError(f"label '{Label.of(label).expression}' must be finite", got=float(table.max()))
         return values[grade_index, scale_index]
 
-    def _click_values(self, label: Label, grades: Tensor, scales: Tensor) -> Tensor:
+    def click_values(self, label: Label, grades: Tensor, scales: Tensor) -> Tensor:
         """Return E[Φ | click] as a table [grades, scales] in float64: dwell is integrated, further actions summed."""
         # Trapezoid rule on a normal variable: spectrally exact if Φ is smooth, with an error of about 1e-4 at jumps.
         z = torch.linspace(-14, 14, 1 << 15, dtype=torch.float64)
@@ -341,6 +341,12 @@ def _examination(theta: tuple[float, ...], eta: float, dtype: torch.dtype, devic
     k_in_table = k.clamp(max=len(theta))
     values = torch.tensor(theta, dtype=torch.float64)[k_in_table.long() - 1]
     return (values * k_in_table / k).pow(eta).to(dtype).to(device)
+
+
+@lru_cache(maxsize=64)
+def _click_values(user: User, label: Label, grades: tuple[float, ...], scales: tuple[float, ...]) -> Tensor:
+    """Return `user.click_values`; the cache avoids to integrate again at every evaluation."""
+    return user.click_values(label, *(torch.tensor(values, dtype=torch.float64) for values in (grades, scales)))
 
 
 def _draw(probability: Tensor, generator: torch.Generator | Noise | None) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Judge:
         least = min(self.theta.values())  # examination of positions that are not in the training requests
         ids = np.unique(log.positions).tolist()
         theta = {position: self.theta.get(slot(position, segments), least) for position in ids}
-        direct = self.direct(log)
+        direct = _direct_values(self.direct, log)
         return off_policy_value(log, scores, theta=theta, label=label, kind=kind, k=k or 10, direct=direct)
 
     def save(self, folder: Path) -> None:
@@ -65,6 +66,12 @@ class Judge:
         with atomic_path(folder, overwrite=True, folder=True) as temporary:
             write_json(temporary / "judge.json", about)
             save_tensors(temporary / "direct.safetensors", {**encoder.state_dict(), "weights": self.direct.weights})
+
+
+@lru_cache(maxsize=2)
+def _direct_values(model: DirectModel, log: Log) -> np.ndarray:
+    """Return the model's values of a log, which do not depend on scores and are needed again with other scores."""
+    return model(log)
 
 
 def load_judge(folder: Path) -> Judge | None:
@@ -126,8 +133,13 @@ def evaluate_requests(
                 what = f"'{name}' needs an estimate of examination, which this run has not saved"
                 raise DataError(what, hint=f"train again with --select {name}")
             results[name] = judge.value(log, scores, name, label=label, segments=segments).per_request
+    return {name: check_finite(results)[name] for name in metrics}
+
+
+def check_finite(results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return metric -> values [requests]; raise DataError if a value is not finite."""
     for name, values in results.items():
         if not np.isfinite(values).all():
             got = f"infinite or missing values in {int((~np.isfinite(values)).sum()):,} of {len(values):,} requests"
             raise DataError(f"'{name}' must be finite", got=got, hint="scale the label or the true labels down")
-    return {name: results[name] for name in metrics}
+    return results

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError
 from ultr.evaluation.metrics import MAX_GRADE, METRICS, parse_metric
-from ultr.lists import ListBatches
+from ultr.lists import ListBatches, Lists
 from ultr.log import Log
 from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.utils.arguments import checked
@@ -18,6 +20,7 @@ from ultr.utils.arguments import checked
 FEEDBACK = "feedback-"  # names of metrics of the logged, biased feedback begin so
 OFF_POLICY = "off-policy-"  # names of metrics that `evaluation.judge` estimates from biased feedback begin so
 LARGEST = 1e150  # squares of larger values may overflow
+CPU_ITEMS, GPU_ITEMS = 1 << 16, 1 << 20  # items with padding that are evaluated at once
 VALUES = ("reward", "dcg")  # the metrics that can be estimated from feedback
 
 
@@ -73,28 +76,63 @@ def evaluate_scores(
     Metrics use the true labels. `feedback-ndcg@10` and others named `feedback-*` use the label of the logged actions,
     with linear gain, and have its bias. `reward@k` is the expected label if a simulated `user` sees the ranking.
     """
-    scores = log.check_scores(scores)
-    names = metrics.split(",") if isinstance(metrics, str) else metrics
-    parsed = {text.strip(): parse_metric(text.strip().removeprefix(FEEDBACK)) for text in names}
-    on_feedback = {text for text in parsed if text.startswith(FEEDBACK)}
-    columns = {"score": scores}
-    if on_feedback:
-        columns["label"] = Label.of(label)(log.actions)
-    if len(on_feedback) < len(parsed) and (highest := float(log.true_relevance.max())) > MAX_GRADE:
-        raise DataError(f"the gain 2^y - 1 needs labels up to {MAX_GRADE}", got=highest, hint="scale the labels down")
-    bare = replace(log.without_features(), actions=columns)
-    results = {text: np.empty(len(log)) for text in parsed}
-    for requests, lists in ListBatches(bare).by_length():
-        for text, (name, k) in parsed.items():
-            options: dict[str, object] = {"k": k, "where": lists.where}
-            if name == "reward":
-                options |= {"user": _required(user, text in on_feedback), "label": label}
-            if text in on_feedback and name in ("ndcg", "dcg"):
-                options["gain"] = "linear"
-            labels = lists.actions["label"] if text in on_feedback else lists.true_relevance
-            values = METRICS[name](lists.actions["score"], labels, **options)
-            results[text][requests.numpy()] = values.double().numpy()
-    return results
+    return ScoreMetrics(log, metrics, user=user, label=label)(scores)
+
+
+class ScoreMetrics:
+    """The metrics of `evaluate_scores` for one log and any number of scores; `keep` holds its lists on the device."""
+
+    def __init__(
+        self,
+        log: Log,
+        metrics: Sequence[str] | str,
+        *,
+        user: User | None = None,
+        label: Label | str = DEFAULT_LABEL,
+        device: torch.device | str = "cpu",
+        keep: bool = False,
+    ) -> None:
+        names = metrics.split(",") if isinstance(metrics, str) else metrics
+        parsed = {text.strip(): parse_metric(text.strip().removeprefix(FEEDBACK)) for text in names}
+        on_feedback = {text for text in parsed if text.startswith(FEEDBACK)}
+        actions = {"label": Label.of(label)(log.actions)} if on_feedback else {}
+        if len(on_feedback) < len(parsed) and (highest := float(log.true_relevance.max())) > MAX_GRADE:
+            hint = "scale the labels down"
+            raise DataError(f"the gain 2^y - 1 needs labels up to {MAX_GRADE}", got=highest, hint=hint)
+        self._log, self._parsed, self._on_feedback, self._user, self._label = log, parsed, on_feedback, user, label
+        self._source = ListBatches(replace(log.without_features(), actions=actions), device=device)
+        self._kept = list(self._batches()) if keep else None
+
+    def __call__(self, scores: np.ndarray) -> dict[str, np.ndarray]:
+        """Return metric -> values [requests], given a score for each row of the log."""
+        values = torch.from_numpy(self._log.check_scores(scores)).to(self._source.device)
+        found: dict[str, list[Tensor]] = {text: [] for text in self._parsed}
+        order = []
+        for requests, lists, rows in self._kept or self._batches():
+            order.append(requests)
+            in_lists = torch.where(lists.where, values[rows], 0)
+            for text, metric in self._parsed.items():
+                found[text].append(self._metric(text, *metric, lists, in_lists))
+        where = torch.cat(order).numpy()
+        results = {text: np.empty(len(self._log)) for text in self._parsed}
+        for text, parts in found.items():
+            results[text][where] = torch.cat(parts).double().cpu().numpy()
+        return results
+
+    def _metric(self, text: str, name: str, k: int | None, lists: Lists, scores: Tensor) -> Tensor:
+        options: dict[str, object] = {"k": k, "where": lists.where}
+        on_feedback = text in self._on_feedback
+        if name == "reward":
+            options |= {"user": _required(self._user, on_feedback), "label": self._label}
+        if on_feedback and name in ("ndcg", "dcg"):
+            options["gain"] = "linear"
+        return METRICS[name](scores, lists.actions["label"] if on_feedback else lists.true_relevance, **options)
+
+    def _batches(self) -> Iterator[tuple[Tensor, Lists, Tensor]]:
+        """Yield the indices of requests, their lists, and the row of each item in the log (0 for padding)."""
+        on_gpu = self._source.device.type == "cuda"
+        for requests, lists in self._source.by_length(GPU_ITEMS if on_gpu else CPU_ITEMS):
+            yield requests, lists, self._source.rows(requests, lists.where)
 
 
 def _required(user: User | None, on_feedback: bool) -> User:

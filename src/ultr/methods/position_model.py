@@ -142,6 +142,7 @@ class PositionModel(Learner):
             seed=seed,
             trust=self.trust_in_clicks,
             by_item=self.theta_from == "items",
+            device=self.theta.device,
         )
         self.take(examination)
 

@@ -75,11 +75,16 @@ class WithConstants(nn.Module):
 
 @torch.no_grad()
 def score_rows(
-    score: Callable[[Tensor], Tensor], features: np.ndarray, *, device: torch.device | str = "cpu", block: int = 1 << 15
+    score: Callable[[Tensor], Tensor],
+    features: np.ndarray | Tensor,
+    *,
+    device: torch.device | str = "cpu",
+    block: int = 1 << 15,
 ) -> np.ndarray:
     """Return scores [rows] of features [rows, features], computed in blocks; [rows, outputs] with several outputs."""
     scores = []
     for first in range(0, max(1, len(features)), block):
-        rows = torch.from_numpy(np.array(features[first : first + block])).to(device)
-        scores.append(score(rows).float().cpu().numpy())
-    return np.concatenate(scores)
+        rows = features[first : first + block]
+        rows = rows if isinstance(rows, Tensor) else torch.from_numpy(np.array(rows))
+        scores.append(score(rows.to(device)).float())
+    return torch.cat(scores).cpu().numpy()

@@ -35,6 +35,7 @@ from ultr.utils.jsonfiles import read_json
 from ultr.utils.tensors import load_tensors, save_tensors
 
 HELD_OUT_SHARE = 0.1  # share of the training requests that are held out to evaluate the fit of a bias model
+SHORT_LIST = 64  # items; shorter lists are evaluated all at once on a GPU
 REPORTED_BATCHES = 20  # batches that the summary in bias.json is computed from
 BIAS = "bias"  # the folder of a run that holds its bias model
 
@@ -122,6 +123,8 @@ def fit_bias(
         feed, count = stream.feed(bias_options), len(stream.held_out)
         held_out_feed = Feed(ListBatches(stream.held_out, device=device), batch=256, seed=bias_options.seed)
     held_out_lists = some_batches(held_out_feed, count)
+    if device.type == "cuda" and max(lists.where.shape[1] for lists in held_out_lists) <= SHORT_LIST:
+        held_out_lists = [Lists.together([replace(lists, parts=(), key=None) for lists in held_out_lists])]
     state = start(model, log, bias_options)
 
     def evaluate(model: Any) -> dict[str, float]:

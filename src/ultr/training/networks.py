@@ -5,6 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from ultr.errors import DataError
 from ultr.methods import Method, make_method
 from ultr.rankers import score_rows
@@ -43,13 +47,15 @@ class NetworkRun:
         device = choose_device(config.training.device)
         feed, select = run_data.feed(config.training), config.selection
         judge = judge_of(config, run_data, out, shared, known=method.inputs.propensities)
-        evaluate_scores = evaluator(config, run_data, judge)
+        evaluate_scores = evaluator(config, run_data, judge, device)
         validation = run_data.validation
-        rows = own_share(validation.rows)
+        own_rows: np.ndarray | Tensor = validation.features[own_share(validation.rows)]
+        if device.type == "cuda":
+            own_rows = torch.from_numpy(np.array(own_rows)).to(device)
 
         def evaluate(method: Method) -> dict[str, float]:
             method.eval()
-            scores = score_rows(method.score, validation.features[rows], device=device)
+            scores = score_rows(method.score, own_rows, device=device)
             return evaluate_scores(gather_shares(scores, validation.rows, device))
 
         saved = time.monotonic()

@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from ultr.datasets.users import User
-from ultr.evaluation.judge import Judge, evaluate_requests, load_judge, make_judge
-from ultr.evaluation.scores import FEEDBACK, OFF_POLICY
+from ultr.evaluation.judge import Judge, check_finite, evaluate_requests, load_judge, make_judge
+from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, ScoreMetrics
 from ultr.log import Log
 from ultr.training.config import DEFAULT_METHOD, RunConfig
 from ultr.training.data import RunData
@@ -68,19 +69,24 @@ def _new_judge(
     return judge
 
 
-def evaluator(config: RunConfig, run_data: RunData, judge: Judge | None) -> Callable[[np.ndarray], dict[str, float]]:
-    """Return a function that takes scores of the validation rows and returns {selection metric: value}."""
+def evaluator(
+    config: RunConfig, run_data: RunData, judge: Judge | None, device: torch.device | str = "cpu"
+) -> Callable[[np.ndarray], dict[str, float]]:
+    """Return a function that takes scores of the validation rows and returns {selection metric: value}.
+
+    It is called many times, so the lists of the validation requests stay on the device.
+    """
+    log, select, user, label = run_data.validation, config.selection, run_data.user, config.label
+    if select.startswith(OFF_POLICY):
+        segments = run_data.segments
+        return lambda scores: mean_metrics(
+            log, scores, [select], user=user, label=label, judge=judge, segments=segments
+        )
+    metrics = ScoreMetrics(log, select, user=user, label=label, device=device, keep=True)
 
     def evaluate(scores: np.ndarray) -> dict[str, float]:
-        return mean_metrics(
-            run_data.validation,
-            scores,
-            [config.selection],
-            user=run_data.user,
-            label=config.label,
-            judge=judge,
-            segments=run_data.segments,
-        )
+        values = check_finite(metrics(scores))
+        return {select: float(np.average(values[select], weights=log.weights))}
 
     return evaluate
 
