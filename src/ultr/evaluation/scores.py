@@ -113,8 +113,10 @@ class ScoreMetrics:
             in_lists = torch.where(lists.where, values[rows], 0)
             for text, metric in self._parsed.items():
                 found[text].append(self._metric(text, *metric, lists, in_lists))
-        where = torch.cat(order).numpy()
         results = {text: np.empty(len(self._log)) for text in self._parsed}
+        if not order:
+            return results
+        where = torch.cat(order).numpy()
         for text, parts in found.items():
             results[text][where] = torch.cat(parts).double().cpu().numpy()
         return results
