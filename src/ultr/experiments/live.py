@@ -350,6 +350,10 @@ class BucketTask:
         return Path(self.out) / f"run-{self.run}"
 
     @property
+    def runs(self) -> int:
+        return 1
+
+    @property
     def finished(self) -> bool:
         return _record(_bucket_folder(self.options, self.folder, self.bucket), self.options.days).is_file()
 

@@ -7,7 +7,7 @@ run/bias/        the weights of the bias model, for a resumed run and for other 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ultr.training.checkpoints import wait_for_lock
 from ultr.training.config import BIAS_TRAINING, RunConfig, TrainingOptions
 from ultr.training.data import RunData, StreamedLists
 from ultr.training.feed import Feed, Feeding, step_seed
-from ultr.training.loop import Progress, start, train
+from ultr.training.loop import Progress, TrainingState, start, train
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import copy_from_main, is_main
 from ultr.utils.files import atomic_path
@@ -85,6 +85,24 @@ def run_bias_stage(
         save_bias(out / BIAS, model)
 
 
+@dataclass(frozen=True, eq=False)
+class BiasTraining:
+    """All that is needed to train a bias model."""
+
+    model: Any
+    state: TrainingState
+    feed: Feeding
+    held_out: list[Lists]
+    options: TrainingOptions
+
+    def evaluate(self, model: Any) -> dict[str, float]:
+        model.eval()
+        return dict(model.held_out_metrics(self.held_out))
+
+    def finish(self) -> None:
+        self.model.load_state_dict(self.state.best_weights)
+
+
 def fit_bias(
     method: Method,
     log: Log,
@@ -99,13 +117,28 @@ def fit_bias(
     The bias model has its own learning rate and steps, so that those of the ranker can be tuned separately. If `stream`
     is given, `log` is a sample of the stream, and the training steps use the stream.
     """
+    if (training := bias_training(method, log, options, user=user, stream=stream)) is not None:
+        for progress in train(training.state, training.feed, training.evaluate, training.options, select="likelihood"):
+            on_progress(progress)
+        training.finish()
+
+
+def bias_training(
+    method: Method,
+    log: Log,
+    options: TrainingOptions,
+    *,
+    user: User | None = None,
+    stream: StreamedLists | None = None,
+) -> BiasTraining | None:
+    """Estimate the bias of a method from the whole log; return what trains its bias model, or None."""
     seed, device = options.seed, choose_device(options.device)
     if is_main():
         method.estimate_bias(log, user=user, sessions=options.bias_steps * options.batch, seed=seed)
     copy_from_main(method.state_dict().values())
     model = method.bias_learner()
     if model is None or next(model.parameters(), None) is None:
-        return
+        return None
     bias_options = replace(
         BIAS_TRAINING,
         steps=options.bias_steps,
@@ -125,15 +158,7 @@ def fit_bias(
     held_out_lists = some_batches(held_out_feed, count)
     if device.type == "cuda" and max(lists.where.shape[1] for lists in held_out_lists) <= SHORT_LIST:
         held_out_lists = [Lists.together([replace(lists, parts=(), key=None) for lists in held_out_lists])]
-    state = start(model, log, bias_options)
-
-    def evaluate(model: Any) -> dict[str, float]:
-        model.eval()
-        return dict(model.held_out_metrics(held_out_lists))
-
-    for progress in train(state, feed, evaluate, bias_options, select="likelihood"):
-        on_progress(progress)
-    model.load_state_dict(state.best_weights)
+    return BiasTraining(model, start(model, log, bias_options), feed, held_out_lists, bias_options)
 
 
 def held_out_requests(log: Log, seed: int) -> tuple[np.ndarray | None, np.ndarray]:

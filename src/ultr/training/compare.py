@@ -31,12 +31,14 @@ from ultr.rankers.boosters import BOOSTERS, is_trees
 from ultr.rankers.model import load_model
 from ultr.training.config import RunConfig, default_training, with_training
 from ultr.training.data import cached_dataset, load_run_data
-from ultr.training.run import best_evaluation, run_training
+from ultr.training.run import best_evaluation, run_together, run_training
 from ultr.training.selection import less_is_better, mean_metrics
+from ultr.utils.devices import choose_device
 from ultr.utils.files import output_errors
 from ultr.utils.jsonfiles import read_json, write_json
 
 FORMAT = 1
+MOST_TOGETHER = 10  # runs that are trained together on a GPU
 TEST_SHARE = 0.2  # share of a log's requests that are held out for the final test
 DEFAULT_RATES = (0.005, 0.01, 0.02, 0.05)  # learning rates to choose from, for networks
 TREE_RATES = (0.05, 0.1)  # learning rates to choose from, for trees
@@ -125,6 +127,10 @@ class Task(Protocol):
     """A piece of work that `Workers` can run in any process."""
 
     @property
+    def runs(self) -> int:
+        """The number of training runs."""
+
+    @property
     def finished(self) -> bool:
         """Whether all work of the task was done before, so that it can be skipped."""
 
@@ -145,6 +151,10 @@ class RunTask:
         return self.folder
 
     @property
+    def runs(self) -> int:
+        return 1
+
+    @property
     def finished(self) -> bool:
         if not self.metrics:
             return (Path(self.folder) / "model").is_dir()
@@ -158,6 +168,42 @@ class RunTask:
         if missing := [metric for metric in self.metrics if metric not in results]:
             write_json(folder / "test.json", {**results, **evaluate_run(config, folder, missing)})
         return self.folder
+
+
+@dataclass(frozen=True)
+class RunsTask:
+    """The task to train runs of one method with several seeds and learning rates together, and to evaluate them."""
+
+    tasks: tuple[RunTask, ...]
+
+    def __str__(self) -> str:
+        return str(self.tasks[0])
+
+    @property
+    def runs(self) -> int:
+        return len(self.tasks)
+
+    @property
+    def finished(self) -> bool:
+        return all(task.finished for task in self.tasks)
+
+    def perform(self) -> str:
+        configs = [RunConfig.from_json(task.config) for task in self.tasks]
+        run_together(configs, [Path(task.folder) for task in self.tasks], Path(self.tasks[0].shared))
+        return [task.perform() for task in self.tasks][-1]  # evaluates them
+
+
+def grouped(tasks: Sequence[RunTask]) -> list[RunTask | RunsTask]:
+    """Return tasks such that, on a GPU, runs of networks that differ only in seed and learning rate are one task."""
+    groups: dict[str, list[RunTask]] = {}
+    for task in tasks:
+        config = RunConfig.from_json(task.config)
+        alone = is_trees(config.ranker) or choose_device(config.training.device).type != "cuda"
+        common = with_training(config, seed=0, lr=1.0).to_json()
+        key = task.folder if alone or task.finished else json.dumps([common, task.shared, task.metrics], sort_keys=True)
+        groups.setdefault(key, []).append(task)
+    parts = [group[i : i + MOST_TOGETHER] for group in groups.values() for i in range(0, len(group), MOST_TOGETHER)]
+    return [part[0] if len(part) == 1 else RunsTask(tuple(part)) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -286,9 +332,10 @@ def compare_all(
     for plan in plans:
         with output_errors(plan.out):
             plan.out.mkdir(parents=True, exist_ok=True)
-    workers.run([task for plan in plans for task in plan.tuning_tasks()], on_done)
+    workers.run([task for plan in plans for task in grouped(plan.tuning_tasks())], on_done)
     rate_of = [plan.rates_chosen() for plan in plans]
-    workers.run([task for plan, rates in zip(plans, rate_of, strict=True) for task in plan.final_tasks(rates)], on_done)
+    final = [task for plan, rates in zip(plans, rate_of, strict=True) for task in grouped(plan.final_tasks(rates))]
+    workers.run(final, on_done)
     return [plan.result(rates) for plan, rates in zip(plans, rate_of, strict=True)]
 
 
@@ -348,35 +395,35 @@ class Workers:
 
     def run(self, tasks: Sequence[Task], on_done: Callable[[int, int, str], None]) -> None:
         """Run all tasks that are not finished yet; raise UnfinishedError if the time limit comes first."""
+        total = sum(task.runs for task in tasks)
         unfinished = [task for task in tasks if not task.finished]
-        done = len(tasks) - len(unfinished)
-        for name in self._results(unfinished):
-            done += 1
-            on_done(done, len(tasks), name)
-        if done < len(tasks):
-            raise UnfinishedError(f"the time limit was reached with {done} of {len(tasks)} runs finished")
+        done = total - sum(task.runs for task in unfinished)
+        for runs, name in self._results(unfinished):
+            done += runs
+            on_done(done, total, name)
+        if done < total:
+            raise UnfinishedError(f"the time limit was reached with {done} of {total} runs finished")
 
-    def _results(self, tasks: Sequence[Task]) -> Iterator[str]:
+    def _results(self, tasks: Sequence[Task]) -> Iterator[tuple[int, str]]:
         if self._jobs == 1 or len(tasks) < 2:
-            yield from (task.perform() for task in tasks if time.monotonic() < self.until)
+            yield from ((task.runs, task.perform()) for task in tasks if time.monotonic() < self.until)
             return
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             threads = max(1, (os.cpu_count() or 1) // self._jobs)
             self._pool = ProcessPoolExecutor(self._jobs, context, initializer=_set_threads, initargs=(threads,))
         pool, left = self._pool, iter(tasks)
-        running: set[Future[str]] = set()
+        running: dict[Future[str], int] = {}
         while True:
             free = self._jobs - len(running) if time.monotonic() < self.until else 0
-            running |= {pool.submit(_perform_safely, task) for task in islice(left, free)}
+            running |= {pool.submit(_perform_safely, task): task.runs for task in islice(left, free)}
             if not running:
                 return
-            finished, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in finished:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
                 result = json.loads(future.result())
                 if "error" in result:
                     raise UltrError(result["error"])
-                yield result["done"]
+                yield running.pop(future), result["done"]
 
 
 def _perform_safely(task: Task) -> str:

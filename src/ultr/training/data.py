@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -26,7 +27,7 @@ from ultr.log.segments import by_segment
 from ultr.log.shards import Shards, is_lists
 from ultr.methods import MethodInputs
 from ultr.rankers.boosters import is_trees
-from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.config import DEFAULT_METHOD, RunConfig, TrainingOptions
 from ultr.training.feed import Feed, Feeding, Stream
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import local_size
@@ -70,11 +71,11 @@ class RunData:
             return np.repeat(log.offsets[:-1], log.lengths) - np.arange(log.rows, dtype=np.float64)
         return None if self.initial is None else self.initial(log.features)
 
-    def feed(self, options: TrainingOptions) -> Feeding:
-        """Return the source of training batches: a function from a step number to the lists of that step."""
+    def feed(self, options: TrainingOptions, lists: ListBatches | None = None) -> Feeding:
+        """Return the source of training batches; `lists` are the training requests, if the device has them."""
         if self.stream is not None:
             return self.stream.feed(options)
-        lists = ListBatches(self.train, device=choose_device(options.device))
+        lists = lists or ListBatches(self.train, device=choose_device(options.device))
         return Feed(lists, batch=options.batch, seed=options.seed, user=self.feeding_user)
 
     @property
@@ -104,7 +105,7 @@ def load_run_data(config: RunConfig) -> RunData:
     seed = config.training.seed
     initial = initial_ranker(dataset, share=config.share, seed=seed)
     train_log = show(dataset.train, initial(dataset.train.features), items=config.items)
-    validation = sample_log(dataset.validation, MAX_VALIDATION_ROWS)
+    validation = _validation(dataset)
     if config.selection.startswith((FEEDBACK, OFF_POLICY)):  # metrics from feedback
         shown = show(validation, initial(validation.features), items=config.items)
         validation, _ = simulate_log(shown, feeding or user, seed=seed + 1)
@@ -115,10 +116,27 @@ def load_run_data(config: RunConfig) -> RunData:
     return RunData(train_log, validation, dataset.fingerprint, user, feeding, initial=initial)
 
 
+def cached_run_data(config: RunConfig) -> RunData:
+    """Return the data of a run of networks; runs of other methods and learning rates on the same data share it."""
+    training = TrainingOptions(seed=config.training.seed, device=config.training.device)
+    common = replace(config, method=DEFAULT_METHOD, method_options={}, ranker="mlp", ranker_options={}, bias=None)
+    return _cached_run_data(json.dumps(replace(common, training=training).to_json(), sort_keys=True))
+
+
+@lru_cache(maxsize=10)
+def _cached_run_data(config: str) -> RunData:
+    return load_run_data(RunConfig.from_json(json.loads(config)))
+
+
 @lru_cache(maxsize=1)
 def cached_dataset(name: str, data_dir: str | None) -> Dataset:
     """Load a data set, and keep the last one in memory for the next run."""
     return load_dataset(name, data_dir=data_dir)
+
+
+@lru_cache(maxsize=1)
+def _validation(dataset: Dataset) -> Log:
+    return sample_log(dataset.validation, MAX_VALIDATION_ROWS)
 
 
 def read_data(

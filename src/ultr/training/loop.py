@@ -7,7 +7,7 @@ run that resumes from saved weights, optimizer state and step therefore ends wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -97,27 +97,51 @@ def train(
 
     Whenever this generator yields, all steps so far are complete, so the caller can save `state`.
     """
-    device = next(state.method.parameters()).device
-    step = graphed_steps(state, feed, options) if device.type == "cuda" else None
-    total = torch.zeros((), device=device)
+    graphed = graphed_steps(state, feed, options) if choose_device(options.device).type == "cuda" else None
+
+    def step() -> Tensor:
+        return take_step(state, feed(state.step), options) if graphed is None else graphed()
+
+    for _, progress in train_all(
+        [state], lambda: step().view(1), [evaluate], options, select=select, larger_is_better=larger_is_better
+    ):
+        yield progress
+
+
+def train_all(
+    states: Sequence[TrainingState],
+    step: Callable[[], Tensor],
+    evaluate: Sequence[Callable[[Any], dict[str, float]]],
+    options: TrainingOptions,
+    *,
+    select: str,
+    larger_is_better: bool = True,
+) -> Iterator[tuple[int, Progress]]:
+    """Train several learners as `train` does: `step` takes a step of all and returns their losses.
+
+    Yield the index of a learner and its progress, for each learner that is not done, after every evaluation.
+    """
+    total = torch.zeros(len(states), device=next(states[0].method.parameters()).device)
     steps = 0
-    while not state.is_done(options):
-        total += take_step(state, feed(state.step), options) if step is None else step()
+    while running := [number for number, state in enumerate(states) if not state.is_done(options)]:
+        total += step()
         steps += 1
-        if state.step % options.evaluate_every and state.step < options.steps:
+        now = states[running[0]].step
+        if now % options.evaluate_every and now < options.steps:
             continue
-        loss = float(total) / steps
+        losses = [value / steps for value in total.tolist()]
         total.zero_()
         steps = 0
-        if not math.isfinite(loss):
-            raise DataError(
-                f"training diverged: the loss is {loss} by step {state.step}", hint="lower --lr, or pass --clip 1"
-            )
-        metrics = evaluate(state.method)
-        improved = state.stopping.update(metrics[select] if larger_is_better else -metrics[select], state.step)
-        if improved:
-            state.best_weights = {name: tensor.detach().clone() for name, tensor in state.method.state_dict().items()}
-        yield Progress(state.step, loss, metrics, improved)
+        for number in running:
+            state, loss = states[number], losses[number]
+            if not math.isfinite(loss):
+                what = f"training diverged: the loss is {loss} by step {state.step}"
+                raise DataError(what, hint="lower --lr, or pass --clip 1")
+            metrics = evaluate[number](state.method)
+            improved = state.stopping.update(metrics[select] if larger_is_better else -metrics[select], state.step)
+            if improved:
+                state.best_weights = {n: tensor.detach().clone() for n, tensor in state.method.state_dict().items()}
+            yield number, Progress(state.step, loss, metrics, improved)
 
 
 def take_step(state: TrainingState, lists: Lists, options: TrainingOptions) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ultr.errors import DataError
+from ultr.lists import ListBatches
 from ultr.methods import Method, make_method
 from ultr.rankers import score_rows
 from ultr.training.bias_stage import run_bias_stage
@@ -17,7 +18,7 @@ from ultr.training.checkpoints import append_metrics, load_checkpoint, rewind_me
 from ultr.training.config import RunConfig
 from ultr.training.data import RunData, method_inputs
 from ultr.training.finish import Listeners, finish_run
-from ultr.training.loop import check_has_features, start, train
+from ultr.training.loop import Progress, check_has_features, start, train
 from ultr.training.selection import evaluator, judge_of, less_is_better
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import barrier, check_equal, gather_shares, is_main, own_share
@@ -37,6 +38,18 @@ class NetworkRun:
 
     def train(self, out: Path, shared: Path | None, listeners: Listeners) -> None:
         """Fit the bias model, if the method has one, take all training steps, and write the results into `out`."""
+        self.prepare(out, shared, listeners)
+        options, select = self.config.training, self.config.selection
+        larger = not less_is_better(select)
+        for progress in train(self.state, self.feed, self.evaluate, options, select=select, larger_is_better=larger):
+            self.record(progress)
+        self.finish()
+
+    def prepare(self, out: Path, shared: Path | None, listeners: Listeners, lists: ListBatches | None = None) -> None:
+        """Do all work before the first step, or before the next one of a resumed run.
+
+        `lists` are the training requests on the device, if another run has put them there.
+        """
         config, run_data, method, state = self.config, self.run_data, self.method, self.state
         resumed = load_checkpoint(out, state)
         check_equal(state.step if resumed else -1, "the step to resume from")
@@ -44,35 +57,45 @@ class NetworkRun:
             run_bias_stage(config, run_data, method, out, shared, listeners.on_bias_progress)
         if is_main():
             rewind_metrics(out, state.step)
-        device = choose_device(config.training.device)
-        feed, select = run_data.feed(config.training), config.selection
-        judge = judge_of(config, run_data, out, shared, known=method.inputs.propensities)
-        evaluate_scores = evaluator(config, run_data, judge, device)
-        validation = run_data.validation
-        own_rows: np.ndarray | Tensor = validation.features[own_share(validation.rows)]
-        if device.type == "cuda":
-            own_rows = torch.from_numpy(np.array(own_rows)).to(device)
+        self.out, self.listeners = out, listeners
+        self.device, self.feed = choose_device(config.training.device), run_data.feed(config.training, lists)
+        self.judge = judge_of(config, run_data, out, shared, known=method.inputs.propensities)
+        self._evaluate_scores = evaluator(config, run_data, self.judge, self.device)
+        self._rows: np.ndarray | Tensor = run_data.validation.features[own_share(run_data.validation.rows)]
+        if self.device.type == "cuda":
+            self._rows = torch.from_numpy(np.array(self._rows)).to(self.device)
+        self._saved = time.monotonic()
 
-        def evaluate(method: Method) -> dict[str, float]:
-            method.eval()
-            scores = score_rows(method.score, own_rows, device=device)
-            return evaluate_scores(gather_shares(scores, validation.rows, device))
+    def evaluate(self, method: Method) -> dict[str, float]:
+        method.eval()
+        scores = score_rows(method.score, self._rows, device=self.device)
+        return self._evaluate_scores(gather_shares(scores, self.run_data.validation.rows, self.device))
 
-        saved = time.monotonic()
-        larger_is_better = not less_is_better(select)
-        for progress in train(state, feed, evaluate, config.training, select=select, larger_is_better=larger_is_better):
-            if is_main():
-                append_metrics(out, {"step": progress.step, "loss": progress.loss, **progress.metrics})
-                if time.monotonic() - saved >= listeners.checkpoint_seconds:
-                    save_checkpoint(out, state)
-                    saved = time.monotonic()
-            listeners.on_progress(progress)
-        method.load_state_dict(state.best_weights)
+    def record(self, progress: Progress) -> None:
+        """Write the results of an evaluation, and a checkpoint if the last one is old enough."""
+        if is_main():
+            append_metrics(self.out, {"step": progress.step, "loss": progress.loss, **progress.metrics})
+            if time.monotonic() - self._saved >= self.listeners.checkpoint_seconds:
+                save_checkpoint(self.out, self.state)
+                self._saved = time.monotonic()
+        self.listeners.on_progress(progress)
+
+    def finish(self) -> None:
+        """Write the results of the run."""
+        method, validation = self.method, self.run_data.validation
+        method.load_state_dict(self.state.best_weights)
         if is_main():
             method.eval()
-            scores = score_rows(method.score, validation.features, device=device)
+            scores = score_rows(method.score, validation.features, device=self.device)
             finish_run(
-                config, run_data, out, scores=scores, judge=judge, feed=feed, bias=method.bias, ranker=method.serving()
+                self.config,
+                self.run_data,
+                self.out,
+                scores=scores,
+                judge=self.judge,
+                feed=self.feed,
+                bias=method.bias,
+                ranker=method.serving(),
             )
         barrier()
 

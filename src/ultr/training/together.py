@@ -1,0 +1,124 @@
+"""Runs of one method that differ only in seed and learning rate, trained together on a GPU (see `ultr.training.stack`).
+
+Each writes the run directory that it would write alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ultr.lists import ListBatches
+from ultr.methods.bias_model import BiasModel
+from ultr.training.bias_stage import BIAS, HELD_OUT_SHARE, BiasTraining, bias_training, save_bias
+from ultr.training.checkpoints import wait_for_lock
+from ultr.training.config import TrainingOptions
+from ultr.training.feed import FeedStack
+from ultr.training.finish import Listeners
+from ultr.training.loop import TrainingState, train_all
+from ultr.training.networks import NetworkRun
+from ultr.training.selection import less_is_better
+from ultr.training.stack import Stack
+
+MEMORY_SHARE = 0.25  # share of the free memory of a GPU that the training rows of all runs may take
+
+
+def can_train_together(runs: Sequence[NetworkRun], outs: Sequence[Path]) -> bool:
+    """Return whether runs can be one stack: learners of the same shapes, enough requests, and no checkpoints."""
+    first = runs[0].run_data
+    options = [run.config.training for run in runs]
+    return (
+        Stack.can_hold([run.method for run in runs], options)
+        and all(run.run_data.stream is None for run in runs)
+        and all(run.run_data.train.actions.keys() == first.train.actions.keys() for run in runs)
+        and min(len(run.run_data.train) for run in runs) * (1 - HELD_OUT_SHARE) > max(each.batch for each in options)
+        and not any((out / "checkpoints").is_dir() for out in outs)
+        and _fit(runs)
+    )
+
+
+def _fit(runs: Sequence[NetworkRun]) -> bool:
+    """Return whether the training rows of all runs fit in the memory of the GPU, if the device is one."""
+    device = next(runs[0].method.parameters()).device
+    if device.type != "cuda":
+        return True
+    logs = {id(run.run_data.train): run.run_data.train for run in runs}
+    return sum(log.features.nbytes for log in logs.values()) < MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]
+
+
+def train_together(runs: Sequence[NetworkRun], outs: Sequence[Path], shared: Path) -> None:
+    """Train runs together, and write the results of each into its folder; `shared` is a folder for bias models."""
+    _fit_biases(runs, outs, shared)
+    device = next(runs[0].method.parameters()).device
+    lists: dict[int, ListBatches] = {}  # runs with the same seed share their requests
+    for run, out in zip(runs, outs, strict=True):
+        log = run.run_data.train
+        lists[id(log)] = lists.get(id(log)) or ListBatches(log, device=device)
+        run.prepare(out, shared, Listeners(), lists[id(log)])
+    options, select = [run.config.training for run in runs], runs[0].config.selection
+    for number, progress in train_all(
+        [run.state for run in runs],
+        _steps([run.state for run in runs], [run.feed for run in runs], options),
+        [run.evaluate for run in runs],
+        options[0],
+        select=select,
+        larger_is_better=not less_is_better(select),
+    ):
+        runs[number].record(progress)
+    for run in runs:
+        run.finish()
+
+
+def _steps(
+    states: Sequence[TrainingState], feeds: Sequence[Any], options: Sequence[TrainingOptions]
+) -> Callable[[], Tensor]:
+    """Return a function that takes the next step of all learners and returns their losses."""
+    step = Stack([state.method for state in states], options).steps(FeedStack(feeds))
+
+    def take() -> Tensor:
+        losses = step()
+        for state, each in zip(states, options, strict=True):
+            state.step += 0 if state.is_done(each) else 1
+        return losses
+
+    return take
+
+
+def _fit_biases(runs: Sequence[NetworkRun], outs: Sequence[Path], shared: Path) -> None:
+    """Fit together the bias models that are not in the folder `shared` yet, and save them there."""
+    needed: dict[Path, NetworkRun] = {}
+    for run, out in zip(runs, outs, strict=True):
+        model = run.method.bias_learner()
+        if isinstance(model, BiasModel) and run.config.bias is None and not (out / BIAS).is_dir():
+            needed[shared / run.config.shared_key(model.settings())] = run
+    with ExitStack() as locks:
+        for folder in sorted(needed):  # in one order, so that processes cannot wait for each other
+            locks.enter_context(wait_for_lock(folder))
+        missing = [folder for folder in needed if not folder.is_dir()]
+        trainings = [_bias_training(needed[folder]) for folder in missing]
+        options = [training.options for training in trainings]
+        if len(missing) > 1 and Stack.can_hold([training.model for training in trainings], options):
+            _train_biases(trainings, options)
+            for folder, training in zip(missing, trainings, strict=True):
+                save_bias(folder, training.model)
+
+
+def _bias_training(run: NetworkRun) -> BiasTraining:
+    user = run.run_data.feeding_user
+    training = bias_training(run.method, run.run_data.train, run.config.training, user=user)
+    assert training is not None  # noqa: S101 - a BiasModel has a network
+    return training
+
+
+def _train_biases(trainings: Sequence[BiasTraining], options: Sequence[TrainingOptions]) -> None:
+    states = [training.state for training in trainings]
+    step = _steps(states, [training.feed for training in trainings], options)
+    for _ in train_all(states, step, [training.evaluate for training in trainings], options[0], select="likelihood"):
+        pass
+    for training in trainings:
+        training.finish()

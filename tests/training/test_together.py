@@ -1,0 +1,115 @@
+"""Runs of a comparison that are trained together give the results of runs that are trained one by one."""
+
+from __future__ import annotations
+
+import json
+from functools import partialmethod
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ultr.training.compare
+from ultr.training.compare import Entry, RunsTask, compare, grouped, run_folder
+from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.feed import Feed
+from ultr.training.run import run_training
+from ultr.utils.jsonfiles import read_json
+
+METHODS = ["pairwise-em", "pairwise-em:loss=opt:weights=exact", "lambdarank", "pal-click", "ipw-listwise"]
+
+
+def base(device: str) -> RunConfig:
+    training = TrainingOptions(steps=12, batch=64, evaluate_every=4, bias_steps=30, device=device)
+    options = {"hidden": [16, 8], "dropout": 0.2}
+    return RunConfig("synthetic", users="pbm", ranker_options=options, select="reward@10", training=training)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Let runs on the CPU be trained together, with the random numbers of a GPU."""
+    monkeypatch.setattr(Feed, "__init__", partialmethod(Feed.__init__, keyed=True))
+
+    def switch(on: bool) -> None:
+        device = torch.device("cuda" if on else "cpu")
+        monkeypatch.setattr(ultr.training.compare, "choose_device", lambda _: device)
+
+    return switch
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))],
+)
+def test_runs_together_have_the_results_of_runs_one_by_one(as_on_a_gpu, device, tmp_path, monkeypatch):
+    asked = []
+    perform = RunsTask.perform
+    monkeypatch.setattr(RunsTask, "perform", lambda self: (asked.append(self.runs), perform(self))[1])
+    results = []
+    for together in (False, True):
+        as_on_a_gpu(together)
+        out = tmp_path / f"together-{together}"
+        results.append(compare(base(device), METHODS, out, seeds=3, rates=(0.01, 0.05), jobs=1))
+    assert len(asked) == 2 * len(METHODS)  # two learning rates, then three seeds
+    assert set(asked) <= {2, 3}
+    for alone, joined in zip(results[0].rows, results[1].rows, strict=True):
+        assert alone.lr == joined.lr
+        for metric, values in alone.results.items():
+            assert joined.results[metric] == pytest.approx(values, rel=2e-3)
+    for text in METHODS:
+        entry = Entry.parse(text)
+        lr = next(row.lr for row in results[0].rows if row.entry == text)
+        runs = [run_folder(tmp_path / f"together-{together}", entry, lr, 1) for together in (False, True)]
+        names = [sorted(path.relative_to(run).as_posix() for path in run.rglob("*")) for run in runs]
+        assert names[0] == names[1]
+        first, second = (load_file(run / "model" / "weights.safetensors") for run in runs)
+        last = list(first)[-1]
+        assert {name: t.shape for name, t in first.items()} == {name: t.shape for name, t in second.items()}
+        assert last in second
+        lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
+        assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [4, 8, 12]
+        losses = [[line["loss"] for line in of_run] for of_run in lines]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+        configs = [read_json(run / "config.json") for run in runs]
+        assert configs[0] == configs[1]
+
+
+def test_finished_and_interrupted_runs_of_a_group_are_not_trained_again(as_on_a_gpu, tmp_path):
+    as_on_a_gpu(True)
+    first = compare(base("cpu"), ["lambdarank"], tmp_path, seeds=2, rates=(0.05,), jobs=1)
+    entry = Entry.parse("lambdarank")
+    weights = run_folder(tmp_path, entry, 0.05, 0) / "model" / "weights.safetensors"
+    written = weights.stat().st_mtime_ns
+    more = compare(base("cpu"), ["lambdarank"], tmp_path, seeds=4, rates=(0.05,), jobs=1)
+    assert weights.stat().st_mtime_ns == written
+    name = next(iter(first.rows[0].results))
+    assert more.rows[0].results[name][:2] == first.rows[0].results[name]
+    assert len(set(more.rows[0].results[name])) == 4
+
+
+def test_only_runs_that_differ_in_seed_and_rate_are_grouped(as_on_a_gpu, tmp_path):
+    as_on_a_gpu(True)
+    plan = ultr.training.compare.Plan(
+        base("cpu"),
+        [Entry.parse("lambdarank"), Entry.parse("pointwise"), Entry.parse("lambdarank:ranker=lightgbm")],
+        tmp_path,
+        seeds=13,
+        rates=(0.01, 0.02),
+        tuning_seeds=2,
+    )
+    assert [task.runs for task in grouped(plan.tuning_tasks())] == [4, 4, *[1] * 4]
+    final = grouped(plan.final_tasks({"lambdarank": 0.01, "pointwise": 0.01, "lambdarank:ranker=lightgbm": 0.1}))
+    assert [task.runs for task in final] == [10, 3, 10, 3, *[1] * 13]
+    as_on_a_gpu(False)
+    assert {task.runs for task in grouped(plan.tuning_tasks())} == {1}
+
+
+def test_methods_that_cannot_be_stacked_are_trained_one_by_one(as_on_a_gpu, tmp_path):
+    as_on_a_gpu(True)
+    result = compare(base("cpu"), ["regression-em:targets=sampled"], tmp_path / "c", seeds=2, rates=(0.05,), jobs=1)
+    alone = run_training(Entry.parse("regression-em:targets=sampled").config(base("cpu"), 0.05, 1), tmp_path / "alone")
+    run = run_folder(tmp_path / "c", Entry.parse("regression-em:targets=sampled"), 0.05, 1)
+    first, second = (load_file(folder / "model" / "weights.safetensors") for folder in (run, alone))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert np.isfinite(result.rows[0].results["ndcg@10"]).all()
