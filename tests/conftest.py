@@ -40,7 +40,9 @@ SLOW = (
     "training/test_feed.py",
     "training/test_replace.py",
     "training/test_run.py",
+    "training/test_stack.py",
     "training/test_streaming.py",
+    "training/test_together.py",
     "training/test_trees.py",
     "utils/test_distributed.py",
 )

@@ -142,6 +142,7 @@ class ListBatches:
         self.device = as_device(device)
         self._offsets = torch.from_numpy(np.ascontiguousarray(log.offsets)).to(self.device)
         self._lengths = torch.from_numpy(log.lengths)
+        self.padded = len(np.unique(log.lengths)) > 1  # lists have different lengths, so most need padding
         self._features = self._tensor(log.features)
         self._weights = torch.ones(len(log), device=self.device) if log.weights is None else self._tensor(log.weights)
         self._positions = None if log.positions is None else self._tensor(log.positions)
@@ -165,11 +166,6 @@ class ListBatches:
         return bool(self._actions)
 
     @property
-    def padded(self) -> bool:
-        """Whether lists have different lengths, so that most need padding."""
-        return int(self._lengths.min()) < int(self._lengths.max())
-
-    @property
     def lengths(self) -> Tensor:
         """The number of items of each request, on the CPU."""
         return self._lengths
@@ -188,6 +184,7 @@ class ListBatches:
             ]
         )
         whole._lengths = torch.cat([each._lengths for each in several])
+        whole.padded = len(np.unique(whole._lengths.numpy())) > 1
         for name in ("_features", "_weights", "_positions", "_relevance"):
             if getattr(whole, name) is not None:
                 setattr(whole, name, torch.cat([getattr(each, name) for each in several]))

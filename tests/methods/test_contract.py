@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import make_shown_log, some_always
 from ultr.datasets.users import User, simulate_log
@@ -22,7 +24,7 @@ from ultr.rankers import score_rows
 from ultr.training.bias_stage import fit_bias
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feed
-from ultr.training.loop import start, take_step, train
+from ultr.training.loop import masked, start, take_step, train
 
 FEATURES = 5
 
@@ -240,3 +242,40 @@ def test_true_labels_are_used_only_on_request(name, lists):
     seeing = make_method(name, inputs(truth=True))
     blank = replace(lists, actions={n: torch.zeros_like(v) for n, v in lists.actions.items()})
     torch.testing.assert_close(seeing.loss(blank), seeing.loss(lists))
+
+
+class Waiting(TorchDispatchMode):
+    """Collect the operations of a step that would make a program wait for a GPU, so that no graph can repeat them."""
+
+    WAITS: ClassVar[set[str]] = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique2", "equal"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0].strip("_")
+        if name in {word.strip("_") for word in self.WAITS}:
+            self.found.add(name)
+        if name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1]):
+            self.found.add("index by a mask")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [*METHODS, "bias model", "bias model of pairs"])
+def test_a_step_never_waits_for_a_gpu(name):
+    log, given = make_shown_log(requests=64, features=FEATURES), inputs(ranker_options={"hidden": (8,), "dropout": 0.2})
+    learner = make_method(name, given) if name in METHODS else None
+    if learner is None:
+        learner = make_method("pairwise-em", given, loss="bayes-ipw" if "pairs" in name else "ipw").bias_learner()
+    start(learner, log, TrainingOptions(device="cpu"))
+    feed = Feed(ListBatches(log), batch=16, seed=0, user=User(), keyed=True)
+    batch = feed.choose(0)
+    feed.lists(batch)  # fills tables that are made once
+    with Waiting() as waiting:
+        lists = feed.lists(batch)
+        with torch.no_grad():
+            learner.update(lists)
+        with masked(learner, lists, 0, 0):
+            learner.loss(lists).backward()
+    assert waiting.found == set()

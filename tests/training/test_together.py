@@ -63,10 +63,6 @@ def test_runs_together_have_the_results_of_runs_one_by_one(as_on_a_gpu, device, 
         runs = [run_folder(tmp_path / f"together-{together}", entry, lr, 1) for together in (False, True)]
         names = [sorted(path.relative_to(run).as_posix() for path in run.rglob("*")) for run in runs]
         assert names[0] == names[1]
-        first, second = (load_file(run / "model" / "weights.safetensors") for run in runs)
-        last = list(first)[-1]
-        assert {name: t.shape for name, t in first.items()} == {name: t.shape for name, t in second.items()}
-        assert last in second
         lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
         assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [4, 8, 12]
         losses = [[line["loss"] for line in of_run] for of_run in lines]

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ultr.bias.examination import estimate_examination
 from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError
 from ultr.evaluation.off_policy import DirectModel, OffPolicyValue, fit_direct, off_policy_value
-from ultr.evaluation.scores import OFF_POLICY, evaluate_scores, parse_any_metric
+from ultr.evaluation.scores import OFF_POLICY, ScoreMetrics, parse_any_metric
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.log.segments import slot
@@ -123,10 +124,13 @@ def evaluate_requests(
     label: str,
     judge: Judge | None = None,
     segments: Sequence[str] = (),
+    device: torch.device | str = "cpu",
 ) -> dict[str, np.ndarray]:
     """Return metrics [requests] of scores [rows]; the `judge` estimates those named `off-policy-*` from feedback."""
     plain = [name for name in metrics if not name.startswith(OFF_POLICY)]
-    results: dict[str, Any] = evaluate_scores(log, scores, plain, user=user, label=label) if plain else {}
+    results: dict[str, Any] = {}
+    if plain:
+        results = ScoreMetrics(log, plain, user=user, label=label, device=device)(scores)
     for name in metrics:
         if name.startswith(OFF_POLICY):
             if judge is None:

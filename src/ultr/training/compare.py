@@ -360,7 +360,9 @@ def evaluate_run(config: RunConfig, folder: Path, metrics: list[str]) -> dict[st
         user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
     scores = model.score(log, device=config.training.device)
     judge = load_judge(folder / "judge")
-    return mean_metrics(log, scores, metrics, user=user, label=config.label, judge=judge, segments=segments)
+    device = choose_device(config.training.device)
+    options: dict[str, Any] = {"user": user, "label": config.label, "judge": judge, "segments": segments}
+    return mean_metrics(log, scores, metrics, device=device, **options)
 
 
 def default_jobs() -> int:

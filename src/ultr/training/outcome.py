@@ -21,6 +21,7 @@ from ultr.log.segments import slot
 from ultr.log.summary import by_position
 from ultr.training.config import RunConfig
 from ultr.training.data import RunData
+from ultr.utils.devices import choose_device
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import check_format, file_checksum, read_json, write_json
 
@@ -55,7 +56,14 @@ def write_outcome(config: RunConfig, run_data: RunData, scores: np.ndarray, judg
 
     def evaluate(scores: np.ndarray) -> dict[str, np.ndarray]:
         return evaluate_requests(
-            log, scores, metrics, user=run_data.user, label=config.label, judge=judge, segments=run_data.segments
+            log,
+            scores,
+            metrics,
+            user=run_data.user,
+            label=config.label,
+            judge=judge,
+            segments=run_data.segments,
+            device=choose_device(config.training.device),
         )
 
     columns: dict[str, Any] = {"request": _texts(log.request_ids), "weight": _weights(log), **evaluate(scores)}

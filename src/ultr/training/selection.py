@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,7 +101,9 @@ def mean_metrics(
     label: str,
     judge: Judge | None = None,
     segments: tuple[str, ...] = (),
+    device: torch.device | str = "cpu",
 ) -> dict[str, float]:
     """Return metric -> mean over the requests of a log, weighted by the request weights of the log."""
-    values = evaluate_requests(log, scores, metrics, user=user, label=label, judge=judge, segments=segments)
+    options: dict[str, Any] = {"user": user, "label": label, "judge": judge, "segments": segments, "device": device}
+    values = evaluate_requests(log, scores, metrics, **options)
     return {name: float(np.average(per_request, weights=log.weights)) for name, per_request in values.items()}
