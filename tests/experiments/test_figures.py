@@ -20,7 +20,8 @@ from ultr.experiments.claims import DIRECTION, HELD, NOT
 from ultr.experiments.figures import figure3, figure4, figure5
 from ultr.experiments.lab import QUICK, Budget, Lab, World
 from ultr.experiments.paper import BAYES, OPT
-from ultr.training.compare import Comparison, Entry, Row, Workers, run_folder
+from ultr.training.compare import Comparison, Entry, Row, run_folder
+from ultr.training.workers import Workers
 from ultr.utils.jsonfiles import write_json
 
 ENTRIES = [OPT, "dla", "regression-em", "pal-click", "lambdarank"]

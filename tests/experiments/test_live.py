@@ -19,8 +19,8 @@ from ultr.experiments import live
 from ultr.experiments.lift import Arm, arm_of, lift_of
 from ultr.experiments.live import BucketTask, LiveOptions, LiveResult, Traffic, metric_of, run_live, run_one
 from ultr.log.labels import Label
-from ultr.training.compare import Workers
 from ultr.training.config import with_training
+from ultr.training.workers import Workers
 from ultr.utils.jsonfiles import load_json, read_json, write_json
 from ultr.utils.tensors import load_tensors
 

@@ -20,7 +20,8 @@ from ultr.experiments.claims import HELD, REVERSED
 from ultr.experiments.lab import FULL, QUICK, Budget, Lab, World
 from ultr.experiments.paper import BAYES, BEYOND1, BEYOND2, CUTOFFS, IPW, OPT, TABLE1, TABLE2, UPPER
 from ultr.experiments.tables import table1, table2
-from ultr.training.compare import Comparison, Entry, Row, RunTask, Workers
+from ultr.training.compare import Comparison, Entry, Row, RunTask
+from ultr.training.workers import Workers
 from ultr.utils.jsonfiles import load_json
 
 PAPER = Path(__file__).parents[3] / "shared" / "paper"

@@ -11,7 +11,8 @@ from ultr.experiments import trees as experiment
 from ultr.experiments.claims import HELD, REVERSED
 from ultr.experiments.lab import FULL, QUICK, Lab, World
 from ultr.experiments.trees import OUR_ROWS, OURS, baselines, tree_tables
-from ultr.training.compare import Comparison, Entry, Row, Workers
+from ultr.training.compare import Comparison, Entry, Row
+from ultr.training.workers import Workers
 
 
 @pytest.fixture

@@ -19,11 +19,12 @@ from ultr.evaluation.scores import paired_test
 from ultr.log import write_log
 from ultr.rankers.model import load_model
 from ultr.training import compare as comparing
-from ultr.training.compare import Entry, Plan, RunTask, Workers, compare, compare_all, run_folder
+from ultr.training.compare import Entry, Plan, RunTask, compare, compare_all, run_folder
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.data import load_run_data
 from ultr.training.run import run_training
 from ultr.training.selection import mean_metrics
+from ultr.training.workers import Workers
 from ultr.utils.jsonfiles import write_json
 
 BASE = RunConfig(

@@ -30,8 +30,9 @@ from ultr.log.labels import Label
 from ultr.log.shards import RowGroup, Shards
 from ultr.methods import MethodInputs, make_method
 from ultr.rankers import Dropout, FeatureEncoder, Masks, make_ranker
-from ultr.training.feed import Feed, Stream, divide, step_seed
+from ultr.training.feed import Feed, step_seed
 from ultr.training.loop import seeded_step
+from ultr.training.stream import Stream, divide
 
 REQUESTS = 250
 HELD_OUT = 50  # the other 200 are for training

@@ -29,8 +29,9 @@ from ultr.rankers.model import load_model
 from ultr.training.checkpoints import read_metrics
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.data import load_run_data
-from ultr.training.feed import Feed, Stream
+from ultr.training.feed import Feed
 from ultr.training.run import run_training
+from ultr.training.stream import Stream
 
 FAST = {"steps": 15, "bias_steps": 10, "batch": 16, "evaluate_every": 5, "device": "cpu"}
 KNOWN = {str(position): 1 / position for position in range(1, 13)}  # to estimate it from a log takes long

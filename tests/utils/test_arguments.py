@@ -81,7 +81,10 @@ def test_the_error_of_another_type_names_the_type():
     [
         (lambda: ultr.TrainingOptions(optimizer="adma"), "'adagrad', 'adam', 'adamw', got 'adma'; did you mean 'adam'"),
         (lambda: ultr.TrainingOptions(schedule="step"), "'constant', 'cosine', 'linear', got 'step'"),
-        (lambda: ultr.TrainingOptions(precision="bf-16"), "'float32', 'bf16', got 'bf-16'; did you mean 'bf16'"),
+        (
+            lambda: ultr.TrainingOptions(precision="bf-16"),
+            "'float32', 'tf32', 'bf16', got 'bf-16'; did you mean 'bf16'",
+        ),
         (lambda: ultr.RunConfig("x", learn_from="true"), "'feedback', 'truth', 'no-bias', got 'true'; did you mean"),
         (lambda: ultr.RunConfig("x", stream="maybe"), "'auto', 'yes', 'no', got 'maybe'"),
         (lambda: ultr.read_log("x", missing="kep"), "'reject', 'keep', got 'kep'; did you mean 'keep'"),

@@ -39,7 +39,7 @@ def reproduce(
 ) -> None:
     """Repeat the experiments of the paper that pairwise-em comes from (CIKM 2022), and check the paper's claims."""
     from ultr.experiments import EXPERIMENTS, FULL, QUICK, Lab
-    from ultr.training.compare import Workers, default_jobs
+    from ultr.training.workers import Workers, default_jobs
 
     names = list(EXPERIMENTS) if experiments == "all" else [name.strip() for name in experiments.split(",")]
     for name in names:

@@ -35,7 +35,7 @@ from ultr.log.labels import Label
 from ultr.log.table import RESERVED
 from ultr.utils.arguments import Seed, check_fields, checked
 from ultr.utils.memory import available_memory
-from ultr.utils.noise import Noise
+from ultr.utils.noise import Noise, normal_like, uniform_like
 
 LAST_POSITION = 4096  # items after this position are examined as often as at this position
 MAX_LOG_DWELL = 80.0  # natural logarithm of the longest dwell time, in seconds, that fits float32
@@ -149,8 +149,8 @@ class User:
         actions = {"click": click.to(relevance.dtype)}
         if self.dwell is not None:
             mu, sigma = self.dwell.parameters(relevance, self.max_grade)
-            noise = _normal(relevance, generator)
-            log_seconds = mu + sigma * noise + self.dwell_scale(positions, relevance.dtype).log()
+            log_scale = self.dwell_scale(positions, relevance.dtype).log()
+            log_seconds = mu + sigma * normal_like(relevance, generator) + log_scale
             actions["dwell"] = torch.where(click, log_seconds.clamp(-MAX_LOG_DWELL, MAX_LOG_DWELL).exp(), 0.0)
         for name, probabilities in self.further.items():
             follows = _draw(by_grade(probabilities, relevance, self.max_grade), generator)
@@ -185,12 +185,12 @@ class User:
             raise LabelError(f"label '{Label.of(label).expression}' must be finite", got=float(table.max()))
         return values[grade_index, scale_index]
 
-    def click_values(self, label: Label, grades: Tensor, scales: Tensor) -> Tensor:
+    def click_values(self, label: Label, grade: tuple[float, ...], scale: tuple[float, ...]) -> Tensor:
         """Return E[Φ | click] as a table [grades, scales] in float64: dwell is integrated, further actions summed."""
+        grades, scales = (torch.tensor(values, dtype=torch.float64) for values in (grade, scale))
         # Trapezoid rule on a normal variable: spectrally exact if Φ is smooth, with an error of about 1e-4 at jumps.
         z = torch.linspace(-14, 14, 1 << 15, dtype=torch.float64)
-        density = torch.exp(-0.5 * z**2)
-        density /= density.sum()
+        density = torch.softmax(-0.5 * z**2, dim=0)
         names = list(self.further)
         total = torch.zeros(len(grades), len(scales), dtype=torch.float64)
         for combination in range(2 ** len(names)):
@@ -207,6 +207,9 @@ class User:
                     actions["dwell"] = scales[s] * torch.exp(mu + sigma * z)
                 total[g, s] += probability[g] * (label(actions) @ density)
         return total
+
+
+_click_values = lru_cache(maxsize=64)(User.click_values)  # every evaluation needs them again
 
 
 def default_trust(k: Tensor) -> Tensor:
@@ -343,23 +346,8 @@ def _examination(theta: tuple[float, ...], eta: float, dtype: torch.dtype, devic
     return (values * k_in_table / k).pow(eta).to(dtype).to(device)
 
 
-@lru_cache(maxsize=64)
-def _click_values(user: User, label: Label, grades: tuple[float, ...], scales: tuple[float, ...]) -> Tensor:
-    """Return `user.click_values`; the cache avoids to integrate again at every evaluation."""
-    return user.click_values(label, *(torch.tensor(values, dtype=torch.float64) for values in (grades, scales)))
-
-
 def _draw(probability: Tensor, generator: torch.Generator | Noise | None) -> Tensor:
-    if isinstance(generator, Noise):
-        return generator.uniform() < probability
-    noise = torch.rand(probability.shape, generator=generator, device=probability.device, dtype=probability.dtype)
-    return noise < probability
-
-
-def _normal(like: Tensor, generator: torch.Generator | Noise | None) -> Tensor:
-    if isinstance(generator, Noise):
-        return generator.normal().to(like.dtype)
-    return torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+    return uniform_like(probability, generator) < probability
 
 
 def _masked(values: Tensor, where: Tensor | None) -> Tensor:

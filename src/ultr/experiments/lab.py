@@ -13,8 +13,9 @@ from ultr.experiments.claims import Claim, claim_parts, claims_text
 from ultr.experiments.paper import CUTOFFS
 from ultr.report.page import write_page
 from ultr.report.parts import Notes, Section, Table, Text
-from ultr.training.compare import DEFAULT_RATES, Comparison, Entry, Plan, Workers, compare_all
+from ultr.training.compare import DEFAULT_RATES, Comparison, Entry, Plan, compare_all
 from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.workers import Workers
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import write_json
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -30,10 +30,11 @@ from ultr.experiments.lift import lifts_between, over_runs
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.rankers.model import load_model
-from ultr.training.compare import Entry, Workers
+from ultr.training.compare import Entry
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.data import RunData, cached_dataset
 from ultr.training.run import make_run, run_training
+from ultr.training.workers import Workers
 from ultr.utils.jsonfiles import read_json, write_json
 
 LABEL = "click + dwell / exp(3) + 2 * like + 3 * share"
@@ -344,14 +345,11 @@ class BucketTask:
     run: int
     bucket: int
     until: float
+    runs: ClassVar[int] = 1
 
     @property
     def folder(self) -> Path:
         return Path(self.out) / f"run-{self.run}"
-
-    @property
-    def runs(self) -> int:
-        return 1
 
     @property
     def finished(self) -> bool:

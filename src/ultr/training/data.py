@@ -28,7 +28,8 @@ from ultr.log.shards import Shards, is_lists
 from ultr.methods import MethodInputs
 from ultr.rankers.boosters import is_trees
 from ultr.training.config import DEFAULT_METHOD, RunConfig, TrainingOptions
-from ultr.training.feed import Feed, Feeding, Stream
+from ultr.training.feed import Feed, Feeding
+from ultr.training.stream import Stream
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import local_size
 from ultr.utils.files import fingerprint

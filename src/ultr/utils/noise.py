@@ -87,6 +87,20 @@ class Noise:
         return torch.where(uniform(cells, numbers * DRAWS + draw) < keep, 1 / keep, 0.0)
 
 
+def uniform_like(like: Tensor, source: Noise | torch.Generator | None) -> Tensor:
+    """Draw uniform numbers with the shape and type of a tensor; with None, from torch's default generator."""
+    if isinstance(source, Noise):
+        return source.uniform().to(like.dtype)
+    return torch.rand(like.shape, generator=source, device=like.device, dtype=like.dtype)
+
+
+def normal_like(like: Tensor, source: Noise | torch.Generator | None) -> Tensor:
+    """Draw standard normal numbers with the shape and type of a tensor; with None, from torch's default generator."""
+    if isinstance(source, Noise):
+        return source.normal().to(like.dtype)
+    return torch.randn(like.shape, generator=source, device=like.device, dtype=like.dtype)
+
+
 def hash_places(key: Tensor, places: Tensor) -> Tensor:
     """Return the upper 32 bits of SplitMix64's number for each of the `places` in its stream that begins at `key`."""
     z = key + _signed(0x9E3779B97F4A7C15) * places
