@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ultr.lists import Lists
 from ultr.training.feed import Batch, Feeding
-from ultr.utils.distributed import size
+from ultr.utils.distributed import is_main, size
 
 WARM_UP = 3  # steps that are taken as usual before a graph is captured, so that libraries have set themselves up
 MOST_GRAPHS = 16  # captured at most: one for each length of padded lists and length of the next ones
@@ -53,7 +53,7 @@ class GraphedSteps:
         self._made = -1  # the step whose lists are in `_lists`
         self._pool: Any = None
         self._enabled = size() == 1
-        if not self._enabled:
+        if not self._enabled and is_main():
             _warn("several processes train this model")
 
     def choose(self, step: int) -> Batch:
