@@ -18,7 +18,7 @@ from ultr.errors import OptionError, UltrError, UnfinishedError
 from ultr.evaluation.scores import paired_test
 from ultr.log import write_log
 from ultr.rankers.model import load_model
-from ultr.training import compare as comparing
+from ultr.training import workers as working
 from ultr.training.compare import Entry, Plan, RunTask, compare, compare_all, run_folder
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.data import load_run_data
@@ -57,17 +57,17 @@ def test_methods_are_tuned_alike_run_with_all_seeds_and_never_twice(tmp_path, mo
         "ultr.training.networks.NetworkRun.train", lambda *_: pytest.fail("a finished run was repeated")
     )
     assert compare(BASE, METHODS, tmp_path, seeds=3, rates=[0.001, 0.1], jobs=1).to_json() == result.to_json()
-    assert comparing.default_jobs() >= 1
+    assert working.default_jobs() >= 1
 
 
 def test_runs_side_by_side_have_memory_enough(monkeypatch):
-    pages = 8 * 2**30 // comparing.os.sysconf("SC_PAGE_SIZE")
-    real = comparing.os.sysconf
-    monkeypatch.setattr(comparing.os, "sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else real(name))
-    monkeypatch.setattr(comparing.os, "sched_getaffinity", lambda _: range(64), raising=False)
-    assert comparing.default_jobs() == 2  # of 8 GiB, half at 1.5 each
+    pages = 8 * 2**30 // working.os.sysconf("SC_PAGE_SIZE")
+    real = working.os.sysconf
+    monkeypatch.setattr(working.os, "sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else real(name))
+    monkeypatch.setattr(working.os, "sched_getaffinity", lambda _: range(64), raising=False)
+    assert working.default_jobs() == 2  # of 8 GiB, half at 1.5 each
     pages *= 100
-    assert comparing.default_jobs() == 10
+    assert working.default_jobs() == 10
 
 
 def test_methods_on_a_log_are_judged_on_requests_that_selection_never_saw(tmp_path):
@@ -141,7 +141,7 @@ def performed(monkeypatch):
 @pytest.fixture
 def threads(monkeypatch):
     """Threads in place of processes, so that made-up runs are seen by them."""
-    monkeypatch.setattr(comparing, "ProcessPoolExecutor", lambda jobs, *_, **__: ThreadPoolExecutor(jobs))
+    monkeypatch.setattr(working, "ProcessPoolExecutor", lambda jobs, *_, **__: ThreadPoolExecutor(jobs))
 
 
 def plan_of(out, methods=("pointwise", "lambdarank"), **options):
@@ -167,7 +167,7 @@ def test_a_run_on_its_way_when_the_time_is_up_is_finished_and_a_later_call_does_
     expected = all_of([plan_of(tmp_path / "at once")])
     performed.clear()
     clock = iter(range(100))
-    monkeypatch.setattr(comparing, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(working, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with pytest.raises(UnfinishedError, match="with 4 of 6 runs"):
         all_of([plan_of(tmp_path / "parts")], until=4)
     assert len(performed) == 4
@@ -189,10 +189,10 @@ def test_runs_side_by_side_stop_when_the_time_is_up_and_a_later_call_does_the_ot
         with lock:
             calls.append(original(task))
             if len(calls) == 4:
-                monkeypatch.setattr(comparing, "time", SimpleNamespace(monotonic=lambda: 10.0))
+                monkeypatch.setattr(working, "time", SimpleNamespace(monotonic=lambda: 10.0))
             return task.folder
 
-    monkeypatch.setattr(comparing, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(working, "time", SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(RunTask, "perform", until_the_fourth)
     with pytest.raises(UnfinishedError, match=r"with (\d+) of 40 runs") as stopped:
         all_of([plan], jobs=2, until=5.0)

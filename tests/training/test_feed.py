@@ -19,6 +19,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import ultr.training.feed
+import ultr.training.stream
 import ultr.utils.distributed
 from conftest import make_shown_log
 from lists_folder import write_lists
@@ -95,6 +96,7 @@ def as_process(rank: int, size: int) -> Iterator[None]:
         patch.setattr(ultr.utils.distributed, "rank", lambda: rank)
         patch.setattr(ultr.utils.distributed, "size", lambda: size)
         patch.setattr(ultr.training.feed, "size", lambda: size)
+        patch.setattr(ultr.training.stream, "size", lambda: size)
         yield
 
 
@@ -163,7 +165,7 @@ def test_a_stream_does_not_depend_on_its_workers_or_the_batches_made_in_advance(
     stream = small_stream(shards, workers=1)
     sequence = [stream(step) for step in range(15)]
     for workers, ahead in [(4, 4), (2, 1), (3, 11)]:
-        monkeypatch.setattr(ultr.training.feed, "AHEAD", ahead)
+        monkeypatch.setattr(ultr.training.stream, "AHEAD", ahead)
         other = small_stream(shards, workers=workers)
         for step, lists in enumerate(sequence):
             assert_same_lists(other(step), lists)

@@ -32,8 +32,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(Feed, "__init__", partialmethod(Feed.__init__, keyed=True))
 
     def switch(on: bool) -> None:
-        device = torch.device("cuda" if on else "cpu")
-        monkeypatch.setattr(ultr.training.compare, "choose_device", lambda _: device)
+        monkeypatch.setattr(ultr.training.compare, "_on_gpu", lambda _: on)
 
     return switch
 

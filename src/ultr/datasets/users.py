@@ -190,7 +190,7 @@ class User:
         grades, scales = (torch.tensor(values, dtype=torch.float64) for values in (grade, scale))
         # Trapezoid rule on a normal variable: spectrally exact if Φ is smooth, with an error of about 1e-4 at jumps.
         z = torch.linspace(-14, 14, 1 << 15, dtype=torch.float64)
-        density = torch.softmax(-0.5 * z**2, dim=0)
+        density = (normal := torch.exp(-0.5 * z**2)) / normal.sum()
         names = list(self.further)
         total = torch.zeros(len(grades), len(scales), dtype=torch.float64)
         for combination in range(2 ** len(names)):

@@ -170,12 +170,16 @@ class RunsTask:
         return [task.perform() for task in self.tasks][-1]  # evaluates them
 
 
+def _on_gpu(config: RunConfig) -> bool:
+    return choose_device(config.training.device).type == "cuda"
+
+
 def grouped(tasks: Sequence[RunTask]) -> list[RunTask | RunsTask]:
     """Return tasks such that, on a GPU, runs of networks that differ only in seed and learning rate are one task."""
     groups: dict[str, list[RunTask]] = {}
     for task in tasks:
         config = RunConfig.from_json(task.config)
-        alone = is_trees(config.ranker) or choose_device(config.training.device).type != "cuda"
+        alone = is_trees(config.ranker) or not _on_gpu(config)
         common = with_training(config, seed=0, lr=1.0).to_json()
         key = task.folder if alone or task.finished else json.dumps([common, task.shared, task.metrics], sort_keys=True)
         groups.setdefault(key, []).append(task)
