@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import ultr.training.compare
+import ultr.training.together
 from ultr.training.compare import Entry, RunsTask, compare, grouped, run_folder
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.feed import Feed
@@ -45,6 +46,10 @@ def test_runs_together_have_the_results_of_runs_one_by_one(as_on_a_gpu, device, 
     asked = []
     perform = RunsTask.perform
     monkeypatch.setattr(RunsTask, "perform", lambda self: (asked.append(self.runs), perform(self))[1])
+    biases, train_biases = [], ultr.training.together._train_biases
+    monkeypatch.setattr(
+        ultr.training.together, "_train_biases", lambda several: (biases.append(len(several)), train_biases(several))
+    )
     results = []
     for together in (False, True):
         as_on_a_gpu(together)
@@ -52,6 +57,7 @@ def test_runs_together_have_the_results_of_runs_one_by_one(as_on_a_gpu, device, 
         results.append(compare(base(device), METHODS, out, seeds=3, rates=(0.01, 0.05), jobs=1))
     assert len(asked) == 2 * len(METHODS)  # two learning rates, then three seeds
     assert set(asked) <= {2, 3}
+    assert biases == [2, 2]  # of both pairwise-em, for the two seeds that were not used to tune
     for alone, joined in zip(results[0].rows, results[1].rows, strict=True):
         assert alone.lr == joined.lr
         for metric, values in alone.results.items():

@@ -1,4 +1,4 @@
-"""Training batches, made of lists (the items of a request): from a log in memory, or from shards larger than memory.
+"""Training batches, made of lists (the items of a request), from a log in memory; `ultr.training.stream` has others.
 
 The requests of a batch depend only on the seed and the step number, so training that was stopped can resume with the
 next step. If several processes train one model, each gets some parts of every batch, and the batches are the same as
@@ -26,7 +26,7 @@ MOST_REQUESTS = 1 << 24  # of a part of a batch
 
 
 class Batch(Protocol):
-    """What a feed has chosen for a step: tensors on the device of the feed, and the parts of the batch."""
+    """The choice of a feed for a step: tensors on the device of the feed, and the parts of the batch."""
 
     @property
     def parts(self) -> tuple[Part, ...]: ...

@@ -1,7 +1,7 @@
 """Several learners of one kind as one: their parameters are stacked, so that a step trains them all at once.
 
-A step of a small network leaves most of a GPU idle, so ten learners take little more time than one. Each learns as it
-would alone, up to rounding: from its own batches, with its own random numbers and its own learning rate.
+A step of a small network leaves most of a GPU idle, so a step of ten learners takes two to four times that of one. Each
+learns as it would alone, up to rounding: from its own batches, with its own random numbers and its own learning rate.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ultr.lists import ListBatches
 from ultr.methods.bias_model import BiasModel
 from ultr.training.bias_stage import BIAS, HELD_OUT_SHARE, BiasTraining, bias_training, save_bias
 from ultr.training.checkpoints import wait_for_lock
-from ultr.training.config import TrainingOptions
+from ultr.training.config import BIAS_TRAINING, TrainingOptions
 from ultr.training.feed import FeedStack
 from ultr.training.finish import Listeners
 from ultr.training.loop import TrainingState, train_all
@@ -99,13 +99,14 @@ def _fit_biases(runs: Sequence[NetworkRun], outs: Sequence[Path], shared: Path) 
     with ExitStack() as locks:
         for folder in sorted(needed):  # in one order, so that processes cannot wait for each other
             locks.enter_context(wait_for_lock(folder))
-        missing = [folder for folder in needed if not folder.is_dir()]
-        trainings = [_bias_training(needed[folder]) for folder in missing]
-        options = [training.options for training in trainings]
-        if len(missing) > 1 and Stack.can_hold([training.model for training in trainings], options):
-            _train_biases(trainings, options)
-            for folder, training in zip(missing, trainings, strict=True):
-                save_bias(folder, training.model)
+        missing = {folder: run for folder, run in needed.items() if not folder.is_dir()}
+        models = [model for run in missing.values() if (model := run.method.bias_learner()) is not None]
+        if len(models) < 2 or not Stack.can_hold(models, [BIAS_TRAINING] * len(models)):
+            return  # each run fits its own
+        trainings = [_bias_training(run) for run in missing.values()]
+        _train_biases(trainings)
+        for folder, training in zip(missing, trainings, strict=True):
+            save_bias(folder, training.model)
 
 
 def _bias_training(run: NetworkRun) -> BiasTraining:
@@ -115,8 +116,8 @@ def _bias_training(run: NetworkRun) -> BiasTraining:
     return training
 
 
-def _train_biases(trainings: Sequence[BiasTraining], options: Sequence[TrainingOptions]) -> None:
-    states = [training.state for training in trainings]
+def _train_biases(trainings: Sequence[BiasTraining]) -> None:
+    states, options = [training.state for training in trainings], [training.options for training in trainings]
     step = _steps(states, [training.feed for training in trainings], options)
     for _ in train_all(states, step, [training.evaluate for training in trainings], options[0], select="likelihood"):
         pass
