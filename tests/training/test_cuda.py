@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,20 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import make_shown_log
+from lists_folder import write_lists
 from ultr.datasets.users import User, make_user, simulate_log
+from ultr.evaluation.off_policy import OffPolicy, off_policy_value
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log, write_log
 from ultr.log.labels import Label
+from ultr.log.shards import Shards
 from ultr.methods import METHODS, MethodInputs, make_method
 from ultr.methods.base import Learner
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.feed import Feed
 from ultr.training.loop import TrainingState, graphed_steps, start, take_step
 from ultr.training.run import run_training
+from ultr.training.stream import Stream
 from ultr.utils.noise import Noise, hash_places, uniform
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
@@ -173,14 +178,8 @@ def test_the_random_numbers_of_a_gpu_are_those_of_the_reference():
     assert torch.equal(uniform(on_gpu, places.cuda()).cpu(), uniform(on_gpu.cpu(), places))
 
 
-@pytest.mark.parametrize("method", ["pairwise-em", "lambdarank", "dla", "pal-click", "sum-click"])
-def test_a_run_on_a_gpu_resumes_with_the_same_bits(method, tmp_path):
-    log, _ = simulate_log(shown_log(), User(), seed=1)
-    write_log(log, tmp_path / "log.parquet")
-    training = TrainingOptions(steps=30, batch=32, bias_steps=20, evaluate_every=10, device="cuda")
-    options = {"hidden": [16, 8], "dropout": 0.2}
-    config = RunConfig(str(tmp_path / "log.parquet"), method, ranker_options=options, training=training)
-    whole = run_training(config, tmp_path / "whole")
+def assert_resumes_with_the_same_bits(config: RunConfig, folder: Path) -> None:
+    whole = run_training(config, folder / "whole")
 
     class StoppedError(Exception):
         pass
@@ -190,10 +189,20 @@ def test_a_run_on_a_gpu_resumes_with_the_same_bits(method, tmp_path):
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        run_training(config, tmp_path / "resumed", checkpoint_seconds=0, on_progress=stop)
-    resumed = run_training(config, tmp_path / "resumed", resume=True)
+        run_training(config, folder / "resumed", checkpoint_seconds=0, on_progress=stop)
+    resumed = run_training(config, folder / "resumed", resume=True)
     first, second = (load_file(run / "model" / "weights.safetensors") for run in (whole, resumed))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("method", ["pairwise-em", "lambdarank", "dla", "pal-click", "sum-click"])
+def test_a_run_on_a_gpu_resumes_with_the_same_bits(method, tmp_path):
+    log, _ = simulate_log(shown_log(), User(), seed=1)
+    write_log(log, tmp_path / "log.parquet")
+    training = TrainingOptions(steps=30, batch=32, bias_steps=20, evaluate_every=10, device="cuda")
+    options = {"hidden": [16, 8], "dropout": 0.2}
+    config = RunConfig(str(tmp_path / "log.parquet"), method, ranker_options=options, training=training)
+    assert_resumes_with_the_same_bits(config, tmp_path)
 
 
 def test_lists_of_many_lengths_share_few_graphs():
@@ -208,3 +217,72 @@ def test_lists_of_many_lengths_share_few_graphs():
         learner = copy.deepcopy(make_learner(log, "lambdarank", {}, False))
         losses.append(take(start(learner, log, training), Feed(lists, batch=4, seed=3), training))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-5)
+
+
+class WaitingFeed:
+    """A feed whose lists need the CPU to read a number from the GPU, which a graph cannot do."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed, self.choose = feed, feed.choose
+
+    def lists(self, batch: Any) -> Lists:
+        lists = self._feed.lists(batch)
+        return replace(lists, weights=lists.weights * float(lists.weights.isfinite().all()))
+
+    def __call__(self, step: int) -> Lists:
+        return self.lists(self.choose(step))
+
+
+def test_steps_that_cannot_be_captured_are_taken_as_usual_with_one_warning():
+    log = shown_log()
+    training = TrainingOptions(steps=STEPS, batch=64, device="cuda")
+    lists = ListBatches(log, device=CUDA)
+    losses = []
+    learner = make_learner(log, "lambdarank", {}, False)
+    losses.append(eager(start(copy.deepcopy(learner), log, training), Feed(lists, batch=64, seed=3), training))
+    step = graphed_steps(start(learner, log, training), WaitingFeed(Feed(lists, batch=64, seed=3)), training)
+    with pytest.warns(UserWarning, match="not captured as CUDA graphs") as caught:
+        losses.append([float(step()) for _ in range(STEPS)])
+    assert len(caught) == 1
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("requests", [400, 20], ids=["one window", "many windows"])
+def test_streamed_lists_are_those_of_a_stream_on_the_cpu_and_are_captured(requests, tmp_path):
+    log, _ = simulate_log(make_shown_log(requests=400, features=6, longest=20), User(), seed=1)
+    shards = Shards(write_lists(log, tmp_path / "lists"))
+    size = {"buffer_bytes": int(requests * shards.row_bytes * shards.rows / len(shards)), "batch": 32, "seed": 3}
+    on_cpu = Stream(shards, keyed=True, **size)
+    training = TrainingOptions(steps=STEPS, batch=32, device="cuda")
+    losses = []
+    for take in (eager, graphed):
+        stream = Stream(shards, device=CUDA, **size)
+        learner = make_learner(log, "lambdarank", {}, False)
+        losses.append(take(start(learner, log, training), stream, training))
+        for step in (STEPS, STEPS + 1, 3):
+            for found, expected in zip(stream(step).tensors, on_cpu(step).tensors, strict=True):
+                assert torch.equal(found.cpu(), expected)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-5)
+
+
+def test_a_streamed_run_resumes_with_the_same_bits(tmp_path):
+    log, _ = simulate_log(shown_log(), User(), seed=1)
+    lists = write_lists(log, tmp_path / "lists")
+    training = TrainingOptions(steps=30, batch=32, bias_steps=20, evaluate_every=10, device="cuda")
+    options = {"hidden": [16, 8], "dropout": 0.2}
+    config = RunConfig(str(lists), "pairwise-em", ranker_options=options, stream="yes", training=training)
+    assert_resumes_with_the_same_bits(config, tmp_path)
+
+
+@pytest.mark.parametrize("estimator", ["dr", "snips", "clipped"])
+def test_off_policy_values_on_a_gpu_are_those_on_the_cpu(estimator):
+    log, _ = simulate_log(shown_log(), User(), seed=1)
+    rng = np.random.default_rng(0)
+    theta = {int(position): 1 / int(position) for position in np.unique(log.positions)}
+    scores, direct = rng.integers(0, 4, log.rows).astype(np.float64), rng.random(log.rows)  # with ties
+    options: dict[str, Any] = {"theta": theta, "label": "click", "estimator": estimator, "direct": direct}
+    expected = off_policy_value(log, scores, **options)
+    found = OffPolicy(log, device=CUDA, **options)(scores)
+    np.testing.assert_allclose(found.per_request, expected.per_request, rtol=1e-10, atol=1e-12)
+    for name in ("value", "low", "high", "unclipped", "effective_clicks", "clipped", "coverage"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-9)

@@ -171,6 +171,23 @@ def test_a_stream_does_not_depend_on_its_workers_or_the_batches_made_in_advance(
             assert_same_lists(other(step), lists)
 
 
+@pytest.mark.parametrize("requests", [1000, 10, 1], ids=["one window", "a few windows", "a window a piece"])
+def test_a_keyed_stream_has_the_same_requests_and_makes_many_steps_at_once(requests, shards, monkeypatch):
+    plain, keyed = (small_stream(shards, requests=requests, batch=21, keyed=keyed) for keyed in (False, True))
+    assert keyed._steps > 10
+    for step in (*range(20), 3, 90, 4):
+        lists, expected = keyed(step), plain(step)
+        assert int(lists.key) == step_seed(0, step, 1)
+        assert [(part.number, part.requests) for part in lists.parts] == [part[:2] for part in expected.parts]
+        length = lists.where.shape[1]
+        assert {part.longest for part in lists.parts} == {length}
+        assert_same_lists(replace(lists, parts=(), key=None), expected.with_parts(()).padded_to(length))
+    monkeypatch.setattr(ultr.training.stream, "BLOCK_BYTES", 1)
+    one_by_one = small_stream(shards, requests=requests, batch=21, keyed=True)
+    assert one_by_one._steps == 1
+    assert numbers(one_by_one(7)) == numbers(plain(7))
+
+
 def test_another_seed_gives_other_batches(shards, log):
     for make in (
         lambda seed: small_stream(shards, seed=seed),

@@ -96,11 +96,14 @@ def _linear_score(log: Log, requests: np.ndarray) -> LinearRanker:
     ranker.encoder.fit(log.features)
     torch.nn.init.zeros_(ranker.output.weight)  # a feature that is constant in every list keeps weight zero
     features, where = _by_position(Lists.from_log(log.select(np.sort(requests))))
+    score: torch.nn.Module = ranker
+    if not log.categories:  # then the encoding does not change while the weights are learned
+        score, features = ranker.output, ranker.encoder(features)
     optimizer = torch.optim.LBFGS(ranker.parameters(), max_iter=100, history_size=20, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = _order_loss(ranker(features), where) + 1e-4 * ranker.output.weight.square().sum()
+        loss = _order_loss(score(features).view(where.shape), where) + 1e-4 * ranker.output.weight.square().sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 

@@ -18,7 +18,7 @@ import torch
 from ultr.bias.examination import estimate_examination
 from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError
-from ultr.evaluation.off_policy import DirectModel, OffPolicyValue, fit_direct, off_policy_value
+from ultr.evaluation.off_policy import DirectModel, OffPolicy, OffPolicyValue, fit_direct
 from ultr.evaluation.scores import OFF_POLICY, ScoreMetrics, parse_any_metric
 from ultr.log import Log
 from ultr.log.labels import Label
@@ -41,10 +41,16 @@ class Judge:
     theta: Mapping[str, float]  # examination by position, or by `position@segment`
     direct: DirectModel
 
-    def value(
-        self, log: Log, scores: np.ndarray, metric: str, *, label: str, segments: Sequence[str] = ()
-    ) -> OffPolicyValue:
-        """Estimate the metric of the ranking by `scores` [rows]: off-policy-reward@k or off-policy-dcg@k."""
+    def estimator(
+        self,
+        log: Log,
+        metric: str,
+        *,
+        label: str,
+        segments: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+    ) -> OffPolicy:
+        """Return what estimates a metric of rankings of a log by scores: off-policy-reward@k or off-policy-dcg@k."""
         kind, k = parse_any_metric(metric)
         if log.positions is None:
             raise DataError(f"'{metric}' needs the positions of items", hint="name their column with --position")
@@ -52,7 +58,13 @@ class Judge:
         ids = np.unique(log.positions).tolist()
         theta = {position: self.theta.get(slot(position, segments), least) for position in ids}
         direct = _direct_values(self.direct, log)
-        return off_policy_value(log, scores, theta=theta, label=label, kind=kind, k=k or 10, direct=direct)
+        return OffPolicy(log, theta=theta, label=label, kind=kind, k=k or 10, direct=direct, device=device)
+
+    def value(
+        self, log: Log, scores: np.ndarray, metric: str, *, label: str, segments: Sequence[str] = ()
+    ) -> OffPolicyValue:
+        """Estimate a metric of the ranking of a log by scores [rows]."""
+        return self.estimator(log, metric, label=label, segments=segments)(scores)
 
     def save(self, folder: Path) -> None:
         encoder = self.direct.encoder
@@ -136,7 +148,8 @@ def evaluate_requests(
             if judge is None:
                 what = f"'{name}' needs an estimate of examination, which this run has not saved"
                 raise DataError(what, hint=f"train again with --select {name}")
-            results[name] = judge.value(log, scores, name, label=label, segments=segments).per_request
+            estimator = judge.estimator(log, name, label=label, segments=segments, device=device)
+            results[name] = estimator(scores).per_request
     return {name: check_finite(results)[name] for name in metrics}
 
 

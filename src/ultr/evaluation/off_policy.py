@@ -97,33 +97,78 @@ def off_policy_value(
     `theta` (examination) and `zeta` (click rate of irrelevant items) are by position id. `direct` is the expected label
     of each row if it is examined, from `fit_direct`. `replicates` of θ (a bootstrap) add its error to the interval.
     """
-    for name, choices, what in ((kind, KINDS, "kind of value"), (estimator, ESTIMATORS, "estimator")):
-        if name not in choices:
-            raise OptionError(f"no {what} '{name}'", hint=nearest(name, choices))
-    if k < 1 or not clip > 0:
-        raise OptionError("k must be at least 1, and clip must be above 0", got=f"k={k}, clip={clip}")
-    most = np.inf if estimator == "ips" else float(clip)
-    rows = _Rows(log, log.check_scores(scores), _labels(log, label, zeta), kind, k, zeta)
-    expected = None  # the expected label at the old place; data determine it whatever θ is, so replicates share it
-    if direct is not None:
-        expected = _checked(direct, log.rows) * _by_position(theta, zeta, rows.ids)[0][rows.old]
-    elif estimator == "dr":
-        raise OptionError("dr needs a direct model", hint="pass direct=fit_direct(...)(log), or estimator='snips'")
-    here = rows.at(theta)
-    contributions, used = rows.estimate(estimator, here, most, expected)
-    per_request = np.add.reduceat(contributions, log.offsets[:-1])
-    mean = mean_with_interval(per_request, log.weights)
-    values = np.array([rows.mean(rows.estimate(estimator, rows.at(one), most, expected)[0]) for one in replicates])
-    unclipped = rows.mean(rows.estimate("ips", here, np.inf, None)[0])
-    margin = _margin(mean.high - mean.mean, mean.mean - unclipped, values - mean.mean)
-    clicked, top = (rows.weight * used)[rows.c > 0], rows.weight * (here.target > 0)
-    evidence = {
-        "effective_clicks": float(clicked.sum() ** 2 / max(clicked @ clicked, TINY)),
-        "clipped": float(top @ (here.target > most * here.old) / max(top.sum(), TINY)),
-        "coverage": rows.mean(rows.top) / k,
-    }
-    interval = mean.mean, mean.mean - margin, mean.mean + margin
-    return OffPolicyValue(kind, estimator, k, *interval, unclipped, per_request, log.weights, values, **evidence)
+    return OffPolicy(
+        log,
+        theta=theta,
+        label=label,
+        kind=kind,
+        k=k,
+        estimator=estimator,
+        clip=clip,
+        direct=direct,
+        zeta=zeta,
+        replicates=replicates,
+    )(scores)
+
+
+class OffPolicy:
+    """The estimator of `off_policy_value` for one log and any number of scores; its rows stay on the `device`."""
+
+    def __init__(
+        self,
+        log: Log,
+        *,
+        theta: ByPosition,
+        label: Label | str = DEFAULT_LABEL,
+        kind: str = "reward",
+        k: int = 10,
+        estimator: str = "dr",
+        clip: float = CLIP,
+        direct: np.ndarray | None = None,
+        zeta: ByPosition | None = None,
+        replicates: Sequence[ByPosition] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        for name, choices, what in ((kind, KINDS, "kind of value"), (estimator, ESTIMATORS, "estimator")):
+            if name not in choices:
+                raise OptionError(f"no {what} '{name}'", hint=nearest(name, choices))
+        if k < 1 or not clip > 0:
+            raise OptionError("k must be at least 1, and clip must be above 0", got=f"k={k}, clip={clip}")
+        self._log, self._kind, self._k, self._estimator = log, kind, k, estimator
+        self._most = np.inf if estimator == "ips" else float(clip)
+        self._rows = rows = _Rows(log, _labels(log, label, zeta), kind, k, zeta, torch.device(device))
+        self._expected = None  # the expected label at the old place, whatever θ is, so replicates share it
+        if direct is not None:
+            slope = rows.by_position(theta)[0]
+            self._expected = rows.tensor(_checked(direct, log.rows)) * slope[rows.old]
+        elif estimator == "dr":
+            raise OptionError("dr needs a direct model", hint="pass direct=fit_direct(...)(log), or estimator='snips'")
+        self._theta, self._replicates = rows.by_position(theta), [rows.by_position(one) for one in replicates]
+
+    def __call__(self, scores: np.ndarray) -> OffPolicyValue:
+        """Estimate the value of a ranker with these scores, one for each row."""
+        log, rows, most = self._log, self._rows, self._most
+        places = _Places(rows, rows.tensor(log.check_scores(scores)))
+        here = rows.at(self._theta, places)
+        contributions, used = rows.estimate(self._estimator, here, places, most, self._expected)
+        per_request = rows.by_request(contributions).cpu().numpy()
+        mean = mean_with_interval(per_request, log.weights)
+        values = np.array([self._value(self._estimator, rows.at(one, places), places) for one in self._replicates])
+        unclipped = rows.mean(rows.estimate("ips", here, places, np.inf, None)[0])
+        margin = _margin(mean.high - mean.mean, mean.mean - unclipped, values - mean.mean)
+        clicked, top = torch.where(rows.c > 0, rows.weight * used, 0.0), rows.weight * (here.target > 0)
+        evidence = {
+            "effective_clicks": float(clicked.sum() ** 2 / (clicked @ clicked).clamp(min=TINY)),
+            "clipped": float(top @ (here.target > most * here.old).double() / top.sum().clamp(min=TINY)),
+            "coverage": rows.mean(rows.top.double()) / self._k,
+        }
+        interval = mean.mean, mean.mean - margin, mean.mean + margin
+        return OffPolicyValue(
+            self._kind, self._estimator, self._k, *interval, unclipped, per_request, log.weights, values, **evidence
+        )
+
+    def _value(self, estimator: str, at: _Weights, places: _Places) -> float:
+        return self._rows.mean(self._rows.estimate(estimator, at, places, self._most, self._expected)[0])
 
 
 @checked
@@ -147,66 +192,90 @@ def _margin(of_requests: float, changed: float, moved: np.ndarray) -> float:
 
 
 class _Weights(NamedTuple):
-    target: np.ndarray  # t
-    old: np.ndarray  # θ_old - ζ_old, where the largest is 1
-    excess: np.ndarray  # c - ζ_old
-    lift: np.ndarray | float  # ζ_new
+    target: Tensor  # t
+    old: Tensor  # θ_old - ζ_old, where the largest is 1
+    excess: Tensor  # c - ζ_old
+    lift: Tensor | float  # ζ_new
+
+
+class _Places:
+    """The place of each row in a new order, by score. A request has as many places as rows, numbered by rank."""
+
+    def __init__(self, rows: _Rows, scores: Tensor) -> None:
+        order = torch.sort(-scores, stable=True).indices
+        self.order = order[torch.sort(rows.request[order], stable=True).indices]
+        ordered = scores[self.order]
+        differs = (ordered[1:] != ordered[:-1]) | (rows.request[1:] != rows.request[:-1])
+        ties = torch.nonzero(torch.cat([differs.new_ones(1), differs])).flatten()  # the first place of each tie
+        self.sizes = torch.diff(ties, append=ties.new_full((1,), len(scores)))
+        self.rank = self.placed(rows.ranks).long()  # the new rank, which is the middle one of a tie
+
+    def placed(self, by_place: Tensor) -> Tensor:
+        """Return values by row from values by place; rows with tied scores get the mean over their places."""
+        if len(self.sizes) < len(by_place):
+            means = torch.segment_reduce(by_place, "mean", lengths=self.sizes)
+            by_place = torch.repeat_interleave(means, self.sizes, output_size=len(by_place))
+        return torch.empty_like(by_place).index_copy_(0, self.order, by_place)
 
 
 class _Rows:
-    """The rows of a log and their places in the new order. A request has as many places as rows, numbered by rank."""
+    """The rows of a log, on a device."""
 
-    def __init__(self, log: Log, scores: np.ndarray, c: np.ndarray, kind: str, k: int, zeta: ByPosition | None) -> None:
-        self.c, self.kind, self.zeta = c, kind, zeta
+    def __init__(
+        self, log: Log, c: np.ndarray, kind: str, k: int, zeta: ByPosition | None, device: torch.device
+    ) -> None:
+        self.device, self.kind, self.zeta = device, kind, zeta
         positions, request = _positions(log), log.request_of_row
-        self.weight = np.ones(log.rows) if log.weights is None else log.weights.astype(np.float64)[request]
-        self.total = float(self.weight[log.offsets[:-1]].sum())
-        self.ids, self.old = np.unique(positions, return_inverse=True)
-        self.new = self.old[np.lexsort((positions, request))]  # position of each place
-        self.ranks = np.arange(log.rows) - log.offsets[request] + 1
+        weight = np.ones(log.rows) if log.weights is None else log.weights.astype(np.float64)[request]
+        self.total = float(weight[log.offsets[:-1]].sum())
+        self._ids, old = np.unique(positions, return_inverse=True)
+        self.c, self.weight, self.old = self.tensor(c), self.tensor(weight), self.tensor(old)
+        self.new = self.tensor(old[np.lexsort((positions, request))])  # position of each place
+        self.request, self._lengths = self.tensor(request), self.tensor(log.lengths)
+        self.ranks = self.tensor(np.arange(log.rows) - log.offsets[request] + 1.0)
         self.top = self.ranks <= k
-        self.order = np.lexsort((-scores, request))
-        ordered = scores[self.order]
-        differs = (ordered[1:] != ordered[:-1]) | (request[1:] != request[:-1])
-        self.ties = np.flatnonzero(np.append(True, differs)[: log.rows])  # the first place of each tie
-        self.sizes = np.diff(np.append(self.ties, log.rows))
-        self.rank = self.placed(self.ranks).astype(np.int64)  # the new rank, which is the middle one of a tie
 
-    def mean(self, values: np.ndarray) -> float:
+    def tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.array(values)).to(self.device)
+
+    def mean(self, values: Tensor) -> float:
         """Sum values [rows] over the rows of each request, and return the weighted mean over requests."""
-        return float(self.weight @ values / self.total)
+        return float(self.weight @ values) / self.total
 
-    def placed(self, by_place: np.ndarray) -> np.ndarray:
-        """Return values by row from values by place; rows with tied scores get the mean over their places."""
-        by_row = np.empty(len(by_place))
-        if len(self.ties) < len(by_place):
-            by_place = np.repeat(np.add.reduceat(by_place, self.ties) / self.sizes, self.sizes)
-        by_row[self.order] = by_place
-        return by_row
+    def by_request(self, values: Tensor) -> Tensor:
+        return torch.segment_reduce(values, "sum", lengths=self._lengths)
 
-    def at(self, theta: ByPosition) -> _Weights:
-        slope, lift = _by_position(theta, self.zeta, self.ids)
-        slope /= slope.max()
-        gain = slope[self.new] if self.kind == "reward" else 1 / np.log2(1 + self.ranks)
+    def by_position(self, theta: ByPosition) -> tuple[Tensor, Tensor]:
+        """Return θ - ζ and ζ of each position."""
+        slope, lift = _by_position(theta, self.zeta, self._ids)
+        return self.tensor(slope), self.tensor(lift)
+
+    def at(self, theta: tuple[Tensor, Tensor], places: _Places) -> _Weights:
+        slope, lift = theta
+        slope = slope / slope.max()
+        gain = slope[self.new] if self.kind == "reward" else 1 / torch.log2(1 + self.ranks)
         adds_lift = self.zeta is not None and self.kind == "reward"
         return _Weights(
-            self.placed(np.where(self.top, gain, 0.0)),
+            places.placed(torch.where(self.top, gain, 0.0)),
             slope[self.old],
             self.c - lift[self.old],
-            self.placed(np.where(self.top, lift[self.new], 0.0)) if adds_lift else 0.0,
+            places.placed(torch.where(self.top, lift[self.new], 0.0)) if adds_lift else 0.0,
         )
 
-    def estimate(self, name: str, at: _Weights, most: float, expected: np.ndarray | None) -> tuple[np.ndarray, ...]:
+    def estimate(
+        self, name: str, at: _Weights, places: _Places, most: float, expected: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the contribution of each row to the value, and its weight f u; `expected` [rows] is θ_old d."""
-        used = np.minimum(w := at.target / at.old, most)
+        w = at.target / at.old
+        used = w.clamp(max=most)
         if name in ("ips", "clipped"):
             return used * at.excess + at.lift, used
         expected = at.old if expected is None else expected
         if name == "snips":
             terms = used * at.excess, used * expected, w * expected
-            observed, clipped, whole = (np.bincount(self.rank, self.weight * values) for values in terms)
-            clipped = np.maximum(clipped, TINY)
-            expected, used = expected * (observed / clipped)[self.rank], used * (whole / clipped)[self.rank]
+            observed, clipped, whole = (torch.bincount(places.rank, self.weight * values) for values in terms)
+            clipped = clipped.clamp(min=TINY)
+            expected, used = expected * (observed / clipped)[places.rank], used * (whole / clipped)[places.rank]
         return w * expected + used * (at.excess - expected) + at.lift, used
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -52,17 +52,25 @@ class FeatureEncoder(nn.Module):
         columns = columns[columns < matrix.shape[1]]
         total, squares, present = np.zeros(len(columns)), np.zeros(len(columns)), np.zeros(len(columns), np.int64)
         block = max(1, NUMBERS_AT_ONCE // max(1, matrix.shape[1]))
-        for start in range(0, len(matrix), block):
-            rows = matrix[start : start + block][:, columns].astype(np.float64)
+
+        def blocks() -> Iterator[np.ndarray]:
+            for start in range(0, len(matrix), block):
+                rows = matrix[start : start + block]
+                yield rows if len(columns) == matrix.shape[1] else rows[:, columns]
+
+        for rows in blocks():
             with np.errstate(invalid="ignore"):  # infinities raise an error below
-                total += np.nansum(rows, 0)
-            present += (~np.isnan(rows)).sum(0)
+                sums = rows.sum(0, dtype=np.float64)
+                missing = np.isnan(rows).sum(0) if np.isnan(sums).any() else 0
+                total += np.nansum(rows, 0, dtype=np.float64) if np.any(missing) else sums
+            present += len(rows) - missing
         if not np.isfinite(total).all():
             place = int(columns[np.flatnonzero(~np.isfinite(total))[0]])
             raise DataError("features must be finite", got=f"infinity in column {place}", hint="replace or clip it")
         mean = total / np.maximum(1, present)
-        for start in range(0, len(matrix), block):
-            squares += np.nansum(np.square(matrix[start : start + block][:, columns] - mean), 0)
+        for rows in blocks():
+            centred = np.nan_to_num(rows - mean, copy=False, nan=0.0) if (present < len(matrix)).any() else rows - mean
+            squares += np.einsum("ij,ij->j", centred, centred)
         deviation = np.sqrt(squares / np.maximum(1, present))
         constant = deviation <= 1e-6 * np.maximum(1e-6, np.abs(mean))
         inverse = np.where(constant, 0.0, 1 / np.where(constant, 1.0, deviation))  # constant features become 0

@@ -7,6 +7,7 @@ resumed with the same call, and extended by more methods or seeds.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ultr.datasets import initial_ranker
 from ultr.datasets.users import make_user
 from ultr.errors import OptionError, UltrError, nearest
 from ultr.evaluation.judge import load_judge
@@ -149,9 +151,13 @@ class RunTask:
 
 @dataclass(frozen=True)
 class RunsTask:
-    """The task to train runs of one method with several seeds and learning rates together, and to evaluate them."""
+    """The task to train runs of one method with several seeds and learning rates together, and to evaluate them.
+
+    Their bias models are fitted together with those of all seeds below `seeds`, which later runs will need.
+    """
 
     tasks: tuple[RunTask, ...]
+    seeds: int = 0
 
     def __str__(self) -> str:
         return str(self.tasks[0])
@@ -166,16 +172,36 @@ class RunsTask:
 
     def perform(self) -> str:
         configs = [RunConfig.from_json(task.config) for task in self.tasks]
-        run_together(configs, [Path(task.folder) for task in self.tasks], Path(self.tasks[0].shared))
+        later = [with_training(configs[0], seed=seed) for seed in range(self.seeds)]
+        run_together(configs, [Path(task.folder) for task in self.tasks], Path(self.tasks[0].shared), later)
         return [task.perform() for task in self.tasks][-1]  # evaluates them
+
+
+@dataclass(frozen=True)
+class InitialTask:
+    """The task to fit the ranker that orders what simulated users see, so that no two runs fit it at the same time."""
+
+    data: str
+    data_dir: str | None
+    share: float
+    seed: int
+    runs: ClassVar[int] = 0
+    finished: ClassVar[bool] = False
+
+    def perform(self) -> str:
+        initial_ranker(cached_dataset(self.data, self.data_dir), share=self.share, seed=self.seed)
+        return f"initial ranker {self.seed} of {self.data}"
 
 
 def _on_gpu(config: RunConfig) -> bool:
     return choose_device(config.training.device).type == "cuda"
 
 
-def grouped(tasks: Sequence[RunTask]) -> list[RunTask | RunsTask]:
-    """Return tasks such that, on a GPU, runs of networks that differ only in seed and learning rate are one task."""
+def grouped(tasks: Sequence[RunTask], seeds: int = 0) -> list[RunTask | RunsTask]:
+    """Return tasks such that, on a GPU, runs of networks that differ only in seed and learning rate are one task.
+
+    Later runs will have the `seeds` from 0 on.
+    """
     groups: dict[str, list[RunTask]] = {}
     for task in tasks:
         config = RunConfig.from_json(task.config)
@@ -184,7 +210,7 @@ def grouped(tasks: Sequence[RunTask]) -> list[RunTask | RunsTask]:
         key = task.folder if alone or task.finished else json.dumps([common, task.shared, task.metrics], sort_keys=True)
         groups.setdefault(key, []).append(task)
     parts = [group[i : i + MOST_TOGETHER] for group in groups.values() for i in range(0, len(group), MOST_TOGETHER)]
-    return [part[0] if len(part) == 1 else RunsTask(tuple(part)) for part in parts]
+    return [part[0] if len(part) == 1 else RunsTask(tuple(part), seeds) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -217,9 +243,25 @@ class Plan:
     def rates_for(self, entry: Entry) -> Sequence[float]:
         return self.rates or (TREE_RATES if is_trees(entry.ranker or self.base.ranker) else DEFAULT_RATES)
 
+    @property
+    def in_turn(self) -> list[Entry]:
+        """The entries such that those of one method are apart, because they may wait for each other's bias model."""
+        seen: Counter[str] = Counter()
+        numbered = []
+        for entry in self.entries:
+            seen[entry.method] += 1
+            numbered.append((seen[entry.method], entry))
+        return [entry for _, entry in sorted(numbered, key=lambda pair: pair[0])]
+
+    def initial_tasks(self) -> list[InitialTask]:
+        """Return the tasks that fit the initial rankers of the seeds that no run has used yet."""
+        seeds = [s for s in range(self.seeds) if not any((self.out / "runs").glob(f"*/*/seed-{s}/model"))]
+        base = self.base
+        return [] if base.users is None else [InitialTask(base.data, base.data_dir, base.share, s) for s in seeds]
+
     def tuning_tasks(self) -> list[RunTask]:
         """Return the tasks that train each method with each learning rate to choose from."""
-        entries = [entry for entry in self.entries if entry.text not in self.rate_of]
+        entries = [entry for entry in self.in_turn if entry.text not in self.rate_of]
         pairs = [(e, lr) for e in entries if len(self.rates_for(e)) > 1 for lr in self.rates_for(e)]
         return [
             self._task(e, lr, seed, ()) for e, lr in sorted(pairs, key=lambda pair: pair[1]) for seed in self.tuning
@@ -227,7 +269,7 @@ class Plan:
 
     def final_tasks(self, rate_of: Mapping[str, float]) -> list[RunTask]:
         """Return the tasks that train each method at its chosen learning rate with all seeds, and test it."""
-        return [self._task(e, rate_of[e.text], seed, self.metrics) for e in self.entries for seed in range(self.seeds)]
+        return [self._task(e, rate_of[e.text], seed, self.metrics) for e in self.in_turn for seed in range(self.seeds)]
 
     def _task(self, entry: Entry, lr: float, seed: int, metrics: Sequence[str]) -> RunTask:
         folder = run_folder(self.out, entry, lr, seed)
@@ -313,7 +355,10 @@ def compare_all(
     for plan in plans:
         with output_errors(plan.out):
             plan.out.mkdir(parents=True, exist_ok=True)
-    workers.run([task for plan in plans for task in grouped(plan.tuning_tasks())], on_done)
+    initial = list(dict.fromkeys(task for plan in plans for task in plan.initial_tasks()))
+    if len(initial) > 1:
+        workers.run(initial, lambda *_: None)
+    workers.run([task for plan in plans for task in grouped(plan.tuning_tasks(), plan.seeds)], on_done)
     rate_of = [plan.rates_chosen() for plan in plans]
     final = [task for plan, rates in zip(plans, rate_of, strict=True) for task in grouped(plan.final_tasks(rates))]
     workers.run(final, on_done)

@@ -141,18 +141,23 @@ class Feed:
         own = requests[:, self._own]
         lengths = self.source.lengths[own]
         device = self.source.device
-        return Plan(own.to(device), keys.to(device), [self._parts(row) for row in lengths], requests)
+        return Plan(own.to(device), keys.to(device), self._parts(lengths), requests)
 
-    def _parts(self, lengths: Tensor) -> tuple[Part, ...]:
-        """Return the parts of a batch, given the lengths of its lists.
+    def _parts(self, lengths: Tensor) -> list[tuple[Part, ...]]:
+        """Return the parts of each batch, given the lengths of its lists [batches, lists].
 
         Those of a keyed feed are padded to one of few lengths, because a GPU captures a step for each length.
         """
         counts = [count for _, count in self._sizes]
-        longest = [int(part.max()) for part in torch.split(lengths, counts)]
         if self._keyed:
-            longest = [padded_length(max(longest), self._longest)] * len(counts)
-        return tuple(Part(n, count, most) for (n, count), most in zip(self._sizes, longest, strict=True))
+            longest = lengths.amax(1).tolist()
+            of_parts = [[padded_length(most, self._longest)] * len(counts) for most in longest]
+        else:
+            of_parts = torch.stack([part.amax(1) for part in torch.split(lengths, counts, dim=1)], dim=1).tolist()
+        return [
+            tuple(Part(n, count, most) for (n, count), most in zip(self._sizes, longest, strict=True))
+            for longest in of_parts
+        ]
 
     def _pass(self, number: int) -> Tensor:
         if number not in self._order:

@@ -103,7 +103,9 @@ class GraphedSteps:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            # Other threads may go on to fill the memory of the GPU with the next requests of a stream.
+            mode = "thread_local"
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
                 self._side.wait_stream(self._stream)
                 with torch.cuda.stream(self._side):
                     made = self._feed.lists(next_batch)
@@ -123,8 +125,7 @@ def _shape(batch: Batch) -> Hashable:
 
 
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
+    torch._foreach_copy_(targets, sources)
 
 
 def _warn(why: str) -> None:

@@ -18,13 +18,13 @@ from ultr.rankers.boosters import is_trees
 from ultr.training.bias_stage import BIAS
 from ultr.training.checkpoints import lock_run, read_metrics
 from ultr.training.config import RunConfig
-from ultr.training.data import RunData, cached_run_data, load_run_data, split_log
+from ultr.training.data import RunData, load_run_data, split_log
 from ultr.training.finish import Listeners
 from ultr.training.loop import Progress
 from ultr.training.networks import NetworkRun
 from ultr.training.replace import begin_successor, is_being_replaced, settle, successor, take_place
 from ultr.training.selection import less_is_better
-from ultr.training.together import can_train_together, train_together
+from ultr.training.together import can_train_together, make_network_run, train_together
 from ultr.training.trees import TreeRun
 from ultr.utils.arguments import checked
 from ultr.utils.distributed import barrier, check_equal, is_main, job_id, main_decides, process_group, restarts, size
@@ -78,17 +78,17 @@ def run_training(
         return out
 
 
-def run_together(configs: Sequence[RunConfig], outs: Sequence[Path], shared: Path) -> None:
+def run_together(
+    configs: Sequence[RunConfig], outs: Sequence[Path], shared: Path, later: Sequence[RunConfig] = ()
+) -> None:
     """Train or resume runs of networks that differ only in seed and learning rate, together if they can be.
 
-    The directory of each run has the same content as after `run_training`, up to rounding.
+    The directory of each run has the same content as after `run_training`, up to rounding. The bias models of runs that
+    will be trained `later` are fitted too, in the folder `shared`.
     """
     places = [_find_place(out, resume=True, overwrite=False) for out in outs]
     left = [number for number, place in enumerate(places) if not (place.folder / "model").is_dir()]
-    runs = []
-    for number in left:
-        torch.manual_seed(configs[number].training.seed)
-        runs.append(NetworkRun(configs[number], cached_run_data(configs[number])))
+    runs = [make_network_run(configs[number]) for number in left]
     folders = [places[number].folder for number in left]
     if len(runs) < 2 or not can_train_together(runs, folders):
         for number in left:
@@ -98,7 +98,7 @@ def run_together(configs: Sequence[RunConfig], outs: Sequence[Path], shared: Pat
         for number in left:
             if writing.enter_context(_writing(places[number], configs[number])):
                 raise OutputError("another process has finished this run", where=outs[number], hint="start again")
-        train_together(runs, folders, shared)
+        train_together(runs, folders, shared, later)
 
 
 def make_run(config: RunConfig, run_data: RunData, warm_start: Path | None = None) -> NetworkRun | TreeRun:

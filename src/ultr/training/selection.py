@@ -78,11 +78,14 @@ def evaluator(
     It is called many times, so the lists of the validation requests stay on the device.
     """
     log, select, user, label = run_data.validation, config.selection, run_data.user, config.label
-    if select.startswith(OFF_POLICY):
-        segments = run_data.segments
-        return lambda scores: mean_metrics(
-            log, scores, [select], user=user, label=label, judge=judge, segments=segments
-        )
+    if judge is not None and select.startswith(OFF_POLICY):
+        estimator = judge.estimator(log, select, label=label, segments=run_data.segments, device=device)
+
+        def estimate(scores: np.ndarray) -> dict[str, float]:
+            values = check_finite({select: estimator(scores).per_request})
+            return {select: float(np.average(values[select], weights=log.weights))}
+
+        return estimate
     metrics = ScoreMetrics(log, select, user=user, label=label, device=device, keep=True)
 
     def evaluate(scores: np.ndarray) -> dict[str, float]:

@@ -19,11 +19,12 @@ from ultr.errors import DataError, OptionError
 from ultr.lists import ListBatches, Lists, Part
 from ultr.log import Log
 from ultr.log.shards import RowGroup, Shards, concatenate_logs
-from ultr.training.feed import padded_length, step_seed
+from ultr.training.feed import STEPS_AT_ONCE, padded_length, step_seed
 from ultr.utils.distributed import PARTS, local_size, parts_of, size
 
 BUFFER_BYTES = 128 << 20  # size of the shuffle buffer; memory holds twice this while the next requests are read
-AHEAD = 4  # batches prepared in advance
+BLOCK_BYTES = 64 << 20  # about the most that the batches of a block take on a GPU
+AHEAD, GPU_AHEAD = 4, 2  # blocks prepared in advance
 MOST_WORKERS = 8  # largest default number of reading threads
 
 
@@ -77,9 +78,9 @@ class Lane:
         """Return for each window of pass `number` the count of requests from the start of the pass to its end."""
         return list(accumulate(sum(piece.requests for piece in window) for window in self.windows(number)))
 
-    def spans(self, step: int) -> list[tuple[int, Span]]:
-        """Return the requests that a step takes, as pairs (number of the pass, span of a window)."""
-        spans, first, last = [], step * self.take, (step + 1) * self.take
+    def spans(self, steps: range) -> list[tuple[int, Span]]:
+        """Return the requests that some steps take, as pairs (number of the pass, span of a window)."""
+        spans, first, last = [], steps.start * self.take, steps.stop * self.take
         while first < last:
             number, offset = divmod(first, self._requests)
             ends = self.ends(number)
@@ -106,10 +107,29 @@ class Window(NamedTuple):
     order: Tensor
 
 
+class Block(NamedTuple):
+    """The batches of several steps, one after another."""
+
+    lists: Lists
+    parts: tuple[Part, ...]  # of each batch
+    keys: Tensor | None  # of a keyed stream: the seed of the random numbers of each step
+    ready: torch.cuda.Event | None  # on a GPU: when the lists are complete
+
+    def at(self, place: int) -> Lists:
+        if self.keys is None:
+            return self.lists.with_parts(self.parts)
+        size = len(self.lists) // len(self.keys)
+        batch = self.lists.map(lambda values: values[place * size : (place + 1) * size])
+        return batch.with_parts(self.parts, self.keys[place])
+
+
 class Stream:
     """Batches from shards: background threads read pieces of them into a buffer of bounded size and shuffle there.
 
-    `workers` is the number of reading threads (0: chosen by the number of cores); batches do not depend on it.
+    The buffer of a GPU is in its memory, and the batches of many steps are taken from it at once, on a CUDA stream of
+    its own, while the GPU trains. `workers` is the number of reading threads (0: chosen by the number of cores);
+    batches do not depend on it. The lists of a `keyed` stream have a key for random numbers, as a GPU needs it; the
+    default is whether the device is a GPU.
     """
 
     def __init__(
@@ -122,6 +142,7 @@ class Stream:
         workers: int = 0,
         buffer_bytes: int = BUFFER_BYTES,
         view: Callable[[Log], Log] = lambda log: log,
+        keyed: bool | None = None,
     ) -> None:
         if batch < PARTS:
             raise OptionError(f"streaming needs batches of at least {PARTS} lists", got=batch, hint="raise --batch")
@@ -138,73 +159,79 @@ class Stream:
         self._windows: dict[tuple[int, int, int], Future[Window]] = {}
         self._readers = ThreadPoolExecutor(workers or default_workers(), thread_name_prefix="ultr-read")
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="ultr-batch")
-        self._batches: deque[tuple[int, Future[Lists]]] = deque()
-        self._copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._blocks: deque[tuple[int, Future[Block]]] = deque()  # the current one, and those made in advance
         self._longest = shards.manifest.splits[shards.split]["longest"]
-        self._moved: Lists | None = None  # the next batch, on its way to a GPU
+        on_gpu = self._device.type == "cuda"
+        self._copies = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._keyed = on_gpu if keyed is None else keyed
+        self._steps, self._ahead = 1, AHEAD  # steps of a block, and blocks made in advance
+        if self._keyed:
+            most = int(BLOCK_BYTES / (sum(take for _, take in parts) * request_bytes))
+            self._steps, self._ahead = max(1, min(STEPS_AT_ONCE, most)), GPU_AHEAD
 
     def __call__(self, step: int) -> Lists:
         return self.choose(step)
 
     def choose(self, step: int) -> Lists:
-        if not self._batches or self._batches[0][0] != step:
-            for _, future in self._batches:
-                future.cancel()
-            self._batches.clear()
-            self._moved = None
-        while len(self._batches) < AHEAD:
-            ahead = step + len(self._batches)
-            self._batches.append((ahead, self._maker.submit(self._make, ahead)))
-        lists = self._moved or self._move(self._batches[0][1].result())
-        self._batches.popleft()
-        if self._copies is None:
-            return lists
-        # The next batch is copied while the GPU works on this one.
-        self._moved = self._move(self._batches[0][1].result()) if self._batches[0][1].done() else None
-        key = torch.full((), step_seed(self._seed, step, 1), device=self._device)
-        return self._arrived(lists, self._copies).with_parts(lists.parts, key)
+        number, place = divmod(step, self._steps)
+        return self._block(number).at(place)
 
     def lists(self, batch: Lists) -> Lists:
         return batch
 
-    def _move(self, lists: Lists) -> Lists:
-        """Copy a batch to the device; to a GPU on a stream of its own, from pinned memory."""
-        if self._copies is None:
-            return lists.to(self._device)
-        with torch.cuda.stream(self._copies):
-            return lists.map(lambda values: values.to(self._device, non_blocking=True))
+    def _block(self, number: int) -> Block:
+        """Return a block of steps, and let the next ones be made."""
+        if self._blocks and self._blocks[0][0] == number:
+            return self._blocks[0][1].result()
+        if self._blocks:
+            self._blocks.popleft()
+        if not self._blocks or self._blocks[0][0] != number:
+            for _, future in self._blocks:
+                future.cancel()
+            self._blocks.clear()
+        while len(self._blocks) <= self._ahead:
+            following = number + len(self._blocks)
+            self._blocks.append((following, self._maker.submit(self._make, following)))
+        block = self._blocks[0][1].result()
+        if block.ready is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(block.ready)
+            for values in block.lists.tensors:
+                values.record_stream(current)  # their memory is not given to others before the stream has used them
+        return block
 
-    def _arrived(self, lists: Lists, copies: torch.cuda.Stream) -> Lists:
-        """Let the work on the current stream of a GPU wait for the copies of a batch, and return the batch."""
-        current = torch.cuda.current_stream(self._device)
-        current.wait_stream(copies)
-        for values in lists.tensors:
-            values.record_stream(current)  # their memory is not given to others before the stream has used them
-        return lists
-
-    def _make(self, step: int) -> Lists:
-        """Make the batch of a step from all lanes. Only one thread calls this, so no lock is needed."""
-        spans_of_lanes = [(lane, lane.spans(step)) for lane in self._lanes]
+    def _make(self, number: int) -> Block:
+        """Make a block of steps from all lanes. Only one thread calls this, so no lock is needed."""
+        steps = range(number * self._steps, (number + 1) * self._steps)
+        spans_of_lanes = [(lane, lane.spans(steps)) for lane in self._lanes]
         for lane, spans in spans_of_lanes:
             self._request_windows(lane, [(number, span.window) for number, span in spans])
-        for lane, spans in spans_of_lanes:  # then also the next windows, which this step does not need
+        for lane, spans in spans_of_lanes:  # then also the next windows, which these steps do not need
             windows = [(number, span.window) for number, span in spans]
             self._request_windows(lane, [*windows, lane.next_window(*windows[-1])])
-        batches, parts = [], []
-        for lane, spans in spans_of_lanes:
-            pieces = []
-            for number, span in spans:
-                window = self._windows[lane.number, number, span.window].result()
-                pieces.append(window.lists[window.order[span.first : span.last]])
-            lists = Lists.together(pieces)
-            batches.append(lists)
-            parts.append(Part(lane.number, len(lists), lists.where.shape[1]))
-        together = Lists.together(batches)
-        if self._copies is not None:
-            length = padded_length(together.where.shape[1], self._longest)
-            together = together.padded_to(length).map(Tensor.pin_memory)
-            parts = [part._replace(longest=length) for part in parts]
-        return together.with_parts(tuple(parts))
+        with torch.cuda.stream(self._copies):  # without effect if there is none
+            of_lanes = []
+            for lane, spans in spans_of_lanes:
+                windows_read = [self._windows[lane.number, number, span.window].result() for number, span in spans]
+                read = zip(windows_read, spans, strict=True)
+                of_lanes.append(Lists.together([w.lists[w.order[span.first : span.last]] for w, (_, span) in read]))
+            lists, lanes = Lists.together(of_lanes), zip(self._lanes, of_lanes, strict=True)
+            parts = tuple(Part(lane.number, lane.take, of_lane.where.shape[1]) for lane, of_lane in lanes)
+            if not self._keyed:
+                return Block(lists, parts, None, None)
+            length = padded_length(lists.where.shape[1], self._longest)
+            order = self._by_step().to(self._device)
+            lists = lists.padded_to(length).map(lambda values: values[order])
+            keys = torch.tensor([step_seed(self._seed, step, 1) for step in steps], device=self._device)
+            parts = tuple(part._replace(longest=length) for part in parts)
+            return Block(lists, parts, keys, None if self._copies is None else self._copies.record_event())
+
+    def _by_step(self) -> Tensor:
+        """Return the order that takes the lists of a block, which are lane by lane, step by step."""
+        takes = [lane.take for lane in self._lanes]
+        firsts = accumulate((take * self._steps for take in takes), initial=0)
+        of_lanes = [torch.arange(take * self._steps) + first for take, first in zip(takes, firsts, strict=False)]
+        return torch.cat([places.view(self._steps, -1) for places in of_lanes], dim=1).flatten()
 
     def _request_windows(self, lane: Lane, windows: list[tuple[int, int]]) -> None:
         """Start to read those `windows` of a lane that are not in memory; drop all others of it except the next one."""
@@ -221,7 +248,8 @@ class Stream:
         for piece in lane.windows(number)[window]:
             log = self._view(self._shards.read(piece.group))
             logs.append(log if piece.of == 1 else log.select(np.arange(piece.first, len(log), piece.of)))
-        lists = ListBatches(concatenate_logs(logs))
+        with torch.cuda.stream(self._copies):
+            lists = ListBatches(concatenate_logs(logs), device=self._device)
         return Window(lists, lane.order(number, window, len(lists)))
 
 

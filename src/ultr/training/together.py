@@ -17,7 +17,8 @@ from ultr.lists import ListBatches
 from ultr.methods.bias_model import BiasModel
 from ultr.training.bias_stage import BIAS, HELD_OUT_SHARE, BiasTraining, bias_training, save_bias
 from ultr.training.checkpoints import wait_for_lock
-from ultr.training.config import BIAS_TRAINING, TrainingOptions
+from ultr.training.config import BIAS_TRAINING, RunConfig, TrainingOptions
+from ultr.training.data import cached_run_data
 from ultr.training.feed import FeedStack
 from ultr.training.finish import Listeners
 from ultr.training.loop import TrainingState, train_all
@@ -26,6 +27,12 @@ from ultr.training.selection import less_is_better
 from ultr.training.stack import Stack
 
 MEMORY_SHARE = 0.25  # share of the free memory of a GPU that the training rows of all runs may take
+
+
+def make_network_run(config: RunConfig) -> NetworkRun:
+    """Return a run of networks, which shares its data in memory with other runs."""
+    torch.manual_seed(config.training.seed)
+    return NetworkRun(config, cached_run_data(config))
 
 
 def can_train_together(runs: Sequence[NetworkRun], outs: Sequence[Path]) -> bool:
@@ -51,9 +58,14 @@ def _fit(runs: Sequence[NetworkRun]) -> bool:
     return sum(log.features.nbytes for log in logs.values()) < MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]
 
 
-def train_together(runs: Sequence[NetworkRun], outs: Sequence[Path], shared: Path) -> None:
-    """Train runs together, and write the results of each into its folder; `shared` is a folder for bias models."""
-    _fit_biases(runs, outs, shared)
+def train_together(
+    runs: Sequence[NetworkRun], outs: Sequence[Path], shared: Path, later: Sequence[RunConfig] = ()
+) -> None:
+    """Train runs together, and write the results of each into its folder.
+
+    `shared` is a folder for bias models: those of the runs, and of runs that will be trained `later`.
+    """
+    _fit_biases(runs, outs, shared, later)
     device = next(runs[0].method.parameters()).device
     lists: dict[int, ListBatches] = {}  # runs with the same seed share their requests
     for run, out in zip(runs, outs, strict=True):
@@ -89,13 +101,17 @@ def _steps(
     return take
 
 
-def _fit_biases(runs: Sequence[NetworkRun], outs: Sequence[Path], shared: Path) -> None:
+def _fit_biases(runs: Sequence[NetworkRun], outs: Sequence[Path], shared: Path, later: Sequence[RunConfig]) -> None:
     """Fit together the bias models that are not in the folder `shared` yet, and save them there."""
     needed: dict[Path, NetworkRun] = {}
     for run, out in zip(runs, outs, strict=True):
-        model = run.method.bias_learner()
-        if isinstance(model, BiasModel) and run.config.bias is None and not (out / BIAS).is_dir():
-            needed[shared / run.config.shared_key(model.settings())] = run
+        if (folder := _bias_folder(run, shared)) is not None and not (out / BIAS).is_dir():
+            needed[folder] = run
+    if needed:
+        for config in later:
+            run = make_network_run(config)
+            if (folder := _bias_folder(run, shared)) is not None:
+                needed.setdefault(folder, run)
     with ExitStack() as locks:
         for folder in sorted(needed):  # in one order, so that processes cannot wait for each other
             locks.enter_context(wait_for_lock(folder))
@@ -107,6 +123,14 @@ def _fit_biases(runs: Sequence[NetworkRun], outs: Sequence[Path], shared: Path) 
         _train_biases(trainings)
         for folder, training in zip(missing, trainings, strict=True):
             save_bias(folder, training.model)
+
+
+def _bias_folder(run: NetworkRun, shared: Path) -> Path | None:
+    """Return the folder in `shared` for the bias model of a run; None if it needs none."""
+    model = run.method.bias_learner()
+    if not isinstance(model, BiasModel) or run.config.bias is not None:
+        return None
+    return shared / run.config.shared_key(model.settings())
 
 
 def _bias_training(run: NetworkRun) -> BiasTraining:
