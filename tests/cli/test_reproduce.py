@@ -96,7 +96,7 @@ def test_at_the_time_limit_it_says_how_to_continue(reproduce, tmp_path, monkeypa
     options = "--quick", "--data", "synthetic", "--runs", 1, "--jobs", 1, "--out", tmp_path
     code, out, err = reproduce("table1", *options, "--minutes", 1e-9)
     assert code == 3
-    assert "0 of 20 runs finished; run the same command again to continue" in err  # 10 methods at 2 learning rates
+    assert "0 of 30 runs finished; run the same command again to continue" in err  # 10 methods, 2 learning rates
     assert out == ""
     assert not (tmp_path / "table1.md").exists()
 

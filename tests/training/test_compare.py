@@ -155,7 +155,7 @@ def all_of(plans, *, jobs=1, until=inf, on_done=lambda *_: None):
 
 def test_no_run_is_begun_after_the_time_is_up(tmp_path, performed):
     plan = plan_of(tmp_path)
-    with pytest.raises(UnfinishedError, match="the time limit was reached with 0 of 6 runs finished"):
+    with pytest.raises(UnfinishedError, match="the time limit was reached with 0 of 10 runs finished"):
         all_of([plan], until=time.monotonic() - 1)
     assert not performed
     assert UnfinishedError("").exit_code == 3
@@ -168,13 +168,13 @@ def test_a_run_on_its_way_when_the_time_is_up_is_finished_and_a_later_call_does_
     performed.clear()
     clock = iter(range(100))
     monkeypatch.setattr(working, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with pytest.raises(UnfinishedError, match="with 4 of 6 runs"):
-        all_of([plan_of(tmp_path / "parts")], until=4)
+    with pytest.raises(UnfinishedError, match="with 4 of 10 runs"):
+        all_of([plan_of(tmp_path / "parts")], until=2 + 4)  # two initial rankers and four runs
     assert len(performed) == 4
     heard = []
-    with pytest.raises(UnfinishedError, match="with 3 of 4 runs"):
+    with pytest.raises(UnfinishedError, match="with 9 of 10 runs"):
         all_of([plan_of(tmp_path / "parts")], until=next(clock) + 6, on_done=lambda *what: heard.append(what[:2]))
-    assert heard == [(5, 6), (6, 6), (1, 4), (2, 4), (3, 4)]
+    assert heard == [(done, 10) for done in (5, 6, 7, 8, 9)]
     assert all_of([plan_of(tmp_path / "parts")]) == expected
     assert len(performed) == 6 + 4
 
@@ -205,9 +205,30 @@ def test_runs_side_by_side_stop_when_the_time_is_up_and_a_later_call_does_the_ot
 
 
 def test_no_run_is_begun_side_by_side_after_the_time_is_up(tmp_path, performed, threads):
-    with pytest.raises(UnfinishedError, match="with 0 of 6 runs"):
+    with pytest.raises(UnfinishedError, match="with 0 of 10 runs"):
         all_of([plan_of(tmp_path)], jobs=2, until=time.monotonic() - 1)
     assert not performed
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_method_is_tested_as_soon_as_its_rate_is_chosen(tmp_path, performed, threads, jobs, monkeypatch):
+    original, first_tested = RunTask.perform, []
+
+    def wait_for_the_other(task):
+        """The last tuning run of lambdarank takes until pointwise is tested."""
+        if jobs == 2 and "lambdarank/lr-0.1/" in task.folder and not task.metrics:
+            deadline = time.monotonic() + 30
+            while not first_tested and time.monotonic() < deadline:
+                time.sleep(0.01)
+        done = original(task)
+        if task.metrics:
+            first_tested.append(task.folder)
+        return done
+
+    monkeypatch.setattr(RunTask, "perform", wait_for_the_other)
+    all_of([plan_of(tmp_path)], jobs=jobs)
+    assert "pointwise/lr-0.1" in first_tested[0]
+    assert len(performed) == 10
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

@@ -239,8 +239,12 @@ def test_steps_that_cannot_be_captured_are_taken_as_usual_with_one_warning():
     lists = ListBatches(log, device=CUDA)
     losses = []
     learner = make_learner(log, "lambdarank", {}, False)
-    losses.append(eager(start(copy.deepcopy(learner), log, training), Feed(lists, batch=64, seed=3), training))
-    step = graphed_steps(start(learner, log, training), WaitingFeed(Feed(lists, batch=64, seed=3)), training)
+    losses.append(
+        eager(start(copy.deepcopy(learner), log, training), Feed(lists, batch=64, seed=3, user=User()), training)
+    )
+    step = graphed_steps(
+        start(learner, log, training), WaitingFeed(Feed(lists, batch=64, seed=3, user=User())), training
+    )
     with pytest.warns(UserWarning, match="not captured as CUDA graphs") as caught:
         losses.append([float(step()) for _ in range(STEPS)])
     assert len(caught) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partialmethod
 
 import numpy as np
@@ -99,11 +100,16 @@ def test_only_runs_that_differ_in_seed_and_rate_are_grouped(as_on_a_gpu, tmp_pat
         rates=(0.01, 0.02),
         tuning_seeds=2,
     )
-    assert [task.runs for task in grouped(plan.tuning_tasks())] == [4, 4, *[1] * 4]
-    final = grouped(plan.final_tasks({"lambdarank": 0.01, "pointwise": 0.01, "lambdarank:ranker=lightgbm": 0.1}))
-    assert [task.runs for task in final] == [10, 3, 10, 3, *[1] * 13]
+    networks, trees = plan.entries[:2], plan.entries[2]
+    for entry in networks:
+        assert [task.runs for task in grouped(plan.tuning_tasks(entry))] == [4]
+        assert [task.runs for task in grouped(replace(plan, rates=(0.01,)).final_tasks(entry))] == [10, 3]
+    together = [task for entry in networks for task in plan.tuning_tasks(entry)]
+    assert [task.runs for task in grouped(together)] == [4, 4]
+    assert [task.runs for task in grouped(plan.tuning_tasks(trees))] == [1] * 4
+    assert [task.runs for task in grouped(replace(plan, rates=(0.1,)).final_tasks(trees))] == [1] * 13
     as_on_a_gpu(False)
-    assert {task.runs for task in grouped(plan.tuning_tasks())} == {1}
+    assert [task.runs for task in grouped(together)] == [1] * 8
 
 
 def test_methods_that_cannot_be_stacked_are_trained_one_by_one(as_on_a_gpu, tmp_path):

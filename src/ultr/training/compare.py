@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from ultr.training.config import RunConfig, default_training, with_training
 from ultr.training.data import cached_dataset, load_run_data
 from ultr.training.run import best_evaluation, run_together, run_training
 from ultr.training.selection import less_is_better, mean_metrics
-from ultr.training.workers import Workers, default_jobs
+from ultr.training.workers import OnDone, Stage, Workers, default_jobs
 from ultr.utils.devices import choose_device
 from ultr.utils.files import output_errors
 from ultr.utils.jsonfiles import read_json, write_json
@@ -259,41 +259,50 @@ class Plan:
         base = self.base
         return [] if base.users is None else [InitialTask(base.data, base.data_dir, base.share, s) for s in seeds]
 
-    def tuning_tasks(self) -> list[RunTask]:
-        """Return the tasks that train each method with each learning rate to choose from."""
-        entries = [entry for entry in self.in_turn if entry.text not in self.rate_of]
-        pairs = [(e, lr) for e in entries if len(self.rates_for(e)) > 1 for lr in self.rates_for(e)]
-        return [
-            self._task(e, lr, seed, ()) for e, lr in sorted(pairs, key=lambda pair: pair[1]) for seed in self.tuning
-        ]
+    def tuning_tasks(self, entry: Entry) -> list[RunTask]:
+        """Return the tasks that train a method with each learning rate to choose from."""
+        rates = () if entry.text in self.rate_of else self.rates_for(entry)
+        return [self._task(entry, lr, seed, ()) for lr in rates if len(rates) > 1 for seed in self.tuning]
 
-    def final_tasks(self, rate_of: Mapping[str, float]) -> list[RunTask]:
-        """Return the tasks that train each method at its chosen learning rate with all seeds, and test it."""
-        return [self._task(e, rate_of[e.text], seed, self.metrics) for e in self.in_turn for seed in range(self.seeds)]
+    def final_tasks(self, entry: Entry) -> list[RunTask]:
+        """Return the tasks that train a method at its chosen learning rate with all seeds, and test it."""
+        lr = self.rate_chosen(entry)
+        return [self._task(entry, lr, seed, self.metrics) for seed in range(self.seeds)]
 
     def _task(self, entry: Entry, lr: float, seed: int, metrics: Sequence[str]) -> RunTask:
         folder = run_folder(self.out, entry, lr, seed)
         return RunTask(entry.config(self.base, lr, seed).to_json(), str(folder), str(self.out / "bias"), tuple(metrics))
 
-    def rates_chosen(self) -> dict[str, float]:
-        """Return entry -> learning rate: the given one, or the one with the best mean metric over tuning seeds."""
-        return {e.text: self.rate_of[e.text] if e.text in self.rate_of else self._best_rate(e) for e in self.entries}
+    def rate_chosen(self, entry: Entry) -> float:
+        """Return the given learning rate of a method, or the one with the best mean metric over tuning seeds."""
 
-    def _best_rate(self, entry: Entry) -> float:
         def mean_metric(lr: float) -> float:
             best = [best_evaluation(run_folder(self.out, entry, lr, seed)) for seed in self.tuning]
             return float(np.mean([line[select] for select, line in best]))
 
-        rates = self.rates_for(entry)
+        rates = (self.rate_of[entry.text],) if entry.text in self.rate_of else self.rates_for(entry)
         if len(rates) == 1:
             return rates[0]
         return min(rates, key=mean_metric) if less_is_better(self.base.selection) else max(rates, key=mean_metric)
 
-    def result(self, rate_of: Mapping[str, float]) -> Comparison:
+    def stages(self) -> list[Stage]:
+        """Return for each method the tasks that choose its learning rate, which those that test it follow."""
+
+        def stage(entry: Entry) -> Stage:
+            return Stage(grouped(self.tuning_tasks(entry), self.seeds), lambda: grouped(self.final_tasks(entry)))
+
+        return [stage(entry) for entry in self.in_turn]
+
+    @property
+    def runs(self) -> int:
+        """The number of all runs; a run that chooses the learning rate and is tested counts twice."""
+        return sum(len(self.tuning_tasks(entry)) + self.seeds for entry in self.entries)
+
+    def result(self) -> Comparison:
         """Read the test metrics of the finished runs, and return them with paired tests."""
         rows = []
         for e in self.entries:
-            lr = rate_of[e.text]
+            lr = self.rate_chosen(e)
             by_seed = [read_json(run_folder(self.out, e, lr, seed) / "test.json") for seed in range(self.seeds)]
             rows.append(Row(e.text, lr, {m: [results[m] for results in by_seed] for m in self.metrics}, {}))
         reference = self.reference or self.entries[0].text
@@ -314,7 +323,7 @@ def compare(
     metrics: Sequence[str] | None = None,
     reference: str | None = None,
     jobs: int = 0,
-    on_done: Callable[[int, int, str], None] = lambda *_: None,
+    on_done: OnDone = lambda *_: None,
 ) -> Comparison:
     """Compare methods, and write the results to comparison.json in the folder `out`.
 
@@ -348,21 +357,17 @@ def compare(
     return result
 
 
-def compare_all(
-    plans: Sequence[Plan], workers: Workers, on_done: Callable[[int, int, str], None] = lambda *_: None
-) -> list[Comparison]:
-    """Make several comparisons: first train all runs that choose learning rates, then all runs that are evaluated."""
+def compare_all(plans: Sequence[Plan], workers: Workers, on_done: OnDone = lambda *_: None) -> list[Comparison]:
+    """Make several comparisons: train the runs that choose learning rates, then those that are evaluated."""
     for plan in plans:
         with output_errors(plan.out):
             plan.out.mkdir(parents=True, exist_ok=True)
     initial = list(dict.fromkeys(task for plan in plans for task in plan.initial_tasks()))
     if len(initial) > 1:
         workers.run(initial, lambda *_: None)
-    workers.run([task for plan in plans for task in grouped(plan.tuning_tasks(), plan.seeds)], on_done)
-    rate_of = [plan.rates_chosen() for plan in plans]
-    final = [task for plan, rates in zip(plans, rate_of, strict=True) for task in grouped(plan.final_tasks(rates))]
-    workers.run(final, on_done)
-    return [plan.result(rates) for plan, rates in zip(plans, rate_of, strict=True)]
+    stages = [stage for plan in plans for stage in plan.stages()]
+    workers.run_stages(stages, sum(plan.runs for plan in plans), on_done)
+    return [plan.result() for plan in plans]
 
 
 def run_folder(out: Path, entry: Entry, lr: float, seed: int) -> Path:

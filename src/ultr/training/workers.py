@@ -7,12 +7,15 @@ import math
 import multiprocessing
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from itertools import islice
+from dataclasses import dataclass
 from typing import Protocol
 
 from ultr.errors import UltrError, UnfinishedError
+
+OnDone = Callable[[int, int, str], None]  # called with the number of finished runs, the number of all, and a name
 
 
 class Task(Protocol):
@@ -28,6 +31,15 @@ class Task(Protocol):
 
     def perform(self) -> str:
         """Do the work that is not done yet; return the name of the task, for progress messages."""
+
+
+@dataclass
+class Stage:
+    """Tasks, and a function that returns the tasks that follow when all of them are done."""
+
+    tasks: Sequence[Task]
+    then: Callable[[], Sequence[Task]] | None = None
+    left: int = 0  # tasks that are not done
 
 
 def default_jobs() -> int:
@@ -60,37 +72,65 @@ class Workers:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def run(self, tasks: Sequence[Task], on_done: Callable[[int, int, str], None]) -> None:
+    def run(self, tasks: Sequence[Task], on_done: OnDone) -> None:
         """Run all tasks that are not finished yet; raise UnfinishedError if the time limit comes first."""
-        total = sum(task.runs for task in tasks)
-        unfinished = [task for task in tasks if not task.finished]
-        done = total - sum(task.runs for task in unfinished)
-        for runs, name in self._results(unfinished):
-            done += runs
+        self.run_stages([Stage(tasks)], sum(task.runs for task in tasks), on_done)
+
+    def run_stages(self, stages: Sequence[Stage], total: int, on_done: OnDone) -> None:
+        """Run the tasks of all stages, and those that follow them; `total` is the number of runs of all these tasks."""
+        left: deque[tuple[Task, Stage]] = deque()
+        done = 0
+        for stage in stages:
+            begun, finished = _begin(stage)
+            left.extend(begun)
+            done += finished
+        for task, stage, name in self._performed(left):
+            done += task.runs
             on_done(done, total, name)
+            stage.left -= 1
+            if not stage.left and stage.then is not None:
+                begun, finished = _begin(Stage(stage.then()))
+                left.extendleft(reversed(begun))  # before others, so that fewer tasks wait for the same bias model
+                done += finished
         if done < total:
             raise UnfinishedError(f"the time limit was reached with {done} of {total} runs finished")
 
-    def _results(self, tasks: Sequence[Task]) -> Iterator[tuple[int, str]]:
-        if self._jobs == 1 or len(tasks) < 2:
-            yield from ((task.runs, task.perform()) for task in tasks if time.monotonic() < self.until)
-            return
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            threads = max(1, (os.cpu_count() or 1) // self._jobs)
-            self._pool = ProcessPoolExecutor(self._jobs, context, initializer=_set_threads, initargs=(threads,))
-        pool, left = self._pool, iter(tasks)
-        running: dict[Future[str], int] = {}
-        while True:
-            free = self._jobs - len(running) if time.monotonic() < self.until else 0
-            running |= {pool.submit(_perform_safely, task): task.runs for task in islice(left, free)}
-            if not running:
-                return
+    def _performed(self, left: deque[tuple[Task, Stage]]) -> Iterator[tuple[Task, Stage, str]]:
+        """Perform the tasks `left`, to which the caller may add; yield each with its stage and name when it is done."""
+        running: dict[Future[str], tuple[Task, Stage]] = {}
+        while left or running:
+            if left and time.monotonic() >= self.until:
+                left.clear()
+            if left and not running and (self._jobs == 1 or (self._pool is None and len(left) == 1)):
+                task, stage = left.popleft()
+                yield task, stage, task.perform()
+                continue
+            while left and len(running) < self._jobs:
+                task, stage = left.popleft()
+                running[self._started_pool().submit(_perform_safely, task)] = task, stage
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 result = json.loads(future.result())
                 if "error" in result:
                     raise UltrError(result["error"])
-                yield running.pop(future), result["done"]
+                yield *running.pop(future), result["done"]
+
+    def _started_pool(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            threads = max(1, (os.cpu_count() or 1) // self._jobs)
+            self._pool = ProcessPoolExecutor(self._jobs, context, initializer=_set_threads, initargs=(threads,))
+        return self._pool
+
+
+def _begin(stage: Stage) -> tuple[list[tuple[Task, Stage]], int]:
+    """Return the unfinished tasks of a stage, or of those that follow it, and the number of runs finished before."""
+    unfinished = [task for task in stage.tasks if not task.finished]
+    finished = sum(task.runs for task in stage.tasks) - sum(task.runs for task in unfinished)
+    stage.left = len(unfinished)
+    if unfinished or stage.then is None:
+        return [(task, stage) for task in unfinished], finished
+    following, more = _begin(Stage(stage.then()))
+    return following, finished + more
 
 
 def _perform_safely(task: Task) -> str:
