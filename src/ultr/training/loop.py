@@ -169,7 +169,8 @@ def graphed_steps(state: TrainingState, feed: Feeding, options: TrainingOptions)
         if (new := options.learning_rate_at(state.step)) != rate:
             set_rate(state.optimizer, rate := new)
         batch = graphed.choose(state.step)
-        seed_generators(device, options.seed, state.step, batch.parts)
+        if state.method.draws:
+            seed_generators(device, options.seed, state.step, batch.parts)
         loss = graphed.take(state.step, batch)
         state.step += 1
         return loss

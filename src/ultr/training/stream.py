@@ -115,12 +115,22 @@ class Block(NamedTuple):
     keys: Tensor | None  # of a keyed stream: the seed of the random numbers of each step
     ready: torch.cuda.Event | None  # on a GPU: when the lists are complete
 
-    def at(self, place: int) -> Lists:
-        if self.keys is None:
-            return self.lists.with_parts(self.parts)
-        size = len(self.lists) // len(self.keys)
-        batch = self.lists.map(lambda values: values[place * size : (place + 1) * size])
-        return batch.with_parts(self.parts, self.keys[place])
+    def at(self, place: int) -> Taken:
+        count = 1 if self.keys is None else len(self.keys)
+        size = len(self.lists) // count
+        tensors = [values[place * size : (place + 1) * size] for values in self.lists.tensors]
+        return Taken(self.lists, self.parts, tensors if self.keys is None else [*tensors, self.keys[place]])
+
+
+class Taken(NamedTuple):
+    """The batch of a step, as tensors, because making `Lists` of them takes time that a GPU does not wait for."""
+
+    lists: Lists  # with the same fields
+    parts: tuple[Part, ...]
+    tensors: list[Tensor]  # those of `lists`, then the key of the step if the stream is keyed
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Taken:
+        return self._replace(tensors=[function(values) for values in self.tensors])
 
 
 class Stream:
@@ -170,14 +180,16 @@ class Stream:
             self._steps, self._ahead = max(1, min(STEPS_AT_ONCE, most)), GPU_AHEAD
 
     def __call__(self, step: int) -> Lists:
-        return self.choose(step)
+        return self.lists(self.choose(step))
 
-    def choose(self, step: int) -> Lists:
+    def choose(self, step: int) -> Taken:
         number, place = divmod(step, self._steps)
         return self._block(number).at(place)
 
-    def lists(self, batch: Lists) -> Lists:
-        return batch
+    def lists(self, batch: Taken) -> Lists:
+        values = iter(batch.tensors)
+        lists = batch.lists.map(lambda _: next(values))
+        return lists.with_parts(batch.parts, next(values, None))
 
     def _block(self, number: int) -> Block:
         """Return a block of steps, and let the next ones be made."""
