@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from ultr.log.shards import Manifest, is_lists
 
 ITEMS, FEATURES, SHARD = 10, 50, 131_072
-GROUP = 2048  # requests per row group, as in `ultr prepare`
+LAYOUT = {"row_group_size": 2048, "use_dictionary": False, "write_page_checksum": True}  # as `ultr prepare` writes
 
 
 def shard(rng: np.random.Generator, requests: int, first: int) -> pa.Table:
@@ -52,7 +52,7 @@ def write(folder: Path, gib: float) -> None:
         (folder / split).mkdir(parents=True, exist_ok=True)
         for number, first in enumerate(range(0, requests, SHARD)):
             table = shard(rng, min(SHARD, requests - first), first)
-            pq.write_table(table, folder / split / f"part-{number:05}.parquet", row_group_size=GROUP)
+            pq.write_table(table, folder / split / f"part-{number:05}.parquet", **LAYOUT)
     Manifest(
         features=tuple(f"f{i}" for i in range(FEATURES)),
         actions=("click", "dwell"),

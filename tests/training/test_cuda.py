@@ -115,7 +115,9 @@ def graphed(state: TrainingState, feed: Any, options: TrainingOptions) -> list[f
 @pytest.mark.parametrize(("name", "method", "options", "bias"), list(learners()))
 def test_graphs_give_the_losses_and_weights_of_steps_without_graphs(name, method, options, bias, double):
     log = shown_log()
-    training = TrainingOptions(steps=STEPS, batch=64, lr=0.02, schedule="cosine", warmup=5, device="cuda")
+    training = TrainingOptions(
+        steps=STEPS, batch=64, lr=0.02, schedule="cosine", warmup=5, device="cuda", precision="float32"
+    )
     lists = ListBatches(log, device=CUDA)
     results = []
     for take in (eager, graphed):
@@ -137,7 +139,14 @@ def test_every_optimizer_can_be_captured_and_follows_the_cpu(optimizer):
     weights = []
     for device in ("cpu", "cuda"):
         training = TrainingOptions(
-            steps=STEPS, batch=64, lr=0.01, optimizer=optimizer, weight_decay=0.01, schedule="linear", device=device
+            steps=STEPS,
+            batch=64,
+            lr=0.01,
+            optimizer=optimizer,
+            weight_decay=0.01,
+            schedule="linear",
+            device=device,
+            precision="float32",
         )
         learner = make_learner(log, "pointwise", {}, False)
         for module in learner.modules():
@@ -207,7 +216,7 @@ def test_a_run_on_a_gpu_resumes_with_the_same_bits(method, tmp_path):
 
 def test_lists_of_many_lengths_share_few_graphs():
     log, _ = simulate_log(make_shown_log(requests=400, features=6, longest=37), User(), seed=1)
-    training = TrainingOptions(steps=STEPS, batch=4, device="cuda")
+    training = TrainingOptions(steps=STEPS, batch=4, device="cuda", precision="float32")
     lists = ListBatches(log, device=CUDA)
     lengths = {Feed(lists, batch=4, seed=3)(step).where.shape[1] for step in range(STEPS)}
     assert 1 < len(lengths) <= 5
@@ -235,7 +244,7 @@ class WaitingFeed:
 
 def test_steps_that_cannot_be_captured_are_taken_as_usual_with_one_warning():
     log = shown_log()
-    training = TrainingOptions(steps=STEPS, batch=64, device="cuda")
+    training = TrainingOptions(steps=STEPS, batch=64, device="cuda", precision="float32")
     lists = ListBatches(log, device=CUDA)
     losses = []
     learner = make_learner(log, "lambdarank", {}, False)
@@ -257,7 +266,7 @@ def test_streamed_lists_are_those_of_a_stream_on_the_cpu_and_are_captured(reques
     shards = Shards(write_lists(log, tmp_path / "lists"))
     size = {"buffer_bytes": int(requests * shards.row_bytes * shards.rows / len(shards)), "batch": 32, "seed": 3}
     on_cpu = Stream(shards, keyed=True, **size)
-    training = TrainingOptions(steps=STEPS, batch=32, device="cuda")
+    training = TrainingOptions(steps=STEPS, batch=32, device="cuda", precision="float32")
     losses = []
     for take in (eager, graphed):
         stream = Stream(shards, device=CUDA, **size)

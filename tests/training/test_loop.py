@@ -15,7 +15,7 @@ from ultr.methods import MethodInputs, make_method
 from ultr.rankers import FeatureEncoder, make_ranker, score_rows
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feed, step_seed
-from ultr.training.loop import start, take_step, train
+from ultr.training.loop import precision, start, take_step, train
 from ultr.utils.devices import choose_device
 
 CPU = torch.device("cpu")
@@ -177,7 +177,7 @@ def test_dropout_depends_on_the_step_and_not_on_earlier_random_numbers():
         ({"steps": 0}, "'steps' must be at least 1"),
         ({"optimizer": "adm"}, "did you mean 'adam'"),
         ({"schedule": "cos"}, "did you mean 'cosine'"),
-        ({"precision": "fp8"}, "'precision' must be one of 'float32', 'tf32', 'bf16'"),
+        ({"precision": "fp8"}, "'precision' must be one of 'auto', 'float32', 'tf32', 'bf16'"),
         ({"clip": -1}, "'clip' must be at least 0"),
     ],
 )
@@ -204,12 +204,23 @@ def test_logs_without_features_or_feedback_are_errors():
         start(method(), bare, TrainingOptions(device="cpu"))
 
 
+def test_matrix_products_have_the_precision_of_the_options():
+    def found(device: str, chosen: str) -> tuple[str, bool]:
+        with precision(torch.device(device), TrainingOptions(device="cpu", precision=chosen)):
+            return torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")
+
+    assert found("cpu", "auto") == found("cpu", "float32") == found("cuda", "float32") == ("highest", False)
+    assert found("cuda", "auto") == found("cuda", "tf32") == ("high", False)
+    assert found("cpu", "bf16") == ("highest", True)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_bf16_stays_close_to_single_precision():
     log = feedback_log()
     batch = Feed(ListBatches(log), batch=32, seed=0)(0)
     losses = []
-    for precision in ("float32", "bf16"):
-        settings = TrainingOptions(device="cpu", precision=precision)
+    for chosen in ("float32", "bf16"):
+        settings = TrainingOptions(device="cpu", precision=chosen)
         losses.append(float(take_step(start(method(), log, settings), batch, settings)))
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
 

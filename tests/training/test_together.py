@@ -23,7 +23,7 @@ METHODS = ["pairwise-em", "pairwise-em:loss=opt:weights=exact", "pal-click"]
 
 
 def base(device: str) -> RunConfig:
-    training = TrainingOptions(steps=12, batch=64, evaluate_every=4, bias_steps=30, device=device)
+    training = TrainingOptions(steps=12, batch=64, evaluate_every=4, bias_steps=30, device=device, precision="float32")
     options = {"hidden": [16, 8], "dropout": 0.2}
     return RunConfig("synthetic", users="pbm", ranker_options=options, select="reward@10", training=training)
 

@@ -64,7 +64,7 @@ def estimate_examination(
 
     With a simulated `user`, its feedback in about `sessions` sessions replaces that of the log. `by_item` compares
     positions item by item, not by strata of similar rows. `trust` also estimates ζ, the click rate of irrelevant items.
-    Users are simulated on the `device`.
+    Users are simulated, and the logging ranker is recovered, on the `device`.
     """
     ids, places = np.unique(log.shown_positions("an estimate of examination"), return_inverse=True)
     check_positions(len(ids), MAX_TRAINED_POSITIONS)
@@ -80,7 +80,7 @@ def estimate_examination(
             what = "an estimate of examination by item needs item ids, and the log has none"
             raise DataError(what, hint="name their column with --item")
     else:
-        strata = strata_of(log, logging_score(log, seed=seed).score, clicks=float(clicked.sum()))
+        strata = strata_of(log, logging_score(log, seed=seed, device=device).score, clicks=float(clicked.sum()))
     cells = count_cells(strata, places, shown, clicked, width=len(ids))
     if trust:
         fit = fit_trust(cells)

@@ -58,15 +58,15 @@ def strata_of(log: Log, score: np.ndarray, *, clicks: float) -> np.ndarray:
     return codes
 
 
-def logging_score(log: Log, *, seed: int = 0) -> LoggingScore:
+def logging_score(log: Log, *, seed: int = 0, device: torch.device | str = "cpu") -> LoggingScore:
     """Return `recovered_score` of a log; the result is cached, because several parts of a run need it."""
     cached = _CACHE.setdefault(log, {})
     if seed not in cached:
-        cached[seed] = recovered_score(log, seed=seed)
+        cached[seed] = recovered_score(log, seed=seed, device=device)
     return cached[seed]
 
 
-def recovered_score(log: Log, *, seed: int = 0) -> LoggingScore:
+def recovered_score(log: Log, *, seed: int = 0, device: torch.device | str = "cpu") -> LoggingScore:
     """Recover the logging ranker from the order that it showed (Plackett-Luce).
 
     The score is linear in the features, unless that leaves much of the order of held-out requests unexplained and a
@@ -77,25 +77,27 @@ def recovered_score(log: Log, *, seed: int = 0) -> LoggingScore:
     held_out = order[len(order) - min(HELD_OUT, len(order) // 5) :]
     learned = order[: len(order) - len(held_out)]
     sampled = sample_requests(log, max(SCORED_ROWS, 30 * len(log.feature_names)), seed=seed)
-    ranker: torch.nn.Module = _linear_score(log, sampled)
+    ranker: torch.nn.Module = _linear_score(log, sampled, device)
     if not len(held_out):
-        return LoggingScore(score_rows(ranker, log.features), 0.0)
-    held_out_lists = _by_position(Lists.from_log(log.select(np.sort(held_out))))
-    separate = ranker if len(sampled) <= len(learned) else _linear_score(log, learned)
-    by_chance = max(1e-9, float(_order_loss(torch.zeros(held_out_lists[1].shape), held_out_lists[1])))
+        return LoggingScore(score_rows(ranker, log.features, device=device), 0.0)
+    held_out_lists = _by_position(Lists.from_log(log.select(np.sort(held_out)), device=device))
+    separate = ranker if len(sampled) <= len(learned) else _linear_score(log, learned, device)
+    where = held_out_lists[1]
+    by_chance = max(1e-9, float(_order_loss(torch.zeros(where.shape, device=device), where)))
     unexplained = _unexplained(separate, held_out_lists)
     if len(learned) > FEW_REQUESTS and unexplained > MUCH_OPEN * by_chance:
-        network, by_network = _network_score(log, learned, held_out_lists, seed)
+        network, by_network = _network_score(log, learned, held_out_lists, seed, device)
         if by_network < unexplained - CLEARLY_MORE * by_chance:
             ranker, unexplained = network, by_network
-    return LoggingScore(score_rows(ranker, log.features), 1 - unexplained / by_chance)
+    return LoggingScore(score_rows(ranker, log.features, device=device), 1 - unexplained / by_chance)
 
 
-def _linear_score(log: Log, requests: np.ndarray) -> LinearRanker:
+def _linear_score(log: Log, requests: np.ndarray, device: torch.device | str) -> LinearRanker:
     ranker = LinearRanker(FeatureEncoder(len(log.feature_names), log.categories))
     ranker.encoder.fit(log.features)
+    ranker.to(device)
     torch.nn.init.zeros_(ranker.output.weight)  # a feature that is constant in every list keeps weight zero
-    features, where = _by_position(Lists.from_log(log.select(np.sort(requests))))
+    features, where = _by_position(Lists.from_log(log.select(np.sort(requests)), device=device))
     score: torch.nn.Module = ranker
     if not log.categories:  # then the encoding does not change while the weights are learned
         score, features = ranker.output, ranker.encoder(features)
@@ -112,12 +114,13 @@ def _linear_score(log: Log, requests: np.ndarray) -> LinearRanker:
 
 
 def _network_score(
-    log: Log, requests: np.ndarray, held_out: tuple[Tensor, Tensor], seed: int
+    log: Log, requests: np.ndarray, held_out: tuple[Tensor, Tensor], seed: int, device: torch.device | str
 ) -> tuple[torch.nn.Module, float]:
     """Train a small network to predict the logged order; return it and its `_order_loss` on held-out requests."""
     network = make_ranker("mlp", FeatureEncoder(len(log.feature_names), log.categories), **NETWORK)
     fit_encoders(network, log.features)
-    lists, rng = ListBatches(log), np.random.default_rng(seed)
+    network.to(device)
+    lists, rng = ListBatches(log, device=device), np.random.default_rng(seed)
     optimizer = torch.optim.Adam(network.parameters(), lr=NETWORK_LR)
     weights, stopping = network.state_dict(), EarlyStopping()
     for step in range(1, NETWORK_STEPS + 1):

@@ -74,7 +74,7 @@ def compare(
     stream: shared.Stream = "auto",
     workers: shared.Workers = 0,
     device: options.Device = "auto",
-    precision: shared.Precision = "float32",
+    precision: shared.Precision = "auto",
     as_json: options.Json = False,
 ) -> None:
     """Compare methods: tune each on validation requests, train with the same seeds, and evaluate on test requests."""

@@ -62,7 +62,7 @@ def train(
     stream: shared.Stream = "auto",
     workers: shared.Workers = 0,
     device: options.Device = "auto",
-    precision: shared.Precision = "float32",
+    precision: shared.Precision = "auto",
     seed: options.Seed = 0,
     warm_start: Annotated[Path | None, typer.Option(help="Start from the weights of this finished run.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,

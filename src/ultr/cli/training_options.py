@@ -89,7 +89,10 @@ Workers = Annotated[
     int, typer.Option("--workers", help="Threads that read streamed lists; 0: by the number of cores.", min=0)
 ]
 Precision = Annotated[
-    str, typer.Option("--precision", help="Precision of matrix products: float32, bf16, or tf32 (on a GPU).")
+    str,
+    typer.Option(
+        "--precision", help="Precision of matrix products: float32, tf32 or bf16. Default: tf32 on a GPU, else float32."
+    ),
 ]
 BiasSteps = Annotated[int, typer.Option("--bias-steps", help="Largest number of training steps of the bias model.")]
 Propensities = Annotated[

@@ -47,7 +47,7 @@ class TrainingOptions:
     bias_steps: int = 3000  # largest number of training steps of a bias model, which comes before the ranker
     seed: Seed = 0
     device: str = "auto"
-    precision: Literal["float32", "tf32", "bf16"] = "float32"  # of matrix products
+    precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"  # of matrix products; auto: tf32 on a GPU
 
     def __post_init__(self) -> None:
         check_fields(self)

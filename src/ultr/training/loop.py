@@ -198,7 +198,7 @@ def work_of_step(state: TrainingState, lists: Lists, options: TrainingOptions) -
 def precision(device: torch.device, options: TrainingOptions) -> Iterator[None]:
     """Compute matrix products with the precision of the options, in a `with` block."""
     before = torch.get_float32_matmul_precision()
-    if options.precision == "tf32":
+    if options.precision == "tf32" or (options.precision == "auto" and device.type == "cuda"):
         torch.set_float32_matmul_precision("high")
     try:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.precision == "bf16"):
