@@ -40,7 +40,7 @@ from ultr.methods.bias_model import BiasModel
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feed, FeedStack
-from ultr.training.loop import TrainingState, graphed_steps, start, take_step
+from ultr.training.loop import TrainingState, graphed_steps, precision, start, take_step
 from ultr.training.stack import Stack
 
 ITEMS = 10
@@ -75,7 +75,7 @@ def main() -> None:
         if options.only and name not in (*options.only, "lambdarank"):
             continue
         state = start(learner, log, training)
-        passes = partial(_passes, *_networks(name, learner), rows)
+        passes = partial(_passes, *_networks(name, learner), rows, training)
         work[name] = [partial(_step, state, feed, training), passes]
         if on_gpu:
             graphed = graphed_steps(start(copy.deepcopy(learner), log, training), feed, training)
@@ -152,16 +152,17 @@ def _networks(name: str, learner: Learner) -> tuple[nn.Module, nn.Module | None]
     return trained, trained if name in ("regression-em", "pairwise-debias") else None
 
 
-def _passes(trained: nn.Module, only_read: nn.Module | None, rows: Tensor, _: int) -> None:
+def _passes(trained: nn.Module, only_read: nn.Module | None, rows: Tensor, training: TrainingOptions, _: int) -> None:
     trained.zero_grad(set_to_none=True)
     extra = getattr(getattr(trained, "encoder", None), "features", rows.shape[-1]) - rows.shape[-1]
     if extra:  # learned inputs, which need a gradient
         rows = torch.cat([rows, torch.zeros(*rows.shape[:-1], extra, device=rows.device, requires_grad=True)], dim=-1)
-    trained(rows).sum().backward()
-    trained.zero_grad(set_to_none=True)
-    if only_read is not None:
-        with torch.no_grad():
-            only_read(rows)
+    with precision(rows.device, training):
+        trained(rows).sum().backward()
+        trained.zero_grad(set_to_none=True)
+        if only_read is not None:
+            with torch.no_grad():
+                only_read(rows)
 
 
 def _step(state: TrainingState, feed: Feed, training: TrainingOptions, step: int) -> None:

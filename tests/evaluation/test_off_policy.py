@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ultr.datasets import show
 from ultr.datasets.users import EYE_TRACKING, TrustUser, User, simulate_log
 from ultr.errors import DataError, LabelError, OptionError
-from ultr.evaluation.off_policy import ESTIMATORS, KINDS, compare_values, fit_direct, off_policy_value
+from ultr.evaluation.off_policy import ESTIMATORS, KINDS, OffPolicy, compare_values, fit_direct, off_policy_value
 from ultr.evaluation.scores import evaluate_scores, mean_with_interval, paired_test
 from ultr.log import Log
 
@@ -121,6 +121,20 @@ def test_the_value_of_the_logged_ranking_is_its_feedback(estimator):
         if estimator != "snips":
             np.testing.assert_allclose(found.per_request, got)
             assert (found.low, found.high) == pytest.approx((mean.low, mean.high))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_log_gives_the_values_of_many_scores(tied):
+    log = small_log([3, 1, 4, 5], weighted=True)
+    rng = np.random.default_rng(2)
+    options = {"theta": GAPS, "label": "click", "direct": rng.random(log.rows)}
+    estimator = OffPolicy(log, **options)
+    for _ in range(3):
+        scores = rng.integers(0, 3, log.rows).astype(float) if tied else rng.normal(size=log.rows)
+        expected = off_policy_value(log, scores, **options)
+        assert estimator(scores).value == expected.value
+        assert float(estimator.mean(torch.from_numpy(scores))) == pytest.approx(expected.value, rel=1e-12)
+    assert torch.isnan(estimator.mean(torch.full((log.rows,), torch.nan)))
 
 
 def test_the_value_of_a_constant_score_is_the_mean_over_all_orders():

@@ -10,7 +10,7 @@ from scipy import stats
 from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError
 from ultr.evaluation.metrics import METRICS, parse_metric
-from ultr.evaluation.scores import evaluate_scores, mean_with_interval, paired_test
+from ultr.evaluation.scores import ScoreMetrics, evaluate_scores, mean_with_interval, paired_test
 
 
 def test_metrics_of_a_log_are_in_the_order_of_its_requests(shown_log):
@@ -36,6 +36,21 @@ def test_every_metric_of_a_log_equals_a_loop_over_its_requests(shown_log):
             metric, k = parse_metric(name)
             extra = {"user": user, "label": label} if metric == "reward" else {}
             assert results[name][i] == pytest.approx(METRICS[metric](s, y, k=k, **extra).item(), rel=1e-5), name
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_means_on_a_device_are_those_of_the_requests(shown_log, weighted):
+    rng = np.random.default_rng(0)
+    weights = rng.uniform(0, 2, len(shown_log)).astype(np.float32) if weighted else None
+    log, scores = replace(shown_log, weights=weights), rng.normal(size=shown_log.rows).astype(np.float32)
+    metrics = ["ndcg@5", "reward@10", "mrr"]
+    means = ScoreMetrics(log, metrics, user=User(), keep=True)
+    for values in (scores, scores.round()):  # with ties
+        found = means.means(torch.from_numpy(values))
+        for name, expected in evaluate_scores(log, values, metrics, user=User()).items():
+            assert float(found[name]) == pytest.approx(np.average(expected, weights=weights), rel=1e-6)
+    scores[3] = np.nan
+    assert all(torch.isnan(value) for value in means.means(torch.from_numpy(scores)).values())
 
 
 def test_feedback_metrics_use_the_label_of_the_logged_actions(shown_log):

@@ -120,7 +120,7 @@ def keep(path: Path, method: Method, log: Log) -> None:
 
 def communicate(out: Path) -> None:
     """Write the results of `gather_shares` and `check_equal` with several processes."""
-    shares = [gather_shares(torch.arange(n).float()[own_share(n)].numpy(), n, torch.device("cpu")) for n in range(9)]
+    shares = [gather_shares(torch.arange(n).float()[own_share(n)], n) for n in range(9)]
     said = ""
     try:
         check_equal(7, "a constant")

@@ -83,7 +83,7 @@ def test_the_error_of_another_type_names_the_type():
         (lambda: ultr.TrainingOptions(schedule="step"), "'constant', 'cosine', 'linear', got 'step'"),
         (
             lambda: ultr.TrainingOptions(precision="bf-16"),
-            "'float32', 'tf32', 'bf16', got 'bf-16'; did you mean 'bf16'",
+            "'auto', 'float32', 'tf32', 'bf16', got 'bf-16'; did you mean 'bf16'",
         ),
         (lambda: ultr.RunConfig("x", learn_from="true"), "'feedback', 'truth', 'no-bias', got 'true'; did you mean"),
         (lambda: ultr.RunConfig("x", stream="maybe"), "'auto', 'yes', 'no', got 'maybe'"),

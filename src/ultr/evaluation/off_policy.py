@@ -167,6 +167,14 @@ class OffPolicy:
             self._kind, self._estimator, self._k, *interval, unclipped, per_request, log.weights, values, **evidence
         )
 
+    def mean(self, scores: Tensor) -> Tensor:
+        """Estimate the value of a ranker with these scores on the device; NaN if a score is NaN."""
+        places = _Places(self._rows, scores.double())
+        at = self._rows.at(self._theta, places)
+        rows = self._rows.estimate(self._estimator, at, places, self._most, self._expected)[0]
+        value: Tensor = self._rows.weight @ rows / self._rows.total
+        return value + torch.where(scores.isnan().any(), torch.nan, 0.0)
+
     def _value(self, estimator: str, at: _Weights, places: _Places) -> float:
         return self._rows.mean(self._rows.estimate(estimator, at, places, self._most, self._expected)[0])
 

@@ -102,24 +102,43 @@ class ScoreMetrics:
         self._log, self._parsed, self._on_feedback, self._user, self._label = log, parsed, on_feedback, user, label
         self._source = ListBatches(replace(log.without_features(), actions=actions), device=device)
         self._kept = list(self._batches()) if keep else None
+        self._weights: Tensor | None = None  # of the requests, in the order of the batches
 
     def __call__(self, scores: np.ndarray) -> dict[str, np.ndarray]:
         """Return metric -> values [requests], given a score for each row of the log."""
         values = torch.from_numpy(self._log.check_scores(scores)).to(self._source.device)
-        found: dict[str, list[Tensor]] = {text: [] for text in self._parsed}
-        order = []
-        for requests, lists, rows in self._kept or self._batches():
-            order.append(requests)
-            in_lists = torch.where(lists.where, values[rows], 0)
-            for text, metric in self._parsed.items():
-                found[text].append(self._metric(text, *metric, lists, in_lists))
         results = {text: np.empty(len(self._log)) for text in self._parsed}
+        found, order = self._found(values)
         if not order:
             return results
         where = torch.cat(order).numpy()
         for text, parts in found.items():
             results[text][where] = torch.cat(parts).double().cpu().numpy()
         return results
+
+    def means(self, scores: Tensor) -> dict[str, Tensor]:
+        """Return metric -> mean over requests, weighted by their weights, given a score on the device for each row.
+
+        Nothing waits for a GPU. A mean is NaN if a score is NaN.
+        """
+        found, order = self._found(scores)
+        if self._weights is None:
+            weights = torch.ones(len(self._log)) if self._log.weights is None else torch.from_numpy(self._log.weights)
+            self._weights = weights[torch.cat(order)].to(scores.device, torch.float64)
+        missing = torch.where(scores.isnan().any(), torch.nan, 0.0)
+        total = self._weights.sum()
+        return {text: self._weights @ torch.cat(parts).double() / total + missing for text, parts in found.items()}
+
+    def _found(self, scores: Tensor) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+        """Return metric -> values of requests, in batches, and the indices of the requests of each batch."""
+        found: dict[str, list[Tensor]] = {text: [] for text in self._parsed}
+        order = []
+        for requests, lists, rows in self._kept or self._batches():
+            order.append(requests)
+            in_lists = torch.where(lists.where, scores[rows], 0)
+            for text, metric in self._parsed.items():
+                found[text].append(self._metric(text, *metric, lists, in_lists))
+        return found, order
 
     def _metric(self, text: str, name: str, k: int | None, lists: Lists, scores: Tensor) -> Tensor:
         options: dict[str, object] = {"k": k, "where": lists.where}

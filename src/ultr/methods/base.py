@@ -67,7 +67,7 @@ class Learner(nn.Module):
         """Whether the loss draws random numbers by torch's own generators, dropout apart."""
         return False
 
-    def held_out_metrics(self, batches: list[Lists]) -> dict[str, float]:
+    def held_out_metrics(self, batches: list[Lists]) -> dict[str, Tensor]:
         """Return metrics of held-out requests; training keeps the state with the highest "likelihood"."""
         raise NotImplementedError
 

@@ -7,7 +7,7 @@ batches before (online EM, Cappé and Moulines 2009). A position that is not in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -227,27 +227,28 @@ class BiasModel(PositionModel):
         self.minus.copy_(torch.minimum(updated(wrong, all_wrong, self.minus).clamp(0.01, 0.99), self.plus))
 
     @torch.no_grad()
-    def held_out_metrics(self, batches: list[Lists]) -> dict[str, float]:
-        """Return mean log-likelihoods per list; `held_out` stores that of clicks, with β(x) and with one β for all."""
+    def held_out_metrics(self, batches: list[Lists]) -> dict[str, Tensor]:
+        """Return mean log-likelihoods per list; `held_out` stores that of clicks, with β(x) and with one β for all.
+
+        On a GPU nothing waits for them, because many models may be evaluated one after another.
+        """
         parts = [self.log_likelihood(lists) for lists in batches]
-        exposures = (self.theta[self.index(lists.shown_positions)][lists.where] for lists in batches)
+        exposures = ((self.theta[self.index(lists.shown_positions)], lists.where) for lists in batches)
         count, clicked, exposure, *totals = self._over_all(
-            [len(lists) for lists in batches],
-            ((self.labels(lists) > 0)[lists.where].sum() for lists in batches),
-            (exposure.sum() for exposure in exposures),
+            [self.theta.new_full((), len(lists)) for lists in batches],
+            [((self.labels(lists) > 0) & lists.where).sum() for lists in batches],
+            [torch.where(where, exposure, 0.0).sum() for exposure, where in exposures],
             *([part[name].sum() for part in parts] for name in parts[0]),
         )
         metrics = {name: total / count for name, total in zip(parts[0], totals, strict=True)}
-        beta = torch.tensor(min(0.999, max(1e-6, clicked / max(exposure, 1e-9))), device=self.theta.device)
-        (constant,) = self._over_all(self._click_likelihood(lists, beta).sum() for lists in batches)
-        self.held_out.copy_(torch.tensor([metrics["clicks"], constant / count]))
-        return {"likelihood": sum(metrics.values()), **metrics}
+        beta = (clicked / exposure.clamp(min=1e-9)).clamp(1e-6, 0.999)
+        (constant,) = self._over_all([self._click_likelihood(lists, beta).sum() for lists in batches])
+        self.held_out.copy_(torch.stack([metrics["clicks"], constant / count]))
+        return {"likelihood": torch.stack(list(metrics.values())).sum(), **metrics}
 
-    def _over_all(self, *quantities: Iterable[Tensor | int]) -> list[float]:
+    def _over_all(self, *quantities: Sequence[Tensor]) -> Tensor:
         """Return the sum of each quantity over all batches of all processes."""
-        sums = [float(sum(values)) for values in quantities]
-        totals: list[float] = summed(torch.tensor(sums, device=self.theta.device)).tolist()
-        return totals
+        return summed(torch.stack([torch.stack(list(values)).sum().to(self.theta.dtype) for values in quantities]))
 
     def _click_likelihood(self, lists: Lists, beta: Tensor) -> Tensor:
         place = self.index(lists.shown_positions)

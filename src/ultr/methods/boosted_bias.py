@@ -152,7 +152,7 @@ def fit_boosted(
         if number % EVERY and number < rounds:
             continue
         model.network = _outputs(outputs, starts, categorical, best=False)
-        metrics = model.held_out_metrics(held_out)
+        metrics = {name: float(value) for name, value in model.held_out_metrics(held_out).items()}
         for output, (name, buffers) in zip(outputs, METRICS.items(), strict=False):
             if output.growing and output.evaluate(metrics[name], log.features):
                 best |= {buffer: getattr(model, buffer).clone() for buffer in buffers}

@@ -73,7 +73,6 @@ class WithConstants(nn.Module):
         return scores
 
 
-@torch.no_grad()
 def score_rows(
     score: Callable[[Tensor], Tensor],
     features: np.ndarray | Tensor,
@@ -82,9 +81,21 @@ def score_rows(
     block: int = 1 << 15,
 ) -> np.ndarray:
     """Return scores [rows] of features [rows, features], computed in blocks; [rows, outputs] with several outputs."""
+    return scores_on_device(score, features, device=device, block=block).cpu().numpy()
+
+
+@torch.no_grad()
+def scores_on_device(
+    score: Callable[[Tensor], Tensor],
+    features: np.ndarray | Tensor,
+    *,
+    device: torch.device | str = "cpu",
+    block: int = 1 << 15,
+) -> Tensor:
+    """Return the scores of `score_rows` as a tensor that stays on the device."""
     scores = []
     for first in range(0, max(1, len(features)), block):
         rows = features[first : first + block]
         rows = rows if isinstance(rows, Tensor) else torch.from_numpy(np.array(rows))
         scores.append(score(rows.to(device)).float())
-    return torch.cat(scores).cpu().numpy()
+    return torch.cat(scores)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ultr.bias.propensities import BIAS_FILE, write_bias_file
 from ultr.datasets.users import User
@@ -95,7 +96,7 @@ class BiasTraining:
     held_out: list[Lists]
     options: TrainingOptions
 
-    def evaluate(self, model: Any) -> dict[str, float]:
+    def evaluate(self, model: Any) -> dict[str, Tensor]:
         model.eval()
         return dict(model.held_out_metrics(self.held_out))
 

@@ -7,7 +7,7 @@ run that resumes from saved weights, optimizer state and step therefore ends wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,6 +28,8 @@ from ultr.training.optimizers import clip_gradients, make_optimizer, set_rate
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import average_gradients
 from ultr.utils.stopping import EarlyStopping
+
+Evaluate = Callable[[Any], Mapping[str, Tensor | float]]  # a learner -> its metrics on held-out requests
 
 
 @dataclass
@@ -87,7 +89,7 @@ def trained_networks(method: Learner) -> list[list[nn.Parameter]]:
 def train(
     state: TrainingState,
     feed: Feeding,
-    evaluate: Callable[[Any], dict[str, float]],
+    evaluate: Evaluate,
     options: TrainingOptions,
     *,
     select: str,
@@ -111,7 +113,7 @@ def train(
 def train_all(
     states: Sequence[TrainingState],
     step: Callable[[], Tensor],
-    evaluate: Sequence[Callable[[Any], dict[str, float]]],
+    evaluate: Sequence[Evaluate],
     options: TrainingOptions,
     *,
     select: str,
@@ -133,15 +135,34 @@ def train_all(
         total.zero_()
         steps = 0
         for number in running:
-            state, loss = states[number], losses[number]
-            if not math.isfinite(loss):
-                what = f"training diverged: the loss is {loss} by step {state.step}"
+            if not math.isfinite(losses[number]):
+                what = f"training diverged: the loss is {losses[number]} by step {now}"
                 raise DataError(what, hint="lower --lr, or pass --clip 1")
-            metrics = evaluate[number](state.method)
+        found = [evaluate[number](states[number].method) for number in running]
+        for number, metrics in zip(running, as_numbers(found, select), strict=True):
+            state, loss = states[number], losses[number]
             improved = state.stopping.update(metrics[select] if larger_is_better else -metrics[select], state.step)
             if improved:
                 state.best_weights = {n: tensor.detach().clone() for n, tensor in state.method.state_dict().items()}
             yield number, Progress(state.step, loss, metrics, improved)
+
+
+def as_numbers(found: Sequence[Mapping[str, Tensor | float]], select: str) -> list[dict[str, float]]:
+    """Return metrics as numbers, which are copied from a GPU all at once, because each copy waits for its work.
+
+    Raise DataError if a value of the metric `select` is not finite.
+    """
+    tensors = [value for metrics in found for value in metrics.values() if isinstance(value, Tensor)]
+    copied = iter(torch.stack([value.double() for value in tensors]).tolist() if tensors else ())
+    numbers = [
+        {name: next(copied) if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        for metrics in found
+    ]
+    for metrics in numbers:
+        if not math.isfinite(metrics[select]):
+            hint = "scale the label or the true labels down, or lower --lr"
+            raise DataError(f"'{select}' must be finite on held-out requests", got=metrics[select], hint=hint)
+    return numbers
 
 
 def take_step(state: TrainingState, lists: Lists, options: TrainingOptions) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ultr.errors import DataError
 from ultr.lists import ListBatches
 from ultr.methods import Method, make_method
-from ultr.rankers import score_rows
+from ultr.rankers import score_rows, scores_on_device
 from ultr.training.bias_stage import run_bias_stage
 from ultr.training.checkpoints import append_metrics, load_checkpoint, rewind_metrics, save_checkpoint
 from ultr.training.config import RunConfig
@@ -66,10 +66,10 @@ class NetworkRun:
             self._rows = torch.from_numpy(np.array(self._rows)).to(self.device)
         self._saved = time.monotonic()
 
-    def evaluate(self, method: Method) -> dict[str, float]:
+    def evaluate(self, method: Method) -> dict[str, Tensor]:
         method.eval()
-        scores = score_rows(method.score, self._rows, device=self.device)
-        return self._evaluate_scores(gather_shares(scores, self.run_data.validation.rows, self.device))
+        scores = scores_on_device(method.score, self._rows, device=self.device)
+        return self._evaluate_scores(gather_shares(scores, self.run_data.validation.rows))
 
     def record(self, progress: Progress) -> None:
         """Write the results of an evaluation, and a checkpoint if the last one is old enough."""

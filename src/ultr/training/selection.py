@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ultr.datasets.users import User
-from ultr.evaluation.judge import Judge, check_finite, evaluate_requests, load_judge, make_judge
+from ultr.evaluation.judge import Judge, evaluate_requests, load_judge, make_judge
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, ScoreMetrics
 from ultr.log import Log
 from ultr.training.config import DEFAULT_METHOD, RunConfig
@@ -72,27 +73,16 @@ def _new_judge(
 
 def evaluator(
     config: RunConfig, run_data: RunData, judge: Judge | None, device: torch.device | str = "cpu"
-) -> Callable[[np.ndarray], dict[str, float]]:
-    """Return a function that takes scores of the validation rows and returns {selection metric: value}.
+) -> Callable[[Tensor], dict[str, Tensor]]:
+    """Return a function that takes scores of the validation rows, on the device, and returns {selection metric: value}.
 
-    It is called many times, so the lists of the validation requests stay on the device.
+    It is called many times, so the validation requests and the value stay on the device.
     """
     log, select, user, label = run_data.validation, config.selection, run_data.user, config.label
     if judge is not None and select.startswith(OFF_POLICY):
         estimator = judge.estimator(log, select, label=label, segments=run_data.segments, device=device)
-
-        def estimate(scores: np.ndarray) -> dict[str, float]:
-            values = check_finite({select: estimator(scores).per_request})
-            return {select: float(np.average(values[select], weights=log.weights))}
-
-        return estimate
-    metrics = ScoreMetrics(log, select, user=user, label=label, device=device, keep=True)
-
-    def evaluate(scores: np.ndarray) -> dict[str, float]:
-        values = check_finite(metrics(scores))
-        return {select: float(np.average(values[select], weights=log.weights))}
-
-    return evaluate
+        return lambda scores: {select: estimator.mean(scores)}
+    return ScoreMetrics(log, select, user=user, label=label, device=device, keep=True).means
 
 
 def mean_metrics(

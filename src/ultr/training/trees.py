@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ultr.errors import DataError, OptionError
 from ultr.lists import ListBatches
@@ -26,7 +27,7 @@ from ultr.training.config import RunConfig
 from ultr.training.data import RunData, method_inputs
 from ultr.training.feed import Feed
 from ultr.training.finish import Listeners, finish_run
-from ultr.training.loop import Progress, RunState
+from ultr.training.loop import Progress, RunState, as_numbers
 from ultr.training.selection import evaluator, judge_of, less_is_better
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import size
@@ -82,7 +83,7 @@ class TreeRun:
         task: TreeTask,
         state: RunState,
         start: Path | None,
-        evaluate: Callable[[np.ndarray], dict[str, float]],
+        evaluate: Callable[[Tensor], dict[str, Tensor]],
         listeners: Listeners,
     ) -> Booster:
         """Grow the remaining trees of the run; `start` is a file with the trees so far, None for a new run."""
@@ -101,7 +102,7 @@ class TreeRun:
                 return False
             scores += booster.predict(validation, state.step, rounds)
             state.step = rounds
-            metrics = evaluate(scores.astype(np.float32))
+            (metrics,) = as_numbers([evaluate(torch.from_numpy(scores.astype(np.float32)))], select)
             value = -metrics[select] if less_is_better(select) else metrics[select]
             improved = state.stopping.update(value, rounds)
             loss = math.nan if task.objective is None else task.objective.last_loss()

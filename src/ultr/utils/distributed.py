@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -162,13 +161,13 @@ def own_share(count: int) -> slice:
     return slice(rank() * count // size(), (rank() + 1) * count // size())
 
 
-def gather_shares(values: np.ndarray, count: int, device: torch.device) -> np.ndarray:
+def gather_shares(values: Tensor, count: int) -> Tensor:
     """Return all `count` float32 values, in every process; `values` are those in this process's `own_share(count)`."""
     if size() == 1:
         return values
-    whole = torch.zeros(count, device=device)
-    whole[own_share(count)] = torch.from_numpy(values).to(device)
-    return summed(whole).cpu().numpy()  # exact, because all but one of the terms are zero
+    whole = torch.zeros(count, device=values.device)
+    whole[own_share(count)] = values
+    return summed(whole)  # exact, because all but one of the terms are zero
 
 
 def check_equal(number: int, what: str) -> None:
