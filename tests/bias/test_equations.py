@@ -19,7 +19,8 @@ from ultr.bias.equations import (
     PairModel,
     coherent_gamma,
     coherent_preference,
-    exact_weights,
+    exact_above,
+    exact_below,
     examined_though_zero,
     examined_zero_terms,
     item_log_likelihood,
@@ -211,6 +212,26 @@ def test_the_coherent_preference_equals_enumeration(parameters):
     gamma = coherent_gamma(tensor(beta_i), tensor(beta_j), tensor(kappa))
     assert_conditional(gamma, states, above, lambda *state: True)
     assert gamma <= beta_i
+
+
+def exact_weights(positive_j: Tensor, theta_i: Tensor, theta_j: Tensor, beta_j: Tensor) -> Tensor:
+    """Return the exact weight without trust, which does not depend on β_i."""
+    return exact_above(theta_i, torch.full_like(theta_i, 0.3)) * exact_below(positive_j, theta_j, beta_j)
+
+
+@given(st.tuples(inside, inside, probabilities), st.tuples(inside, inside, probabilities))
+def test_exact_weights_of_trusting_clicks_have_the_mean_of_relevance(i, j):
+    """Σ over clicks of P(clicks) [c_i>c_j] w_ij = β_i (1-β_j), if irrelevant items are clicked with probability ζ."""
+
+    def rates(theta, beta, zeta):
+        return theta * beta + zeta * (1 - beta), (1 - theta) * beta + (1 - zeta) * (1 - beta)
+
+    i, j = ((theta, beta, share * theta) for theta, beta, share in (i, j))
+    (clicked_i, _), (clicked_j, silent_j) = rates(*i), rates(*j)
+    above, positive = exact_above(*map(tensor, i)), torch.tensor([True, False])
+    given_click, given_silence = exact_below(positive, *map(tensor, j)).tolist()
+    assert clicked_i * silent_j * float(above) * given_silence == pytest.approx(i[1] * (1 - j[1]), rel=1e-9, abs=1e-12)
+    assert clicked_j * given_click == pytest.approx(j[1], rel=1e-9)
 
 
 @given(inside, inside, probabilities, probabilities)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,21 +11,24 @@ import torch
 from torch.nn.functional import softplus
 
 from conftest import make_shown_log
-from ultr.bias.equations import exact_weights, examined_though_zero, pair_examined, pair_trust
+from ultr.bias.equations import examined_though_zero, pair_examined, pair_trust
 from ultr.bias.examination import Examination
 from ultr.datasets.users import EYE_TRACKING, User, simulate_log
 from ultr.errors import DataError, OptionError
-from ultr.evaluation.metrics import discounts_at, ranks_of
+from ultr.evaluation.metrics import batch_innermost, discounts_at, ranks_of
 from ultr.lists import Lists
 from ultr.log.labels import Label
-from ultr.methods import MethodInputs, make_method
+from ultr.methods import MethodInputs, make_method, parse_options
 from ultr.methods.bias_model import BiasModel
+from ultr.methods.losses import preferred_pairs
 from ultr.training.bias_stage import fit_bias
 from ultr.training.config import TrainingOptions
+from ultr.training.loop import start, take_step, trained_networks
 
 FEATURES = 5
-LOSSES = [("posterior", "posterior"), ("opt", "posterior")]
-LOSSES += [(loss, weights) for loss in ("ipw", "bayes-ipw", "opt") for weights in ("exact", "paper")]
+LOSSES = [{"loss": loss, "weights": weights} for loss in ("ipw", "bayes-ipw", "opt") for weights in ("exact", "paper")]
+LOSSES += [{"loss": "posterior"}, {"loss": "opt-posterior"}, {"loss": "opt", "delta": "lambdaloss"}]
+LOSSES += [{"loss": "ipw", "weights": "exact", "trust": "clicks"}, {"variant": "released"}]
 
 
 def inputs(**changes) -> MethodInputs:
@@ -51,6 +55,8 @@ def ready(**options):
     model.theta_minus.copy_(torch.linspace(0.8, 0.1, 12))
     model.minus.copy_(0.05 + 0.3 * torch.rand(12, 12, generator=generator))
     model.plus.copy_(0.6 + 0.3 * torch.rand(12, 12, generator=generator))
+    if method.trust == "clicks":
+        model.zeta.copy_(torch.linspace(0.3, 0.0, 12))
     return method
 
 
@@ -61,19 +67,25 @@ def written_out(method, lists) -> float:
     scores = method.score(lists.features).detach()
     logit, log_value, g = model.predictions(lists.features)
     beta, mu = logit.sigmoid(), log_value.exp()
-    ranks = ranks_of(scores, where=lists.where)
-    total = 0.0
+    ranks = ranks_of(g if method.released else scores, where=lists.where)
+    total, kept = 0.0, 0
     for u in range(len(lists)):
+        if method.released and not (labels[u] > 0).any():
+            continue
+        kept += 1
+        items = int(lists.where[u].sum())
+        best = labels[u].sort(descending=True).values
+        ideal = float(sum(c / math.log2(n + 2) for n, c in enumerate(best)))
         places = model.index(lists.positions[u])
-        theta = model.theta[places]
+        theta, zeta = model.theta[places], model.zeta[places]
         t = examined_though_zero(theta, beta[u])
         worth = torch.where(labels[u] > 0, labels[u], (1 - t) * beta[u] * mu[u])
         for i in torch.nonzero(lists.where[u]).flatten():
             for j in torch.nonzero(lists.where[u]).flatten():
                 pain = softplus(scores[u, j] - scores[u, i])
                 a, b = discounts_at(ranks[u, [i, j]], torch.float32)
-                if method.weights == "posterior":
-                    moved = (a - b).abs() if method.kind == "opt" else 1.0
+                if method.kind in ("posterior", "opt-posterior"):
+                    moved = (a - b).abs() if method.kind == "opt-posterior" else 1.0
                     total += (worth[i] - worth[j]).clamp(min=0) * moved * pain
                     continue
                 if not labels[u, i] > labels[u, j]:
@@ -82,23 +94,56 @@ def written_out(method, lists) -> float:
                 gamma, positive = (g[u, i] - g[u, j]).sigmoid(), labels[u, j] > 0
                 if method.trust != "pairs":
                     plus, minus = torch.tensor(1.0), torch.tensor(0.0)
-                if method.weights == "exact":
-                    weight = exact_weights(positive, theta[i], theta[j], beta[u, j])
+                if method.released:
+                    weight = (1.0 if positive else model.theta_minus[places[j]]) / (theta[i] * theta[j])
+                    weight = weight * plus / (plus + minus)
+                elif method.weights == "exact":
+                    of_click = [beta[u, n] / (theta[n] * beta[u, n] + zeta[n] * (1 - beta[u, n])) for n in (i, j)]
+                    silent = 1 - theta[j] * beta[u, j] - zeta[j] * (1 - beta[u, j])
+                    weight = of_click[0] * (of_click[1] if positive else (1 - beta[u, j]) / silent)
                     weight = weight * (pair_trust(plus, minus, gamma) / plus if positive else 1.0)
                 else:
                     examined = pair_examined(model.theta_minus[places[j]], plus, minus, gamma, beta[u, i])
                     weight = (1.0 if positive else examined) / (theta[i] * theta[j]) * pair_trust(plus, minus, gamma)
                 weight = min(float(weight), method.max_weight)
-                if method.kind == "opt":
+                if method.kind == "opt" and method.delta == "lambdaloss":
+                    d = abs(int(ranks[u, i]) - int(ranks[u, j]))
+                    weight *= items * float(labels[u, i] - labels[u, j]) / ideal
+                    weight *= 1 / math.log2(1 + d) - 1 / math.log2(2 + d)
+                elif method.kind == "opt":
                     weight *= float((labels[u, i] - labels[u, j]).abs() * (a - b).abs())
                 total += weight * pain
-    return float(total) / len(lists)
+    return float(total) / kept
 
 
-@pytest.mark.parametrize(("loss", "weights"), LOSSES)
-def test_losses_equal_explicit_sums(loss, weights, lists):
-    method = ready(loss=loss, weights=weights)
-    assert method.loss(lists).item() == pytest.approx(written_out(method, lists), rel=1e-4)
+@pytest.mark.parametrize("options", LOSSES, ids=lambda options: " ".join(options.values()))
+def test_losses_equal_explicit_sums(options, lists):
+    method = ready(**options)
+    assert bool((method.labels(lists).sum(-1) == 0).any())  # some lists have no positive label
+    loss = method.loss(lists)
+    if method.joint:
+        loss = loss - method.bias_model.loss(lists)
+    assert loss.item() == pytest.approx(written_out(method, lists), rel=1e-4)
+
+
+def test_on_clicks_bayes_ipw_differs_from_ipw_exactly_where_trust_differs_from_one(lists):
+    """m_ij is in both sums of Eq. 15, so trust also reaches pairs with c_j = 0, which are all pairs of clicks."""
+    clicked = lists.with_actions({**lists.actions, "dwell": torch.zeros_like(lists.actions["dwell"])})
+    methods = [ready(loss=loss) for loss in ("bayes-ipw", "ipw")]
+    sure = torch.rand(12, 12, generator=torch.Generator().manual_seed(2)) < 0.5  # pairs of positions with full trust
+    for method in methods:
+        model = method.bias_model
+        model.plus.copy_(torch.where(sure, 1.0, 0.8))
+        model.minus.copy_(torch.where(sure, 0.0, 0.2))
+    bayes, ipw = (method.pair_weights(clicked, method.labels(clicked)) for method in methods)
+    labels = methods[0].labels(clicked)
+    assert set(labels.unique().tolist()) == {0.0, 1.0}
+    place = batch_innermost(methods[0].bias_model.index(clicked.positions))
+    trusted = sure[place[..., :, None], place[..., None, :]]
+    pairs = preferred_pairs(labels, where=clicked.where)
+    assert int((pairs & trusted).sum()) > 20
+    assert int((pairs & ~trusted).sum()) > 20
+    assert torch.equal(bayes == ipw, trusted | ~pairs)
 
 
 @pytest.mark.parametrize("weights", ["exact", "paper"])
@@ -107,6 +152,76 @@ def test_bayes_ipw_is_ipw_without_trust_bias(weights, lists):
     bayes.bias_model.plus.fill_(1.0)
     bayes.bias_model.minus.fill_(0.0)
     assert torch.equal(bayes.loss(lists), ipw.loss(lists))
+
+
+@pytest.mark.parametrize("variant", ["standard", "released"])
+def test_joint_em_updates_theta_and_trust_by_the_sums_of_the_paper(variant, lists):
+    torch.manual_seed(0)
+    method = make_method("pairwise-em", inputs(), loss="opt", em="joint", variant=variant)
+    model, labels, place = method.bias_model, method.labels(lists), method.bias_model.index(lists.positions)
+    assert (model.theta == 0.9).all()
+    assert (model.theta_minus == (0.2 if variant == "released" else 0.9)).all()
+    with torch.no_grad():
+        logit, _, g = model.eval().predictions(lists.features)
+    beta = logit.sigmoid()
+    clicked, t = labels > 0, examined_though_zero(torch.tensor(0.9), beta)
+    kept = [u for u in range(len(lists)) if variant == "standard" or clicked[u].any()]
+    assert len(kept) == len(lists) or variant == "released"
+    examined, silent, sums = np.zeros((12, 2)), np.zeros((12, 2)), np.zeros((12, 12, 4))
+    for u in kept:
+        items = torch.nonzero(lists.where[u]).flatten().tolist()
+        for i in items:
+            seen = 1.0 if clicked[u, i] else float(t[u, i])
+            examined[place[u, i]] += seen, 1
+            silent[place[u, i]] += (0, 0) if clicked[u, i] else (seen, 1)
+            for j in items:
+                if i == j:
+                    continue
+                gamma = float((g[u, i] - g[u, j]).sigmoid())
+                right, wrong = 0.81 * 0.95 * gamma, 0.81 * 0.05 * (1 - gamma)
+                above = right + wrong + 0.9 * 0.1 * float(beta[u, i])
+                if labels[u, i] > labels[u, j]:
+                    sums[place[u, i], place[u, j]] += right / above, right / above, wrong / above, wrong / above
+                else:
+                    missed, agreed = 0.81 * 0.05 * gamma, 0.81 * 0.95 * (1 - gamma)
+                    sums[place[u, i], place[u, j]] += 0, missed / (1 - above), 0, agreed / (1 - above)
+    method.train()
+    with torch.no_grad():
+        method.update(lists)
+    np.testing.assert_allclose(model.theta, (examined[:, 0] / examined[:, 1]).clip(max=1), rtol=1e-4)
+    np.testing.assert_allclose(model.theta_minus, silent[:, 0] / silent[:, 1], rtol=1e-4)
+    filled = sums[..., 1] > 0
+    plus = (sums[filled][:, 0] / sums[filled][:, 1]).clip(0.01, 0.99)
+    np.testing.assert_allclose(model.plus.numpy()[filled], plus, rtol=1e-3)
+
+
+def test_joint_em_trains_three_networks_at_once(lists):
+    log = world(requests=60)
+    method = make_method("pairwise-em", inputs(), loss="opt", em="joint")
+    assert method.bias_learner() is None
+    settings = TrainingOptions(lr=0.05, device="cpu")
+    state = start(method, log, settings)
+    assert len(trained_networks(method)) == 2
+    before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
+    take_step(state, lists, settings)
+    moved = {name for name, tensor in method.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert {"ranker.layers.0.weight", "bias_model.network.layers.0.weight", "bias_model.theta"} <= moved
+    assert len(before["bias_model.network.layers.0.weight"]) != len(before["ranker.layers.0.weight"])
+
+
+def test_the_released_variant_has_its_own_networks_and_accumulator(lists):
+    given = inputs(ranker_options={"hidden": (8,), "dropout": 0.5})
+    method = make_method("pairwise-em", given, variant="released")
+    kinds = [type(module).__name__ for module in method.modules()]
+    assert kinds.count("LayerNorm") == 4  # of f, h, μ and g
+    assert "Dropout" not in kinds
+    state = start(method, world(requests=60), TrainingOptions(device="cpu"))
+    sums = [values["sum"] for values in state.optimizer.state.values()]
+    assert all((values == 0.1).all() for values in sums)
+    first = float(take_step(state, lists, TrainingOptions(lr=0.05, device="cpu")))
+    assert all((values >= 0.1).all() for values in sums)
+    assert any((values > 0.1).any() for values in sums)
+    assert math.isfinite(first)
 
 
 def test_the_regressions_follow_the_gradient_of_the_likelihood(lists):
@@ -251,15 +366,20 @@ def test_options_are_checked():
         ({"scale": "estimated"}, "theta=regression"),
         ({"max_weight": 0.5}, "'max_weight' must be at least 1"),
         ({"speed": 3}, "no option 'speed'"),
-        ({"loss": "ipw", "weights": "posterior"}, "loss=ipw cannot be used with weights=posterior"),
-        ({"loss": "posterior", "weights": "paper"}, "loss=posterior cannot be used with weights=paper"),
-        ({"loss": "opt", "trust": "pairs"}, "set loss=bayes-ipw without weights, or loss=opt with weights=exact"),
-        ({"loss": "opt", "max_weight": 5}, "max_weight cannot be used with weights=posterior"),
+        ({"weights": "posterior"}, "'weights' must be one of paper, exact"),
+        ({"loss": "posterior", "weights": "paper"}, "weights=paper cannot be used with loss=posterior"),
+        ({"loss": "opt-posterior", "trust": "pairs"}, "trust=pairs cannot be used with loss=opt-posterior"),
+        ({"max_weight": 5}, "max_weight=5 cannot be used with loss=posterior; remove max_weight"),
+        ({"loss": "ipw", "delta": "dcg"}, "delta=dcg cannot be used with loss=ipw; remove delta, or use loss=opt"),
     ):
         with pytest.raises(OptionError, match=match):
             make_method("pairwise-em", inputs(), **options)
     released = make_method("pairwise-em", inputs(), variant="released")
-    assert (released.kind, released.weights) == ("opt", "paper")
+    assert (released.kind, released.delta, released.joint, released.max_weight) == ("opt", "lambdaloss", True, math.inf)
+    changed = make_method("pairwise-em", inputs(), variant="released", em="staged", max_weight=5, delta="dcg")
+    assert (changed.delta, changed.joint, changed.max_weight) == ("dcg", False, 5)
+    assert parse_options("pairwise-em", ["max_weight=none"]) == {"max_weight": "none"}
+    assert make_method("pairwise-em", inputs(), loss="ipw", max_weight="none").max_weight == math.inf
     assert make_method("pairwise-em", inputs(), scale="estimated", theta="regression").bias_model.scale is None
 
 
@@ -292,7 +412,7 @@ def test_true_labels_are_used_without_correction(options, lists):
     weights = where.float()
     if method.kind == "posterior":
         weights = weights * (labels[:, :, None] - labels[:, None, :])
-    if method.kind == "opt":
+    if method.kind == "opt" and method.delta == "dcg":
         discount = discounts_at(ranks_of(scores, where=lists.where), torch.float32)
         gain = (labels[:, :, None] - labels[:, None, :]).abs()
         weights = weights * gain * (discount[:, :, None] - discount[:, None, :]).abs()

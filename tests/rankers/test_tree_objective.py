@@ -33,15 +33,17 @@ OPTIONS = [
     {"loss": "posterior"},
     {"loss": "posterior", "trust": "clicks"},
     {"loss": "posterior", "trust": "values"},
-    {"loss": "opt"},
+    {"loss": "opt-posterior"},
     {"loss": "ipw"},
     {"loss": "ipw", "max_weight": 2},
-    {"loss": "ipw", "weights": "paper"},
+    {"loss": "ipw", "weights": "exact"},
+    {"loss": "ipw", "weights": "exact", "trust": "clicks"},
     {"loss": "bayes-ipw"},
-    {"loss": "bayes-ipw", "weights": "paper"},
+    {"loss": "bayes-ipw", "weights": "exact"},
+    {"loss": "opt"},
+    {"loss": "opt", "max_weight": "none"},
     {"loss": "opt", "weights": "exact"},
     {"loss": "opt", "weights": "exact", "max_weight": 2},
-    {"loss": "opt", "weights": "paper"},
 ]
 
 
@@ -286,7 +288,7 @@ def test_losses_and_gradients_equal_those_of_networks(options, lengths, seed, we
     assert_as_torch_has_it(tree_method(seed, **options), log, np.zeros(log.rows, np.float32))
 
 
-@pytest.mark.parametrize("loss", ["posterior", "opt", "ipw"])
+@pytest.mark.parametrize("loss", ["posterior", "opt-posterior", "opt", "ipw"])
 def test_true_labels_have_the_same_weights_as_for_networks(loss):
     log = make_log([1, 4, 6, 2, 5])
     scores = np.random.default_rng(0).normal(size=log.rows).astype(np.float32)

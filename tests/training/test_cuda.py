@@ -36,10 +36,13 @@ CUDA = torch.device("cuda")
 STEPS = 50
 EM_OPTIONS: dict[str, dict[str, Any]] = {
     "pairwise-em loss=opt": {"loss": "opt"},
-    "pairwise-em loss=opt paper": {"loss": "opt", "weights": "paper"},
+    "pairwise-em loss=opt exact": {"loss": "opt", "weights": "exact"},
+    "pairwise-em loss=opt-posterior": {"loss": "opt-posterior"},
+    "pairwise-em em=joint": {"loss": "opt", "em": "joint"},
     "pairwise-em loss=ipw": {"loss": "ipw"},
     "pairwise-em loss=bayes-ipw": {"loss": "bayes-ipw"},
     "pairwise-em released": {"variant": "released"},
+    "pairwise-em released staged": {"variant": "released", "em": "staged"},
     "pairwise-em trust=clicks": {"trust": "clicks"},
     "pairwise-em trust=values": {"trust": "values"},
     "pairwise-em theta=regression": {"theta": "regression"},
@@ -79,7 +82,7 @@ def learners() -> Iterator[tuple[str, str, dict[str, Any], bool]]:
         yield name, name, {}, False
     for name, options in {**EM_OPTIONS, **SAMPLED}.items():
         yield name, name.split()[0], options, False
-        if name.startswith("pairwise-em"):
+        if name.startswith("pairwise-em") and not name.endswith(("joint", "released")):
             yield f"bias model of {name}", "pairwise-em", options, True
     yield "bias model", "pairwise-em", {}, True
 

@@ -55,6 +55,7 @@ def files_of(run) -> set[str]:
     [
         ("pairwise-em", {}),
         ("pairwise-em", {"loss": "opt"}),
+        ("pairwise-em", {"loss": "opt-posterior"}),
         ("pairwise-em", {"loss": "bayes-ipw"}),
         ("pairwise-em", {"em": "trees", "loss": "bayes-ipw"}),
         ("lambdarank", {"labels": "buckets", "correction": "own"}),
@@ -246,7 +247,7 @@ def test_entries_name_their_rankers():
 
 def test_a_comparison_can_have_networks_and_trees(log_path, tmp_path):
     base = config(log_path)
-    entries = ["pairwise-em", "pairwise-em:loss=opt", "pointwise:ranker=xgboost", "pointwise:ranker=linear"]
+    entries = ["pairwise-em", "pairwise-em:loss=opt-posterior", "pointwise:ranker=xgboost", "pointwise:ranker=linear"]
     result = compare(base, entries, tmp_path / "out", seeds=1, rates=[0.1], jobs=1)
     assert [row.entry for row in result.rows] == entries
     assert len(list((tmp_path / "out" / "bias").glob("*/weights.safetensors"))) == 1  # shared by the first two

@@ -227,14 +227,23 @@ def paper_weights(positive_j: Tensor, theta_i: Tensor, theta_j: Tensor, examined
     return quotient(torch.where(positive_j, 1.0, examined_pair), theta_i * theta_j)
 
 
-def exact_weights(positive_j: Tensor, theta_i: Tensor, theta_j: Tensor, beta_j: Tensor) -> Tensor:
-    """Return the weight w_ij = 1/(θ_i θ_j) if c_j > 0, else t_j/(θ_i θ_j) = (1-β_j) / (θ_i (1-θ_j β_j)) <= 1/θ_i.
+def exact_above(theta: Tensor, beta: Tensor, zeta: Tensor | float = 0.0) -> Tensor:
+    """Return a = P(r>0 | c>0) / θ, the factor of the upper item of a pair: [c>0] a has mean β. Without trust it is 1/θ.
 
-    If c_j = 0, then c_i > c_j only means c_i > 0, and t_j is all that is known about the examination of j. In a
-    position-based world Σ over c_i>c_j of w_ij L_ij, for any loss L_ij, then has mean Σ γ_ij L_ij.
+    With a_i and b_j of `exact_below`, Σ over c_i>c_j of a_i b_j L_ij has mean Σ γ_ij L_ij for any loss L_ij, if
+    P(c>0) = θ β + ζ (1-β) and the size of a positive label does not depend on position or on whether r > 0.
     """
-    zero = quotient(1 - beta_j, (1 - theta_j) + theta_j * (1 - beta_j))
-    return quotient(torch.where(positive_j, quotient(torch.ones_like(theta_j), theta_j), zero), theta_i)
+    return quotient(torch.ones_like(theta), theta + zeta * (1 - beta) / beta.clamp(min=1e-30))
+
+
+def exact_below(positive: Tensor, theta: Tensor, beta: Tensor, zeta: Tensor | float = 0.0) -> Tensor:
+    """Return b, the factor of the lower item of a pair: a if c > 0, else P(r<=0 | c=0) / (1-ζ): [c=0] b has mean 1-β.
+
+    Without trust it is (1-β) / (1-θβ) = t/θ <= 1 if c = 0: c_i > c_j then only means c_i > 0, and t is all that is
+    known about the examination of j.
+    """
+    zero = quotient(1 - beta, (1 - theta) * beta + (1 - zeta) * (1 - beta))
+    return torch.where(positive, exact_above(theta, beta, zeta), zero)
 
 
 def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:

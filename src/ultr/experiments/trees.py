@@ -20,6 +20,7 @@ OURS = {"lightgbm": "pairwise-em", "xgboost": "pairwise-em:ranker=xgboost"}
 OUR_ROWS = (
     TableRow("posterior pairs, LightGBM", OURS["lightgbm"]),
     TableRow("posterior pairs, XGBoost", OURS["xgboost"]),
+    TableRow("opt-posterior, LightGBM", "pairwise-em:loss=opt-posterior"),
     TableRow("loss_opt, LightGBM", "pairwise-em:loss=opt"),
 )
 ON_CLICKS = {

@@ -55,6 +55,8 @@ class MethodInputs:
 class Learner(nn.Module):
     """A module that the training loop can train: the loop calls `update`, then takes a gradient step on `loss`."""
 
+    accumulator = 0.0  # the first value of Adagrad's sums of squared gradients
+
     def loss(self, lists: Lists) -> Tensor:
         """Return the loss of a batch, without changing any state."""
         raise NotImplementedError

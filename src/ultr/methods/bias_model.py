@@ -8,6 +8,7 @@ batches before (online EM, Cappé and Moulines 2009). A position that is not in 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from ultr.bias.examination import MAX_TRAINED_POSITIONS, Examination
 from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
 from ultr.methods.base import MethodInputs
-from ultr.methods.losses import gaps, lambdarank_weights, preferred_pairs, reduced
+from ultr.methods.losses import gaps, lambdaloss_weights, preferred_pairs, reduced
 from ultr.methods.position_model import PositionModel, average_with, means_of_all, sums_in_cells
 from ultr.rankers import FeatureEncoder, make_ranker
 from ultr.utils.distributed import summed
@@ -41,6 +42,29 @@ MIN_RELATIVE_THETA = 0.1  # rows are weighted by 1/θ, with θ at least this sha
 TRUST_PRIOR = (0.95, 0.05)  # ε⁺ and ε⁻ of two positions that no request has together
 PAIR_SHARE = 0.1  # weight of a pair relative to an item in the loss of the networks
 LOG_VALUE_LIMIT = 10.0  # largest |log μ|
+RELEASED_START = 0.2  # θ⁻ before the first update, in the code that the paper's authors released
+
+
+def with_clicks(lists: Lists, labels: Tensor) -> Lists:
+    """Return lists in which those without a positive label have weight 0; unchanged if no list has one."""
+    clicked = ((labels > 0) & lists.where).any(-1)
+    return replace(lists, weights=torch.where(clicked | ~clicked.any(), lists.weights, 0.0))
+
+
+def _shared(inputs: MethodInputs) -> nn.Module:
+    kind, encoder = inputs.bias_ranker or inputs.ranker, FeatureEncoder(inputs.features, inputs.categories)
+    return make_ranker(kind, encoder, outputs=3, **(NETWORK if kind == "mlp" else {}))
+
+
+class _Separate(nn.Module):
+    """Three networks like the ranker, each with one output."""
+
+    def __init__(self, inputs: MethodInputs) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(inputs.make_ranker() for _ in range(3))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return torch.stack([network(features) for network in self.networks], dim=-1)
 
 
 class BiasModel(PositionModel):
@@ -48,6 +72,9 @@ class BiasModel(PositionModel):
 
     `scaled_values` lets the value of a click depend on position, by ρ. `pairs` learns ε⁺, ε⁻ and g of
     `equations.pair_probability`, with γ_ij = sigmoid(g_i - g_j). The networks β, μ and g share all but the last layer.
+
+    `released` follows the code that the paper's authors released: separate networks like the ranker, θ⁻ starts at 0.2,
+    g learns only from pairs with c_i > c_j, weighted as in LambdaLoss, and lists without a positive label are left out.
     """
 
     rho: Tensor
@@ -72,15 +99,11 @@ class BiasModel(PositionModel):
     ) -> None:
         super().__init__(inputs, scale=scale, theta_from=theta_from, trust_in_clicks=trust_in_clicks)
         self.scaled_values, self.pairs, self.sampled, self.released = scaled_values, pairs, sampled, released
-        kind = inputs.bias_ranker or inputs.ranker
-        encoder = FeatureEncoder(inputs.features, inputs.categories)
-        self.network = make_ranker(
-            kind, encoder, outputs=3, **(NETWORK if kind == "mlp" else {})
-        )  # logit of β, log of μ, g
+        self.network = _Separate(inputs) if released else _shared(inputs)  # logit of β, log of μ, g
         check_positions(size := len(self.index), MAX_TRAINED_POSITIONS)
         buffers = {
             "rho": torch.ones(size),
-            "theta_minus": self.theta.clone(),
+            "theta_minus": torch.full((size,), RELEASED_START) if released else self.theta.clone(),
             "plus": torch.full((size, size), TRUST_PRIOR[0]),
             "minus": torch.full((size, size), TRUST_PRIOR[1]),
             "item_sums": torch.zeros(4, size),
@@ -115,8 +138,9 @@ class BiasModel(PositionModel):
         return self.inputs.labels_of(lists)
 
     def predictions(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logit of β, the log of μ, and g of each item."""
-        outputs = self.network(features).float()
+        """Return the logit of β, the log of μ, and g of each item. Not in half precision, as pairs need their order."""
+        with torch.autocast(features.device.type, enabled=False):
+            outputs = self.network(features)
         return outputs[..., 0], outputs[..., 1].clamp(-LOG_VALUE_LIMIT, LOG_VALUE_LIMIT), outputs[..., 2]
 
     def loss(self, lists: Lists) -> Tensor:
@@ -127,6 +151,8 @@ class BiasModel(PositionModel):
         logit, log_value, preference = self.predictions(lists.features)
         labels, place = self.labels(lists), self.index(lists.shown_positions)
         positive = labels > 0
+        if self.released:
+            lists = with_clicks(lists, labels)
         with torch.no_grad():
             beta = logit.sigmoid()
             target = self._target(relevance_posterior(positive, self.theta[place], beta, self.zeta[place]))
@@ -140,7 +166,7 @@ class BiasModel(PositionModel):
                 if self.released:
                     theta_minus, positive = map(batch_innermost, (self.theta_minus[place], positive))
                     target = released_target(positive[..., None, :], pair, theta_minus[..., None, :])
-                    counts = lambdarank_weights(preference, labels, where=lists.where, normalise=False)
+                    counts = lambdaloss_weights(preference, labels, where=lists.where)
                 else:
                     target = preference_target(preferred, pair.gamma, pair_posterior(pair))
                 target = self._target(target)
@@ -159,7 +185,7 @@ class BiasModel(PositionModel):
 
         All rows have weight 1 if θ is regressed: weights that depend on θ would pull it down.
         """
-        if self.theta_from == "regression":
+        if self.theta_learned:
             return torch.ones_like(self.theta)[place]
         weights = 1 / self.theta.clamp(min=MIN_RELATIVE_THETA * self.theta.max())
         shown = torch.where(self.shown.any(), self.shown, 1.0)
@@ -185,9 +211,11 @@ class BiasModel(PositionModel):
 
     def update(self, lists: Lists) -> None:
         """Average the statistics of a batch with those of earlier batches, and update θ⁻, ρ, θ, ε⁺ and ε⁻ from them."""
-        if not (self.pairs or self.scaled_values or self.theta_from == "regression"):
+        if not (self.pairs or self.scaled_values or self.theta_learned):
             return  # no parameter of this model depends on these statistics
         labels, place = self.labels(lists), self.index(lists.shown_positions)
+        if self.released:
+            lists = with_clicks(lists, labels)
         with self.without_dropout():
             logit, log_value, preference = self.predictions(lists.features)
         beta, positive, size = logit.sigmoid(), labels > 0, len(self.index)
@@ -195,7 +223,7 @@ class BiasModel(PositionModel):
         examined = examined_zero_terms(positive, self.theta[place], beta)
         values = torch.where(positive, labels, 0.0), torch.where(positive, log_value.exp(), 0.0)
         parts = [(sums_in_cells((*examined, *values), place, weights, size), weights)]
-        if self.theta_from == "regression":
+        if self.theta_learned:
             parts.append((sums_in_cells(self.theta_terms(positive, place, beta), place, weights, size), weights))
         if self.pairs:
             pair, preferred, counts = self._pairs(lists, labels, place, beta, gaps(preference))
@@ -214,7 +242,7 @@ class BiasModel(PositionModel):
         if self.scaled_values:
             rho = updated(value, predicted, self.rho).clamp(0.01, 100)
             self.rho.copy_(rho / rho.gather(0, self.theta.argmax(0, keepdim=True)))
-        if self.theta_from == "regression":
+        if self.theta_learned:
             self.regress(means[1])
         if self.pairs:
             average_with(self.pair_sums, means[-1], self.updates)

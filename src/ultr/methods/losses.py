@@ -96,6 +96,24 @@ def lambdarank_weights(
     return torch.where(preferred_pairs(labels, where=where), delta, 0.0)
 
 
+def lambdaloss_weights(scores: Tensor, labels: Tensor, *, where: Tensor) -> Tensor:
+    """Return the weights of NDCG-Loss2 (Wang 2018), times the number of items, for pairs with c_i > c_j:
+
+        n |c_i - c_j| / ideal DCG · |1/log2(1 + d) - 1/log2(2 + d)|,  d = |rank_i - rank_j|
+
+    The code that the authors of the CIKM 2022 paper released has these.
+    """
+    ranks = ranks_of(scores.detach(), where=where)
+    best = labels.masked_fill(~where, 0.0).sort(dim=-1, descending=True).values
+    places = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
+    ideal = (best * discounts_at(places, scores.dtype)).sum(-1)
+    factor = where.sum(-1) / torch.where(ideal > 0, ideal, 1.0)
+    apart = gaps(ranks).abs().clamp(min=1)
+    discount = discounts_at(apart, scores.dtype) - discounts_at(apart + 1, scores.dtype)
+    weights = factor[:, None, None] * gaps(labels) * discount
+    return torch.where(preferred_pairs(labels, where=where), weights, 0.0)
+
+
 def reduced(per_request: Tensor, weights: Tensor | None) -> Tensor:
     """Return the weighted mean over requests; the plain mean without weights."""
     if weights is None:

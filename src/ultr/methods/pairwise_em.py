@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ultr.bias.equations import exact_weights, pair_examined, pair_trust, paper_weights, quotient, relevance_posterior
+from ultr.bias.equations import (
+    exact_above,
+    exact_below,
+    pair_examined,
+    pair_trust,
+    paper_weights,
+    quotient,
+    relevance_posterior,
+)
 from ultr.bias.estimators import SCALE
 from ultr.datasets.users import User
 from ultr.errors import OptionError
@@ -20,120 +29,146 @@ from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.base import Method, MethodInputs, at_least, one_of
-from ultr.methods.bias_model import BiasModel
+from ultr.methods.bias_model import BiasModel, with_clicks
 from ultr.methods.diagnosis import diagnosis
-from ultr.methods.losses import gaps, lambdarank_weights, pairwise_loss, preferred_pairs
+from ultr.methods.losses import gaps, lambdaloss_weights, lambdarank_weights, pairwise_loss, preferred_pairs
 from ultr.methods.position_model import scale_option
 
 LEAST_THETA = 0.01  # weights of pairs divide by θ, or by this if θ is smaller
 MAX_WEIGHT = 10.0  # default of the largest weight of a pair
+RELEASED_ACCUMULATOR = 0.1  # Adagrad's first sums of squared gradients, in the code that the paper's authors released
+
+
+def weight_limit(text: str) -> float | str:
+    """Parse the option `max_weight`: a number of at least 1, or `none`."""
+    return text if text == "none" else at_least("max_weight", 1)(text)
 
 
 class PairwiseEM(Method):
-    """Pairs of items, weighted so that the expected loss is the loss without bias. Training has three stages:
+    """Pairs of items, weighted so that the loss corrects the bias of the feedback.
 
-    1. Examination θ from the log (`theta`: by `strata` of similar items, or by `items`; or by `regression` in stage 2).
-    2. The bias model: β and μ by features, θ⁻, ε⁺, ε⁻ by position, until the held-out likelihood stops improving.
-    3. The ranker f, with the bias model fixed, by a `loss` that is a sum over pairs of L_ij = log(1 + exp(f_j - f_i)):
+    The `loss` of the ranker f is a sum over pairs of L_ij = log(1 + exp(f_j - f_i)):
 
-        posterior    Σ (r̂_i - r̂_j)⁺ L_ij                       r̂ = E[r | c, x, k]
-        opt          ... times |D_i - D_j|, D of DCG            so that it is |ΔDCG_ij| of r̂ in f's order
-        ipw          Σ over c_i>c_j of  w_ij L_ij               w = [1 or P(e_j=1)] / (θ_i θ_j)
-        bayes-ipw    ... times m_ij                             the share of such pairs with r_i > r_j
+        ipw             Σ over c_i>c_j of  w_ij L_ij                    w = [1 or P(both examined | c_j=0)] / (θ_i θ_j)
+        bayes-ipw       Σ over c_i>c_j of  w_ij m_ij L_ij               m = the share of such pairs with r_i > r_j
+        opt             Σ over c_i>c_j of  w_ij m_ij |ΔZ_ij| L_ij       ΔZ = the change of a metric of the labels c
+        posterior       Σ (r̂_i - r̂_j)⁺ L_ij                            r̂ = E[r | c, x, k]
+        opt-posterior   Σ (r̂_i - r̂_j)⁺ |D_i - D_j| L_ij                D of DCG, so that it is |ΔDCG_ij| of r̂
 
-    - `weights` of opt are `posterior`, as above, or those of bayes-ipw times |ΔDCG_ij| of the biased feedback: `paper`
-      uses Eqs. 14-17 of the paper, `exact` makes the mean of the loss right. `variant=released` is its authors' code.
+    The first three are the paper's (Eqs. 10 and 14-17), the others are not in it. Training has three stages: θ from the
+    log (`theta`: by `strata` of similar items or by `items`), the bias model until the held-out likelihood stops
+    improving, then the ranker. `em=joint` trains all of it at once, as the paper does, with θ by `em`.
+
+    - `weights` of the first three are the `paper`'s, or `exact`: then the mean of the loss is right (see `equations`).
     - `trust` is in `pairs` of positions (ε⁺, ε⁻: the default with m_ij), `clicks` (irrelevant items are clicked with
       probability ζ_k), `values` (scaled by ρ_k) or `none`.
-    - `scale` is the largest θ, which clicks do not determine; `estimated` fits it together with β in stage 2.
+    - `delta` is the ΔZ of opt: of `dcg` in f's order, or the weights of `lambdaloss`.
+    - `scale` is the largest θ, which clicks do not determine; `estimated` fits it together with β.
+    - `variant=released` is the code that the authors released. It changes the defaults to loss=opt, em=joint, theta=em,
+      delta=lambdaloss and weights without a limit, has m = ε⁺/(ε⁺+ε⁻) and θ⁻_j in the weights and the order of g in ΔZ,
+      trains networks with layer normalisation and no dropout, and leaves out lists without a positive label.
 
-    True labels have no bias: only stage 3 is needed, with every item examined and every label trusted.
+    True labels have no bias: only the ranker is trained, with every item examined and every label trusted.
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
-        "loss": one_of("loss", "posterior", "opt", "bayes-ipw", "ipw"),
-        "weights": one_of("weights", "posterior", "exact", "paper"),
-        "theta": one_of("theta", "strata", "items", "regression"),
+        "loss": one_of("loss", "posterior", "opt-posterior", "opt", "bayes-ipw", "ipw"),
+        "weights": one_of("weights", "paper", "exact"),
+        "em": one_of("em", "staged", "joint"),
+        "theta": one_of("theta", "strata", "items", "regression", "em"),
         "scale": scale_option,
         "trust": one_of("trust", "none", "pairs", "clicks", "values"),
         "targets": one_of("targets", "soft", "sampled"),
+        "delta": one_of("delta", "dcg", "lambdaloss"),
         "variant": one_of("variant", "standard", "released"),
-        "max_weight": at_least("max_weight", 1),
+        "max_weight": weight_limit,
     }
 
     def __init__(
         self,
         inputs: MethodInputs,
         *,
-        loss: str = "posterior",
+        loss: str | None = None,
         weights: str | None = None,
-        theta: str = "strata",
+        em: str | None = None,
+        theta: str | None = None,
         scale: float | str = SCALE,
         trust: str | None = None,
         targets: str = "soft",
+        delta: str | None = None,
         variant: str = "standard",
-        max_weight: float | None = None,
+        max_weight: float | str | None = None,
     ) -> None:
+        released = variant == "released" and not inputs.truth
+        if released and inputs.ranker == "mlp":
+            inputs = replace(inputs, ranker_options={**inputs.ranker_options, "norm": "layer", "dropout": 0.0})
         super().__init__(inputs)
+        self.kind = loss or ("opt" if variant == "released" else "posterior")
+        self.by_value = self.kind in ("posterior", "opt-posterior")
+        self.by_metric = self.kind in ("opt", "opt-posterior")
+        _check(self.kind, self.by_value, weights=weights, trust=trust, delta=delta, max_weight=max_weight)
+        self.joint = (em or ("joint" if released else "staged")) == "joint" and not inputs.truth
+        theta = theta or ("em" if self.joint else "strata")
         if scale == "estimated" and theta != "regression":
-            raise OptionError(
-                "scale=estimated needs theta=regression", got=f"theta={theta}", hint="add theta=regression"
-            )
-        if variant == "released":
-            loss, weights, trust = "opt", "paper", "pairs"
-        by_value = loss in ("posterior", "opt")
-        if inputs.truth:
-            weights, trust, variant = None, "none", "standard"
-        weights = weights or ("posterior" if by_value else "exact")
-        if (weights == "posterior" and not by_value) or (weights != "posterior" and loss == "posterior"):
-            hint = f"remove weights={weights}, or use another loss"
-            raise OptionError(f"loss={loss} cannot be used with weights={weights}", hint=hint)
-        if weights == "posterior" and trust == "pairs":
-            hint = "set loss=bayes-ipw without weights, or loss=opt with weights=exact"
-            raise OptionError("trust=pairs cannot be used with weights=posterior", hint=hint)
-        if weights == "posterior" and max_weight is not None and not inputs.truth:
-            what = "max_weight cannot be used with weights=posterior"
-            raise OptionError(what, hint="remove max_weight, or use loss=ipw or loss=bayes-ipw")
-        self.kind, self.weights, self.released = loss, weights, variant == "released"
-        self.max_weight = MAX_WEIGHT if max_weight is None else max_weight
-        self.trust = trust or ("pairs" if loss in ("opt", "bayes-ipw") and weights != "posterior" else "none")
+            hint = "add theta=regression"
+            raise OptionError("scale=estimated needs theta=regression", got=f"theta={theta}", hint=hint)
+        self.weights = "exact" if inputs.truth else weights or "paper"
+        self.released, self.delta = released, delta or ("lambdaloss" if released else "dcg")
+        max_weight = max_weight or ("none" if released else MAX_WEIGHT)
+        self.max_weight = math.inf if max_weight == "none" else float(max_weight)
+        default_trust = "pairs" if self.kind in ("opt", "bayes-ipw") else "none"
+        self.trust = "none" if inputs.truth else trust or default_trust
+        self.accumulator = RELEASED_ACCUMULATOR if released else 0.0
         self.bias_model = BiasModel(
             inputs,
             scale=None if scale == "estimated" else float(scale),
             theta_from=theta,
             trust_in_clicks=self.trust == "clicks",
             scaled_values=self.trust == "values",
-            pairs=self.trust == "pairs" or weights == "paper",
+            pairs=not (self.by_value or inputs.truth) and (self.trust == "pairs" or self.weights == "paper"),
             sampled=targets == "sampled",
-            released=self.released,
-        ).eval()
+            released=released,
+        )
+        self.bias_model.accumulator = self.accumulator
+        self.train()
 
     def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
         if not self.inputs.truth:
             self.bias_model.estimate(log, user=user, sessions=sessions, seed=seed)
 
     def bias_learner(self) -> BiasModel | None:
-        return None if self.inputs.truth else self.bias_model
+        return None if self.inputs.truth or self.joint else self.bias_model
 
     def train(self, mode: bool = True) -> PairwiseEM:
         super().train(mode)
-        self.bias_model.eval()  # it is fixed while the ranker is trained
+        if not self.joint:
+            self.bias_model.eval()  # it is fixed while the ranker is trained
         return self
+
+    @property
+    def draws(self) -> bool:
+        return self.joint and self.bias_model.draws
+
+    def update(self, lists: Lists) -> None:
+        if self.joint:
+            self.bias_model.update(lists)
 
     def loss(self, lists: Lists) -> Tensor:
         scores, labels = self.score(lists.features), self.labels(lists)
-        with torch.no_grad():
-            if self.weights == "posterior":
+        with torch.no_grad(), self.bias_model.without_dropout():
+            if self.by_value:
                 value = self.expected_value(lists, labels)
-                if self.kind == "opt":
+                if self.by_metric:
                     weights = lambdarank_weights(scores, value, where=lists.where, normalise=False)
                 else:
                     weights = torch.where(preferred_pairs(value, where=lists.where), gaps(value), 0.0)
             else:
                 weights = self.pair_weights(lists, labels).clamp(max=self.max_weight)
-                if self.kind == "opt":
+                if self.by_metric:
                     weights = weights * self._metric_change(lists, labels, scores)
-        return pairwise_loss(scores, weights, where=lists.where, weights=lists.weights)
+        kept = with_clicks(lists, labels) if self.released else lists
+        loss = pairwise_loss(scores, weights, where=lists.where, weights=kept.weights)
+        return loss + self.bias_model.loss(lists) if self.joint else loss
 
     def expected_value(self, lists: Lists, labels: Tensor) -> Tensor:
         """Return the expected relevance r̂ = E[r | c, x, k] of items with label c, features x and position k.
@@ -170,23 +205,43 @@ class PairwiseEM(Method):
             examined = pair_examined(model.theta_minus[j], plus, minus, gamma, beta[..., :, None])
             weights = paper_weights(positive_j, theta_i, theta_j, examined) * pair_trust(plus, minus, gamma)
         else:
-            weights = exact_weights(positive_j, theta_i, theta_j, beta[..., None, :])
+            zeta = model.zeta[place]
+            above, below = exact_above(theta, beta, zeta), exact_below(positive, theta, beta, zeta)
+            weights = above[..., :, None] * below[..., None, :]
             if self.trust == "pairs":  # where c_j = 0 < c_i and both are examined, i is surely above j
                 trusted = pair_trust(plus, minus, gaps(preference).sigmoid()) / plus
                 weights = weights * torch.where(positive_j, trusted, 1.0)
         return torch.where(preferred_pairs(labels, where=lists.where), weights, 0.0)
 
     def _metric_change(self, lists: Lists, labels: Tensor, scores: Tensor) -> Tensor:
-        """Return |ΔDCG| of swapping i and j in the order of the ranker (`variant=released`: of g).
+        """Return |ΔZ| of swapping i and j in the order of the ranker (`variant=released`: of g).
 
-        It is not divided by the ideal DCG, which is random because labels are.
+        That of DCG is not divided by the ideal DCG, which is random because labels are.
         """
         if self.released:
             scores = self.bias_model.predictions(lists.features)[2]
+        if self.delta == "lambdaloss":
+            return lambdaloss_weights(scores, labels, where=lists.where)
         return lambdarank_weights(scores, labels, where=lists.where, normalise=False)
 
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
         if self.inputs.truth:
             return None
-        clip = math.inf if self.weights == "posterior" else self.max_weight
+        clip = math.inf if self.by_value else self.max_weight
         return diagnosis(self.bias_model, batches, weights=self.pair_weights, clip=clip)
+
+
+def _check(loss: str, by_value: bool, **given: Any) -> None:
+    """Raise OptionError if an option is given that the loss does not use."""
+    unused = ("weights", "max_weight") if by_value else ()
+    if loss != "opt":
+        unused = (*unused, "delta")
+    for name in unused:
+        if (value := given[name]) is not None:
+            shown = f"{value:g}" if isinstance(value, float) else value
+            what = f"{name}={shown} cannot be used with loss={loss}"
+            hint = "use loss=opt" if name == "delta" else "use loss=opt, bayes-ipw or ipw"
+            raise OptionError(what, hint=f"remove {name}, or {hint}")
+    if by_value and given["trust"] == "pairs":
+        hint = "use loss=opt or bayes-ipw, or trust=clicks or values"
+        raise OptionError(f"trust=pairs cannot be used with loss={loss}", hint=hint)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ultr.bias.equations import quotient, scoring_terms, sums_by_cell, updated
+from ultr.bias.equations import examined_though_zero, quotient, scoring_terms, sums_by_cell, updated
 from ultr.bias.estimators import SCALE, SMALLEST
 from ultr.bias.examination import Examination, estimate_examination
 from ultr.bias.propensities import theta_by_id
@@ -32,7 +32,9 @@ THETA_FROM = {
     "strata": "EM over groups of rows with similar scores of the logging ranker",
     "items": "EM over items that occur in several requests",
     "regression": "regression EM, together with the networks",
+    "em": "EM as in the paper, together with the networks",
 }
+EM_START = 0.9  # θ before the first update by EM
 
 
 def average_in(sums: Tensor, terms: Iterable[Tensor], place: Tensor, weights: Tensor, updates: Tensor) -> None:
@@ -79,8 +81,9 @@ def scale_option(text: str) -> float | str:
 class PositionModel(Learner):
     """Examination θ and trust ζ by position in P(c>0) = θ_k β + ζ_k (1 - β), for any model of relevance β.
 
-    They are known, or estimated from the log before training (`theta_from` strata or items), or θ is regressed together
-    with β (`regression`), by Fisher's scoring with its largest value fixed at `scale`.
+    They are known, or estimated from the log before training (`theta_from` strata or items), or θ is learned together
+    with β: by Fisher's scoring with its largest value fixed at `scale` (`regression`), or by the M-step of the paper of
+    `pairwise-em`, θ_k = mean of [c>0] + [c=0] t at position k (`em`).
     """
 
     theta: Tensor
@@ -105,7 +108,7 @@ class PositionModel(Learner):
         self.theta_from = theta_from if inputs.propensities is None else "known"
         self.index = PositionIndex(inputs.positions)
         size = len(self.index)
-        start = torch.full((size,), 1.0 if inputs.truth else scale or 1.0)
+        start = torch.full((size,), 1.0 if inputs.truth else EM_START if theta_from == "em" else scale or 1.0)
         if inputs.propensities is not None:
             known = {str(position): theta for position, theta in inputs.propensities.items()}
             start = torch.tensor(list(theta_by_id(known, tuple(self.index.ids.tolist())).values()))
@@ -122,6 +125,11 @@ class PositionModel(Learner):
         for name, value in buffers.items():
             self.register_buffer(name, value)
 
+    @property
+    def theta_learned(self) -> bool:
+        """Whether θ is learned from the batches of training, together with the networks."""
+        return self.theta_from in ("regression", "em")
+
     def settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("theta_from", "scale", "trust_in_clicks")}
 
@@ -132,7 +140,7 @@ class PositionModel(Learner):
             ids, place = np.unique(log.positions, return_inverse=True)
             shown = torch.from_numpy(np.bincount(place, rows))
             self.shown[self.index(torch.from_numpy(ids).to(self.index.ids.device))] = shown.to(self.shown)
-        if self.theta_from in ("regression", "known"):
+        if self.theta_learned or self.theta_from == "known":
             return
         examination = estimate_examination(
             log,
@@ -160,13 +168,21 @@ class PositionModel(Learner):
         self.moved.fill_(examination.moved)
 
     def theta_terms(self, positive: Tensor, place: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-        """Return the terms, by item, that update θ: 1, clicked, and the two terms of Fisher's scoring."""
-        return torch.ones_like(beta), positive.to(beta.dtype), *scoring_terms(positive, self.theta[place], beta)
+        """Return the terms, by item, that update θ: 1, clicked, and two terms of which θ is the quotient."""
+        one, clicked, theta = torch.ones_like(beta), positive.to(beta.dtype), self.theta[place]
+        if self.theta_from == "em":
+            return one, clicked, torch.where(positive, one, examined_though_zero(theta, beta)), one
+        return one, clicked, *scoring_terms(positive, theta, beta)
 
     def regress(self, means: Tensor) -> None:
         """Update θ from the means [terms, positions] of its terms; the caller has already increased `updates`."""
         average_with(self.sums, means, self.updates)
         shown, clicks, scored, expected = self.sums
+        if self.theta_from == "em":
+            theta = updated(scored, expected, self.theta).clamp(SMALLEST, 1)
+            self.moved.copy_((theta / self.theta - 1).abs().max())
+            self.theta.copy_(theta)
+            return
         warm = self.updates <= WARM_UP
         theta = torch.where(warm, quotient(clicks, shown), updated(scored, expected, self.theta))
         largest = torch.where(shown > 0, theta, 0.0).max()
@@ -194,12 +210,14 @@ class PositionModel(Learner):
         if few and bool((self.impressions > 0).any()):
             positions = ", ".join(map(str, few[:10]))
             yield "few clicks", f"theta is estimated from fewer than {FEW_CLICKS} clicks at positions {positions}"
-        if float(self.moved) > (BATCH_MOVING if self.theta_from == "regression" else MOVING):
+        if float(self.moved) > (BATCH_MOVING if self.theta_learned else MOVING):
             yield "theta not settled", f"theta still changed by {float(self.moved):.1%} in its last iteration"
 
     def _scale_text(self) -> str:
         if self.theta_from == "known":
             return "as in the known propensities"
+        if self.theta_from == "em":
+            return f"as EM finds it from {EM_START:g}"
         if self.scale is None:
             return "estimated from the shape of beta, with little certainty"
         return f"{self.scale:g} at its largest, by convention: clicks determine only ratios"

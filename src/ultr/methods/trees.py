@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ultr.bias.equations import exact_weights
+from ultr.bias.equations import exact_above, exact_below
 from ultr.errors import DataError, OptionError
 from ultr.lists import Lists
 from ultr.log import Log
@@ -72,7 +72,8 @@ class TreePairwiseEM(TreeMethod):
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
-        **{name: read for name, read in PairwiseEM.OPTIONS.items() if name != "variant"},
+        **{name: read for name, read in PairwiseEM.OPTIONS.items() if name not in ("variant", "delta")},
+        "theta": one_of("theta", "strata", "items", "regression"),
         "em": one_of("em", "network", "trees"),
     }
 
@@ -102,7 +103,7 @@ class TreePairwiseEM(TreeMethod):
 @torch.no_grad()
 def pair_terms(pair_model: PairwiseEM, log: Log, labels: np.ndarray) -> PairTerms:
     """Return the terms by row from which the weights of pairs are computed, from the current bias model."""
-    model, by_metric = pair_model.bias_model.eval(), pair_model.kind == "opt"
+    model, by_metric = pair_model.bias_model.eval(), pair_model.by_metric
     device = model.theta.device
     weights = np.ones(len(log)) if log.weights is None else log.weights
     if pair_model.inputs.truth and log.positions is None:
@@ -113,13 +114,13 @@ def pair_terms(pair_model: PairwiseEM, log: Log, labels: np.ndarray) -> PairTerm
     label = torch.from_numpy(labels).to(device)
     outputs = torch.from_numpy(score_rows(lambda x: torch.stack(model.predictions(x), -1), log.features, device=device))
     logit, log_value, preference = outputs.to(device).unbind(-1)
-    if pair_model.weights == "posterior":
+    if pair_model.by_value:
         value = pair_model.expected_value_of(label, place, logit, log_value)
         return PairTerms(log.offsets, weights, value.cpu().numpy(), Kind.GAP, by_metric)
-    theta, beta = model.theta[place].clamp(min=LEAST_THETA), logit.sigmoid()
+    theta, beta, zeta = model.theta[place].clamp(min=LEAST_THETA), logit.sigmoid(), model.zeta[place]
     rows = {
-        "above": 1 / theta,
-        "below": exact_weights(label > 0, torch.ones_like(theta), theta, beta),
+        "above": 1 / theta if pair_model.weights == "paper" else exact_above(theta, beta, zeta),
+        "below": exact_below(label > 0, theta, beta, zeta),
         "place": place,
         "preference": preference,
         "beta": beta,

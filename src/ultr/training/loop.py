@@ -74,6 +74,7 @@ def start(method: Learner, train: Log, options: TrainingOptions) -> TrainingStat
     device = choose_device(options.device)
     method.to(device)
     settings = {"lr": options.lr, "weight_decay": options.weight_decay, "clip": options.clip}
+    settings["accumulator"] = method.accumulator
     optimizer = make_optimizer(options.optimizer, trained_networks(method), device=device, **settings)
     return TrainingState(method=method, optimizer=optimizer)
 

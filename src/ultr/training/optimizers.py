@@ -21,8 +21,9 @@ class FlatAdagrad(torch.optim.Optimizer):
     """Adagrad as in `torch.optim.Adagrad`, p -= lr · g / (√Σg² + eps), for a GPU.
 
     The parameters of each group are moved into one tensor, so that a step is a few kernels; `clip` limits the norm of
-    the gradient of each group (0: no limit). The learning rate is a tensor. torch's own Adagrad reads it on the CPU, so
-    a graph would repeat that of the captured step. With `runs`, parameters are [runs, ...] and learning rates [runs].
+    the gradient of each group (0: no limit). `accumulator` is the first value of Σg². The learning rate is a tensor.
+    torch's own Adagrad reads it on the CPU, so a graph would repeat that of the captured step. With `runs`, parameters
+    are [runs, ...] and learning rates [runs].
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class FlatAdagrad(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         clip: float = 0.0,
         eps: float = 1e-10,
+        accumulator: float = 0.0,
         runs: int | None = None,
     ) -> None:
         settings = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
@@ -43,7 +45,7 @@ class FlatAdagrad(torch.optim.Optimizer):
         for group in self.param_groups:
             parameters = sorted(group["params"], key=lambda p: p.numel() % ALIGNMENT != 0)
             values = torch.cat([self._rows(p.detach()) for p in parameters], dim=1)
-            sums, first = torch.zeros_like(values), 0
+            sums, first = torch.full_like(values, accumulator), 0
             for p in parameters:
                 place = slice(None), slice(first, first + p.numel() // self._runs)
                 p.data = values[place].view(p.shape)
@@ -84,15 +86,20 @@ def make_optimizer(
     weight_decay: float,
     clip: float,
     device: torch.device,
+    accumulator: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """Make an optimizer by its name, for the parameters of some networks; on a GPU its learning rate is a tensor."""
+    """Make an optimizer by its name, for the parameters of some networks; on a GPU its learning rate is a tensor.
+
+    `accumulator` is the first value of Adagrad's sums of squared gradients.
+    """
+    first = {"initial_accumulator_value": accumulator} if name == "adagrad" else {}
     parameters = [p for network in networks for p in network]
     if device.type != "cuda":
         fused = {"fused": True} if device.type == "cpu" else {}  # update all parameters in one pass
-        return OF_TORCH[name](parameters, lr=lr, weight_decay=weight_decay, **fused)
+        return OF_TORCH[name](parameters, lr=lr, weight_decay=weight_decay, **fused, **first)
     rate = torch.tensor(lr, device=device)
     if name == "adagrad":
-        return FlatAdagrad(networks, lr=rate, weight_decay=weight_decay, clip=clip)
+        return FlatAdagrad(networks, lr=rate, weight_decay=weight_decay, clip=clip, accumulator=accumulator)
     return OF_TORCH[name](parameters, lr=rate, weight_decay=weight_decay, fused=True, capturable=True)
 
 

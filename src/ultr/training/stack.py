@@ -50,6 +50,7 @@ class Stack:
             lr=self._rates.clone(),
             weight_decay=options[0].weight_decay,
             clip=options[0].clip,
+            accumulator=first.accumulator,
             runs=len(learners),
         )
         for number, tensors in enumerate(of_each):
