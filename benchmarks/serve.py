@@ -34,7 +34,8 @@ import numpy as np
 import pyarrow as pa
 import tritonclient.http as triton
 
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.log import Log, write_log
 from ultr.rankers.model import load_model
 from ultr.serving.export import export_run, onnx_bytes

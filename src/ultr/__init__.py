@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from ultr.bias.audit import BiasReport, audit
     from ultr.datasets import Dataset, load_dataset, ranking_svm, show
     from ultr.datasets.dwell import Dwell
-    from ultr.datasets.users import User, make_user, simulate_log
+    from ultr.datasets.simulate import simulate_log
+    from ultr.datasets.users import User, make_user
     from ultr.errors import UltrError
     from ultr.evaluation.off_policy import compare_values, fit_direct, off_policy_value
     from ultr.evaluation.scores import evaluate_scores, mean_with_interval, paired_test
@@ -63,7 +64,7 @@ _MODULE_OF = {
     "run_training": "training.run",
     "score_file": "serving.scoring",
     "show": "datasets",
-    "simulate_log": "datasets.users",
+    "simulate_log": "datasets.simulate",
     "write_log": "log",
     "write_report": "report",
 }

@@ -16,7 +16,8 @@ from ultr.bias.counts import Cells
 from ultr.bias.estimators import fit_conditional, fit_trust
 from ultr.bias.examination import estimate_examination
 from ultr.bias.logging_policy import recovered_score
-from ultr.datasets.users import EYE_TRACKING, TrustUser, User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import EYE_TRACKING, TrustUser, User
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.labels import Label

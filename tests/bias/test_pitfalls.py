@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import ultr.bias.pitfalls
 from ultr.bias.pitfalls import CHECKS, Pitfall, find_pitfalls
-from ultr.datasets.users import make_user, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import make_user
 from ultr.errors import DataError
 from ultr.log import Log, read_log
 

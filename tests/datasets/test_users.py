@@ -10,18 +10,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import norm
 
 from conftest import make_shown_log
 from ultr.datasets.dwell import Dwell, read_dwell_times
+from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import (
     EYE_TRACKING,
     USERS,
     CascadeUser,
     TrustUser,
     User,
+    WatchUser,
     clickbait_user,
     make_user,
-    simulate_log,
 )
 from ultr.errors import DataError, OptionError
 from ultr.log.labels import Label
@@ -313,3 +315,20 @@ def test_without_sessions_each_request_is_used_once_under_its_own_id(shown_log):
     log, _ = simulate_log(shown_log, User())
     assert log.request_ids.equals(shown_log.request_ids)
     assert (log.features == shown_log.features).all()
+
+
+def test_watch_users_have_the_dwell_of_the_released_simulator():
+    """Click (1 + w W) with w ~ N(2, 0.4) / √(k+1) and W ~ N(0.1 + 0.9 ρ, (√ρ + 0.1) / √6), at least 0.01."""
+    user, n = WatchUser(), 200_000
+    grades, positions = torch.tensor([[0.0, 2.0, 4.0, 4.0]]).double(), torch.tensor([[1, 1, 1, 8]])
+    rho = np.array([0.0, 3 / 15, 1.0, 1.0])
+    mean, spread = 0.1 + 0.9 * rho, (np.sqrt(rho) + 0.1) / np.sqrt(6)
+    z = (0.01 - mean) / spread
+    watched = 0.01 * norm.cdf(z) + mean * norm.sf(z) + spread * norm.pdf(z)  # the mean of a normal cut at 0.01
+    exact = user.value_of_click(grades, positions, "click + dwell")[0]
+    np.testing.assert_allclose(exact, 1 + 2 / np.sqrt([2, 2, 2, 9]) * watched, rtol=1e-5)
+    sure = replace(user, eta=0.0, attraction=(1.0,))
+    drawn = sure.sample(grades.expand(n, 4), positions.expand(n, 4), torch.Generator().manual_seed(0)).actions
+    dwell = drawn["dwell"].numpy()
+    assert (dwell > 0).all()
+    np.testing.assert_allclose(dwell.mean(0), exact - 1, atol=4 * dwell.std(0).max() / n**0.5)

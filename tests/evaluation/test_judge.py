@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from ultr.datasets import load_dataset, randomise, ranking_svm, show
-from ultr.datasets.users import draw_sessions, make_user, simulate_log
+from ultr.datasets.simulate import draw_sessions, simulate_log
+from ultr.datasets.users import make_user
 from ultr.errors import DataError, OptionError
 from ultr.evaluation.judge import evaluate_requests, load_judge, make_judge
 from ultr.log import write_log

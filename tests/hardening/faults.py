@@ -38,7 +38,8 @@ from ultr.bias.audit import audit
 from ultr.cli.bias import _write as write_bias
 from ultr.datasets.base import Dataset
 from ultr.datasets.cache import cached
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import UltrError
 from ultr.log import Log, read_log, write_log
 from ultr.log.prepare.pipeline import prepare_lists

@@ -22,7 +22,8 @@ def make(folder: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from conftest import make_shown_log
     from lists_folder import write_lists
-    from ultr.datasets.users import User, simulate_log
+    from ultr.datasets.simulate import simulate_log
+    from ultr.datasets.users import User
     from ultr.log import write_log
     from ultr.rankers.model import load_model
     from ultr.serving.export import export_run

@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from ultr.bias.audit import audit
 from ultr.datasets import load_dataset, ranking_svm, show
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.log import Log, write_log
 from ultr.log.prepare.pipeline import prepare_lists
 from ultr.training.compare import compare

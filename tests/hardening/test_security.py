@@ -28,7 +28,8 @@ from lists_folder import write_lists
 from ultr.bias.audit import audit
 from ultr.datasets import cache, movielens
 from ultr.datasets.initial import initial_ranker
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import DataError, LabelError, UltrError
 from ultr.evaluation.judge import load_judge
 from ultr.log import write_log

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from conftest import make_shown_log
 from ultr.bias.estimators import SMALLEST as LEAST
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import OptionError
 from ultr.lists import ListBatches, Lists
 from ultr.log.labels import DEFAULT_LABEL, Label

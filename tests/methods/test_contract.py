@@ -12,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import make_shown_log, some_always
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import OptionError
 from ultr.evaluation.scores import evaluate_scores
 from ultr.lists import ListBatches, Lists

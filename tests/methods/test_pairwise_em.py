@@ -13,7 +13,8 @@ from torch.nn.functional import softplus
 from conftest import make_shown_log
 from ultr.bias.equations import examined_though_zero, pair_examined, pair_trust
 from ultr.bias.examination import Examination
-from ultr.datasets.users import EYE_TRACKING, User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import EYE_TRACKING, User
 from ultr.errors import DataError, OptionError
 from ultr.evaluation.metrics import batch_innermost, discounts_at, ranks_of
 from ultr.lists import Lists

@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ultr.datasets.users import EYE_TRACKING, TrustUser, User, default_mistrust, default_trust, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import EYE_TRACKING, TrustUser, User, default_mistrust, default_trust
 from ultr.evaluation.scores import evaluate_scores, paired_test
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log

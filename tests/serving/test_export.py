@@ -22,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import make_shown_log, some_always
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import DataError, MissingExtraError, OutputError, UltrError
 from ultr.log import Log, write_log
 from ultr.log.labels import Label

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from conftest import make_shown_log
 from lists_folder import write_lists
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import ColumnError, DataError, OptionError, OutputError
 from ultr.log import read_log, write_log
 from ultr.rankers import FeatureEncoder, make_ranker

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from conftest import make_shown_log
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import OptionError, UltrError, UnfinishedError
 from ultr.evaluation.scores import paired_test
 from ultr.log import write_log

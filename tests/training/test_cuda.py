@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from conftest import make_shown_log
 from lists_folder import write_lists
-from ultr.datasets.users import User, make_user, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User, make_user
 from ultr.evaluation.off_policy import OffPolicy, off_policy_value
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log, write_log

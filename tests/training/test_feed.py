@@ -23,7 +23,8 @@ import ultr.training.stream
 import ultr.utils.distributed
 from conftest import make_shown_log
 from lists_folder import write_lists
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError
 from ultr.lists import ListBatches, Lists, Part
 from ultr.log import Log

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from conftest import make_shown_log
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError
 from ultr.lists import ListBatches
 from ultr.log.labels import Label

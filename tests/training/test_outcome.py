@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
 from conftest import make_shown_log
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.training.checkpoints import read_metrics

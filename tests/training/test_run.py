@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import make_shown_log
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError, OutputError, UltrError
 from ultr.log import read_log, write_log
 from ultr.methods import METHODS, bias_model, make_method

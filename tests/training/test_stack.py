@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from conftest import make_shown_log
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.lists import ListBatches
 from ultr.log.labels import Label
 from ultr.methods import METHODS, MethodInputs, make_method

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 import ultr.training.data
 from conftest import make_shown_log
 from lists_folder import write_lists
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import DataError, LabelError, OptionError
 from ultr.lists import Lists
 from ultr.log import Log, read_log, write_log

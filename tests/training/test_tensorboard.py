@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from conftest import make_shown_log
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import MissingExtraError
 from ultr.log import write_log
 from ultr.training.checkpoints import read_metrics

@@ -14,7 +14,8 @@ import xgboost
 
 from conftest import make_shown_log
 from ultr import UnbiasedRanker
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError, UltrError
 from ultr.log import read_log, write_log
 from ultr.rankers.boosters import BOOSTERS

@@ -21,7 +21,8 @@ import ultr.training.loop
 from conftest import make_shown_log
 from lists_folder import write_lists
 from ultr.bias.examination import Examination
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import DataError
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log

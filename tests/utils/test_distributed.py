@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 import ultr.utils.distributed
 from conftest import make_shown_log
 from lists_folder import write_lists
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.log import read_log
 from ultr.rankers.model import load_model
 from ultr.training.checkpoints import read_metrics

@@ -51,7 +51,8 @@ def simulate(
 
     from ultr.datasets import load_dataset, randomise, ranking_svm, show
     from ultr.datasets.dwell import Dwell, read_dwell_times
-    from ultr.datasets.users import draw_sessions, make_user, simulate_log
+    from ultr.datasets.simulate import draw_sessions, simulate_log
+    from ultr.datasets.users import make_user
     from ultr.log import write_log
     from ultr.log.table import check_parquet_name
     from ultr.utils.files import check_output

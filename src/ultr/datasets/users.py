@@ -9,6 +9,7 @@ Notation: y the grade of an item, k its position, θ_k the probability that it i
 | `trust`     | θ_k^η (ε⁺_k ρ_y + ε⁻_k (1 - ρ_y))               trust-biased (Agarwal 2019)      |
 | `cascade`   | a_y Π over positions above of (1 - stop)        cascade (Craswell 2008)          |
 | `clickbait` | θ_k^η a_y, where a falls with y while dwell rises: clicks and satisfaction are opposed |
+| `watch`     | θ_k^η a_y, where dwell falls with k, as in the code of the CIKM 2022 paper       |
 
 with ρ_y = (2^y - 1) / (2^max - 1) and a_y = ε + (1 - ε) ρ_y.
 """
@@ -22,24 +23,20 @@ from itertools import product
 from typing import ClassVar
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 
 from ultr.datasets.base import MAX_GRADE, by_grade, check_grades, checked_lists, checked_numbers
 from ultr.datasets.dwell import Dwell
-from ultr.errors import DataError, LabelError, OptionError, nearest
-from ultr.lists import ListBatches
-from ultr.log import Log
+from ultr.errors import LabelError, OptionError, nearest
 from ultr.log.labels import Label
 from ultr.log.table import RESERVED
-from ultr.utils.arguments import Seed, check_fields, checked
-from ultr.utils.memory import available_memory
+from ultr.utils.arguments import check_fields, checked
 from ultr.utils.noise import Noise, normal_like, uniform_like
 
+LEAST_WATCH = 0.01  # of the two factors of the dwell of a `WatchUser`
 LAST_POSITION = 4096  # items after this position are examined as often as at this position
 MAX_LOG_DWELL = 80.0  # natural logarithm of the longest dwell time, in seconds, that fits float32
-ROW_BYTES = 64  # memory of a simulated row without its features
 # Share of users who look at positions 1 to 10, from eye tracking (Joachims 2017).
 EYE_TRACKING = (0.68, 0.61, 0.48, 0.34, 0.28, 0.20, 0.11, 0.10, 0.08, 0.06)
 
@@ -148,14 +145,27 @@ class User:
         click, examined, relevant = self.draw_clicks(relevance, positions, generator, where=where)
         actions = {"click": click.to(relevance.dtype)}
         if self.dwell is not None:
-            mu, sigma = self.dwell.parameters(relevance, self.max_grade)
-            log_scale = self.dwell_scale(positions, relevance.dtype).log()
-            log_seconds = mu + sigma * normal_like(relevance, generator) + log_scale
-            actions["dwell"] = torch.where(click, log_seconds.clamp(-MAX_LOG_DWELL, MAX_LOG_DWELL).exp(), 0.0)
+            actions["dwell"] = torch.where(click, self.draw_dwell(relevance, positions, generator), 0.0)
         for name, probabilities in self.further.items():
             follows = _draw(by_grade(probabilities, relevance, self.max_grade), generator)
             actions[name] = (click & follows).to(relevance.dtype)
         return Feedback(actions, examined, relevant)
+
+    def draw_dwell(self, relevance: Tensor, positions: Tensor, generator: torch.Generator | Noise | None) -> Tensor:
+        """Draw the dwell time that each item has if it is clicked."""
+        assert self.dwell is not None  # noqa: S101 - the caller has checked it
+        mu, sigma = self.dwell.parameters(relevance, self.max_grade)
+        log_scale = self.dwell_scale(positions, relevance.dtype).log()
+        log_seconds = mu + sigma * normal_like(relevance, generator) + log_scale
+        return log_seconds.clamp(-MAX_LOG_DWELL, MAX_LOG_DWELL).exp()
+
+    def dwell_nodes(self, grade: Tensor) -> tuple[Tensor, Tensor]:
+        """Return dwell times of an item of this grade, for a scale of 1, and their probabilities, as a quadrature."""
+        z, density = _normal_nodes(14.0, 1 << 15)
+        if self.dwell is None:
+            return torch.zeros_like(z), density
+        mu, sigma = self.dwell.parameters(grade, self.max_grade)
+        return torch.exp(mu + sigma * z), density
 
     def dwell_scale(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the factor k^(-decay) of dwell time at each position k; k above `LAST_POSITION` counts as it."""
@@ -188,9 +198,7 @@ class User:
     def click_values(self, label: Label, grade: tuple[float, ...], scale: tuple[float, ...]) -> Tensor:
         """Return E[Φ | click] as a table [grades, scales] in float64: dwell is integrated, further actions summed."""
         grades, scales = (torch.tensor(values, dtype=torch.float64) for values in (grade, scale))
-        # Trapezoid rule on a normal variable: spectrally exact if Φ is smooth, with an error of about 1e-4 at jumps.
-        z = torch.linspace(-14, 14, 1 << 15, dtype=torch.float64)
-        density = (normal := torch.exp(-0.5 * z**2)) / normal.sum()
+        nodes = [self.dwell_nodes(each) for each in grades]
         names = list(self.further)
         total = torch.zeros(len(grades), len(scales), dtype=torch.float64)
         for combination in range(2 ** len(names)):
@@ -200,13 +208,23 @@ class User:
                 p = by_grade(self.further[name], grades, self.max_grade)
                 probability = probability * (p if happens[name] else 1 - p)
             for g, s in product(range(len(grades)), range(len(scales))):
-                actions = {name: torch.full_like(z, float(happens[name])) for name in names}
-                actions["click"] = torch.ones_like(z)
+                dwell, density = nodes[g]
+                actions = {name: torch.full_like(dwell, float(happens[name])) for name in names}
+                actions["click"] = torch.ones_like(dwell)
                 if self.dwell is not None:
-                    mu, sigma = self.dwell.parameters(grades[g], self.max_grade)
-                    actions["dwell"] = scales[s] * torch.exp(mu + sigma * z)
+                    actions["dwell"] = scales[s] * dwell
                 total[g, s] += probability[g] * (label(actions) @ density)
         return total
+
+
+def _normal_nodes(most: float, count: int) -> tuple[Tensor, Tensor]:
+    """Return values of a standard normal variable and their probabilities, for a trapezoid rule.
+
+    It is spectrally exact for smooth functions, and has an error of about 1e-4 at jumps.
+    """
+    z = torch.linspace(-most, most, count, dtype=torch.float64)
+    density = torch.exp(-0.5 * z**2)
+    return z, density / density.sum()
 
 
 _click_values = lru_cache(maxsize=64)(User.click_values)  # every evaluation needs them again
@@ -318,17 +336,43 @@ def clickbait_user(**options: object) -> User:
     return User(**{"attraction": (0.60, 0.50, 0.42, 0.36, 0.32), **options})  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WatchUser(User):
+    """Position-based users whose dwell depends on position, as in the simulator that the paper's authors released.
+
+    The dwell after a click at position k is w W with w ~ N(2, 0.4) / √(k + 1) and W ~ N(0.1 + 0.9 ρ, (√ρ + 0.1) / √6),
+    both at least 0.01, where ρ is the true relevance. The label of that simulator is `click + dwell`.
+    """
+
+    def draw_dwell(self, relevance: Tensor, positions: Tensor, generator: torch.Generator | Noise | None) -> Tensor:
+        dwell = self._dwell(relevance, normal_like(relevance, generator), normal_like(relevance, generator))
+        return dwell * self.dwell_scale(positions, relevance.dtype)
+
+    def dwell_nodes(self, grade: Tensor) -> tuple[Tensor, Tensor]:
+        z, density = _normal_nodes(8.0, 401)
+        return self._dwell(grade, z[:, None], z).flatten(), (density[:, None] * density).flatten()
+
+    def dwell_scale(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return (positions.clamp(1, LAST_POSITION).to(dtype) + 1).rsqrt()
+
+    def _dwell(self, relevance: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        rho = self.true_relevance(relevance)
+        watched = 0.1 + 0.9 * rho + (rho.sqrt() + 0.1) / 6**0.5 * second
+        return (2 + 0.4 * first).clamp(min=LEAST_WATCH) * watched.clamp(min=LEAST_WATCH)
+
+
 USERS: dict[str, Callable[..., User]] = {
     "pbm": User,
     "trust": TrustUser,
     "cascade": CascadeUser,
     "clickbait": clickbait_user,
+    "watch": WatchUser,
 }
 
 
 @checked
 def make_user(name: str, **options: object) -> User:
-    """Return a simulated user by name (`pbm`, `trust`, `cascade`, `clickbait`); `options` are fields of its class."""
+    """Return a simulated user by its name in `USERS`; `options` are fields of its class."""
     if name not in USERS:
         raise OptionError(f"there is no simulated user '{name}'", hint=nearest(name, USERS))
     try:
@@ -352,49 +396,3 @@ def _draw(probability: Tensor, generator: torch.Generator | Noise | None) -> Ten
 
 def _masked(values: Tensor, where: Tensor | None) -> Tensor:
     return values if where is None else torch.where(where, values, 0.0)
-
-
-@checked
-def draw_sessions(log: Log, sessions: int, *, seed: Seed = 0) -> Log:
-    """Draw `sessions` requests of a log with replacement; they get new ids, and keep the old id as their query."""
-    if sessions < 1:
-        raise OptionError("'sessions' must be at least 1", got=sessions)
-    needed = sessions * log.rows // max(1, len(log)) * (4 * len(log.feature_names) + ROW_BYTES)
-    if needed > available_memory():
-        got = f"{needed / 2**30:,.0f} GiB needed, {available_memory() / 2**30:.1f} GiB available"
-        raise OptionError(f"{sessions:,} sessions do not fit in memory", got=got, hint="lower --sessions")
-    chosen = np.random.default_rng(seed).integers(len(log), size=sessions)
-    drawn = log.select(chosen)
-    context = {"query": drawn.request_ids, **drawn.context}
-    return replace(drawn, request_ids=pa.array(np.arange(sessions)), context=context)
-
-
-@checked
-def simulate_log(log: Log, user: User, *, seed: Seed = 0, sessions: int | None = None) -> tuple[Log, Feedback]:
-    """Draw the feedback of a user on each item of a log, which must have positions and true relevance.
-
-    With `sessions`, that many requests are drawn with replacement and get new ids; otherwise each is used once.
-    Return the log with the drawn actions, and the `Feedback` of each row with its hidden variables.
-    """
-    if log.positions is None or log.relevance is None:
-        what = "simulated feedback needs items with positions and true relevance"
-        raise DataError(what, hint="give items positions with ultr.show(log, scores)")
-    check_grades(torch.from_numpy(log.relevance), user.max_grade)
-    if sessions is not None:
-        log = draw_sessions(log, sessions, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    bare = replace(log.without_features(), actions={})
-    drawn = Feedback(
-        {name: torch.zeros(log.rows) for name in user.actions},
-        torch.zeros(log.rows, dtype=torch.bool),
-        torch.zeros(log.rows, dtype=torch.bool),
-    )
-    for requests, lists in ListBatches(bare).by_length():
-        feedback = user.sample(lists.true_relevance, lists.shown_positions, generator, where=lists.where, check=False)
-        first = torch.from_numpy(log.offsets)[requests]
-        rows = (first[:, None] + torch.arange(lists.where.shape[1]))[lists.where]
-        drawn.examined[rows] = feedback.examined[lists.where]
-        drawn.relevant[rows] = feedback.relevant[lists.where]
-        for name, values in feedback.actions.items():
-            drawn.actions[name][rows] = values[lists.where].float()
-    return replace(log, actions={name: values.numpy() for name, values in drawn.actions.items()}), drawn

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from ultr.bias.examination import estimate_examination
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import DataError
 from ultr.evaluation.off_policy import DirectModel, OffPolicy, OffPolicyValue, fit_direct
 from ultr.evaluation.scores import OFF_POLICY, ScoreMetrics, parse_any_metric

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ultr.datasets import load_dataset, ranking_svm, show
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.log import Log, write_log
 from ultr.log.labels import DEFAULT_LABEL
 from ultr.log.summary import by_position

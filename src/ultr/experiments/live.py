@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +24,8 @@ import pyarrow as pa
 import torch
 
 from ultr.datasets import initial_ranker, show
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import OptionError, OutputError, UnfinishedError, nearest
 from ultr.experiments.lift import lifts_between, over_runs
 from ultr.log import Log
@@ -34,7 +35,7 @@ from ultr.training.compare import Entry
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.data import RunData, cached_dataset
 from ultr.training.run import make_run, run_training
-from ultr.training.workers import Workers
+from ultr.training.workers import OnDone, Workers
 from ultr.utils.jsonfiles import read_json, write_json
 
 LABEL = "click + dwell / exp(3) + 2 * like + 3 * share"
@@ -42,8 +43,6 @@ ENTRIES = ("pal-click", "pal-click", "pairwise-em:loss=opt", "pointwise", "lambd
 LEAST_SESSIONS = 30  # per bucket and day; the variance of fewer sessions is too uncertain
 ONE_REQUEST = 1e-9  # so small a held-out share is one request, which every run needs; nothing is selected by it
 TRAFFIC, FEEDBACK, TRAINING = range(3)  # codes for the purpose of random numbers, as parts of their seeds
-
-OnDone = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

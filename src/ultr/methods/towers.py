@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import elu, softplus
 
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
 from ultr.log import Log

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 
 from ultr.bias.propensities import read_bias_theta, theta_by_id
 from ultr.datasets import DATASETS, Dataset, highest_grade, initial_ranker, load_dataset, show
-from ultr.datasets.users import User, make_user, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User, make_user
 from ultr.errors import DataError, OptionError
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY
 from ultr.lists import ListBatches

@@ -11,7 +11,8 @@ import pytest
 
 from conftest import make_shown_log
 from serving.http.client import MAX_ROWS, NUMBERS, SHOPS
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
 from ultr.serving.export import export_run
 from ultr.serving.http.app import App
 from ultr.serving.http.served import Served
