@@ -15,6 +15,7 @@ from scipy import sparse
 
 from ultr.errors import DataError
 from ultr.log import Log
+from ultr.log.queries import codes
 
 GROUPS = 200  # random groups of requests, which the bootstrap draws
 MAX_AUDITED_POSITIONS = 1_000  # each replicate estimates θ of all positions together
@@ -76,24 +77,14 @@ def item_codes(log: Log) -> np.ndarray | None:
     """Return an integer for each row's item, which differs by query as relevance does; None without item ids."""
     if log.item_ids is None:
         return None
-    items = _codes(log.item_ids).astype(np.int64)
+    items = codes(log.item_ids).astype(np.int64)
     if log.item_ids.null_count:  # each row without an id counts as an item that occurs once
         unknown = pc.is_null(log.item_ids).to_numpy(zero_copy_only=False)
         items[unknown] = items.max() + 1 + np.arange(int(unknown.sum()))
     if "query" not in log.context:
         return items
-    queries = _codes(log.context["query"])
-    return _codes(pa.array(np.repeat(queries, log.lengths).astype(np.int64) * (int(items.max()) + 1) + items))
-
-
-def _codes(values: pa.Array) -> np.ndarray:
-    try:
-        encoded = values.dictionary_encode()
-    except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
-        hint = "convert the column, or name another one with --item or --query"
-        what = "item ids and queries must be numbers or strings"
-        raise DataError(what, got=f"type {values.type}", hint=hint) from error
-    return np.asarray(pc.fill_null(encoded.indices, len(encoded.dictionary)).to_numpy(zero_copy_only=False))
+    queries = codes(log.context["query"])
+    return codes(pa.array(np.repeat(queries, log.lengths).astype(np.int64) * (int(items.max()) + 1) + items))
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
+from ultr.log.queries import split_by_query
 from ultr.log.sampling import sample_requests
 from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, make_ranker, score_rows
 from ultr.utils.stopping import EarlyStopping
@@ -73,9 +74,7 @@ def recovered_score(log: Log, *, seed: int = 0, device: torch.device | str = "cp
     network explains more of it. The linear score of a large log is learned from a sample.
     """
     torch.manual_seed(seed)
-    order = np.random.default_rng(seed).permutation(len(log))
-    held_out = order[len(order) - min(HELD_OUT, len(order) // 5) :]
-    learned = order[: len(order) - len(held_out)]
+    held_out, learned = split_by_query(log, [min(HELD_OUT, len(log) // 5)], seed=seed)
     sampled = sample_requests(log, max(SCORED_ROWS, 30 * len(log.feature_names)), seed=seed)
     ranker: torch.nn.Module = _linear_score(log, sampled, device)
     if not len(held_out):

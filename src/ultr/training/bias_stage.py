@@ -19,6 +19,7 @@ from ultr.datasets.users import User
 from ultr.errors import DataError
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
+from ultr.log.queries import split_by_query
 from ultr.log.segments import slot
 from ultr.methods import Method, thresholds
 from ultr.methods.base import Learner
@@ -165,16 +166,10 @@ def bias_training(
 def held_out_requests(log: Log, seed: int) -> tuple[np.ndarray | None, np.ndarray]:
     """Return the indices of the requests that a bias model learns from (None: all), and of those that evaluate it.
 
-    Requests with the same id are either all learned from or all held out.
+    Requests of a query are either all learned from or all held out.
     """
-    number = np.unique(np.asarray(log.request_ids), return_inverse=True)[1]
-    requests = int(number.max()) + 1
-    order = np.random.default_rng(seed).permutation(requests)
-    held_out = max(1, round(HELD_OUT_SHARE * requests))
-    if requests == len(log):
-        return (np.sort(order[held_out:]) if held_out < requests else None), np.sort(order[:held_out])
-    is_held_out = np.isin(number, order[:held_out])
-    return (np.flatnonzero(~is_held_out) if held_out < requests else None), np.flatnonzero(is_held_out)
+    held_out, learned = split_by_query(log, [max(1, round(HELD_OUT_SHARE * len(log)))], seed=seed)
+    return (learned if len(learned) else None), held_out
 
 
 def some_batches(feed: Feeding, requests: int) -> list[Lists]:

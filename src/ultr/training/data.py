@@ -23,6 +23,7 @@ from ultr.lists import ListBatches
 from ultr.log import Log, read_log
 from ultr.log.build import Missing
 from ultr.log.labels import Label
+from ultr.log.queries import split_by_query
 from ultr.log.sampling import sample_log
 from ultr.log.segments import by_segment
 from ultr.log.shards import Shards, is_lists
@@ -233,17 +234,19 @@ def _fits(shards: Shards) -> bool:
 
 
 def split_log(log: Log, config: RunConfig) -> RunData:
-    """Split the requests of a log at random, by the seed, into training, validation and test requests."""
+    """Split the queries of a log at random, by the seed, into training, validation and test requests."""
     log, segments = by_segment(log) if config.columns.get("segment") else (log, ())
-    order = np.random.default_rng(config.training.seed).permutation(len(log))
-    test_start = max(1, round(config.held_out * len(log)))
-    train_start = test_start + (max(1, round(config.judged * len(log))) if config.judged else 0)
-    if train_start >= len(log):
-        what = f"a log needs more than {train_start} requests, because {train_start} are held out from training"
-        raise DataError(what, where=config.data or None, got=len(log), hint="collect more requests")
-    validation = sample_log(log.select(np.sort(order[:test_start])), MAX_VALIDATION_ROWS)
-    test = log.select(np.sort(order[test_start:train_start])) if config.judged else None
-    train = log.select(np.sort(order[train_start:]))
+    shares = config.held_out, config.judged
+    wanted = [max(1, round(share * len(log))) if share else 0 for share in shares]
+    held_out, judged, learned = split_by_query(log, wanted, seed=config.training.seed)
+    if not len(learned):
+        count = len(held_out) + len(judged)
+        what = f"a log needs more than {count} requests, because {count} are held out from training"
+        hint = "collect more requests; all requests of a query are on one side of the split"
+        raise DataError(what, where=config.data or None, got=len(log), hint=hint)
+    validation = sample_log(log.select(held_out), MAX_VALIDATION_ROWS)
+    test = log.select(judged) if config.judged else None
+    train = log.select(learned)
     if config.learn_from == "feedback":
         _check_label(train, config)
     return RunData(train, validation, f"{len(log)}-{log.rows}", test=test, segments=segments)

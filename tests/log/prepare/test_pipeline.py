@@ -111,7 +111,7 @@ def by_hand(frame: pd.DataFrame) -> dict[str, list[dict]]:
 
         rows.sort(key=key)
         one = rows[0]
-        of_split = uniform(request, 8)
+        of_split = uniform(one["query"], 8)  # requests of a query are on one side
         split = "train" if of_split < 0.8 else "validation" if of_split < 0.9 else "test"
         found[split].append(
             {
@@ -373,6 +373,19 @@ def test_splits_by_hash_are_disjoint_and_have_their_shares(tmp_path):
         assert abs(len(requests[split]) - 4000 * share) < 4 * np.sqrt(4000 * share * (1 - share))
         assert manifest.splits[split]["requests"] == len(requests[split])
     assert manifest.about["split"] == {"by": "hash", "validation": 0.2, "test": 0.1}
+
+
+def test_requests_of_a_query_are_in_one_split(tmp_path):
+    frame = make_rows(requests=400)
+    frame["query"] = [
+        f"query {int(request[1:]) % 60}" if int(request[1:]) % 5 else None for request in frame["request"]
+    ]
+    prepare_lists(write(frame, tmp_path / "log.parquet"), tmp_path / "lists")
+    queries = {split: {row["query"] for row in rows} - {None} for split, rows in read_lists(tmp_path / "lists").items()}
+    assert all(queries.values())
+    assert sum(map(len, queries.values())) == len(set().union(*queries.values())) == 48
+    without = {split for split, rows in read_lists(tmp_path / "lists").items() if any(not row["query"] for row in rows)}
+    assert without == set(SPLITS)  # requests without a query are divided by their ids
 
 
 def test_a_request_stays_in_its_split_as_the_log_grows(log, tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import md5
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,10 @@ class Nesting:
             keys = np.minimum.reduceat(rows["time"].to_numpy(), starts).astype(np.float64)
         else:
             keys = _as_numbers(letters[:, SPLIT_DIGITS]).astype(np.float64)
-        split = (keys >= self.validation_from).astype(np.int8) + (keys >= self.test_from)
         single = self._request_columns(rows, starts, clicked)
+        if "query" in single and not self.by_time:  # requests of a query are on one side of the split
+            keys = np.where(single["query"].is_valid(), _hashes(single["query"]), keys)
+        split = (keys >= self.validation_from).astype(np.int8) + (keys >= self.test_from)
         columns = {"position": positions, **columns}
         lists = {}
         for code, name in enumerate(SPLITS):
@@ -143,6 +146,15 @@ def _as_numbers(letters: np.ndarray) -> np.ndarray:
     """Convert hexadecimal digits, as bytes [requests, 8], to numbers [requests]."""
     digits = np.where(letters >= ord("a"), letters - (ord("a") - 10), letters - ord("0")).astype(np.int64)
     return digits @ (16 ** np.arange(7, -1, -1, dtype=np.int64))
+
+
+def _hashes(values: Any) -> np.ndarray:
+    """Return a number for each value, below `HASH_RANGE`, from the digits of its digest that decide the split."""
+    encoded = values.dictionary_encode()
+    digests = [md5(str(value).encode(), usedforsecurity=False).hexdigest() for value in encoded.dictionary.to_pylist()]
+    numbers = np.array([int(digest[SPLIT_DIGITS], 16) for digest in digests] or [0], np.float64)
+    found: np.ndarray = numbers[encoded.indices.fill_null(0).to_numpy(zero_copy_only=False)]
+    return found
 
 
 def _any_positive(columns: list[np.ndarray], starts: np.ndarray, kept: np.ndarray) -> np.ndarray:

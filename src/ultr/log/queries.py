@@ -1,0 +1,84 @@
+"""Queries: requests of one query must be on one side of a split, else held-out requests are not new to a model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ultr.errors import DataError
+from ultr.log.table import Log
+
+MOST_ALIKE = 0.1  # share of the requests that may have equal features; if more have, equal features do not show a query
+ROWS_AT_ONCE = 1 << 18  # rows whose features are hashed at once
+
+
+def codes(values: pa.Array) -> np.ndarray:
+    """Return an integer for each value, equal for equal values; missing values are equal."""
+    try:
+        encoded = values.dictionary_encode()
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
+        hint = "convert the column, or name another one with --item or --query"
+        what = "item ids and queries must be numbers or strings"
+        raise DataError(what, got=f"type {values.type}", hint=hint) from error
+    return np.asarray(pc.fill_null(encoded.indices, len(encoded.dictionary)).to_numpy(zero_copy_only=False))
+
+
+def queries_of(log: Log) -> np.ndarray:
+    """Return an integer from 0 on for the query of each request.
+
+    It is the column `query`. Without it, requests with the same id, or with the same items by their features, are one
+    query.
+    """
+    if "query" in log.context and not log.context["query"].null_count:
+        return np.unique(codes(log.context["query"]), return_inverse=True)[1]
+    by_id = np.unique(codes(log.request_ids), return_inverse=True)[1]
+    if not log.features.shape[1]:
+        return by_id
+    alike = np.unique(_sums_of_hashes(log), return_inverse=True)[1]
+    if np.bincount(alike).max() > max(1, MOST_ALIKE * len(log)):
+        return by_id
+    return _joined(by_id, alike)
+
+
+def split_by_query(log: Log, held_out: list[int], *, seed: int) -> list[np.ndarray]:
+    """Split the requests at random into parts with about as many requests as `held_out` says, and the rest.
+
+    A part has whole queries, in increasing order of requests.
+    """
+    query = queries_of(log)
+    order = np.random.default_rng(seed).permutation(len(log))
+    if query.max(initial=-1) + 1 < len(log):  # then requests of a query follow each other
+        rank = np.empty(len(log), np.int64)
+        rank[order] = np.arange(len(log))
+        first = np.full(query.max() + 1, len(log))
+        np.minimum.at(first, query, rank)
+        order = np.lexsort((rank, first[query]))
+    ends = np.concatenate([np.flatnonzero(np.diff(query[order])) + 1, [len(log)]])  # after the last request of a query
+    parts, start = [], 0
+    for wanted in np.cumsum(held_out).tolist():
+        stop = max(start, int(ends[np.searchsorted(ends, min(wanted, len(log)))])) if wanted else start
+        parts.append(np.sort(order[start:stop]))
+        start = stop
+    return [*parts, np.sort(order[start:])]
+
+
+def _sums_of_hashes(log: Log) -> np.ndarray:
+    """Return a number for each request that depends on the features of its items, but not on their order."""
+    factors = np.random.default_rng(0).integers(1, 2**63, log.features.shape[1], dtype=np.uint64) | np.uint64(1)
+    hashes = np.empty(log.rows, np.uint64)
+    for first in range(0, log.rows, ROWS_AT_ONCE):
+        bits = np.ascontiguousarray(log.features[first : first + ROWS_AT_ONCE], dtype=np.float32).view(np.uint32)
+        mixed = (bits.astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64)
+        hashes[first : first + len(mixed)] = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return np.add.reduceat(hashes, log.offsets[:-1])
+
+
+def _joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return groups of elements that are connected by equal numbers in one of two arrays."""
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
+
+    count = first.max() + 1
+    edges = coo_matrix((np.ones(len(first), bool), (first, count + second)), shape=(n := count + second.max() + 1, n))
+    return np.unique(connected_components(edges, directed=False)[1][first], return_inverse=True)[1]
