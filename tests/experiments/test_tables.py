@@ -437,6 +437,8 @@ def test_a_data_set_that_cannot_be_read_raises_an_error(tmp_path):
     [
         (World("yahoo"), "yahoo/continuous-delta-3-eta-1", "click + dwell / exp(3)", "reward"),
         (World("ml-1m", eta=0.5, delta=2), "ml-1m/continuous-delta-2-eta-0.5", "click + dwell / exp(2)", "reward"),
+        (World("ml-1m", users="watch"), "ml-1m/continuous-delta-3-eta-1-watch", "click + dwell", "reward"),
+        (World("ml-1m", sessions=99), "ml-1m/continuous-delta-3-eta-1-99-sessions", "click + dwell / exp(3)", "reward"),
         (World("mq2007", clicks=True, eta=0), "mq2007/clicks-eta-0", "click", "ndcg"),
     ],
 )
@@ -447,7 +449,8 @@ def test_a_world_sets_the_configuration_of_its_runs(tmp_path, world, name, label
     assert plan.base.label == label
     assert plan.metrics == [f"{metric}@{k}" for k in (3, 5, 10)]
     assert plan.base.select == f"{metric}@10"
-    assert (plan.base.data, plan.base.data_dir, plan.base.users) == (world.data, "there", "pbm")
+    assert (plan.base.data, plan.base.data_dir, plan.base.users) == (world.data, "there", world.users)
+    assert plan.base.sessions == world.sessions
     assert plan.base.user_options == {"eta": world.eta, "epsilon": 0.1}
     assert plan.base.ranker_options == {"hidden": [64, 32], "dropout": 0.1, "norm": "none"}
     training = plan.base.training

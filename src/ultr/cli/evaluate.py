@@ -36,7 +36,7 @@ def evaluate(
     ] = "ndcg@10",
     split: Annotated[str, typer.Option(help="Split of a data set: train, validation or test.")] = "test",
     users: Annotated[
-        str, typer.Option(help="Simulated users for reward metrics: pbm, trust, cascade or clickbait.")
+        str, typer.Option(help="Simulated users for reward metrics: pbm, trust, cascade, clickbait or watch.")
     ] = "pbm",
     eta: Eta = 1.0,
     epsilon: Epsilon = 0.1,

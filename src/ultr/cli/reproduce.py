@@ -34,13 +34,21 @@ def reproduce(
         float,
         typer.Option(help="Time limit: no run starts later, exit code 3; the same command continues. 0: no limit."),
     ] = 0,
+    users: Annotated[
+        str, typer.Option(help="Simulated users of tables and figures: pbm, trust, cascade, clickbait or watch.")
+    ] = "pbm",
+    sessions: Annotated[
+        int, typer.Option(help="Sessions of the log that all methods of a run learn from; 0: new ones at each step.")
+    ] = 0,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:1.")] = "auto",
     as_json: Json = False,
 ) -> None:
     """Repeat the experiments of the paper that pairwise-em comes from (CIKM 2022), and check the paper's claims."""
+    from ultr.datasets.users import make_user
     from ultr.experiments import EXPERIMENTS, FULL, QUICK, Lab
     from ultr.training.workers import Workers, default_jobs
 
+    make_user(users)  # raises OptionError if there are no such users
     names = list(EXPERIMENTS) if experiments == "all" else [name.strip() for name in experiments.split(",")]
     for name in names:
         if name not in EXPERIMENTS:
@@ -63,6 +71,8 @@ def reproduce(
             data=chosen,
             data_dir=None if data_dir is None else str(data_dir),
             device=device,
+            users=users,
+            sessions=sessions,
             on_done=show,
         )
         for name in names:

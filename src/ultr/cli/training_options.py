@@ -20,7 +20,7 @@ Data = Annotated[
 ]
 UsersOption = Annotated[
     str | None,
-    typer.Option("--users", help="Simulate users who give feedback at each step: pbm, trust, cascade or clickbait."),
+    typer.Option("--users", help="Simulate users who give feedback: pbm, trust, cascade, clickbait or watch."),
 ]
 LabelOption = Annotated[
     str | None,

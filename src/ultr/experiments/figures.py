@@ -27,7 +27,7 @@ def figure3(lab: Lab) -> ExperimentResult:
     """Repeat Figure 3: the gain over LambdaRank by severity of position bias, for clicks and continuous labels."""
     available, absent = lab.find(FIGURE_DATA)
     groups = [
-        (f"{kind}, {TITLES.get(data, data)}", [World(data, clicks=clicks, eta=eta) for eta in ETAS])
+        (f"{kind}, {TITLES.get(data, data)}", [lab.world(data, clicks=clicks, eta=eta) for eta in ETAS])
         for data in available
         for kind, clicks in (("continuous label", False), ("clicks", True))
     ]
@@ -39,7 +39,7 @@ def figure3(lab: Lab) -> ExperimentResult:
 def figure4(lab: Lab) -> ExperimentResult:
     """Repeat Figure 4: the gain over LambdaRank by the weight of dwell time in the label."""
     available, absent = lab.find(FIGURE_DATA)
-    groups = [(TITLES.get(data, data), [World(data, delta=delta) for delta in DELTAS]) for data in available]
+    groups = [(TITLES.get(data, data), [lab.world(data, delta=delta) for delta in DELTAS]) for data in available]
     title = "Figure 4: gain over LambdaRank by the weight of dwell time"
     text = "loss_opt is robust to the weight of the continuous label: the largest gain at every delta"
     return _gains(lab, "figure4", title, text, groups, "delta", lambda world: world.delta, absent)
@@ -57,11 +57,11 @@ def _gains(
 ) -> ExperimentResult:
     """Compare methods in groups of worlds (simulated settings); learning rates are tuned once, at eta 1 and delta 3."""
     entries = list(FIGURE_METHODS.values())
-    worlds_of_tables = {World(world.data, clicks=world.clicks): None for _, worlds in groups for world in worlds}
+    worlds_of_tables = {lab.world(world.data, clicks=world.clicks): None for _, worlds in groups for world in worlds}
     tuned = lab.compare(list(worlds_of_tables), entries, reference=LOWER)
     rates = {w: {row.entry: row.lr for row in result.rows} for w, result in tuned.items()}
     every = [world for _, worlds in groups for world in worlds]
-    rate_of = {world: rates[World(world.data, clicks=world.clicks)] for world in every}
+    rate_of = {world: rates[lab.world(world.data, clicks=world.clicks)] for world in every}
     compared = lab.compare(every, entries, reference=LOWER, rate_of=rate_of)
     sections, claims, results = [], [], {}
     for head, worlds in groups:
@@ -80,7 +80,8 @@ def _gains(
             "gain": {entry: [_finite(gain) for gain in means] for entry, means in gains.items()},
             "seeds": {e: [row_of(compared[w], e).results[metric] for w in worlds] for e in entries},
         }
-    about = f"{lab.seeds} runs. Learning rates were tuned at eta 1, delta 3. Gains are in %, with 95% intervals."
+    about = f"{lab.seeds} runs. Learning rates were tuned at eta 1, delta 3. Gains are in %, with 95% intervals. "
+    about += lab.feedback
     return ExperimentResult(name, f"{title} (budget: {lab.budget.name})", about, sections, claims, results, absent)
 
 
@@ -127,7 +128,7 @@ def _largest(text: str, head: str, gains: dict[str, list[Mean]], results: Sequen
 def figure5(lab: Lab) -> ExperimentResult:
     """Repeat Figure 5: examination, click rate and their ratio by position; m (see `MATRICES`) by position pair."""
     available, absent = lab.find(FIGURE_DATA)
-    compared = lab.compare([World(data) for data in available], [BAYES], reference=BAYES)
+    compared = lab.compare([lab.world(data) for data in available], [BAYES], reference=BAYES)
     sections, claims, results = [], [], {}
     for world, result in compared.items():
         head = TITLES.get(world.data, world.data)

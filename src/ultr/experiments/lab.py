@@ -48,21 +48,27 @@ QUICK = Budget("quick", (64, 32), 0.1, 150, 300, (0.02, 0.05), 3, False)
 
 @dataclass(frozen=True)
 class World:
-    """A simulated setting: data set, kind of label, severity of position bias, and weight of dwell time."""
+    """A simulated setting: data set, label, severity of position bias, weight of dwell time, users, and sessions."""
 
     data: str
     clicks: bool = False  # the label is the click; otherwise it is continuous
     eta: float = 1.0  # severity of position bias; 0: none
     delta: float = 3.0  # a continuous label is click + dwell / exp(delta)
+    users: str = "pbm"  # the simulated users, by name
+    sessions: int = 0  # of the one log that every method of a run learns from; 0: new feedback at each step
 
     @property
     def name(self) -> str:
         kind = "clicks" if self.clicks else f"continuous-delta-{self.delta:g}"
-        return f"{self.data}/{kind}-eta-{self.eta:g}"
+        users = "" if self.users == "pbm" else f"-{self.users}"
+        sessions = f"-{self.sessions}-sessions" if self.sessions else ""
+        return f"{self.data}/{kind}-eta-{self.eta:g}{users}{sessions}"
 
     @property
     def label(self) -> str:
-        return "click" if self.clicks else f"click + dwell / exp({self.delta:g})"
+        if self.clicks:
+            return "click"
+        return "click + dwell" if self.users == "watch" else f"click + dwell / exp({self.delta:g})"
 
     @property
     def metrics(self) -> list[str]:
@@ -80,18 +86,33 @@ class Lab:
     data: tuple[str, ...] = ()  # data sets; empty: those of the experiment
     data_dir: str | None = None
     device: str = "auto"
+    users: str = "pbm"
+    sessions: int = 0  # of the one log that every method of a run learns from; 0: new feedback at each step
     on_done: Callable[[int, int, str], None] = lambda *_: None
 
     @property
     def seeds(self) -> int:
         return self.runs or self.budget.runs
 
+    def world(self, data: str, *, clicks: bool = False, eta: float = 1.0, delta: float = 3.0) -> World:
+        """Return a world with the users and the number of sessions of this call."""
+        return World(data, clicks, eta, delta, self.users, self.sessions)
+
+    @property
+    def feedback(self) -> str:
+        """What methods learn from, in words."""
+        users = "" if self.users == "pbm" else f" Users: {self.users}."
+        if self.sessions:
+            return f"Every method of a run learns from the same {self.sessions:,} sessions, drawn once.{users}"
+        return f"Users give new feedback at each step, also to bias models, so methods differ in sessions.{users}"
+
     def plan(self, world: World, entries: Iterable[str], *, reference: str, rate_of: Mapping[str, float]) -> Plan:
         """Return the plan to compare the methods `entries` in a world."""
         budget = self.budget
         base = RunConfig(
             data=world.data,
-            users="pbm",
+            users=world.users,
+            sessions=world.sessions,
             user_options={"eta": world.eta, "epsilon": 0.1},
             label=world.label,
             ranker_options={"hidden": list(budget.hidden), "dropout": budget.dropout, "norm": "none"},

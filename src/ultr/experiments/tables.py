@@ -22,7 +22,7 @@ def table1(lab: Lab) -> ExperimentResult:
     """Repeat Table 1: methods that learn from continuous labels (clicks and dwell time)."""
     available, absent = lab.find(["yahoo", "ml-1m", "mq2007", "synthetic"])
     rows = TABLE1 + (BEYOND1 if lab.budget.beyond else ())
-    compared = lab.compare([World(data) for data in available], [row.entry for row in rows], reference="pal-click")
+    compared = lab.compare([lab.world(data) for data in available], [row.entry for row in rows], reference="pal-click")
     return _result(lab, "table1", "Table 1: continuous labels", rows, compared, _claims1, absent)
 
 
@@ -30,7 +30,7 @@ def table2(lab: Lab) -> ExperimentResult:
     """Repeat Table 2: methods that learn from clicks."""
     available, absent = lab.find(["yahoo", "mslr-web30k", "mq2007", "synthetic"])
     rows = TABLE2 + (BEYOND2 if lab.budget.beyond else ())
-    worlds = [World(data, clicks=True) for data in available]
+    worlds = [lab.world(data, clicks=True) for data in available]
     compared = lab.compare(worlds, [row.entry for row in rows], reference="dla")
     return _result(lab, "table2", "Table 2: clicks", rows, compared, _claims2, absent)
 
@@ -78,7 +78,8 @@ def _result(
     about = (
         f"{lab.seeds} runs of {budget.steps} steps of 256 lists, hidden layers {'-'.join(map(str, budget.hidden))}. "
         f"The learning rate, one of {', '.join(f'{rate:g}' for rate in budget.rates)}, was selected on validation "
-        "requests. Mean ± standard deviation over runs; * marks a difference from the reference with p < 0.05, paired."
+        "requests. Mean ± standard deviation over runs; * marks a difference from the reference with p < 0.05, paired. "
+        + lab.feedback
     )
     sections = [
         table_section(TITLES.get(world.data, world.data), world, result, rows) for world, result in compared.items()
