@@ -18,9 +18,9 @@ import numpy as np
 
 from ultr.methods import METHODS
 from ultr.training.compare import Comparison, compare
-from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.config import Precision, RunConfig, TrainingOptions
 
-PRECISIONS = ("float32", "tf32", "bf16")
+PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bf16")
 METRIC = "reward@10"
 
 

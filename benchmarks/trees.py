@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ultr.bias.equations import exact_weights
+from ultr.bias.equations import exact_below
 from ultr.methods.trees import bucketed
 from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, TreeRows
 from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective, kernels
@@ -40,9 +40,10 @@ RELEVANT_FEATURES = 10  # relevance is a function of this number of features
 BUILT_IN = "LambdaRank"
 LOSSES: dict[str, tuple[Kind, bool]] = {  # the kind of weights, and whether they are multiplied by |ΔDCG|
     "posterior": (Kind.GAP, False),
-    "opt": (Kind.GAP, True),
-    "ipw": (Kind.PRODUCT, False),
-    "bayes-ipw": (Kind.TRUSTED, False),
+    "opt-posterior": (Kind.GAP, True),
+    "ipw, exact": (Kind.PRODUCT, False),
+    "bayes-ipw, exact": (Kind.TRUSTED, False),
+    "bayes-ipw": (Kind.PAPER, False),
 }
 TIME_BOUND, MEMORY_BOUND = 1.5, 1.3  # relative to LambdaRank of the library
 
@@ -68,8 +69,8 @@ def write(folder: Path, documents: int, items: int, features: int) -> None:
     clicked = rng.random(rows) < theta[place] * beta
     label = (clicked * rng.exponential(stay)).astype(np.float32)
     unseen = beta * (1 - theta[place]) / (1 - theta[place] * beta)  # P(relevant | not clicked)
-    ones, seen = torch.ones(rows), torch.from_numpy(theta[place].astype(np.float32))
-    below = exact_weights(torch.from_numpy(clicked), ones, seen, torch.from_numpy(beta.astype(np.float32)))
+    seen = torch.from_numpy(theta[place].astype(np.float32))
+    below = exact_below(torch.from_numpy(clicked), seen, torch.from_numpy(beta.astype(np.float32)))
     arrays: dict[str, np.ndarray] = {
         "features": x,
         "offsets": np.arange(0, rows + 1, items),

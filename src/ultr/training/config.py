@@ -27,6 +27,7 @@ LearnFrom = Literal["feedback", "truth", "no-bias"]
 DEFAULT_METHOD = "pairwise-em"
 AUTO = "auto"  # selection metric: off-policy-reward@10 on a log, else feedback-ndcg@10
 Streaming = Literal["auto", "yes", "no"]
+Precision = Literal["auto", "float32", "tf32", "bf16"]
 TREE_SESSIONS = 20_000  # simulated sessions for trees if `sessions` is 0
 
 
@@ -47,7 +48,7 @@ class TrainingOptions:
     bias_steps: int = 3000  # largest number of training steps of a bias model, which comes before the ranker
     seed: Seed = 0
     device: str = "auto"
-    precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"  # of matrix products; auto: tf32 on a GPU
+    precision: Precision = "auto"  # of matrix products; auto: tf32 on a GPU
 
     def __post_init__(self) -> None:
         check_fields(self)
