@@ -80,6 +80,8 @@ def write(folder: Path, documents: int, items: int, features: int) -> None:
         "below": below.numpy(),
         "place": place,
         "preference": worth,
+        "beta": beta,
+        "examined": (theta * (1 - CLICKS))[place],
         "plus": 0.6 + 0.4 / (1 + np.abs(position[:, None] - position)),
         "minus": 0.4 / np.sqrt(position[:, None] * np.ones(items)),
     }
@@ -98,8 +100,8 @@ def objective(folder: Path, loss: str) -> PairwiseObjective:
     if kind == Kind.GAP:
         return PairwiseObjective(PairTerms(offsets, weights, np.load(folder / "value.npy"), kind, by_metric))
     rows = read(folder, "above", "below")
-    if kind == Kind.TRUSTED:
-        rows |= read(folder, "place", "preference", "plus", "minus")
+    if kind in (Kind.TRUSTED, Kind.PAPER):
+        rows |= read(folder, "place", "preference", "beta", "examined", "plus", "minus")
     return PairwiseObjective(PairTerms(offsets, weights, np.load(folder / "label.npy"), kind, by_metric, **rows))
 
 

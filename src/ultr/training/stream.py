@@ -208,7 +208,7 @@ class Stream:
         if block.ready is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(block.ready)
-            for values in block.lists.tensors:
+            for values in (*block.lists.tensors, *(() if block.keys is None else (block.keys,))):
                 values.record_stream(current)  # their memory is not given to others before the stream has used them
         return block
 
