@@ -52,6 +52,8 @@ def test_parts_of_a_split_have_whole_queries_and_about_the_wanted_size(queries, 
     log = make_shown_log(requests=len(queries), features=2)
     log = replace(log, context={"query": pa.array([f"q{n}" for n in queries])})
     query = np.array(queries)
+    if np.bincount(query).max() > max(1, len(query) / 2):  # the column cannot divide the log, and is not used
+        query = np.arange(len(query))
     parts = split_by_query(log, wanted, seed=seed)
     sides(query, parts)
     largest = np.bincount(query).max()
@@ -97,6 +99,14 @@ def test_requests_with_one_id_are_one_query_and_equal_features_of_most_requests_
     assert len(set(queries_of(log.without_features()))) == 30
     with pytest.raises(DataError, match="must be numbers or strings"):
         queries_of(replace(log, context={"query": pa.array([{"a": 1}] * 30)}))
+
+
+def test_a_feed_with_one_query_for_all_is_split_and_learned_from():
+    log, _ = simulate_log(make_shown_log(requests=60, features=4), User(), seed=0)
+    feed = replace(log, relevance=None, context={"query": pa.array(["home"] * 60)})
+    run_data = split_log(feed, RunConfig("", label="click"))
+    assert (len(run_data.validation), len(run_data.train)) == (12, 48)
+    assert len(recovered_score(feed).score) == feed.rows
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -100,7 +100,7 @@ class Lab:
 
     @property
     def feedback(self) -> str:
-        """What methods learn from, in words."""
+        """The feedback that methods learn from, in words."""
         users = "" if self.users == "pbm" else f" Users: {self.users}."
         if self.sessions:
             return f"Every method of a run learns from the same {self.sessions:,} sessions, drawn once.{users}"

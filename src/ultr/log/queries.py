@@ -10,6 +10,7 @@ from ultr.errors import DataError
 from ultr.log.table import Log
 
 MOST_ALIKE = 0.1  # share of the requests that may have equal features; if more have, equal features do not show a query
+LARGEST_QUERY = 0.5  # share of the requests that one query may have; if one has more, the column cannot divide the log
 ROWS_AT_ONCE = 1 << 18  # rows whose features are hashed at once
 
 
@@ -27,11 +28,13 @@ def codes(values: pa.Array) -> np.ndarray:
 def queries_of(log: Log) -> np.ndarray:
     """Return an integer from 0 on for the query of each request.
 
-    It is the column `query`. Without it, requests with the same id, or with the same items by their features, are one
-    query.
+    It is the column `query`, unless most requests have one value there, as in a feed. Otherwise requests with the same
+    id, or with the same items by their features, are one query.
     """
     if "query" in log.context and not log.context["query"].null_count:
-        return np.unique(codes(log.context["query"]), return_inverse=True)[1]
+        query: np.ndarray = np.unique(codes(log.context["query"]), return_inverse=True)[1]
+        if np.bincount(query, minlength=1).max() <= max(1, LARGEST_QUERY * len(log)):
+            return query
     by_id = np.unique(codes(log.request_ids), return_inverse=True)[1]
     if not log.features.shape[1]:
         return by_id

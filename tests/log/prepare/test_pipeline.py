@@ -388,6 +388,12 @@ def test_requests_of_a_query_are_in_one_split(tmp_path):
     assert without == set(SPLITS)  # requests without a query are divided by their ids
 
 
+def test_a_feed_with_one_query_for_most_requests_is_divided_by_requests(tmp_path):
+    frame = make_rows(requests=400).assign(query="home")
+    prepare_lists(write(frame, tmp_path / "log.parquet"), tmp_path / "lists")
+    assert all(len(rows) > 10 for rows in read_lists(tmp_path / "lists").values())
+
+
 def test_a_request_stays_in_its_split_as_the_log_grows(log, tmp_path):
     frame = make_rows()
     prepare_lists(log, tmp_path / "all")
@@ -765,6 +771,7 @@ def test_workers_of_spark_need_not_have_this_package(tmp_path):
         weighted=False,
         label=ultr.Label("2 * click"),
         by_time=False,
+        by_query=False,
         validation_from=2.0**32,
         test_from=2.0**32,
         keep_clickless=1.0,

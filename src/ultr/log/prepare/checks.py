@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from ultr.errors import ColumnError, DataError
 from ultr.log.build import MAX_WEIGHT, MIN_WEIGHT
+from ultr.log.queries import LARGEST_QUERY
 
 LARGEST = float(np.finfo(np.float32).max)  # the largest number that lists can hold
 Fetch = Callable[[Any], pa.Table]
@@ -80,6 +81,13 @@ def count_differing(rows: Any, roles: list[str], *, fetch: Fetch) -> dict[str, i
     requests = rows.group_by("request").aggregate(**tests)
     counts = fetch(requests.aggregate(**{role: requests[role].sum().cast("int64") for role in roles})).to_pylist()[0]
     return {role: count for role, count in counts.items() if count}
+
+
+def divides(rows: Any, *, fetch: Fetch) -> bool:
+    """Return whether queries can divide a log into splits: none of them has most of the rows, as in a feed."""
+    of_query = rows.group_by("query").aggregate(rows=rows.count())
+    counts = fetch(of_query.aggregate(largest=of_query["rows"].max(), total=of_query["rows"].sum())).to_pylist()[0]
+    return bool(counts["largest"] <= LARGEST_QUERY * counts["total"])
 
 
 def reject_differing(counts: Mapping[str, int], names: Mapping[str, str], *, where: object) -> None:

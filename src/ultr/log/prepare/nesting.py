@@ -47,6 +47,7 @@ class Nesting:
     weighted: bool  # whether the source has weights
     label: Any  # ultr.Label, or None
     by_time: bool
+    by_query: bool  # whether the hash of the query, not of the request, decides the split
     validation_from: float  # hash or time at which the validation split starts; lower ones are for training
     test_from: float
     keep_clickless: float
@@ -81,7 +82,7 @@ class Nesting:
         else:
             keys = _as_numbers(letters[:, SPLIT_DIGITS]).astype(np.float64)
         single = self._request_columns(rows, starts, clicked)
-        if "query" in single and not self.by_time:  # requests of a query are on one side of the split
+        if self.by_query:  # requests of a query are on one side of the split
             keys = np.where(single["query"].is_valid(), _hashes(single["query"]), keys)
         split = (keys >= self.validation_from).astype(np.int8) + (keys >= self.test_from)
         columns = {"position": positions, **columns}

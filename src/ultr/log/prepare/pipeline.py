@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from ultr.errors import ColumnError, OptionError, nearest
 from ultr.log.build import as_data_error
 from ultr.log.labels import Label
-from ultr.log.prepare.checks import check_rows, count_differing, reject_differing, time_bounds
+from ultr.log.prepare.checks import check_rows, count_differing, divides, reject_differing, time_bounds
 from ultr.log.prepare.engines import Engine, EngineName, engine_errors, start_engine
 from ultr.log.prepare.events import EventColumns, action_names, actions_by_item, event_columns, event_notes, with_events
 from ultr.log.prepare.facts import shard_facts
@@ -270,6 +270,7 @@ class _Work:
             weighted=columns.weight is not None,
             label=self.label,
             by_time=chosen.split == "time",
+            by_query=chosen.split == "hash" and "query" in columns.context and divides(rows, fetch=self.engine.fetch),
             validation_from=validation_from,
             test_from=test_from,
             keep_clickless=chosen.keep_clickless,
