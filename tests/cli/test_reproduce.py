@@ -14,7 +14,7 @@ from ultr.experiments import FULL, QUICK, ExperimentResult
 from ultr.experiments import lab as labs
 from ultr.experiments.claims import HELD, Claim
 from ultr.report.parts import Section, Text
-from ultr.training.compare import RunTask
+from ultr.training.tasks import RunTask, SharedTask
 from ultr.utils.jsonfiles import load_json
 
 
@@ -62,7 +62,7 @@ def strict(text):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("nothing", "use one of all, figure3, figure4, figure5, live, table1, table2"),
+        ("nothing", "use one of all, figure3, figure4, figure5, live, settling, table1, table2, trees"),
         ("tabel1", "did you mean 'table1'?"),
         ("table1,figur5", "did you mean 'figure5'?"),
         ("", "use one of all"),
@@ -92,11 +92,12 @@ def test_a_missing_data_set_is_named_with_where_to_put_it(reproduce, tmp_path):
 
 def test_at_the_time_limit_it_says_how_to_continue(reproduce, tmp_path, monkeypatch):
     monkeypatch.setattr(labs, "load_dataset", lambda name, data_dir=None: None)
-    monkeypatch.setattr(RunTask, "perform", lambda task: pytest.fail("a run was started after the time limit"))
+    for kind in (RunTask, SharedTask):
+        monkeypatch.setattr(kind, "perform", lambda task: pytest.fail("a task was started after the time limit"))
     options = "--quick", "--data", "synthetic", "--runs", 1, "--jobs", 1, "--out", tmp_path
     code, out, err = reproduce("table1", *options, "--minutes", 1e-9)
     assert code == 3
-    assert "0 of 30 runs finished; run the same command again to continue" in err  # 10 methods, 2 learning rates
+    assert "0 of 33 runs finished; run the same command again to continue" in err  # 11 methods, 2 learning rates
     assert out == ""
     assert not (tmp_path / "table1.md").exists()
 
@@ -144,16 +145,19 @@ def test_with_json_only_json_is_printed(reproduce, labs_of_experiments, tmp_path
     content = strict(out)
     assert list(content) == ["table1", "figure3"]
     assert content["table1"] == load_json(tmp_path / "table1.json", finite=True)
-    assert content["table1"]["claims"] == [{"text": "it works", "data": "data", "verdict": HELD, "evidence": "so"}]
+    claim = {"text": "it works", "data": "data", "verdict": HELD, "evidence": "so"}
+    assert content["table1"]["claims"] == [{**claim, "difference": None, "p": 1.0, "is_level": False}]
 
 
 def test_options_reach_the_experiment(reproduce, labs_of_experiments, tmp_path):
     options = "--runs", 4, "--data", "mq2007, synthetic", "--data-dir", tmp_path, "--device", "cpu", "--out", tmp_path
+    options += "--users", "trust", "--sessions", 0, "--logging", "network", "--select", "truth, off-policy"
     assert reproduce("table1", "--quick", *options)[0] == 0
     assert reproduce("table1", "--out", tmp_path)[0] == 0
     (_, lab), (_, default) = labs_of_experiments
     assert (lab.budget, lab.seeds, lab.data, lab.data_dir) == (QUICK, 4, ("mq2007", "synthetic"), str(tmp_path))
     assert (lab.device, lab.out) == ("cpu", tmp_path)
+    assert (lab.users, lab.sessions, lab.logging, lab.selections) == ("trust", 0, "network", ("truth", "off-policy"))
     assert (default.budget, default.seeds, default.data, default.data_dir, default.device) == (
         FULL,
         10,
@@ -161,6 +165,40 @@ def test_options_reach_the_experiment(reproduce, labs_of_experiments, tmp_path):
         None,
         "auto",
     )
+    assert (default.users, default.sessions, default.logging, default.selections) == ("pbm", None, "linear", ())
+
+
+def test_the_docs_have_the_page_of_each_experiment_and_the_command_that_repeats_it(
+    reproduce, labs_of_experiments, tmp_path
+):
+    plain = "--out", tmp_path / "out", "--docs", tmp_path / "docs", "--jobs", 1, "--device", "cpu"
+    assert reproduce("table1, figure3", *plain)[0] == 0
+    assert sorted(path.name for path in (tmp_path / "docs").iterdir()) == [
+        "figure3.json",
+        "figure3.md",
+        "table1.json",
+        "table1.md",
+    ]
+    for name in ("table1", "figure3"):
+        page = (tmp_path / "docs" / f"{name}.md").read_text()
+        assert f"Made by `ultr reproduce {name}` from commit " in page
+        assert "A text." in page
+        saved = load_json(tmp_path / "docs" / f"{name}.json")
+        assert saved["figures"] == {"figure": [1.5]}
+        assert saved["made"]["command"] == f"ultr reproduce {name}"
+    options = "--runs", 2, "--data", "mq2007, synthetic", "--select", "truth", "--sessions", 0
+    options += "--users", "trust", "--logging", "network"
+    assert reproduce("table1", "--quick", *options, *plain)[0] == 0
+    changed = "--runs 2 --data 'mq2007, synthetic' --sessions 0 --select truth --users trust --logging network"
+    command = f"ultr reproduce table1 --quick {changed}"
+    assert load_json(tmp_path / "docs" / "table1.json")["made"]["command"] == command
+    assert f"Made by `{command}` from commit " in (tmp_path / "docs" / "table1.md").read_text()
+
+
+def test_without_the_option_no_docs_are_written(reproduce, labs_of_experiments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert reproduce("table1", "--out", "out")[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_time_limit_is_in_minutes(reproduce, labs_of_experiments, tmp_path, monkeypatch):
@@ -170,12 +208,30 @@ def test_the_time_limit_is_in_minutes(reproduce, labs_of_experiments, tmp_path, 
     assert [lab.workers.until for _, lab in labs_of_experiments] == [1150.0, float("inf")]
 
 
-@pytest.mark.parametrize(("option", "value"), [("--runs", -1), ("--minutes", "soon")])
+@pytest.mark.parametrize(("option", "value"), [("--runs", -1), ("--minutes", "soon"), ("--sessions", -1)])
 def test_options_out_of_range_are_errors(reproduce, labs_of_experiments, tmp_path, option, value):
     code, _, err = reproduce("table1", "--out", tmp_path, option, value)
     assert code == 2
     assert option in err
     assert not labs_of_experiments
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--select", "truht", "'truht' is not one of off-policy, truth; did you mean 'truth'?"),
+        ("--select", "off-policy,", "'' is not one of off-policy, truth"),
+        ("--logging", "netwerk", "did you mean 'network'?"),
+        ("--users", "trsut", "did you mean 'trust'?"),
+    ],
+)
+def test_unknown_names_are_errors_before_any_work(reproduce, labs_of_experiments, tmp_path, option, value, message):
+    code, out, err = reproduce("table1", "--out", tmp_path / "out", option, value)
+    assert code == 2
+    assert message in err
+    assert out == ""
+    assert not labs_of_experiments
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_negative_number_of_jobs_is_an_error(reproduce, labs_of_experiments, tmp_path):

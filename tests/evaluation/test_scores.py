@@ -5,12 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError
 from ultr.evaluation.metrics import METRICS, parse_metric
-from ultr.evaluation.scores import ScoreMetrics, evaluate_scores, mean_with_interval, paired_test
+from ultr.evaluation.scores import ScoreMetrics, evaluate_scores, holm, mean_with_interval, paired_test
 
 
 def test_metrics_of_a_log_are_in_the_order_of_its_requests(shown_log):
@@ -113,6 +115,22 @@ def test_the_interval_covers_the_mean_with_its_confidence():
 def test_whole_weights_count_like_repeated_requests_for_the_mean():
     values, weights = np.array([1.0, 5.0, 2.0]), np.array([2.0, 1.0, 3.0])
     assert mean_with_interval(values, weights).mean == pytest.approx(np.repeat(values, [2, 1, 3]).mean())
+
+
+def test_holms_method_agrees_with_a_calculation_by_hand():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_holms_method_rejects_what_its_definition_rejects(p):
+    order, rejected = sorted(range(len(p)), key=lambda i: p[i]), set()
+    for rank, i in enumerate(order):
+        if p[i] * (len(p) - rank) >= 0.05:
+            break
+        rejected.add(i)
+    assert {i for i, value in enumerate(holm(p)) if value < 0.05} == rejected
 
 
 def test_the_paired_test_is_students():

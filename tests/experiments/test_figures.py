@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +19,21 @@ from ultr.experiments import figures
 from ultr.experiments import lab as labs
 from ultr.experiments.claims import DIRECTION, HELD, NOT
 from ultr.experiments.figures import figure3, figure4, figure5
-from ultr.experiments.lab import QUICK, Budget, Lab, World
-from ultr.experiments.paper import BAYES, OPT
-from ultr.training.compare import Comparison, Entry, Row, run_folder
+from ultr.experiments.lab import FULL, QUICK, Lab
+from ultr.experiments.paper import BAYES, DEFAULT, OPT
+from ultr.training.compare import Comparison, Row
+from ultr.training.entries import Entry, Setting, run_folder
 from ultr.training.workers import Workers
 from ultr.utils.jsonfiles import write_json
 
-ENTRIES = [OPT, "dla", "regression-em", "pal-click", "lambdarank"]
-NAMES = ["Our Method (loss_opt)", "DLA", "Regression EM", "PAL-Click"]
-TINY = Budget("tiny", (4,), 0.0, 4, 4, (0.05,), 2, False)
+ENTRIES = [DEFAULT, OPT, "dla", "regression-em", "pal-click", "lambdarank"]
+NAMES = ["posterior pairs (the default)", "Our Method (loss_opt)", "DLA", "Regression EM", "PAL-Click"]
+TINY = replace(QUICK, name="tiny", hidden=(4,), dropout=0.0, steps=4, bias_steps=4, sessions=300, runs=2, rates=(0.05,))
 
 
 def comparison(metric, **values):
-    rows = [Row({"opt": OPT, "pal": "pal-click"}.get(name, name), 0.1, {metric: v}, {}) for name, v in values.items()]
+    entry_of = {"default": DEFAULT, "opt": OPT, "pal": "pal-click"}
+    rows = [Row(entry_of.get(name, name), Setting(0.1), {metric: v}) for name, v in values.items()]
     return Comparison(rows, [metric], "lambdarank")
 
 
@@ -43,9 +46,10 @@ def all_here(monkeypatch):
     monkeypatch.setattr(labs, "load_dataset", lambda name, data_dir=None: None)
 
 
-def rate_in(plan, place):
-    """Return a rate that differs between the worlds it was tuned in."""
-    return round(0.01 * (place + 1) + (0.1 if plan.base.label == "click" else 0) + plan.base.user_options["eta"], 4)
+def setting_in(plan, place):
+    """Return a setting that differs between the worlds it was tuned in."""
+    lr = 0.01 * (place + 1) + (0.1 if plan.base.label == "click" else 0) + plan.base.user_options["eta"]
+    return Setting(round(lr, 4), dropout=0.25)
 
 
 def made_up(plan):
@@ -54,8 +58,8 @@ def made_up(plan):
     for i, entry in enumerate(plan.entries):
         noise = np.random.default_rng([i, plan.seeds]).normal(0, 0.01, plan.seeds)
         values = (2 + eta + len(plan.base.label) / 10 - 0.2 * i + noise).tolist()
-        lr = plan.rate_of.get(entry.text, rate_in(plan, i))
-        rows.append(Row(entry.text, lr, {m: [v / (3 - k) for v in values] for k, m in enumerate(plan.metrics)}, {}))
+        results = {m: [v / (3 - k) for v in values] for k, m in enumerate(plan.metrics)}
+        rows.append(Row(entry.text, setting_in(plan, i), results))
     return Comparison(rows, list(plan.metrics), plan.reference)
 
 
@@ -110,49 +114,45 @@ def test_a_gain_does_not_change_with_the_scale_of_a_run(pairs):
     assert (one.mean, one.low, one.high) == pytest.approx((other.mean, other.low, other.high))
 
 
-def test_figure_3_tunes_at_eta_1_and_uses_those_rates_at_every_eta(tmp_path, calls):
+def test_figure_3_tunes_every_method_at_every_eta(tmp_path, calls):
     figure3(lab_of(tmp_path))
-    tuned, final = calls
-    assert [(p.base.label, p.base.user_options["eta"], dict(p.rate_of)) for p in tuned] == [
-        ("click + dwell / exp(3)", 1.0, {}),
-        ("click", 1.0, {}),
-    ]
-    assert [(p.base.label, p.base.user_options["eta"]) for p in final] == [
+    (plans,) = calls
+    assert [(p.base.label, p.base.user_options["eta"]) for p in plans] == [
         (label, eta) for label in ("click + dwell / exp(3)", "click") for eta in (0.0, 0.5, 1.0, 1.5, 2.0)
     ]
-    for plan in final:
-        assert plan.rate_of == {e: rate_in(tuned[plan.base.label == "click"], i) for i, e in enumerate(ENTRIES)}
-    for plan in tuned + final:
+    for plan in plans:
         assert [entry.text for entry in plan.entries] == ENTRIES
         assert plan.reference == "lambdarank"
         metric = "ndcg" if plan.base.label == "click" else "reward"
         assert plan.metrics == [f"{metric}@{k}" for k in (3, 5, 10)]
-        assert plan.base.select == f"{metric}@10"
-        assert (plan.seeds, plan.rates) == (4, QUICK.rates)
-    assert [p.out.relative_to(tmp_path / "runs" / "quick").as_posix() for p in final[::5]] == [
-        "synthetic/continuous-delta-3-eta-0",
-        "synthetic/clicks-eta-0",
+        assert plan.base.select == "off-policy-reward@10"
+        assert (plan.seeds, plan.rates, plan.base.sessions) == (4, QUICK.rates, 5000)
+        assert all(plan.choices(entry) == [("lr", list(QUICK.rates))] for entry in plan.entries)
+    assert [p.out.relative_to(tmp_path / "runs" / "quick").as_posix() for p in plans[::5]] == [
+        "synthetic/continuous-delta-3-eta-0-5000-sessions-off-policy",
+        "synthetic/clicks-eta-0-5000-sessions-off-policy",
     ]
-    assert len({plan.out for plan in final}) == 10
-    assert {plan.out for plan in tuned} < {plan.out for plan in final}  # so that no run is made twice
+    assert len({plan.out for plan in plans}) == 10
 
 
-def test_figure_4_tunes_at_delta_3_and_uses_those_rates_at_every_delta(tmp_path, calls):
-    figure4(lab_of(tmp_path, data=("yahoo", "ml-1m")))
-    tuned, final = calls
-    assert [(p.base.data, p.base.label, dict(p.rate_of)) for p in tuned] == [
-        ("yahoo", "click + dwell / exp(3)", {}),
-        ("ml-1m", "click + dwell / exp(3)", {}),
-    ]
-    assert [(p.base.data, p.base.label) for p in final] == [
+def test_figure_4_tunes_every_method_at_every_delta(tmp_path, calls):
+    figure4(lab_of(tmp_path, FULL, data=("yahoo", "ml-1m")))
+    (plans,) = calls
+    assert [(p.base.data, p.base.label) for p in plans] == [
         (data, f"click + dwell / exp({delta})") for data in ("yahoo", "ml-1m") for delta in (1, 2, 3, 4, 5)
     ]
-    for plan in final:
-        assert plan.rate_of == {e: rate_in(tuned[0], i) for i, e in enumerate(ENTRIES)}
+    for plan in plans:
+        assert [entry.text for entry in plan.entries] == ENTRIES
         assert plan.base.user_options == {"eta": 1.0, "epsilon": 0.1}
-        assert plan.base.select == "reward@10"
-    assert len({plan.out for plan in final}) == 10
-    assert {plan.out for plan in tuned} < {plan.out for plan in final}
+        assert plan.base.select == "off-policy-reward@10"
+        assert all(dict(plan.choices(entry))["lr"] == list(FULL.rates) for entry in plan.entries)
+    assert len({plan.out for plan in plans}) == 10
+
+
+def test_figures_select_as_they_are_told_to(tmp_path, calls):
+    figure3(lab_of(tmp_path, selections=("truth",)))
+    (plans,) = calls
+    assert [plan.base.select for plan in plans] == ["reward@10"] * 5 + ["ndcg@10"] * 5
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_gains_are_shown_by_the_value_they_belong_to(tmp_path, calls, make, name
     by_title = sections(result.text())
     assert list(by_title) == heads
     assert list(result.results) == heads
-    final = calls[1]
+    (final,) = calls
     content = json.loads((tmp_path / f"{name}.json").read_text())["figures"]
     for number, (head, kind) in enumerate(zip(heads, kinds, strict=True)):
         plans = final[5 * number : 5 * number + 5]
@@ -193,12 +193,16 @@ def test_gains_are_shown_by_the_value_they_belong_to(tmp_path, calls, make, name
                 assert content[head]["seeds"][entry][at] == rows[entry].tolist()
         assert set(content[head]["seeds"]) == set(ENTRIES)
         assert set(content[head]["gain"]) == set(ENTRIES[:-1])
-    assert [claim.data for claim in result.claims] == heads
-    assert [claim.verdict for claim in result.claims] == [HELD] * len(heads)
+    assert [claim.data for claim in result.claims] == [head for head in heads for _ in range(2)]
+    assert [claim.verdict for claim in result.claims] == [HELD] * 2 * len(heads)
+    for printed, ours in zip(result.claims[::2], result.claims[1::2], strict=True):
+        assert printed.text.startswith("loss_opt is robust to the ")
+        assert ours.text == printed.text.replace("loss_opt", "The default")
+        assert f"the largest gain at every {axis}" in printed.text
     assert titles_of((tmp_path / f"{name}.html").read_text()) == heads
     for head, (lines, bands, _) in zip(heads, drawn(result, tmp_path), strict=True):
         assert list(lines) == NAMES
-        assert bands == 4
+        assert bands == 5
         for entry, line in zip(ENTRIES, lines.values(), strict=False):
             assert line["x"] == values
             assert line["y"] == pytest.approx([100 * gain["mean"] for gain in content[head]["gain"][entry]], rel=1e-5)
@@ -208,7 +212,7 @@ def test_figures_use_the_data_sets_of_the_paper_and_the_default_data(tmp_path, c
     for make in (figure3, figure4):
         calls.clear()
         make(lab_of(tmp_path, data=()))
-        assert [plan.base.data for plan in calls[1][::5]] == (
+        assert [plan.base.data for plan in calls[0][::5]] == (
             ["yahoo", "yahoo", "ml-1m", "ml-1m", "synthetic", "synthetic"]
             if make is figure3
             else ["yahoo", "ml-1m", "synthetic"]
@@ -218,7 +222,7 @@ def test_figures_use_the_data_sets_of_the_paper_and_the_default_data(tmp_path, c
 def test_gains_of_one_run_have_no_band(tmp_path, calls):
     result = figure4(lab_of(tmp_path, runs=1))
     ((lines, bands, _),) = drawn(result, tmp_path)
-    assert (len(lines), bands) == (4, 0)
+    assert (len(lines), bands) == (5, 0)
     assert "[" not in sections(result.text())["Default data (synthetic)"][1][1]
 
 
@@ -232,6 +236,7 @@ def test_figures_of_one_run_are_plain_json(tmp_path, calls):
 SURE = {"opt": [2.0, 2.1, 2.2], "dla": [1.0, 1.11, 1.2], "pal": [1.5, 1.61, 1.7], "lambdarank": [1.0, 1.0, 1.0]}
 FIRST = SURE | {"opt": [1.6, 1.5, 1.8]}  # above PAL-Click, but not significantly
 SECOND = SURE | {"dla": [3.0, 3.1, 3.3]}
+OURS = {"opt": (OPT, "default"), "default": (DEFAULT, "opt")}
 
 
 @pytest.mark.parametrize(
@@ -244,18 +249,34 @@ SECOND = SURE | {"dla": [3.0, 3.1, 3.3]}
         ([SECOND, SECOND], NOT, 0, 0),
     ],
 )
-def test_the_claim_of_the_largest_gain_holds_only_if_it_is_significant_everywhere(worlds, verdict, first, sure):
-    results = [comparison("m", **world) for world in worlds]
-    gains = {e: [figures._gain(r, e, "m") for r in results] for e in (OPT, "dla", "pal-click")}
-    claim = figures._largest("text", "head", gains, results, "m")
+@pytest.mark.parametrize("name", OURS)
+def test_the_claim_of_the_largest_gain_holds_only_if_it_is_significant_everywhere(worlds, verdict, first, sure, name):
+    method, other = OURS[name]
+    best_of_all = {other: [9.0, 9.1, 9.3]}  # our other method is not compared
+    results = [comparison("m", **(world | {name: world["opt"]} | best_of_all)) for world in worlds]
+    gains = {e: [figures._gain(r, e, "m") for r in results] for e in (DEFAULT, OPT, "dla", "pal-click")}
+    claim = figures._largest("text", "head", method, gains, results, "m")
     assert (claim.text, claim.data, claim.verdict) == ("text", "head", verdict)
     start, words = claim.evidence.split(": ", 1)
     assert start == f"first at {first} of 2, significantly at {sure}"
     for world, word in zip(worlds, words.split("; "), strict=True):
         best = "dla" if world is SECOND else "pal"
         test = paired_test(np.array(world["opt"]), np.array(world[best]))
-        name = {"dla": "DLA", "pal": "PAL-Click"}[best]
-        assert word == f"{test.difference:+.4f} over {name} (p = {test.p:.2g})"
+        shown = {"dla": "DLA", "pal": "PAL-Click"}[best]
+        assert word == f"{test.difference:+.4f} over {shown} (p = {test.p:.2g})"
+
+
+def test_the_largest_gain_must_also_be_significant_over_requests():
+    sure = comparison("m", **SURE)
+    by_request = {OPT: [2.0, 0.0, 3.0, 1.0], "pal-click": [1.0, 1.0, 1.0, 2.0]}
+    rows = [replace(r, by_request={"m": np.array(by_request.get(r.entry, [0.0] * 4))}) for r in sure.rows]
+    gains = {e: [figures._gain(sure, e, "m")] for e in (OPT, "dla", "pal-click")}
+    claim = figures._largest("text", "head", OPT, gains, [replace(sure, rows=rows)], "m")
+    p = paired_test(*(np.array(by_request[e]) for e in (OPT, "pal-click"))).p
+    assert p > 0.05
+    assert claim.verdict == DIRECTION
+    assert claim.evidence.startswith("first at 1 of 1, significantly at 0: ")
+    assert f"over PAL-Click (p = {p:.2g})" in claim.evidence
 
 
 @pytest.mark.parametrize(
@@ -300,18 +321,18 @@ REPORTS = [
 ]
 
 
-def write_reports(lab, data, lr):
-    out = lab.plan(World(data), [BAYES], reference=BAYES, rate_of={}).out
+def write_reports(lab, data, setting):
+    out = lab.plan(lab.world(data), [BAYES], reference=BAYES).out
     for seed, report in enumerate(REPORTS):
-        write_json(run_folder(out, Entry.parse(BAYES), lr, seed) / "bias.json", report)
+        write_json(run_folder(out, Entry.parse(BAYES), setting, seed) / "bias.json", report)
 
 
 def test_figure_5_shows_the_bias_of_its_runs(tmp_path, calls):
     lab = lab_of(tmp_path, runs=2, data=("synthetic", "yahoo"))
-    (plan,) = labs.compare_all([lab.plan(World("synthetic"), [BAYES], reference=BAYES, rate_of={})], None, None)
+    (compared,) = labs.compare_all([lab.plan(lab.world("synthetic"), [BAYES], reference=BAYES)], None, None)
     calls.clear()
     for data in lab.data:
-        write_reports(lab, data, plan.rows[0].lr)  # the rate that was chosen
+        write_reports(lab, data, compared.rows[0].setting)  # the one that was chosen
     result = figure5(lab)
     result.write(tmp_path)
     ((first, second),) = calls
@@ -357,7 +378,7 @@ def test_figure_5_shows_the_bias_of_its_runs(tmp_path, calls):
 
 def test_figure_5_of_one_run_has_no_band(tmp_path, calls):
     lab = lab_of(tmp_path, runs=1)
-    write_reports(lab, "synthetic", 1.01)
+    write_reports(lab, "synthetic", Setting(1.01, dropout=0.25))
     result = figure5(lab)
     assert result.results["synthetic"]["theta"] == [[0.8, 0.5, 0.2]]
     (lines, bands, _), _ = drawn(result, tmp_path)
@@ -367,12 +388,12 @@ def test_figure_5_of_one_run_has_no_band(tmp_path, calls):
 def test_figures_work_with_real_runs(tmp_path, monkeypatch):
     small = make_synthetic(requests=(60, 10, 10))
     monkeypatch.setattr("ultr.training.data.cached_dataset", lambda name, data_dir: small)
-    monkeypatch.setattr("ultr.training.compare.cached_dataset", lambda name, data_dir: small)
+    monkeypatch.setattr("ultr.training.tasks.cached_dataset", lambda name, data_dir: small)
     monkeypatch.setattr(labs, "load_dataset", lambda name, data_dir=None: small)
     monkeypatch.setattr(
         figures,
         "FIGURE_METHODS",
-        {"Our Method (loss_opt)": OPT, "PAL-Click": "pal-click", "Lower Bound (LambdaRank)": "lambdarank"},
+        {name: entry for name, entry in figures.FIGURE_METHODS.items() if entry in (DEFAULT, OPT, "lambdarank")},
     )
     monkeypatch.setattr(figures, "ETAS", (0.0, 1.0))
     lab = lab_of(tmp_path, TINY, runs=1)
@@ -385,6 +406,6 @@ def test_figures_work_with_real_runs(tmp_path, monkeypatch):
     result = figure3(lab)
     runs = {p.parent for p in tmp_path.rglob("test.json")} - folders
     assert len(runs) == 2 * 2 * 3  # labels, etas, methods
-    assert [list(lines) for lines, _, _ in drawn(result, tmp_path)] == [["Our Method (loss_opt)", "PAL-Click"]] * 2
+    assert [list(lines) for lines, _, _ in drawn(result, tmp_path)] == [NAMES[:2]] * 2
     gains = result.results["clicks, Default data (synthetic)"]["seeds"]
     assert all(len(set(map(tuple, values))) == 2 for values in gains.values())  # eta has an effect

@@ -11,7 +11,8 @@ from ultr.experiments import trees as experiment
 from ultr.experiments.claims import HELD, REVERSED
 from ultr.experiments.lab import FULL, QUICK, Lab, World
 from ultr.experiments.trees import OUR_ROWS, OURS, baselines, tree_tables
-from ultr.training.compare import Comparison, Entry, Row
+from ultr.training.compare import Comparison, Row, with_tests
+from ultr.training.entries import Entry, Setting
 from ultr.training.workers import Workers
 
 
@@ -39,9 +40,8 @@ def _result(plan, value_of) -> Comparison:
     rows = []
     for entry in plan.entries:
         values = {m: [value_of(entry) + x for x in noise * (1 + len(entry.text) / 50)] for m in plan.metrics}
-        rows.append(Row(entry.text, 0.1, values, {}))
-    rows = [row if i == 0 else Row(row.entry, 0.1, row.results, row.tested(rows[0])) for i, row in enumerate(rows)]
-    return Comparison(rows, list(plan.metrics), rows[0].entry)
+        rows.append(Row(entry.text, Setting(0.1), values))
+    return Comparison(with_tests(rows, rows[0].entry), list(plan.metrics), rows[0].entry)
 
 
 def test_every_library_has_all_its_objectives_and_no_row_twice():
@@ -67,9 +67,13 @@ def test_all_rows_have_the_same_budget_and_less_with_quick(made):
     assert {plan.seeds for plan in plans} == {5}
     assert {(plan.base.data, plan.base.sessions) for plan in plans} == {("ml-1m", 60_000), ("synthetic", 20_000)}
     assert {plan.base.ranker for plan in plans} == {"lightgbm"}
-    assert {plan.base.select for plan in plans} == {"reward@10", "ndcg@10"}
+    assert {plan.base.select for plan in plans} == {"off-policy-reward@10"}
+    assert {tuple(plan.metrics) for plan in plans} == {
+        tuple(f"{name}@{k}" for k in (3, 5, 10)) for name in ("reward", "ndcg")
+    }
     assert len({plan.out for plan in plans}) == 4
     assert all(len(plan.rates_for(entry)) == 2 for plan in plans for entry in plan.entries)
+    assert all([name for name, _ in plan.choices(entry)] == ["lr"] for plan in plans for entry in plan.entries)
     _, quick = made(lambda _: 1.0, budget=QUICK, runs=1)
     assert {(plan.seeds, plan.base.sessions, plan.base.training.steps) for plan in quick} == {(1, 2_000, 50)}
 
@@ -81,7 +85,11 @@ def test_the_claims_name_the_library(made, tmp_path):
     assert "LightGBM lambdarank + position, buckets" in outcome.text()
     outcome.write(tmp_path)
     plots = plots_of((tmp_path / "trees.html").read_text())
-    assert len(plots) == 4 * 3  # worlds and metrics
+    metrics = [plot["layout"]["xaxis"]["title"]["text"] for plot in plots]
+    assert metrics == ["reward@10", "reward@10", "ndcg@10", "ndcg@10"]  # the last metric of each world
+    assert {claim.evidence.partition("; corrected for ")[2].split(" p = ")[0] for claim in outcome.claims} == {
+        "4 claims"  # on each data set
+    }
     assert all(set(dots["y"]) == set(mean["y"]) for dots, mean in (plot["data"] for plot in plots))
     outcome, _ = made(lambda entry: 1.2 if entry.options.get("correction") and entry.ranker == "xgboost" else 1.0)
     wrong = {claim.text for claim in outcome.claims if claim.verdict == REVERSED}

@@ -38,8 +38,8 @@ from ultr.log.shards import Shards
 from ultr.rankers.model import load_model
 from ultr.report import write_report
 from ultr.serving.exported import load_exported, onnx_session, refers_to_files
-from ultr.training.compare import Entry, run_folder
 from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.entries import Entry, Setting, run_folder
 from ultr.training.outcome import read_outcome
 from ultr.training.run import best_evaluation, run_training
 from ultr.utils.jsonfiles import read_json
@@ -571,7 +571,14 @@ ODD_VALUES = [
 def add_other_folders(run: Path, log) -> None:
     """Add to a run one of each other kind of folder that has a description."""
     summary = {"ndcg@10": {"mean": 0.5, "deviation": 0.1, "seeds": [0.4, 0.6], "against": None}}
-    rows = [{"method": "pointwise", "lr": 0.1, "figures": summary}]
+    test = {"difference": 0.1, "low": 0.0, "high": 0.2, "p": 0.04, "requests": 2}
+    against = {"ndcg@10": {**summary["ndcg@10"], "against": {**test, "over_requests": test, "holm": [0.04, 0.04]}}}
+    steps = {"best": 10.0, "last": 20.0, "bound": 20, "at_bound": 0}
+    about_row = {"lr": 0.1, "dropout": 0.2, "max_weight": 3.0, "longer": 2, "steps": steps, "sessions": 30}
+    rows = [
+        {"method": "pointwise", "lr": 0.1, "figures": summary},
+        {"method": "dla", **about_row, "figures": against},
+    ]
     compared = {"format": 1, "metrics": ["ndcg@10"], "reference": "pointwise", "rows": rows}
     files = {"model.onnx": hashlib.sha256(b"").hexdigest()}
     about = {"format": 1, "feature_names": ["a", "b"], "vocabularies": {"b": ["x"]}, "label": "click", "ranker": "mlp"}
@@ -633,6 +640,34 @@ def test_odd_values_in_a_description_are_accepted_or_rejected(kind, copy):
     assert try_odd_values(copy / kind, lambda: READERS[kind](copy), whole, list(whole)) > 20
 
 
+def test_odd_rows_of_a_comparison_are_accepted_or_rejected(copy):
+    path, use = copy / "compared" / "comparison.json", lambda: report(copy / "compared")
+    whole = read_json(path)
+    first, row = whole["rows"]
+    summary = row["figures"]["ndcg@10"]
+    test = summary["against"]
+
+    def with_row(**changes):
+        return {**whole, "rows": [first, {**row, **changes}]}
+
+    def with_test(**changes):
+        return with_row(figures={"ndcg@10": {**summary, "against": {**test, **changes}}})
+
+    for odd in ODD_VALUES:
+        changed = [with_row(**{name: odd}) for name in row]
+        changed += [with_row(figures={"ndcg@10": {**summary, name: odd}}) for name in summary]
+        changed += [with_test(**{name: odd}) for name in test]
+        changed += [with_test(over_requests={**test["over_requests"], "p": odd}), with_test(holm=[odd, odd])]
+        for content in changed:
+            path.write_text(json.dumps(content))
+            try:
+                use()
+            except UltrError:
+                pass
+            except Exception as error:
+                raise AssertionError(f"{content['rows'][1]} gives {error!r}") from error
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["config.json", "outcome/outcome.json", "bias.json"])
 def test_reports_of_odd_runs_are_written_or_rejected(kind, copy):
@@ -664,7 +699,16 @@ def test_names_in_descriptions_reach_no_file_outside(copy, tmp_path):
             load_exported(copy / "exported")
     for method in ("..", "../../..", "/", "a/b", "\0"):
         entry_of = Entry(method, "", "feedback", {})
-        assert run_folder(copy, entry_of, 0.1, 0).resolve().is_relative_to(copy.resolve())
+        assert run_folder(copy, entry_of, Setting(0.1), 0).resolve().is_relative_to(copy.resolve())
+    entry_of = Entry("dla", "", "feedback", {})
+    for odd in (*ODD_VALUES, "..", "../..", "a/b"):
+        for name in ("lr", "dropout", "max_weight", "longer"):
+            try:
+                setting = Setting.from_json({"lr": 0.1, name: odd})
+            except DataError:
+                continue
+            folder = run_folder(copy, entry_of, setting, 0)
+            assert folder.resolve().parents[2] == (copy / "runs").resolve(), (name, odd)
 
 
 def external_model(place: str, *, nested: bool = False) -> bytes:

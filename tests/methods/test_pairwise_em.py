@@ -210,6 +210,30 @@ def test_joint_em_trains_three_networks_at_once(lists):
     assert len(before["bias_model.network.layers.0.weight"]) != len(before["ranker.layers.0.weight"])
 
 
+def test_an_oracle_knows_what_users_examine_and_find_relevant(lists):
+    user = User(eta=0.3)
+    given = inputs(user=user, binary=("click",))
+    method = make_method("pairwise-em", given, loss="opt", em="oracle")
+    model = method.bias_model
+    positions = torch.arange(1, 13)
+    torch.testing.assert_close(model.theta, user.theta(positions))
+    logit, log_value, preference = model.of_lists(lists)
+    torch.testing.assert_close(logit.sigmoid(), user.attracted(lists.true_relevance))
+    value = user.value_of_click(lists.true_relevance, lists.shown_positions, given.label)
+    torch.testing.assert_close(log_value.exp()[lists.where], value[lists.where])
+    gap = lists.true_relevance[0, :, None] - lists.true_relevance[0, None, :]
+    gamma = (preference[0, :, None] - preference[0, None, :]).sigmoid()
+    torch.testing.assert_close(gamma, 0.5 + 0.5 * gap.sign(), atol=1e-4, rtol=0)
+    state = start(method, make_shown_log(requests=40, features=FEATURES), TrainingOptions(device="cpu"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    take_step(state, lists, TrainingOptions(device="cpu"))
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {"theta_minus", "plus", "minus", "item_sums", "pair_sums", "updates"}
+    assert method.bias_learner() is None
+    with pytest.raises(OptionError, match="em=oracle needs simulated users; pass --users pbm"):
+        make_method("pairwise-em", inputs(), em="oracle")
+
+
 def test_the_released_variant_has_its_own_networks_and_accumulator(lists):
     given = inputs(ranker_options={"hidden": (8,), "dropout": 0.5})
     method = make_method("pairwise-em", given, variant="released")

@@ -42,6 +42,33 @@ SYNTHESIZE = ("sum-synthesize", "pal-synthesize")
 TASKS = ("sum-click", "pal-click", "pal-click-dwell")
 
 
+def test_the_released_variant_learns_each_action_by_a_network_of_its_own_from_all_rows(tmp_path):
+    given = inputs(ranker="mlp", ranker_options={"hidden": (8, 4), "dropout": 0.3})
+    released = make_method("pal-click", given, variant="released")
+    assert released.accumulator == 0.1
+    assert not released.after_click
+    assert make_method("pal-click", given, variant="released", rows="clicked").after_click
+    lists = Lists.from_log(feedback_log())
+    clicks, dwell = released.ranker.outputs(lists.features).unbind(-1)
+    layers = list(released.ranker.ranker.layers)
+    assert [type(module).__name__ for module in layers[0]] == ["Linear", "LayerNorm", "ELU"] * 2 + ["Linear"]
+    for output, network in ((clicks, layers[0]), (dwell, layers[1])):
+        own = torch.autograd.grad(output.sum(), list(network.parameters()), retain_graph=True)
+        assert any(slope.abs().sum() > 0 for slope in own)
+    other = torch.autograd.grad(clicks.sum(), list(layers[1].parameters()))
+    assert all((slope == 0).all() for slope in other)
+    config = RunConfig(
+        "synthetic",
+        users="pbm",
+        method="pal-click",
+        method_options={"variant": "released"},
+        ranker_options={"hidden": [8], "dropout": 0.3},
+        training=TrainingOptions(steps=3, device="cpu"),
+    )
+    model = load_model(run_training(config, tmp_path / "run"))
+    assert model.ranker.ranker.layers[0][1].__class__.__name__ == "LayerNorm"
+
+
 def inputs(**changes) -> MethodInputs:
     given = {
         "label": Label(),

@@ -23,7 +23,8 @@ from ultr.report.page import page
 from ultr.report.parts import Card, Cards, Code, Folded, Grid, Heading, Notes, Plot, Section, Table, Text
 from ultr.report.plots import bar_plot, dot_plot, heat_map, histogram, interval_plot, line_plot
 from ultr.report.run import _names
-from ultr.training.compare import Comparison, Row
+from ultr.training.compare import Comparison, Row, with_tests
+from ultr.training.entries import Setting
 from ultr.training.outcome import LOGGED, read_outcome
 from ultr.utils.jsonfiles import read_json, write_json
 
@@ -265,13 +266,26 @@ def test_only_finished_runs_are_accepted(runs, tmp_path, monkeypatch):
     assert out.read_text() == "mine"
 
 
-def compared(folder: Path, **results: list[float]) -> dict:
-    rows = [Row(name, 0.1, {"ndcg@10": values}, {}) for name, values in results.items()]
-    rows = [rows[0], *(Row(r.entry, r.lr, r.results, r.tested(rows[0])) for r in rows[1:])]
-    result = Comparison(rows, ["ndcg@10"], rows[0].entry).to_json()
+def compared(folder: Path, by_request: dict[str, list[float]] | None = None, **results: list[float]) -> dict:
+    known = {name: {"ndcg@10": np.array(values)} for name, values in (by_request or {}).items()}
+    rows = [
+        Row(name, Setting(0.1), {"ndcg@10": values}, by_request=known.get(name, {})) for name, values in results.items()
+    ]
+    result = Comparison(with_tests(rows, rows[0].entry), ["ndcg@10"], rows[0].entry).to_json()
     folder.mkdir()
     (folder / "comparison.json").write_text(json.dumps(result))
     return result
+
+
+def table_of(text: str, metric: str = "ndcg@10") -> dict[str, dict[str, str]]:
+    """Return the table of a comparison's page: method -> column -> text; the column `marked` is 'marked' or empty."""
+    (head,) = re.findall(rf"<tr>(<th[^>]*>method</th><th[^>]*>{metric}</th>.*?)</tr>", text.replace("\n", ""))
+    columns = re.findall(r"<th[^>]*>(.*?)</th>", head)[1:]
+    rows = re.findall(r'<tr(?: class="(marked)")?>\n?<th scope="row">(.*?)</th>(.*?)</tr>', text, re.DOTALL)
+    return {
+        name: {**dict(zip(columns, re.findall(r"<td>(.*?)</td>", cells), strict=True)), "marked": marked}
+        for marked, name, cells in rows
+    }
 
 
 def test_a_comparison_has_its_page(tmp_path):
@@ -283,9 +297,91 @@ def test_a_comparison_has_its_page(tmp_path):
     assert f"<td>{test['difference']:+.4f}</td>" in text
     assert '<tr class="marked">\n<th scope="row">dla</th>' in text
     assert re.search(r'class="name">dla</div><div class="value">0.7167', text)
+    table = table_of(text)
+    assert list(table["dla"]) == [
+        "ndcg@10",
+        "standard deviation",
+        "setting",
+        "minus pointwise",
+        "p over runs",
+        "p over requests",
+        "marked",
+    ]
+    assert table["dla"]["setting"] == "lr 0.1"
+    assert (table["dla"]["p over runs"], table["dla"]["p over requests"]) == (f"{test['p']:.2g}", "")
+    assert list(table["pointwise"].values()) == ["0.5100", "0.0100", "lr 0.1", "", "", "", ""]
     (tmp_path / "c" / "comparison.json").write_text("{}")
     with pytest.raises(DataError, match="compare again"):
         write_comparison_page(tmp_path / "c", tmp_path / "other.html")
+
+
+def test_the_page_of_a_comparison_marks_what_is_significant_over_runs_and_requests_after_correction(tmp_path):
+    requests = {name: [0.7, 0.71, 0.69, 0.7] for name in ("dla", "affine", "listwise")}
+    result = compared(
+        tmp_path / "c",
+        {**requests, "pointwise": [0.5, 0.5, 0.5, 0.5], "towers": [0.9, 0.1, 0.2, 0.9]},
+        pointwise=[0.5, 0.51, 0.52],
+        dla=[0.7, 0.72, 0.73],
+        towers=[0.7, 0.72, 0.73],  # not significant over requests
+        affine=[0.56, 0.545, 0.555],  # p = 0.035 over runs, before the correction
+        listwise=[0.5, 0.53, 0.51],
+    )
+    text = write_report([tmp_path / "c"], tmp_path / "page.html").read_text()
+    table = table_of(text)
+    assert {name for name, row in table.items() if row["marked"]} == {"dla"}
+    tests = {row["method"]: row["figures"]["ndcg@10"]["against"] for row in result["rows"][1:]}
+    for name, test in tests.items():
+        assert [table[name][f"p over {what}"] for what in ("runs", "requests")] == [f"{p:.2g}" for p in test["holm"]]
+    assert tests["affine"]["p"] < 0.05 < tests["affine"]["holm"][0]
+    assert "corrected by Holm&#39;s method" in text
+
+
+@pytest.mark.parametrize(("p", "marked"), [(0.0497, "marked"), (0.05, ""), (0.0503, "")])
+def test_the_p_value_and_not_its_rounded_text_marks_a_row(tmp_path, p, marked):
+    result = compared(tmp_path / "c", pointwise=[0.5, 0.51, 0.52], dla=[0.7, 0.72, 0.73])
+    result["rows"][1]["figures"]["ndcg@10"]["against"]["holm"] = [p, 0.0]
+    (tmp_path / "c" / "comparison.json").write_text(json.dumps(result))
+    row = table_of(write_report([tmp_path / "c"], tmp_path / "page.html").read_text())["dla"]
+    assert (row["p over runs"], row["marked"]) == ("0.05", marked)
+
+
+def test_comparisons_of_older_versions_have_their_page(tmp_path):
+    result = compared(tmp_path / "c", pointwise=[0.5, 0.51, 0.52], dla=[0.7, 0.72, 0.73], towers=[0.5, 0.53, 0.51])
+    for row in result["rows"]:
+        del row["steps"], row["sessions"]
+        if test := row["figures"]["ndcg@10"]["against"]:
+            del test["holm"], test["over_requests"]
+    (tmp_path / "c" / "comparison.json").write_text(json.dumps(result))
+    table = table_of(write_report([tmp_path / "c"], tmp_path / "page.html").read_text())
+    for row in result["rows"][1:]:
+        p = row["figures"]["ndcg@10"]["against"]["p"]
+        shown = table[row["method"]]
+        assert (shown["p over runs"], shown["p over requests"]) == (f"{p:.2g}", "")
+        assert shown["marked"] == ("marked" if p < 0.05 else "")
+
+
+def test_the_page_of_a_comparison_names_all_that_was_chosen(tmp_path):
+    settings = {
+        "dla": (Setting(0.02, 0.0, 3.0), "lr 0.02, dropout 0, weights to 3.0"),
+        "towers": (Setting(0.005, max_weight="none"), "lr 0.005, weights to none"),
+        "pointwise": (Setting(0.1), "lr 0.1"),
+    }
+    rows = [Row(name, setting, {"ndcg@10": [0.5, 0.6]}) for name, (setting, _) in settings.items()]
+    (tmp_path / "c").mkdir()
+    write_json(tmp_path / "c" / "comparison.json", Comparison(rows, ["ndcg@10"], "dla").to_json())
+    table = table_of(write_report([tmp_path / "c"], tmp_path / "page.html").read_text())
+    assert {name: row["setting"] for name, row in table.items()} == {n: text for n, (_, text) in settings.items()}
+
+
+@pytest.mark.parametrize("setting", [{"lr": "fast"}, {"lr": None}, {"lr": 0.1, "dropout": "x"}, {"max_weight": 3.0}])
+def test_a_comparison_without_a_valid_setting_is_an_error(tmp_path, setting):
+    result = compared(tmp_path / "c", pointwise=[0.5, 0.51, 0.52], dla=[0.7, 0.72, 0.73])
+    del result["rows"][1]["lr"]
+    result["rows"][1] |= setting
+    (tmp_path / "c" / "comparison.json").write_text(json.dumps(result))
+    with pytest.raises(DataError, match="compare again"):
+        write_comparison_page(tmp_path / "c", tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_the_command(ultr, runs, tmp_path):

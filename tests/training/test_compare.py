@@ -20,11 +20,13 @@ from ultr.evaluation.scores import paired_test
 from ultr.log import write_log
 from ultr.rankers.model import load_model
 from ultr.training import workers as working
-from ultr.training.compare import Entry, Plan, RunTask, compare, compare_all, run_folder
+from ultr.training.compare import FIRST_TUNING_SEED, Difference, Plan, Row, compare, compare_all, with_tests
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.data import load_run_data
+from ultr.training.entries import Entry, Setting, run_folder
 from ultr.training.run import run_training
 from ultr.training.selection import mean_metrics
+from ultr.training.tasks import RunTask, read_requests
 from ultr.training.workers import Workers
 from ultr.utils.jsonfiles import write_json
 
@@ -33,7 +35,7 @@ BASE = RunConfig(
     users="pbm",
     ranker="linear",
     select="ndcg@10",
-    training=TrainingOptions(steps=10, batch=32, evaluate_every=5, device="cpu"),
+    training=TrainingOptions(steps=5, batch=32, evaluate_every=5, bias_steps=5, device="cpu"),
 )
 METHODS = ["pointwise", "lambdarank", "lambdarank:from=no-bias"]
 
@@ -44,14 +46,24 @@ def test_methods_are_tuned_alike_run_with_all_seeds_and_never_twice(tmp_path, mo
     assert result.metrics == ["ndcg@10", "reward@10"]
     runs = sorted(p.relative_to(tmp_path / "runs").as_posix() for p in (tmp_path / "runs").glob("*/*/*"))
     for row in result.rows:
-        folder = run_folder(tmp_path, Entry.parse(row.entry), row.lr, 0).parent
-        assert sorted(p.name for p in folder.iterdir()) == ["seed-0", "seed-1", "seed-2"]
-    assert len(runs) == 3 * (2 + 2)  # two rates with one seed, then two more seeds
+        folder = run_folder(tmp_path, Entry.parse(row.entry), row.setting, 0).parent
+        tuned = [f"seed-{FIRST_TUNING_SEED + i}" for i in range(3)]
+        assert sorted(p.name for p in folder.iterdir()) == sorted(["seed-0", "seed-1", "seed-2", *tuned])
+    assert len(runs) == 3 * (2 * 3 + 3)  # two rates with three seeds, then three other seeds
     reference = result.rows[0]
     assert reference.against == {}
     for row in result.rows[1:]:
         expected = paired_test(np.array(row.results["ndcg@10"]), np.array(reference.results["ndcg@10"]))
-        assert row.against["ndcg@10"] == expected
+        assert row.against["ndcg@10"].seeds == expected
+        of_runs = [
+            np.mean(
+                [read_requests(run_folder(tmp_path, Entry.parse(r.entry), r.setting, s))["ndcg@10"] for s in range(3)],
+                0,
+            )
+            for r in (row, reference)
+        ]
+        assert row.against["ndcg@10"].requests == paired_test(*of_runs)
+        assert float(of_runs[0].mean()) == pytest.approx(np.mean(row.results["ndcg@10"]))
     saved = json.loads((tmp_path / "comparison.json").read_text())
     assert saved["rows"][1]["figures"]["ndcg@10"]["seeds"] == result.rows[1].results["ndcg@10"]
     monkeypatch.setattr(
@@ -110,10 +122,13 @@ def test_wrong_entries_and_references_are_refused(tmp_path):
 def test_runs_that_differ_in_what_comes_after_share_a_bias_model(tmp_path):
     base = replace(BASE, training=replace(BASE.training, bias_steps=5))
     methods = ["pairwise-em", "pairwise-em:loss=ipw", "pairwise-em:loss=bayes-ipw"]
-    compare(base, methods, tmp_path, seeds=1, rates=[0.01, 0.1], jobs=1)
-    assert len(list((tmp_path / "bias").glob("*/weights.safetensors"))) == 2  # the last has trust by pairs besides
-    alone = run_training(Entry.parse("pairwise-em:loss=ipw").config(base, 0.1, 0), tmp_path / "alone")
-    shared = run_folder(tmp_path, Entry.parse("pairwise-em:loss=ipw"), 0.1, 0)
+    compare(base, methods, tmp_path, seeds=1, rates=[0.01, 0.1], limits=(), tuning_seeds=1, jobs=1)
+    biases = list((tmp_path / "bias").glob("*/weights.safetensors"))
+    assert len(biases) == 2 * 2  # of a tuning seed and a tested one; the last method has trust by pairs besides
+    entry = Entry.parse("pairwise-em:loss=ipw")
+    (shared,) = (tmp_path / "runs" / "pairwise-em_loss=ipw").glob("*/seed-0")
+    setting = next(s for s in (Setting(0.01), Setting(0.1)) if s.name == shared.parent.name)
+    alone = run_training(entry.config(base, setting, 0), tmp_path / "alone")
     weights = [(run / "model" / "weights.safetensors").read_bytes() for run in (alone, shared)]
     assert weights[0] == weights[1]
 
@@ -128,6 +143,8 @@ def performed(monkeypatch):
         (folder / "model").mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", task.config)
         good = 1 / (1 + abs(config.training.lr - (0.1 if config.method == "pointwise" else 0.01)))
+        good += {None: 0.0, 3.0: 0.1, "none": -0.1}[config.method_options.get("max_weight")]
+        good += 0.1 * config.ranker_options.get("dropout", 0.0)
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, config.select: good}) + "\n")
         if task.metrics:
             figures = {m: good + 0.01 * config.training.seed + 0.1 * i for i, m in enumerate(task.metrics)}
@@ -146,7 +163,8 @@ def threads(monkeypatch):
 
 
 def plan_of(out, methods=("pointwise", "lambdarank"), **options):
-    return Plan(BASE, [Entry.parse(m) for m in methods], out, **{"seeds": 2, "rates": (0.001, 0.01, 0.1), **options})
+    given = {"seeds": 2, "rates": (0.001, 0.01, 0.1), "tuning_seeds": 1, **options}
+    return Plan(BASE, [Entry.parse(m) for m in methods], out, **given)
 
 
 def all_of(plans, *, jobs=1, until=inf, on_done=lambda *_: None):
@@ -170,13 +188,13 @@ def test_a_run_on_its_way_when_the_time_is_up_is_finished_and_a_later_call_does_
     clock = iter(range(100))
     monkeypatch.setattr(working, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with pytest.raises(UnfinishedError, match="with 4 of 10 runs"):
-        all_of([plan_of(tmp_path / "parts")], until=2 + 4)  # two initial rankers and four runs
+        all_of([plan_of(tmp_path / "parts")], until=3 + 4)  # what the runs of three seeds share, and four runs
     assert len(performed) == 4
     heard = []
     with pytest.raises(UnfinishedError, match="with 9 of 10 runs"):
         all_of([plan_of(tmp_path / "parts")], until=next(clock) + 6, on_done=lambda *what: heard.append(what[:2]))
     assert heard == [(done, 10) for done in (5, 6, 7, 8, 9)]
-    assert all_of([plan_of(tmp_path / "parts")]) == expected
+    assert [r.to_json() for r in all_of([plan_of(tmp_path / "parts")])] == [r.to_json() for r in expected]
     assert len(performed) == 6 + 4
 
 
@@ -243,28 +261,114 @@ def test_comparisons_made_at_once_are_those_made_alone(tmp_path, performed, thre
     together = all_of(plans(tmp_path / "together"), jobs=jobs)
     total = len(performed)
     alone = [all_of([plan], jobs=jobs)[0] for plan in plans(tmp_path / "alone")]
-    assert together == alone
-    assert len(performed) == 2 * total == 2 * (6 + 4 + 6 + 6)  # those of tuning are judged when they are chosen
-    assert [row.lr for row in together[0].rows] == [0.1, 0.01]
+    assert [result.to_json() for result in together] == [result.to_json() for result in alone]
+    assert len(performed) == 2 * total == 2 * (6 + 4 + 6 + 6)
+    assert [row.setting.lr for row in together[0].rows] == [0.1, 0.01]
     assert [row.entry for row in together[1].rows] == ["lambdarank", "pal-click"]
     assert [result.reference for result in together] == ["lambdarank", "lambdarank"]
     assert [len(row.results["reward@3"]) for row in together[1].rows] == [3, 3]
 
 
-def test_a_rate_that_is_given_is_not_tuned(tmp_path, performed):
-    (result,) = all_of([plan_of(tmp_path, rate_of={"pointwise": 0.5})])
-    assert {row.entry: row.lr for row in result.rows} == {"pointwise": 0.5, "lambdarank": 0.01}
-    assert {p.parent.name for p in performed if "pointwise" in p.parts} == {"lr-0.5"}
-    assert {p.parent.name for p in performed if "lambdarank" in p.parts} == {"lr-0.001", "lr-0.01", "lr-0.1"}
-    performed.clear()
-    (again,) = all_of([plan_of(tmp_path / "other", rate_of={"pointwise": 0.5, "lambdarank": 0.01})])
-    assert again == result
-    assert len(performed) == 4
+def test_what_a_method_has_is_chosen_one_after_another_by_other_seeds_than_those_tested(tmp_path, performed):
+    methods = ["pointwise", "dla", "dla:max_weight=none", "pairwise-em", "pairwise-em:variant=released"]
+    plan = plan_of(tmp_path, methods, rates=(0.1, 0.01), dropouts=(0.0, 0.3), limits=(3.0, "none"), tuning_seeds=2)
+    plan = replace(plan, base=replace(BASE, ranker="mlp", ranker_options={"hidden": [4], "dropout": 0.0}))
+    (result,) = all_of([plan])
+    assert {row.entry: row.setting for row in result.rows} == {
+        "pointwise": Setting(0.1, 0.3),
+        "dla": Setting(0.01, 0.3, 3.0),
+        "dla:max_weight=none": Setting(0.01, 0.3),
+        "pairwise-em": Setting(0.01, 0.3),
+        "pairwise-em:variant=released": Setting(0.01),  # which has no dropout
+    }
+    of_dla = [p.relative_to(tmp_path / "runs" / "dla").as_posix() for p in performed if p.parent.parent.name == "dla"]
+    tuned = ["lr-0.1", "lr-0.01", "lr-0.01-dropout-0.3"]
+    tuned += [f"lr-0.01-dropout-0.3-max-weight-{limit}" for limit in ("3", "none")]
+    assert of_dla == [f"{name}/seed-{seed}" for name in tuned for seed in (1000, 1001)] + [
+        f"lr-0.01-dropout-0.3-max-weight-3/seed-{seed}" for seed in (0, 1)
+    ]
+    assert not list(tmp_path.rglob("seed-1000/test.json"))
+    assert [*map(Setting.from_json, (row.to_json() for row in result.rows))] == [row.setting for row in result.rows]
+
+
+def test_all_methods_have_as_many_steps_in_total(tmp_path):
+    base = replace(BASE, training=replace(BASE.training, steps=100, bias_steps=40), ranker="mlp")
+    steps = {"pointwise": 140, "pairwise-em": 100, "pairwise-em:em=joint": 140, "pairwise-em:variant=released": 140}
+    steps |= {"pairwise-em:from=truth": 140, "lambdarank:ranker=lightgbm": 500}
+    assert {text: Entry.parse(text).steps(base) for text in steps} == steps
+    plan = replace(plan_of(tmp_path, [*steps]), base=base)
+    for entry in plan.entries:
+        task = replace(plan, rates=(0.1,)).final_tasks(entry)[0]
+        assert RunConfig.from_json(task.config).training.steps == steps[entry.text]
+
+
+@pytest.mark.parametrize(
+    ("patience", "longest", "best", "longer"),
+    [
+        (0, 4, {1: 10, 2: 20, 4: 40}, 4),  # always the last step
+        (0, 1, {1: 10}, 1),
+        (0, 4, {1: 10, 2: 15}, 2),
+        (0, 4, {1: 5}, 1),
+        (1, 4, {1: 5}, 1),  # it stopped because one evaluation was no better
+        (2, 4, {1: 5, 2: 5}, 2),  # it might have improved after the last step
+    ],
+)
+def test_a_method_that_still_improves_has_more_steps(tmp_path, monkeypatch, patience, longest, best, longer):
+    def made_up(task):
+        config, folder = RunConfig.from_json(task.config), Path(task.folder)
+        (folder / "model").mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", task.config)
+        top = best[config.training.steps // 10]
+        lines = [{"step": s, config.select: 1.0 - abs(s - top)} for s in range(5, config.training.steps + 1, 5)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_json(folder / "test.json", dict.fromkeys(task.metrics, 1.0))
+        return task.folder
+
+    monkeypatch.setattr(RunTask, "perform", made_up)
+    plan = plan_of(tmp_path, ["pointwise"], rates=(0.1,), longest=longest)
+    plan = replace(plan, base=replace(BASE, training=replace(BASE.training, patience=patience)))
+    (result,) = all_of([plan])
+    (row,) = result.rows
+    assert row.setting == Setting(0.1, longer=longer)
+    assert (row.steps.best, row.steps.bound) == (best[longer], 10 * longer)
+    assert {p.name for p in (tmp_path / "runs" / "pointwise").iterdir()} == {
+        Setting(0.1, longer=times).name for times in best
+    }
+
+
+def test_sessions_are_counted_for_every_method(tmp_path, performed):
+    methods = ["pointwise", "pairwise-em"]
+    (fresh,) = all_of([plan_of(tmp_path / "fresh", methods)])
+    assert [row.sessions for row in fresh.rows] == [32, (1 + 2 * 5) * 32]  # made-up runs have one step
+    plan = plan_of(tmp_path / "one log", methods)
+    (equal,) = all_of([replace(plan, base=replace(BASE, sessions=50))])
+    assert [row.sessions for row in equal.rows] == [50, 50]
+
+
+def test_a_difference_must_be_significant_over_runs_and_over_requests():
+    rng = np.random.default_rng(0)
+    requests = rng.normal(size=200)
+
+    def row(name, seeds, by_request):
+        return Row(name, Setting(0.1), {"m": list(seeds)}, by_request={"m": by_request})
+
+    base = row("base", [1.0, 1.1, 1.2], requests)
+    both = row("both", [2.0, 2.11, 2.2], requests + 1 + rng.normal(size=200) / 10)
+    by_runs = row("by runs", [2.0, 2.1, 2.21], requests + rng.normal(size=200))
+    by_requests = row("by requests", [0.0, 1.5, 2.9], requests + 1 + rng.normal(size=200) / 10)
+    rows = with_tests([base, both, by_runs, by_requests], "base")
+    assert rows[0].against == {}
+    assert [r.against["m"].significant for r in rows[1:]] == [True, False, False]
+    raw = [r.tested(base)["m"] for r in rows[1:]]
+    smallest = min(test.seeds.p for test in raw)
+    assert min(r.against["m"].holm[0] for r in rows[1:]) == pytest.approx(3 * smallest)
+    assert Difference(raw[0].seeds).significant
+    assert not Difference(raw[0].seeds, raw[0].requests, holm=(0.04, 0.06)).significant
 
 
 def test_one_rate_needs_no_tuning(tmp_path, performed):
     (result,) = all_of([plan_of(tmp_path, rates=[0.3])])
-    assert [row.lr for row in result.rows] == [0.3, 0.3]
+    assert [row.setting.lr for row in result.rows] == [0.3, 0.3]
     assert len(performed) == 4
 
 
@@ -277,7 +381,7 @@ def test_only_the_rate_that_is_chosen_is_judged_on_test(tmp_path, performed):
 def test_what_is_tuned_is_chosen_by_a_metric_of_which_less_is_better(tmp_path, performed):
     plan = plan_of(tmp_path, ["pointwise"])
     (result,) = all_of([replace(plan, base=replace(BASE, select="feedback-arp"))])
-    assert result.rows[0].lr == 0.001
+    assert result.rows[0].setting.lr == 0.001
 
 
 def test_a_run_is_finished_when_all_that_is_asked_for_is_there(tmp_path, performed):

@@ -90,6 +90,31 @@ def test_learners_together_learn_what_each_learns_alone(name, bias, device):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
+def test_learners_of_a_smaller_stack_go_on_as_before():
+    options = [TrainingOptions(batch=24, lr=0.05, seed=seed, device="cpu") for seed in range(4)]
+    logs = [shown_log(seed) for seed in range(4)]
+    feeds = [Feed(ListBatches(log), batch=24, seed=s, user=User(), keyed=True) for s, log in enumerate(logs)]
+    kept, states = [0, 2, 3], []
+    for _ in range(2):
+        learners = [make_learner("pairwise-em", seed, bias=False) for seed in range(4)]
+        for learner, each, log in zip(learners, options, logs, strict=True):
+            start(learner, log, each)
+        states.append(learners)
+    whole, parted = (Stack(learners, options) for learners in states)
+    step = whole.steps(FeedStack(feeds))
+    losses = torch.stack([step().clone() for _ in range(6)])
+    step = parted.steps(FeedStack(feeds))
+    before = torch.stack([step().clone() for _ in range(3)])
+    left_out = {name: tensor.clone() for name, tensor in states[1][1].state_dict().items()}
+    step = parted.only(kept).steps(FeedStack([feeds[i] for i in kept]), first=3)
+    after = torch.stack([step().clone() for _ in range(3)])
+    torch.testing.assert_close(before, losses[:3])
+    torch.testing.assert_close(after, losses[3:, kept], rtol=1e-5, atol=1e-6)
+    for i in kept:
+        torch.testing.assert_close(states[1][i].state_dict(), states[0][i].state_dict(), rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(tensor, left_out[name]) for name, tensor in states[1][1].state_dict().items())
+
+
 def shift_invariant(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the weights without those of last biases: a pairwise loss does not change with them, so they are noise."""
     last = []

@@ -36,7 +36,21 @@ def compare(
             show_default="0.005,0.01,0.02,0.05; 0.05,0.1 for trees",
         ),
     ] = None,
-    tuning_seeds: Annotated[int, typer.Option(help="Number of seeds used to choose the learning rate.")] = 1,
+    dropouts: Annotated[
+        str, typer.Option(help="Dropouts to choose from on validation besides --dropout, comma-separated.")
+    ] = "",
+    max_weights: Annotated[
+        str, typer.Option(help="Largest weights to choose from besides the default, for methods that have weights.")
+    ] = "2,3,5,none",
+    tuning_seeds: Annotated[int, typer.Option(help="Runs of each setting to choose from; they are not tested.")] = 3,
+    longest: Annotated[
+        int | None,
+        typer.Option(
+            help="Times the steps that a method may have if it still improves at its last step.",
+            show_default="4, or 1 with --steps",
+            min=1,
+        ),
+    ] = None,
     metrics: Annotated[str | None, typer.Option(help="Metrics on test requests, comma-separated.")] = None,
     reference: Annotated[
         str | None, typer.Option(help="The method that the others are tested against; default: the first.")
@@ -61,7 +75,14 @@ def compare(
     bias: shared.BiasOption = None,
     select: shared.Select = shared.SELECT,
     users: shared.UsersOption = None,
-    sessions: shared.Sessions = 0,
+    sessions: Annotated[
+        int | None,
+        typer.Option(
+            help="Simulated sessions of the log that all methods learn from; 0: new ones at each step.",
+            show_default="30000 with --users",
+            min=0,
+        ),
+    ] = None,
     eta: options.Eta = 1.0,
     epsilon: options.Epsilon = 0.1,
     data_dir: options.DataDir = None,
@@ -78,15 +99,19 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Compare methods: tune each on validation requests, train with the same seeds, and evaluate on test requests."""
+    from ultr.rankers.boosters import is_trees
     from ultr.report import write_comparison_page
-    from ultr.training.compare import Entry
+    from ultr.training.compare import LONGEST, PATIENCE, SESSIONS
     from ultr.training.compare import compare as run_comparison
+    from ultr.training.entries import Entry
 
+    if sessions is None:
+        sessions = 0 if users is None else SESSIONS
+    if patience is None and not is_trees(ranker):
+        patience = PATIENCE
     base = shared.run_config({**locals()})
-    try:
-        rates = [] if lrs is None else [float(rate) for rate in lrs.split(",")]
-    except ValueError as error:
-        raise OptionError("--lrs must be comma-separated numbers, such as 0.01,0.02", got=f"'{lrs}'") from error
+    rates, other_dropouts = _numbers("--lrs", lrs or ""), _numbers("--dropouts", dropouts)
+    limits = ["none" if text == "none" else float(text) for text in max_weights.split(",") if text]
     names = [name for name in methods.split(",") if name.strip()]
     entries = [Entry.parse(name, base.ranker) for name in names]
     shared.print_thresholds(base.label, {e.text: (e.method, e.options, e.ranker or base.ranker) for e in entries})
@@ -102,7 +127,10 @@ def compare(
             out,
             seeds=seeds,
             rates=rates,
+            dropouts=other_dropouts,
+            limits=limits,
             tuning_seeds=tuning_seeds,
+            longest=longest or (LONGEST if steps is None else 1),
             metrics=metrics.split(",") if metrics else None,
             reference=reference,
             jobs=jobs,
@@ -118,16 +146,25 @@ def compare(
     words.print(f"wrote {out / 'comparison.json'}{page}", soft_wrap=True)
 
 
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",") if number.strip()]
+    except ValueError as error:
+        raise OptionError(f"{option} must be comma-separated numbers, such as 0.01,0.02", got=f"'{text}'") from error
+
+
 def _print_comparison(result: Comparison) -> None:
-    title = f"Mean ± standard deviation over seeds; * differs from {result.reference}, p < 0.05"
+    from ultr.report.comparison import setting_text
+
+    title = f"Mean ± standard deviation over seeds; * differs from {result.reference}, p < 0.05 (corrected by Holm)"
     table = Table(title=title, title_justify="left")
     table.add_column("method", no_wrap=True)
-    for heading in ("learning rate", *result.metrics):
+    for heading in ("setting", *result.metrics):
         table.add_column(heading, justify="right")
     for row in result.rows:
         cells = []
         for metric, summary in row.to_json()["figures"].items():
             star = "*" if metric in row.against and row.against[metric].significant else " "
             cells.append(f"{summary['mean']:.4f} ± {summary['deviation']:.4f}{star}")
-        table.add_row(row.entry, f"{row.lr:g}", *cells)
+        table.add_row(row.entry, setting_text(row.setting.to_json()), *cells)
     print_table(table)

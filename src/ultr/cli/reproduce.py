@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -38,17 +39,41 @@ def reproduce(
         str, typer.Option(help="Simulated users of tables and figures: pbm, trust, cascade, clickbait or watch.")
     ] = "pbm",
     sessions: Annotated[
-        int, typer.Option(help="Sessions of the log that all methods of a run learn from; 0: new ones at each step.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            help="Sessions of the log that all methods of a run learn from; 0: new ones at each step.",
+            show_default="30000, or 5000 with --quick",
+            min=0,
+        ),
+    ] = None,
+    logging: Annotated[
+        str, typer.Option(help="The ranker that orders what users see: linear, or network (see the docs).")
+    ] = "linear",
+    select: Annotated[
+        str | None,
+        typer.Option(
+            help="How tables choose steps and settings: off-policy (without true labels), truth, or off-policy,truth.",
+            show_default="off-policy,truth, or off-policy with --quick",
+        ),
+    ] = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="Write the tables and plots for the documentation into this folder too.")
+    ] = None,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:1.")] = "auto",
     as_json: Json = False,
 ) -> None:
     """Repeat the experiments of the paper that pairwise-em comes from (CIKM 2022), and check the paper's claims."""
+    from ultr.datasets.initial import Logging
     from ultr.datasets.users import make_user
-    from ultr.experiments import EXPERIMENTS, FULL, QUICK, Lab
+    from ultr.experiments import EXPERIMENTS, FULL, QUICK, SELECTIONS, Lab
+    from ultr.experiments.docs import write_docs
     from ultr.training.workers import Workers, default_jobs
 
     make_user(users)  # raises OptionError if there are no such users
+    selections = () if select is None else tuple(name.strip() for name in select.split(","))
+    for given, known in [*((name, [*SELECTIONS]) for name in selections), (logging, get_args(Logging))]:
+        if given not in known:
+            raise OptionError(f"'{given}' is not one of {', '.join(known)}", hint=nearest(given, known))
     names = list(EXPERIMENTS) if experiments == "all" else [name.strip() for name in experiments.split(",")]
     for name in names:
         if name not in EXPERIMENTS:
@@ -56,6 +81,10 @@ def reproduce(
     until = time.monotonic() + 60 * minutes if minutes else math.inf
     chosen = () if data is None else tuple(name.strip() for name in data.split(","))
     with_pages = pages_can_be_made()
+    values = {"runs": runs or None, "data": data, "sessions": sessions, "select": select}
+    values |= {"users": None if users == "pbm" else users, "logging": None if logging == "linear" else logging}
+    options = ["--quick"] * quick  # the options that change results
+    options += [text for name, value in values.items() if value is not None for text in (f"--{name}", str(value))]
     results = {}
     with progress_bar() as bar, Workers(jobs or default_jobs(), until=until) as workers:
         task = bar.add_task("runs", total=None, figure="")
@@ -73,6 +102,8 @@ def reproduce(
             device=device,
             users=users,
             sessions=sessions,
+            logging=cast("Logging", logging),
+            selections=selections,
             on_done=show,
         )
         for name in names:
@@ -82,6 +113,8 @@ def reproduce(
             except UnfinishedError as error:
                 raise UnfinishedError(f"{name}: {error}", hint="run the same command again to continue") from error
             results[name].write(out, page=with_pages)
+            if docs is not None:
+                write_docs(results[name], docs, shlex.join(["ultr", "reproduce", name, *options]))
     if as_json:
         print(json.dumps({name: result.to_json() for name, result in results.items()}))
         return

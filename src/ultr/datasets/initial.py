@@ -1,10 +1,12 @@
-"""The ranker that orders the items of a simulated log: a Ranking-SVM that is fitted on a few true labels."""
+"""The ranker that orders the items of a simulated log: it is fitted on a few true labels, and linear or a network."""
 
 from __future__ import annotations
 
 import hashlib
+import warnings
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +20,8 @@ from ultr.utils.files import atomic_path
 
 FORMAT = 1  # format number of the cached file
 MAX_PAIRS = 50_000  # pairs in the fit; if there are more, these are sampled
+UNITS = 32  # of the hidden layer of a network
+Logging = Literal["linear", "network"]
 MAX_ITEMS = 500  # items of one request that are paired; if there are more, these are sampled
 
 
@@ -34,6 +38,22 @@ class LinearScorer:
         return np.asarray(features @ weights - np.float32(self.mean @ weights))
 
 
+@dataclass(frozen=True, eq=False)
+class NetworkScorer:
+    """A network of one hidden layer with ReLU; x is normalised as by `LinearScorer`."""
+
+    mean: np.ndarray
+    scale: np.ndarray
+    hidden: np.ndarray  # [features, units]
+    shift: np.ndarray  # [units]
+    output: np.ndarray  # [units]
+
+    def __call__(self, features: np.ndarray) -> np.ndarray:
+        hidden = (self.hidden / self.scale[:, None]).astype(np.float32)
+        shift = (self.shift - self.mean @ hidden).astype(np.float32)
+        return np.asarray(np.maximum(features @ hidden + shift, 0) @ self.output.astype(np.float32))
+
+
 @checked
 def ranking_svm(log: Log, *, share: float = 0.01, seed: Seed = 0) -> LinearScorer:
     """Fit a Ranking-SVM on a random share of the requests (Joachims 2002).
@@ -42,17 +62,7 @@ def ranking_svm(log: Log, *, share: float = 0.01, seed: Seed = 0) -> LinearScore
     """
     from sklearn.svm import LinearSVC
 
-    if not 0 < share <= 1:
-        raise OptionError("'share' must be above 0 and at most 1", got=share)
-    if not log.feature_names:
-        raise DataError("the initial ranker needs features, and the data has none", hint="use data with features")
-    rng = np.random.default_rng(seed)
-    chosen = log.select(np.sort(rng.permutation(len(log))[: max(1, round(share * len(log)))]))
-    features = chosen.features.astype(np.float64)
-    if not np.isfinite(features).all():
-        raise DataError("the initial ranker needs finite features", hint="replace NaN and infinite values")
-    mean, scale = features.mean(0), features.std(0)
-    scale[scale < 1e-9] = 1.0
+    chosen, features, mean, scale, rng = _chosen(log, share, seed)
     better, worse = _graded_pairs(chosen, rng)
     if not len(better):
         hint = "raise --share (share=...)" if share < 1 else "use data with more than one grade"
@@ -70,17 +80,59 @@ def ranking_svm(log: Log, *, share: float = 0.01, seed: Seed = 0) -> LinearScore
     return LinearScorer(mean, scale, machine.coef_.ravel())
 
 
-def initial_ranker(dataset: Dataset, *, share: float = 0.01, seed: Seed = 0) -> LinearScorer:
-    """Return the Ranking-SVM of a data set's training requests; it is fitted once, and later read from the cache."""
+@checked
+def regression_network(log: Log, *, share: float = 0.01, seed: Seed = 0) -> NetworkScorer:
+    """Fit a small network on the grades of a random share of the requests."""
+    from sklearn.neural_network import MLPRegressor
+
+    chosen, features, mean, scale, _ = _chosen(log, share, seed)
+    network = MLPRegressor(hidden_layer_sizes=(UNITS,), alpha=1.0, max_iter=100, tol=0.0, random_state=seed % 2**32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it stops after 100 passes, as it should
+        network.fit((features - mean) / scale, chosen.true_relevance)
+    return NetworkScorer(mean, scale, network.coefs_[0], network.intercepts_[0], network.coefs_[1].ravel())
+
+
+def _chosen(log: Log, share: float, seed: int) -> tuple[Log, np.ndarray, np.ndarray, np.ndarray, np.random.Generator]:
+    """Return a random share of the requests, their features, the mean and scale of these, and the generator."""
+    if not 0 < share <= 1:
+        raise OptionError("'share' must be above 0 and at most 1", got=share)
+    if not log.feature_names:
+        raise DataError("the initial ranker needs features, and the data has none", hint="use data with features")
+    rng = np.random.default_rng(seed)
+    chosen = log.select(np.sort(rng.permutation(len(log))[: max(1, round(share * len(log)))]))
+    features = chosen.features.astype(np.float64)
+    if not np.isfinite(features).all():
+        raise DataError("the initial ranker needs finite features", hint="replace NaN and infinite values")
+    mean, scale = features.mean(0), features.std(0)
+    scale[scale < 1e-9] = 1.0
+    return chosen, features, mean, scale, rng
+
+
+def initial_ranker(
+    dataset: Dataset, *, kind: Logging = "linear", share: float = 0.01, seed: Seed = 0
+) -> LinearScorer | NetworkScorer:
+    """Return the ranker that orders what simulated users see; it is fitted once, and later read from the cache.
+
+    It is a Ranking-SVM (`linear`), or a small `network`, which estimators of examination cannot recover exactly.
+    """
     key = repr((FORMAT, dataset.fingerprint, len(dataset.train), share, seed)).encode()
-    path = cache_folder() / f"initial-{hashlib.blake2b(key, digest_size=12).hexdigest()}.npz"
-    names, width = ("mean", "scale", "weights"), dataset.train.features.shape[1]
-    if (arrays := cached_arrays(path, dict.fromkeys(names, (width,)))) is not None:
-        return LinearScorer(*arrays)
-    fitted = ranking_svm(dataset.train, share=share, seed=seed)
+    name = "initial" if kind == "linear" else f"initial-{kind}"
+    path = cache_folder() / f"{name}-{hashlib.blake2b(key, digest_size=12).hexdigest()}.npz"
+    width = dataset.train.features.shape[1]
+    shapes: dict[str, tuple[int, ...]] = {"mean": (width,), "scale": (width,), "weights": (width,)}
+    scorer: type[LinearScorer | NetworkScorer] = LinearScorer
+    if kind == "network":
+        del shapes["weights"]
+        shapes |= {"hidden": (width, UNITS), "shift": (UNITS,), "output": (UNITS,)}
+        scorer = NetworkScorer
+    if (arrays := cached_arrays(path, shapes)) is not None:
+        return scorer(*arrays)
+    fit = ranking_svm if kind == "linear" else regression_network
+    fitted: LinearScorer | NetworkScorer = fit(dataset.train, share=share, seed=seed)
     try:
         with atomic_path(path, overwrite=True) as temporary, temporary.open("wb") as handle:
-            np.savez(handle, **{name: getattr(fitted, name) for name in names})
+            np.savez(handle, **{name: getattr(fitted, name) for name in shapes})
     except OutputError:  # a cache that cannot be written only costs time
         pass
     return fitted

@@ -191,6 +191,19 @@ def paired_test(
     return PairedTest(mean, mean - margin, mean + margin, p, n)
 
 
+def holm(p: Sequence[float]) -> list[float]:
+    """Return p values corrected by Holm's method (1979) for the number of tests.
+
+    The i-th smallest of n is multiplied by n + 1 - i, and is at least as large as the corrected ones before it.
+    """
+    values = np.asarray(p, np.float64)
+    order = np.argsort(values)
+    corrected = np.minimum(1.0, np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1)))
+    result = np.empty_like(values)
+    result[order] = corrected
+    return [float(value) for value in result]
+
+
 def _bounded(values: np.ndarray) -> np.ndarray:
     """Return values in double precision; raise DataError if their squares may overflow."""
     values = values.astype(np.float64)

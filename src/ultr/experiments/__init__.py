@@ -1,7 +1,7 @@
 """The experiments of `ultr reproduce`, by name.
 
-All but `trees` repeat experiments of the paper that pairwise-em comes from (CIKM 2022, see `paper.py`). Each trains
-methods and reports their results, next to the results in the paper if there are any.
+All but `settling` and `trees` repeat experiments of the paper that pairwise-em comes from (CIKM 2022, see `paper.py`).
+Each trains methods and reports their results, next to the results in the paper if there are any.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 from ultr.experiments.abtest import live_test
 from ultr.experiments.figures import figure3, figure4, figure5
-from ultr.experiments.lab import FULL, QUICK, Budget, ExperimentResult, Lab
+from ultr.experiments.lab import FULL, QUICK, SELECTIONS, Budget, ExperimentResult, Lab
+from ultr.experiments.settling import settle
 from ultr.experiments.tables import table1, table2
 from ultr.experiments.trees import tree_tables
 
-__all__ = ["EXPERIMENTS", "FULL", "QUICK", "Budget", "ExperimentResult", "Lab"]
+__all__ = ["EXPERIMENTS", "FULL", "QUICK", "SELECTIONS", "Budget", "ExperimentResult", "Lab"]
 
 EXPERIMENTS: dict[str, Callable[[Lab], ExperimentResult]] = {
     "table1": table1,
@@ -23,5 +24,6 @@ EXPERIMENTS: dict[str, Callable[[Lab], ExperimentResult]] = {
     "figure4": figure4,
     "figure5": figure5,
     "live": live_test,
+    "settling": settle,
     "trees": tree_tables,
 }

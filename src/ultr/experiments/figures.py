@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from ultr.datasets.users import make_user
-from ultr.evaluation.scores import Mean, mean_with_interval, paired_test
+from ultr.evaluation.scores import Mean, mean_with_interval
 from ultr.experiments.claims import DIRECTION, HELD, NOT, Claim, row_of
 from ultr.experiments.lab import TITLES, ExperimentResult, Lab, World
-from ultr.experiments.paper import BAYES, DELTAS, ETAS, FIGURE_METHODS, OPT
+from ultr.experiments.paper import BAYES, DEFAULT, DELTAS, ETAS, FIGURE_METHODS, OPT
 from ultr.report.bias import pair_map
 from ultr.report.parts import Grid, Section, Table, Text
 from ultr.report.plots import line_plot
-from ultr.training.compare import Comparison, Entry, run_folder
+from ultr.training.compare import Comparison
+from ultr.training.entries import Entry, run_folder
 from ultr.utils.jsonfiles import read_json
 
 LOWER = "lambdarank"
@@ -55,14 +56,9 @@ def _gains(
     value: Callable[[World], float],
     absent: dict[str, str],
 ) -> ExperimentResult:
-    """Compare methods in groups of worlds (simulated settings); learning rates are tuned once, at eta 1 and delta 3."""
+    """Compare methods in groups of worlds (simulated settings), in each of which every method is tuned."""
     entries = list(FIGURE_METHODS.values())
-    worlds_of_tables = {lab.world(world.data, clicks=world.clicks): None for _, worlds in groups for world in worlds}
-    tuned = lab.compare(list(worlds_of_tables), entries, reference=LOWER)
-    rates = {w: {row.entry: row.lr for row in result.rows} for w, result in tuned.items()}
-    every = [world for _, worlds in groups for world in worlds]
-    rate_of = {world: rates[lab.world(world.data, clicks=world.clicks)] for world in every}
-    compared = lab.compare(every, entries, reference=LOWER, rate_of=rate_of)
+    compared = lab.compare([world for _, worlds in groups for world in worlds], entries, reference=LOWER)
     sections, claims, results = [], [], {}
     for head, worlds in groups:
         metric, at = worlds[0].metrics[-1], [value(world) for world in worlds]
@@ -73,15 +69,17 @@ def _gains(
         rows = [[NAMES[e], *(_percent(gain) for gain in means)] for e, means in gains.items()]
         sections.append(Section(head, [plot, Table(["method", *(f"{axis} {x:g}" for x in at)], rows)]))
         if lab.seeds > 1:
-            claims.append(_largest(claimed, head, gains, [compared[world] for world in worlds], metric))
+            there = [compared[world] for world in worlds]
+            claims.append(_largest(claimed, head, OPT, gains, there, metric))
+            ours = claimed.replace("loss_opt", "the default").capitalize()
+            claims.append(_largest(ours, head, DEFAULT, gains, there, metric))
         results[head] = {
             "metric": metric,
             axis: at,
             "gain": {entry: [_finite(gain) for gain in means] for entry, means in gains.items()},
             "seeds": {e: [row_of(compared[w], e).results[metric] for w in worlds] for e in entries},
         }
-    about = f"{lab.seeds} runs. Learning rates were tuned at eta 1, delta 3. Gains are in %, with 95% intervals. "
-    about += lab.feedback
+    about = f"{lab.protocol} Gains are in %, with 95% intervals."
     return ExperimentResult(name, f"{title} (budget: {lab.budget.name})", about, sections, claims, results, absent)
 
 
@@ -110,16 +108,19 @@ def _percent(gain: Mean) -> str:
     return f"{gain.mean:+.2%}" + (f" [{gain.low:+.2%}, {gain.high:+.2%}]" if np.isfinite(gain.low) else "")
 
 
-def _largest(text: str, head: str, gains: dict[str, list[Mean]], results: Sequence[Comparison], metric: str) -> Claim:
-    """Check the claim that loss_opt has the largest gain in every world, with p < 0.05."""
+def _largest(
+    text: str, head: str, method: str, gains: dict[str, list[Mean]], results: Sequence[Comparison], metric: str
+) -> Claim:
+    """Check the claim that a method has the largest gain in every world, with p < 0.05; ours are not compared."""
     differences, first, significant = [], 0, 0
-    others = [entry for entry in gains if entry != OPT]
+    others = [entry for entry in gains if entry not in (OPT, DEFAULT)]
     for at, result in enumerate(results):
         best = max(others, key=lambda entry: gains[entry][at].mean)
-        test = paired_test(*(np.array(row_of(result, entry).results[metric]) for entry in (OPT, best)))
-        first += test.difference > 0
-        significant += test.difference > 0 and test.significant
-        differences.append(f"{test.difference:+.4f} over {NAMES[best]} (p = {test.p:.2g})")
+        test = row_of(result, method).tested(row_of(result, best))[metric]
+        gap = test.seeds.difference
+        first += gap > 0
+        significant += gap > 0 and test.significant
+        differences.append(f"{gap:+.4f} over {NAMES[best]} (p = {test.p:.2g})")
     verdict = HELD if significant == len(results) else DIRECTION if first == len(results) else NOT
     evidence = f"first at {first} of {len(results)}, significantly at {significant}: " + "; ".join(differences)
     return Claim(text, head, verdict, evidence)
@@ -169,8 +170,8 @@ def figure5(lab: Lab) -> ExperimentResult:
 
 def _bias_of(lab: Lab, world: World, result: Comparison) -> dict[str, Any]:
     """Return theta, P(c>0) and their ratio as [run, position], and m averaged over runs (NaN: no such pair)."""
-    plan = lab.plan(world, [BAYES], reference=BAYES, rate_of={})
-    folders = [run_folder(plan.out, Entry.parse(BAYES), result.rows[0].lr, seed) for seed in range(lab.seeds)]
+    plan = lab.plan(world, [BAYES], reference=BAYES)
+    folders = [run_folder(plan.out, Entry.parse(BAYES), result.rows[0].setting, seed) for seed in range(lab.seeds)]
     reports = [read_json(folder / "bias.json") for folder in folders]
     theta = np.array([report["theta"] for report in reports])
     rate = np.array([np.array(report["clicks"]) / np.array(report["impressions"]) for report in reports])

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ultr.datasets import load_dataset
+from ultr.datasets.initial import Logging
 from ultr.errors import AbsentError, DataError, MissingExtraError
 from ultr.experiments.claims import Claim, claim_parts, claims_text
 from ultr.experiments.paper import CUTOFFS
 from ultr.report.page import write_page
 from ultr.report.parts import Notes, Section, Table, Text
-from ultr.training.compare import DEFAULT_RATES, Comparison, Entry, Plan, compare_all
+from ultr.training.compare import (
+    DEFAULT_RATES,
+    LIMITS,
+    LONGEST,
+    SESSIONS,
+    Comparison,
+    Plan,
+    compare_all,
+)
 from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.entries import Entry
 from ultr.training.workers import Workers
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import write_json
@@ -35,15 +45,59 @@ class Budget:
     name: str
     hidden: tuple[int, ...]
     dropout: float
-    steps: int
+    steps: int  # largest number of steps after a bias model; a method without one may also take its steps
     bias_steps: int  # largest number of steps of the bias model
-    rates: tuple[float, ...]  # learning rates to choose from
+    evaluate_every: int
+    patience: int  # evaluations without improvement after which a run stops
+    sessions: int  # of the log that all methods of a run learn from
     runs: int  # of each method
+    rates: tuple[float, ...]  # learning rates to choose from
+    dropouts: tuple[float, ...]  # to choose from besides `dropout`
+    limits: tuple[float | str, ...]  # largest weights to choose from besides the default of a method
+    tuning_runs: int  # runs of each setting to choose from
+    longest: int  # times its steps that a method may take if it still improves
+    selections: tuple[str, ...]  # of tables, see `SELECTIONS`
     beyond: bool  # add rows that are not in the paper
 
 
-FULL = Budget("full", (512, 256, 128), 0.3, 700, 3000, DEFAULT_RATES, 10, True)
-QUICK = Budget("quick", (64, 32), 0.1, 150, 300, (0.02, 0.05), 3, False)
+OFF_POLICY, TRUTH = "off-policy", "truth"
+SELECTIONS = {OFF_POLICY: "without true labels", TRUTH: "with true labels"}  # how steps and settings are chosen
+FULL = Budget(
+    name="full",
+    hidden=(512, 256, 128),
+    dropout=0.3,
+    steps=3000,
+    bias_steps=3000,
+    evaluate_every=100,
+    patience=6,
+    sessions=SESSIONS,
+    runs=10,
+    rates=DEFAULT_RATES,
+    dropouts=(0.0,),
+    limits=LIMITS,
+    tuning_runs=3,
+    longest=LONGEST,
+    selections=(OFF_POLICY, TRUTH),
+    beyond=True,
+)
+QUICK = Budget(
+    name="quick",
+    hidden=(64, 32),
+    dropout=0.1,
+    steps=150,
+    bias_steps=300,
+    evaluate_every=50,
+    patience=3,
+    sessions=5000,
+    runs=3,
+    rates=(0.02, 0.05),
+    dropouts=(),
+    limits=(),
+    tuning_runs=1,
+    longest=1,
+    selections=(OFF_POLICY,),
+    beyond=False,
+)
 
 
 @dataclass(frozen=True)
@@ -55,14 +109,22 @@ class World:
     eta: float = 1.0  # severity of position bias; 0: none
     delta: float = 3.0  # a continuous label is click + dwell / exp(delta)
     users: str = "pbm"  # the simulated users, by name
-    sessions: int = 0  # of the one log that every method of a run learns from; 0: new feedback at each step
+    sessions: int = SESSIONS  # of the one log that every method of a run learns from; 0: new feedback at each step
+    logging: Logging = "linear"  # the ranker that orders what users see, by name
+    select: str = OFF_POLICY  # how steps and settings are chosen, see `SELECTIONS`
 
     @property
     def name(self) -> str:
+        """The name of the folder of the runs in this world."""
         kind = "clicks" if self.clicks else f"continuous-delta-{self.delta:g}"
         users = "" if self.users == "pbm" else f"-{self.users}"
-        sessions = f"-{self.sessions}-sessions" if self.sessions else ""
-        return f"{self.data}/{kind}-eta-{self.eta:g}{users}{sessions}"
+        sessions = f"-{self.sessions}-sessions" if self.sessions else "-new-sessions"
+        logging = "" if self.logging == "linear" else f"-{self.logging}-logging"
+        return f"{self.data}/{kind}-eta-{self.eta:g}{users}{sessions}{logging}-{self.select}"
+
+    @property
+    def title(self) -> str:
+        return f"{TITLES.get(self.data, self.data)}, selected {SELECTIONS[self.select]}"
 
     @property
     def label(self) -> str:
@@ -87,7 +149,9 @@ class Lab:
     data_dir: str | None = None
     device: str = "auto"
     users: str = "pbm"
-    sessions: int = 0  # of the one log that every method of a run learns from; 0: new feedback at each step
+    sessions: int | None = None  # of the log that every method learns from; 0: new at each step; None: the budget's
+    logging: Logging = "linear"
+    selections: tuple[str, ...] = ()  # of tables; empty: those of the budget
     on_done: Callable[[int, int, str], None] = lambda *_: None
 
     @property
@@ -95,31 +159,55 @@ class Lab:
         return self.runs or self.budget.runs
 
     def world(self, data: str, *, clicks: bool = False, eta: float = 1.0, delta: float = 3.0) -> World:
-        """Return a world with the users and the number of sessions of this call."""
-        return World(data, clicks, eta, delta, self.users, self.sessions)
+        """Return a world with the users, sessions and logging ranker of this call, and its first selection."""
+        sessions = self.budget.sessions if self.sessions is None else self.sessions
+        select = (self.selections or self.budget.selections)[0]
+        return World(data, clicks, eta, delta, self.users, sessions, self.logging, select)
+
+    def worlds(self, data: Iterable[str], *, clicks: bool = False) -> list[World]:
+        """Return the worlds of a table: for each data set, one for each selection."""
+        selections = self.selections or self.budget.selections
+        return [replace(self.world(name, clicks=clicks), select=select) for name in data for select in selections]
 
     @property
-    def feedback(self) -> str:
-        """The feedback that methods learn from, in words."""
-        users = "" if self.users == "pbm" else f" Users: {self.users}."
-        if self.sessions:
-            return f"Every method of a run learns from the same {self.sessions:,} sessions, drawn once.{users}"
-        return f"Users give new feedback at each step, also to bias models, so methods differ in sessions.{users}"
+    def protocol(self) -> str:
+        """How methods are trained, tuned and tested, in words."""
+        budget, sessions = self.budget, self.world("").sessions
+        feedback = f"All methods of a run learn from the same {sessions:,} sessions, bias models included. "
+        if not sessions:
+            feedback = "Users give new feedback at each step, also to bias models, so methods differ in sessions. "
+        chosen = ["learning rate", *(["dropout"] if budget.dropouts else [])]
+        chosen += ["largest weight of a pair or item"] if budget.limits else []
+        tuning = f"{budget.tuning_runs} other runs" if budget.tuning_runs > 1 else "another run"
+        return (
+            feedback
+            + f"At most {budget.steps + budget.bias_steps:,} steps of 256 lists, bias model included; a run stops "
+            f"after {budget.patience * budget.evaluate_every:,} steps without improvement. "
+            + (f"A method that still improves then has up to {budget.longest} times the steps. " * (budget.longest > 1))
+            + f"What is chosen for each method on validation requests, by {tuning} of each candidate: "
+            f"{', '.join(chosen)}. {self.seeds} tested runs; network {'-'.join(map(str, budget.hidden))}; "
+            f"users: {self.users}; logging ranker: {self.logging}."
+        )
 
-    def plan(self, world: World, entries: Iterable[str], *, reference: str, rate_of: Mapping[str, float]) -> Plan:
+    def plan(self, world: World, entries: Iterable[str], *, reference: str) -> Plan:
         """Return the plan to compare the methods `entries` in a world."""
         budget = self.budget
         base = RunConfig(
             data=world.data,
             users=world.users,
             sessions=world.sessions,
+            logging=world.logging,
             user_options={"eta": world.eta, "epsilon": 0.1},
             label=world.label,
             ranker_options={"hidden": list(budget.hidden), "dropout": budget.dropout, "norm": "none"},
             data_dir=self.data_dir,
-            select=world.metrics[-1],
+            select=world.metrics[-1] if world.select == TRUTH else "off-policy-reward@10",
             training=TrainingOptions(
-                steps=budget.steps, bias_steps=budget.bias_steps, evaluate_every=50, device=self.device
+                steps=budget.steps,
+                bias_steps=budget.bias_steps,
+                evaluate_every=budget.evaluate_every,
+                patience=budget.patience,
+                device=self.device,
             ),
         )
         return Plan(
@@ -128,21 +216,17 @@ class Lab:
             self.out / "runs" / budget.name / world.name,
             seeds=self.seeds,
             rates=budget.rates,
-            rate_of=rate_of,
+            dropouts=budget.dropouts,
+            limits=budget.limits,
+            tuning_seeds=budget.tuning_runs,
+            longest=budget.longest,
             metrics=world.metrics,
             reference=reference,
         )
 
-    def compare(
-        self,
-        worlds: Sequence[World],
-        entries: Sequence[str],
-        *,
-        reference: str,
-        rate_of: Mapping[World, Mapping[str, float]] | None = None,
-    ) -> dict[World, Comparison]:
-        """Compare the methods in each world; learning rates that are not in `rate_of` are tuned in that world."""
-        plans = [self.plan(w, entries, reference=reference, rate_of=(rate_of or {}).get(w, {})) for w in worlds]
+    def compare(self, worlds: Sequence[World], entries: Sequence[str], *, reference: str) -> dict[World, Comparison]:
+        """Compare the methods in each world, in which each is tuned."""
+        plans = [self.plan(world, entries, reference=reference) for world in worlds]
         return dict(zip(worlds, compare_all(plans, self.workers, self.on_done), strict=True))
 
     def find(self, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -205,7 +289,11 @@ def _markdown(section: Section) -> str:
         if isinstance(part, Text):
             blocks.append(part.text)
         elif isinstance(part, Table):
-            rows = ["| " + " | ".join(row) + " |" for row in (part.head, *part.rows)]
-            rows.insert(1, "|" + "---|" * len(part.head))
-            blocks += [*([part.caption] if part.caption else []), "\n".join(rows)]
+            blocks += [*([part.caption] if part.caption else []), table_text(part.head, part.rows)]
     return "\n\n".join(blocks)
+
+
+def table_text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown."""
+    lines = ["| " + " | ".join(row) + " |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])

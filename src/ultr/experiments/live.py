@@ -31,9 +31,9 @@ from ultr.experiments.lift import lifts_between, over_runs
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.rankers.model import load_model
-from ultr.training.compare import Entry
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.data import RunData, cached_dataset
+from ultr.training.entries import Entry, Setting
 from ultr.training.run import make_run, run_training
 from ultr.training.workers import OnDone, Workers
 from ultr.utils.jsonfiles import read_json, write_json
@@ -121,7 +121,7 @@ class LiveOptions:
             training=training,
         )
         text = self.entries[bucket]
-        return Entry.parse(text).config(base, self.rates.get(text, self.lr), _seed(seed, day, TRAINING))
+        return Entry.parse(text).config(base, Setting(self.rates.get(text, self.lr)), _seed(seed, day, TRAINING))
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ultr.experiments.claims import Claim, claim_above_all, claim_level
+from ultr.experiments.claims import Claim, claim_above_all, claim_level, corrected
 from ultr.experiments.lab import QUICK, TITLES, ExperimentResult, Lab, World
 from ultr.experiments.paper import TableRow
 from ultr.experiments.tables import table_section
 from ultr.report.parts import Section
-from ultr.training.compare import TREE_RATES, Comparison, Entry, Plan, compare_all
+from ultr.training.compare import TREE_RATES, Comparison, Plan, compare_all
 from ultr.training.config import TREE_TRAINING
+from ultr.training.entries import Entry
 
 RUNS = 5
 SESSIONS, MORE_SESSIONS = 20_000, {"ml-1m": 60_000}  # number of simulated sessions that a run trains on
@@ -67,11 +68,12 @@ def tree_tables(lab: Lab) -> ExperimentResult:
     about = (
         f"{plans[0].seeds} runs; the sessions of a run are drawn once: {sessions}. The learning rate ({rates}) and the "
         f"number of rounds (at most {base.training.steps}) were selected on validation requests. Mean ± standard "
-        "deviation over runs; * marks a difference from posterior pairs with LightGBM with p < 0.05, paired."
+        "deviation over runs; * marks a difference from posterior pairs with LightGBM with p < 0.05 both over runs and "
+        "over test requests, in paired tests that Holm's method corrects for the number of rows."
     )
     sections = [_section(world, result, rows[world]) for world, result in compared.items()]
     tested = compared.items() if plans[0].seeds > 1 else ()
-    claims = [claim for world, result in tested for claim in _claims(world, result)]
+    claims = corrected([claim for world, result in tested for claim in _claims(world, result)])
     results = {world.name: result.to_json() for world, result in compared.items()}
     title = f"Trees: LightGBM and XGBoost (budget: {lab.budget.name})"
     return ExperimentResult("trees", title, about, sections, claims, results, absent)
@@ -79,7 +81,7 @@ def tree_tables(lab: Lab) -> ExperimentResult:
 
 def _plan(lab: Lab, world: World, entries: Sequence[str]) -> Plan:
     quick = lab.budget is QUICK
-    plan = lab.plan(world, [], reference="", rate_of={})
+    plan = lab.plan(world, [], reference="")
     training = replace(TREE_TRAINING, bias_steps=plan.base.training.bias_steps, device=lab.device)
     base = replace(
         plan.base,

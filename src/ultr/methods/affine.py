@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ultr.errors import OptionError
 from ultr.lists import Lists
-from ultr.methods.base import MethodInputs, at_least, one_of
+from ultr.methods.base import MethodInputs, one_of, weight_limit
 from ultr.methods.losses import pointwise_loss
 from ultr.methods.position_model import MAX_WEIGHT, PositionModel, WeightedClicks, numbers
 
@@ -23,10 +23,10 @@ class Affine(WeightedClicks):
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         "theta": one_of("theta", "strata", "items"),
-        "max_weight": at_least("max_weight", 1),
+        "max_weight": weight_limit,
     }
 
-    def __init__(self, inputs: MethodInputs, *, theta: str = "strata", max_weight: float = MAX_WEIGHT) -> None:
+    def __init__(self, inputs: MethodInputs, *, theta: str = "strata", max_weight: float | str = MAX_WEIGHT) -> None:
         if inputs.propensities is not None:
             what = "the method affine estimates clicks on irrelevant items as well, so it cannot use known propensities"
             raise OptionError(what, hint="remove --propensities or --bias, or use --method ipw-pointwise")

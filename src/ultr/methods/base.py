@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,7 @@ from ultr.rankers import FeatureEncoder, make_ranker
 
 MOST_IN_TABLE = 1 << 16  # position ids that are looked up in a table
 POSITION_SPEED = 10.0  # learning rate of parameters by position, relative to that of a network
+RELEASED_ACCUMULATOR = 0.1  # Adagrad's first sums of squared gradients, in the code that the paper's authors released
 BOUNDS = "use the method pointwise, lambdarank or pairwise-em with true labels"
 
 
@@ -38,10 +39,16 @@ class MethodInputs:
     propensities: Mapping[int, float] | None = None  # known examination by position id
     feature_names: tuple[str, ...] = ()
     binary: tuple[str, ...] = ()  # the actions that are 0 or 1
+    user: User | None = None  # the simulated user, whom only an oracle knows
 
     def make_ranker(self, *, extra_features: int = 0, outputs: int = 1) -> nn.Module:
         encoder = FeatureEncoder(self.features + extra_features, self.categories)
         return make_ranker(self.ranker, encoder, outputs=outputs, **self.ranker_options)
+
+    def as_released(self) -> MethodInputs:
+        """Return these inputs with the networks of the code that the authors of the CIKM 2022 paper released."""
+        networks = {"norm": "layer", "dropout": 0.0, "separate": True} if self.ranker == "mlp" else {}
+        return replace(self, ranker_options={**self.ranker_options, **networks})
 
     def labels_of(self, lists: Lists) -> Tensor:
         """Return the labels of items to learn from: of the logged actions, or the true labels if `truth` is set.
@@ -91,6 +98,21 @@ class Method(Learner):
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {}  # keyword options, each with a parser from text
     CLICKS_ALONE: ClassVar[bool] = False  # True if every label above zero counts as 1
+
+    @classmethod
+    def has_bias_stage(cls, options: Mapping[str, Any]) -> bool:
+        """Return whether the method with these options trains a bias model before the ranker."""
+        return False
+
+    @classmethod
+    def has_dropout(cls, options: Mapping[str, Any]) -> bool:
+        """Return whether the dropout of the ranker can be chosen."""
+        return True
+
+    @classmethod
+    def limits_weights(cls, options: Mapping[str, Any]) -> bool:
+        """Return whether the method has weights whose limit `max_weight` can be chosen, and is not chosen yet."""
+        return "max_weight" in cls.OPTIONS and "max_weight" not in options
 
     def __init__(self, inputs: MethodInputs) -> None:
         super().__init__()
@@ -175,6 +197,16 @@ def at_least(name: str, least: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def weight_limit(text: str) -> float | str:
+    """Parse the option `max_weight`: a number of at least 1, or `none`."""
+    return text if text == "none" else at_least("max_weight", 1)(text)
+
+
+def as_limit(max_weight: float | str) -> float:
+    """Return the largest weight as a number: infinity for `none`."""
+    return math.inf if max_weight == "none" else float(max_weight)
 
 
 class PositionIndex(nn.Module):

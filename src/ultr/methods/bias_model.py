@@ -56,17 +56,6 @@ def _shared(inputs: MethodInputs) -> nn.Module:
     return make_ranker(kind, encoder, outputs=3, **(NETWORK if kind == "mlp" else {}))
 
 
-class _Separate(nn.Module):
-    """Three networks like the ranker, each with one output."""
-
-    def __init__(self, inputs: MethodInputs) -> None:
-        super().__init__()
-        self.networks = nn.ModuleList(inputs.make_ranker() for _ in range(3))
-
-    def forward(self, features: Tensor) -> Tensor:
-        return torch.stack([network(features) for network in self.networks], dim=-1)
-
-
 class BiasModel(PositionModel):
     """The model  P(c>0) = θ_k β(x) + ζ_k (1 - β(x)),  E[c | c>0] = ρ_k μ(x)  of items, and Eq. 13 of pairs.
 
@@ -99,7 +88,7 @@ class BiasModel(PositionModel):
     ) -> None:
         super().__init__(inputs, scale=scale, theta_from=theta_from, trust_in_clicks=trust_in_clicks)
         self.scaled_values, self.pairs, self.sampled, self.released = scaled_values, pairs, sampled, released
-        self.network = _Separate(inputs) if released else _shared(inputs)  # logit of β, log of μ, g
+        self.network = inputs.make_ranker(outputs=3) if released else _shared(inputs)  # logit of β, log of μ, g
         check_positions(size := len(self.index), MAX_TRAINED_POSITIONS)
         buffers = {
             "rho": torch.ones(size),
@@ -121,6 +110,8 @@ class BiasModel(PositionModel):
 
     def _start_at(self, beta: float) -> None:
         """Start with this β for all items, so that random initial weights do not dominate a small log."""
+        if self.released:
+            return
         last = [module for module in self.network.modules() if isinstance(module, nn.Linear)][-1]
         with torch.no_grad():
             last.weight[:2] = 0
@@ -143,12 +134,16 @@ class BiasModel(PositionModel):
             outputs = self.network(features)
         return outputs[..., 0], outputs[..., 1].clamp(-LOG_VALUE_LIMIT, LOG_VALUE_LIMIT), outputs[..., 2]
 
+    def of_lists(self, lists: Lists) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the `predictions` for the items of lists."""
+        return self.predictions(lists.features)
+
     def loss(self, lists: Lists) -> Tensor:
         """Return the loss of regression on the posteriors (the networks' M-step); its gradient is the likelihood's.
 
         β by cross-entropy, μ by the gamma deviance of positive labels c/μ + log μ, g by cross-entropy over pairs.
         """
-        logit, log_value, preference = self.predictions(lists.features)
+        logit, log_value, preference = self.of_lists(lists)
         labels, place = self.labels(lists), self.index(lists.shown_positions)
         positive = labels > 0
         if self.released:
@@ -217,7 +212,7 @@ class BiasModel(PositionModel):
         if self.released:
             lists = with_clicks(lists, labels)
         with self.without_dropout():
-            logit, log_value, preference = self.predictions(lists.features)
+            logit, log_value, preference = self.of_lists(lists)
         beta, positive, size = logit.sigmoid(), labels > 0, len(self.index)
         weights = lists.weights[:, None] * lists.where
         examined = examined_zero_terms(positive, self.theta[place], beta)
@@ -287,7 +282,7 @@ class BiasModel(PositionModel):
     def log_likelihood(self, lists: Lists) -> dict[str, Tensor]:
         """Return the log-likelihood per list of clicks, of values of clicked items (gamma deviance), and of pairs."""
         labels, place = self.labels(lists), self.index(lists.shown_positions)
-        logit, log_value, preference = self.predictions(lists.features)
+        logit, log_value, preference = self.of_lists(lists)
         beta, positive = logit.sigmoid(), labels > 0
         values = -torch.where(positive, labels / self.rho[place] * torch.exp(-log_value) + log_value, 0.0)
         weights = self._row_weights(place, lists)

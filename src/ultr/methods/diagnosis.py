@@ -34,7 +34,7 @@ class Tally:
     def add(self, lists: Lists, weights: Tensor, clip: float) -> None:
         model, labels = self.model, self.model.labels(lists)
         place, size = model.index(lists.shown_positions), len(model.index)
-        logit, _, preference = model.predictions(lists.features)
+        logit, _, preference = model.of_lists(lists)
         beta, zero = logit.sigmoid(), lists.where & (labels <= 0)
         t = examined_though_zero(model.theta[place], beta)[zero]
         self.betas.append(beta[lists.where])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ultr.lists import Lists
-from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, PositionTable, at_least
+from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, PositionTable, as_limit, weight_limit
 from ultr.methods.losses import softmax_loss
 from ultr.methods.position_model import MAX_WEIGHT, numbers
 
@@ -24,11 +24,11 @@ class DLA(ClickMethod):
     at most `max_weight`.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {"max_weight": at_least("max_weight", 1)}
+    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {"max_weight": weight_limit}
 
-    def __init__(self, inputs: MethodInputs, *, max_weight: float = MAX_WEIGHT) -> None:
+    def __init__(self, inputs: MethodInputs, *, max_weight: float | str = MAX_WEIGHT) -> None:
         super().__init__(inputs)
-        self.max_weight = max_weight
+        self.max_weight = as_limit(max_weight)
         self.index = PositionIndex(inputs.positions)
         self.propensity = PositionTable(len(self.index))
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ultr.lists import Lists
-from ultr.methods.base import MethodInputs, at_least, one_of
+from ultr.methods.base import MethodInputs, one_of, weight_limit
 from ultr.methods.losses import pointwise_loss, softmax_loss
 from ultr.methods.position_model import MAX_WEIGHT, PositionModel, WeightedClicks
 
@@ -22,11 +22,16 @@ class _IPW(WeightedClicks):
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         "theta": one_of("theta", "strata", "items"),
         "labels": one_of("labels", "clicks", "values"),
-        "max_weight": at_least("max_weight", 1),
+        "max_weight": weight_limit,
     }
 
     def __init__(
-        self, inputs: MethodInputs, *, theta: str = "strata", labels: str = "clicks", max_weight: float = MAX_WEIGHT
+        self,
+        inputs: MethodInputs,
+        *,
+        theta: str = "strata",
+        labels: str = "clicks",
+        max_weight: float | str = MAX_WEIGHT,
     ) -> None:
         super().__init__(inputs, PositionModel(inputs, theta_from=theta), max_weight=max_weight)
         self.values = labels == "values"

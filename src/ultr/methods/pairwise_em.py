@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,20 +27,15 @@ from ultr.errors import OptionError
 from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.base import Method, MethodInputs, at_least, one_of
+from ultr.methods.base import RELEASED_ACCUMULATOR, Method, MethodInputs, as_limit, one_of, weight_limit
 from ultr.methods.bias_model import BiasModel, with_clicks
 from ultr.methods.diagnosis import diagnosis
 from ultr.methods.losses import gaps, lambdaloss_weights, lambdarank_weights, pairwise_loss, preferred_pairs
+from ultr.methods.oracle import OracleModel
 from ultr.methods.position_model import scale_option
 
 LEAST_THETA = 0.01  # weights of pairs divide by θ, or by this if θ is smaller
 MAX_WEIGHT = 10.0  # default of the largest weight of a pair
-RELEASED_ACCUMULATOR = 0.1  # Adagrad's first sums of squared gradients, in the code that the paper's authors released
-
-
-def weight_limit(text: str) -> float | str:
-    """Parse the option `max_weight`: a number of at least 1, or `none`."""
-    return text if text == "none" else at_least("max_weight", 1)(text)
 
 
 class PairwiseEM(Method):
@@ -57,7 +51,8 @@ class PairwiseEM(Method):
 
     The first three are the paper's (Eqs. 10 and 14-17), the others are not in it. Training has three stages: θ from the
     log (`theta`: by `strata` of similar items or by `items`), the bias model until the held-out likelihood stops
-    improving, then the ranker. `em=joint` trains all of it at once, as the paper does, with θ by `em`.
+    improving, then the ranker. `em=joint` trains all of it at once, as the paper does, with θ by `em`. `em=oracle` is
+    for experiments: it knows θ and β of simulated users.
 
     - `weights` of the first three are the `paper`'s, or `exact`: then the mean of the loss is right (see `equations`).
     - `trust` is in `pairs` of positions (ε⁺, ε⁻: the default with m_ij), `clicks` (irrelevant items are clicked with
@@ -74,7 +69,7 @@ class PairwiseEM(Method):
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         "loss": one_of("loss", "posterior", "opt-posterior", "opt", "bayes-ipw", "ipw"),
         "weights": one_of("weights", "paper", "exact"),
-        "em": one_of("em", "staged", "joint"),
+        "em": one_of("em", "staged", "joint", "oracle"),
         "theta": one_of("theta", "strata", "items", "regression", "em"),
         "scale": scale_option,
         "trust": one_of("trust", "none", "pairs", "clicks", "values"),
@@ -100,14 +95,14 @@ class PairwiseEM(Method):
         max_weight: float | str | None = None,
     ) -> None:
         released = variant == "released" and not inputs.truth
-        if released and inputs.ranker == "mlp":
-            inputs = replace(inputs, ranker_options={**inputs.ranker_options, "norm": "layer", "dropout": 0.0})
-        super().__init__(inputs)
+        super().__init__(inputs.as_released() if released else inputs)
+        inputs = self.inputs
         self.kind = loss or ("opt" if variant == "released" else "posterior")
         self.by_value = self.kind in ("posterior", "opt-posterior")
         self.by_metric = self.kind in ("opt", "opt-posterior")
         _check(self.kind, self.by_value, weights=weights, trust=trust, delta=delta, max_weight=max_weight)
-        self.joint = (em or ("joint" if released else "staged")) == "joint" and not inputs.truth
+        em = em or ("joint" if released else "staged")
+        self.joint = em != "staged" and not inputs.truth
         theta = theta or ("em" if self.joint else "strata")
         if scale == "estimated" and theta != "regression":
             hint = "add theta=regression"
@@ -115,11 +110,12 @@ class PairwiseEM(Method):
         self.weights = "exact" if inputs.truth else weights or "paper"
         self.released, self.delta = released, delta or ("lambdaloss" if released else "dcg")
         max_weight = max_weight or ("none" if released else MAX_WEIGHT)
-        self.max_weight = math.inf if max_weight == "none" else float(max_weight)
+        self.max_weight = as_limit(max_weight)
         default_trust = "pairs" if self.kind in ("opt", "bayes-ipw") else "none"
         self.trust = "none" if inputs.truth else trust or default_trust
         self.accumulator = RELEASED_ACCUMULATOR if released else 0.0
-        self.bias_model = BiasModel(
+        kind = OracleModel if em == "oracle" and not inputs.truth else BiasModel
+        self.bias_model = kind(
             inputs,
             scale=None if scale == "estimated" else float(scale),
             theta_from=theta,
@@ -131,6 +127,23 @@ class PairwiseEM(Method):
         )
         self.bias_model.accumulator = self.accumulator
         self.train()
+
+    @classmethod
+    def has_bias_stage(cls, options: Mapping[str, Any]) -> bool:
+        return bool(options.get("em", "joint" if cls._is_released(options) else "staged") == "staged")
+
+    @classmethod
+    def has_dropout(cls, options: Mapping[str, Any]) -> bool:
+        return not cls._is_released(options)
+
+    @classmethod
+    def limits_weights(cls, options: Mapping[str, Any]) -> bool:
+        by_value = options.get("loss", "posterior") in ("posterior", "opt-posterior")
+        return super().limits_weights(options) and not (by_value or cls._is_released(options))
+
+    @staticmethod
+    def _is_released(options: Mapping[str, Any]) -> bool:
+        return options.get("variant") == "released"
 
     def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
         if not self.inputs.truth:
@@ -176,7 +189,7 @@ class PairwiseEM(Method):
         r̂ = P(r>0 | c) c/ρ_k if c > 0, else P(r>0 | c) μ(x). The label of a relevant item is μ(x) on average, and ρ_k
         times as large at position k.
         """
-        logit, log_value, _ = self.bias_model.predictions(lists.features)
+        logit, log_value, _ = self.bias_model.of_lists(lists)
         return self.expected_value_of(labels, self.bias_model.index(lists.shown_positions), logit, log_value)
 
     def expected_value_of(self, labels: Tensor, place: Tensor, logit: Tensor, log_value: Tensor) -> Tensor:
@@ -188,7 +201,7 @@ class PairwiseEM(Method):
     def pair_weights(self, lists: Lists, labels: Tensor) -> Tensor:
         """Return the weights [..., i, j] of pairs with c_i > c_j, not clipped by `max_weight`; 0 for other pairs."""
         model = self.bias_model
-        logit, _, preference = model.predictions(lists.features)
+        logit, _, preference = model.of_lists(lists)
         place = model.index(lists.shown_positions)
         theta, beta, positive, place = map(
             batch_innermost, (model.theta[place].clamp(min=LEAST_THETA), logit.sigmoid(), labels > 0, place)
@@ -219,7 +232,7 @@ class PairwiseEM(Method):
         That of DCG is not divided by the ideal DCG, which is random because labels are.
         """
         if self.released:
-            scores = self.bias_model.predictions(lists.features)[2]
+            scores = self.bias_model.of_lists(lists)[2]
         if self.delta == "lambdaloss":
             return lambdaloss_weights(scores, labels, where=lists.where)
         return lambdarank_weights(scores, labels, where=lists.where, normalise=False)

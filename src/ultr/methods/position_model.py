@@ -18,7 +18,7 @@ from ultr.datasets.users import User
 from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.base import ClickMethod, Learner, MethodInputs, PositionIndex
+from ultr.methods.base import ClickMethod, Learner, MethodInputs, PositionIndex, as_limit
 from ultr.utils.distributed import summed
 
 WARM_UP = 20  # first updates, in which θ is the ratio of click rates, its starting value
@@ -226,9 +226,9 @@ class PositionModel(Learner):
 class WeightedClicks(ClickMethod):
     """A method that corrects clicks by θ and ζ of a `PositionModel`, which are known or estimated before training."""
 
-    def __init__(self, inputs: MethodInputs, positions: PositionModel, *, max_weight: float) -> None:
+    def __init__(self, inputs: MethodInputs, positions: PositionModel, *, max_weight: float | str) -> None:
         super().__init__(inputs)
-        self.positions, self.max_weight = positions, max_weight
+        self.positions, self.max_weight = positions, as_limit(max_weight)
 
     def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
         self.positions.estimate(log, user=user, sessions=sessions, seed=seed)

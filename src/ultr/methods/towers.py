@@ -21,6 +21,7 @@ from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.base import (
+    RELEASED_ACCUMULATOR,
     FeedbackMethod,
     MethodInputs,
     PositionIndex,
@@ -156,7 +157,8 @@ class _Tasks(_Towers):
     """One output for every action of the label, some with a tower; scores combine the predictions without towers.
 
     If the label uses clicks, the other actions are learned from clicked rows. With `rows=all` they are learned from all
-    rows, where rows without a click have zero.
+    rows, where rows without a click have zero. `variant=released` is the baseline in the code that the authors of the
+    CIKM 2022 paper released: rows=all, and a network for each action, with layer normalisation and no dropout.
     """
 
     TOWERS: ClassVar[tuple[str, ...]] = ()  # the actions with a tower; if empty, click or the first action
@@ -164,21 +166,29 @@ class _Tasks(_Towers):
         **_Towers.OPTIONS,
         "towers": _names,
         "rows": one_of("rows", "clicked", "all"),
+        "variant": one_of("variant", "standard", "released"),
     }
     ranker: Synthesised
+
+    @classmethod
+    def has_dropout(cls, options: Mapping[str, Any]) -> bool:
+        return options.get("variant") != "released"
 
     def __init__(
         self,
         inputs: MethodInputs,
         *,
         towers: tuple[str, ...] | None = None,
-        rows: str = "clicked",
+        rows: str | None = None,
+        variant: str = "standard",
         context: tuple[str, ...] = (),
         position_dropout: float | None = None,
     ) -> None:
-        super().__init__(inputs)
-        actions = inputs.label.actions
-        self.after_click = rows == "clicked"
+        released = variant == "released"
+        super().__init__(inputs.as_released() if released else inputs)
+        inputs, actions = self.inputs, inputs.label.actions
+        self.accumulator = RELEASED_ACCUMULATOR if released else 0.0
+        self.after_click = (rows or ("all" if released else "clicked")) == "clicked"
         self.ranker = Synthesised(inputs.make_ranker(outputs=len(actions)), inputs.label, inputs.binary)
         chosen = towers or self.TOWERS or ("click" if "click" in actions else actions[0],)
         chosen = actions if chosen == ALL else chosen

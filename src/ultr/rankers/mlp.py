@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from ultr.errors import OptionError
@@ -18,7 +20,8 @@ Norm = Literal["none", "layer"]
 class MLPRanker(nn.Module):
     """A ranker of hidden layers with ELU, optionally layer normalisation and dropout, and linear outputs.
 
-    There is no batch normalisation, because the score of an item must not depend on its batch.
+    With `separate`, each output has hidden layers of its own. There is no batch normalisation, because the score of an
+    item must not depend on its batch.
     """
 
     @checked
@@ -29,6 +32,7 @@ class MLPRanker(nn.Module):
         hidden: Sequence[int] = (512, 256, 128),
         dropout: float = 0.0,
         norm: Norm = "none",
+        separate: bool = False,
         outputs: int = 1,
     ) -> None:
         super().__init__()
@@ -37,16 +41,32 @@ class MLPRanker(nn.Module):
         if not 0 <= dropout < 1:
             raise OptionError("'dropout' must be at least 0 and below 1", got=dropout)
         self.encoder = encoder
-        layers: list[nn.Module] = []
-        for size_in, size_out in zip((encoder.width, *hidden[:-1]), hidden, strict=True):
-            layers.append(nn.Linear(size_in, size_out))
-            if norm == "layer":
-                layers.append(nn.LayerNorm(size_out))
-            layers.append(nn.ELU())
-            if dropout:
-                layers.append(Dropout(dropout, size_out))
-        self.layers = nn.Sequential(*layers, nn.Linear(hidden[-1], outputs))
+        sizes = (encoder.width, *hidden)
+        self.layers: nn.Module
+        if separate and outputs > 1:
+            self.layers = _Parallel(_layers(sizes, 1, dropout, norm) for _ in range(outputs))
+        else:
+            self.layers = _layers(sizes, outputs, dropout, norm)
 
     def forward(self, features: Tensor) -> Tensor:
         outputs: Tensor = self.layers(self.encoder(features))
         return outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
+
+
+def _layers(sizes: Sequence[int], outputs: int, dropout: float, norm: Norm) -> nn.Module:
+    layers: list[nn.Module] = []
+    for size_in, size_out in pairwise(sizes):
+        layers.append(nn.Linear(size_in, size_out))
+        if norm == "layer":
+            layers.append(nn.LayerNorm(size_out))
+        layers.append(nn.ELU())
+        if dropout:
+            layers.append(Dropout(dropout, size_out))
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+
+
+class _Parallel(nn.ModuleList):
+    """Networks whose outputs, one each, stand next to each other."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.cat([network(inputs) for network in self], dim=-1)

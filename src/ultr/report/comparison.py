@@ -10,7 +10,7 @@ from ultr.report.parts import Card, Cards, Part, Plot, Section, Table, Text
 from ultr.report.plots import dot_plot
 from ultr.report.run import Run, load_run
 from ultr.report.runs import bias_of_runs, learning_section
-from ultr.training.compare import Entry, run_folder
+from ultr.training.entries import Entry, Setting, run_folder
 from ultr.training.selection import less_is_better
 
 
@@ -50,24 +50,44 @@ def _table(result: Mapping[str, Any]) -> Section:
         for i, row in enumerate(result["rows"]):
             summary = row["figures"][metric]
             test = summary["against"]
-            cells = [f"{summary['mean']:.4f}", f"{summary['deviation']:.4f}", f"{row['lr']:g}"]
-            cells += ["", ""] if test is None else [f"{test['difference']:+.4f}", f"{test['p']:.2g}"]
+            cells = [f"{summary['mean']:.4f}", f"{summary['deviation']:.4f}", setting_text(row)]
+            p_values = ["", ""] if test is None else _p_values(test)
+            cells += ["" if test is None else f"{test['difference']:+.4f}", *p_values]
             rows.append([row["method"], *cells])
-            if test is not None and test["p"] < 0.05:
+            if test is not None and all(float(p) < 0.05 for p in p_values if p):
                 marked.append(i)
-        head = ["method", metric, "standard deviation", "learning rate", f"minus {result['reference']}", "p"]
-        caption = "Marked: p < 0.05 in a paired test over runs, not corrected for the number of tests."
+        head = ["method", metric, "standard deviation", "setting", f"minus {result['reference']}"]
+        head += ["p over runs", "p over requests"]
+        caption = "Marked: p < 0.05 in paired tests over runs and over test requests, corrected by Holm's method."
         parts.append(Table(head, rows, caption, marked))
     runs = len(result["rows"][0]["figures"][result["metrics"][0]]["seeds"])
-    parts.append(Text(f"{runs} runs of each method, with the learning rate that was best on validation requests."))
+    parts.append(Text(f"{runs} runs of each method, with the setting that was best on validation requests."))
     return Section("Table", parts)
 
 
+def setting_text(row: Mapping[str, Any]) -> str:
+    """Return the setting of a row of a comparison in words."""
+    setting = Setting.from_json(row)
+    words = [f"lr {setting.lr:g}"]
+    if setting.dropout is not None:
+        words.append(f"dropout {setting.dropout:g}")
+    if setting.max_weight is not None:
+        words.append(f"weights to {setting.max_weight}")
+    return ", ".join(words)
+
+
+def _p_values(test: Mapping[str, Any]) -> list[str]:
+    """Return the p values over runs and over requests, corrected if they are; old comparisons have one, over runs."""
+    over_requests = test.get("over_requests")
+    over_runs, by_request = test.get("holm") or (test["p"], over_requests and over_requests["p"])
+    return [f"{over_runs:.2g}", f"{by_request:.2g}" if over_requests else ""]
+
+
 def _first_runs(result: Mapping[str, Any], folder: Path) -> list[Run]:
-    """Return the first run of each method at its selected learning rate, if the run directory still exists."""
+    """Return the first run of each method with its selected setting, if the run directory still exists."""
     runs = []
     for row in result["rows"]:
-        run = run_folder(folder, Entry(row["method"], "", "feedback", {}), row["lr"], 0)
+        run = run_folder(folder, Entry(row["method"], "", "feedback", {}), Setting.from_json(row), 0)
         if (run / "config.json").is_file() and (run / "metrics.jsonl").is_file():
             runs.append(load_run(run, row["method"]))
     return runs

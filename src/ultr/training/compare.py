@@ -1,4 +1,4 @@
-"""Compare methods: tune the learning rate of each on validation requests, train with several seeds, evaluate on test.
+"""Compare methods: tune each on validation requests, train it with several seeds, and evaluate it on test requests.
 
 Every training run has its own directory under `runs/`. Finished runs are not repeated, so a comparison can be stopped,
 resumed with the same call, and extended by more methods or seeds.
@@ -6,89 +6,97 @@ resumed with the same call, and extended by more methods or seeds.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from ultr.datasets import initial_ranker
-from ultr.datasets.users import make_user
-from ultr.errors import OptionError, UltrError, nearest
-from ultr.evaluation.judge import load_judge
-from ultr.evaluation.scores import PairedTest, paired_test
-from ultr.methods import parse_options
-from ultr.rankers import RANKERS
-from ultr.rankers.boosters import BOOSTERS, is_trees
-from ultr.rankers.model import load_model
-from ultr.training.config import RunConfig, default_training, with_training
-from ultr.training.data import cached_dataset, load_run_data
-from ultr.training.run import best_evaluation, run_together, run_training
-from ultr.training.selection import less_is_better, mean_metrics
+from ultr.errors import OptionError, UltrError, UnfinishedError, nearest
+from ultr.evaluation.scores import PairedTest, holm, paired_test
+from ultr.methods import METHODS
+from ultr.rankers.boosters import is_trees
+from ultr.training.checkpoints import read_metrics
+from ultr.training.config import RunConfig, with_training
+from ultr.training.entries import Entry, Setting, run_folder
+from ultr.training.run import best_evaluation
+from ultr.training.selection import less_is_better
+from ultr.training.tasks import TEST, RunTask, SharedTask, grouped, read_requests
 from ultr.training.workers import OnDone, Stage, Workers, default_jobs
-from ultr.utils.devices import choose_device
 from ultr.utils.files import output_errors
 from ultr.utils.jsonfiles import read_json, write_json
 
 FORMAT = 1
-MOST_TOGETHER = 10  # runs that are trained together on a GPU
 TEST_SHARE = 0.2  # share of a log's requests that are held out for the final test
+SESSIONS = 30_000  # simulated sessions of the log that all methods of a run learn from
+PATIENCE = 10  # evaluations without improvement after which a run of a comparison stops
 DEFAULT_RATES = (0.005, 0.01, 0.02, 0.05)  # learning rates to choose from, for networks
 TREE_RATES = (0.05, 0.1)  # learning rates to choose from, for trees
+LIMITS = (2.0, 3.0, 5.0, "none")  # largest weights to choose from, besides the default of a method
+FIRST_TUNING_SEED = 1000  # seeds from here on choose settings; those from 0 on are tested
+LONGEST = 4  # times the given steps that a method may have if it still improves at its last step
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A row of a comparison: a method and its options, separated by colons, such as `pairwise-em:loss=opt`."""
+class Difference:
+    """The difference of two methods in a metric, tested over seeds and over test requests.
 
-    text: str
-    method: str
-    learn_from: str
-    options: Mapping[str, Any]
-    ranker: str = ""  # empty: the ranker of the comparison
+    A p value of `holm` is corrected by Holm's method for the number of methods that are compared with the reference.
+    """
 
-    @staticmethod
-    def parse(text: str, ranker: str = "mlp") -> Entry:
-        """Parse the text of a row, such as `lambdarank:ranker=lightgbm`; `ranker` is used if the text names none."""
-        name, _, rest = text.strip().partition(":")
-        parts = [part for part in rest.split(":") if part]
-        method_options = [part for part in parts if not part.startswith(("from=", "ranker="))]
-        learn_from = [part.removeprefix("from=") for part in parts if part.startswith("from=")]
-        rankers = [part.removeprefix("ranker=") for part in parts if part.startswith("ranker=")]
-        names = [*RANKERS, *BOOSTERS]
-        if rankers and rankers[-1] not in names:
-            raise OptionError(f"no ranker '{rankers[-1]}'", hint=nearest(rankers[-1], names))
-        row_ranker = rankers[-1] if rankers else ""
-        options = parse_options(name, method_options, others=["from", "ranker"], ranker=row_ranker or ranker)
-        return Entry(text.strip(), name, learn_from[-1] if learn_from else "feedback", options, row_ranker)
+    seeds: PairedTest
+    requests: PairedTest | None = None  # of the means over seeds; None if they are not known
+    holm: tuple[float, float] | None = None  # corrected p values over seeds and over requests
 
-    def config(self, base: RunConfig, lr: float, seed: int) -> RunConfig:
-        ranker = {} if self.ranker in ("", base.ranker) else {"ranker": self.ranker, "ranker_options": {}}
-        options = {"method": self.method, "method_options": self.options, "learn_from": self.learn_from, **ranker}
-        config = replace(base, **options)  # type: ignore[arg-type]
-        if is_trees(config.ranker) != is_trees(base.ranker):  # trees have fewer, longer steps (rounds)
-            default = default_training(config.ranker)
-            budget = {name: getattr(default, name) for name in ("steps", "evaluate_every", "patience")}
-            config = with_training(config, **budget)
-        return with_training(config, lr=lr, seed=seed)
+    @property
+    def p(self) -> float:
+        """The larger p value of the two tests."""
+        return max(self.seeds.p, 0.0 if self.requests is None else self.requests.p)
+
+    @property
+    def significant(self) -> bool:
+        """Whether both tests, corrected if they are, have p < 0.05."""
+        return (self.p if self.holm is None else max(self.holm)) < 0.05
+
+    def to_json(self) -> dict[str, Any]:
+        requests = None if self.requests is None else asdict(self.requests)
+        return {**asdict(self.seeds), "over_requests": requests, "holm": self.holm and list(self.holm)}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The training of a method's runs: medians of the best and the last step, and the runs that took all steps."""
+
+    best: float
+    last: float
+    bound: int
+    at_bound: int  # runs that were still improving when they had taken all steps
 
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one method: its learning rate, its metrics by seed, and tests against the reference method."""
+    """The results of one method: its setting, its metrics by seed, and tests against the reference method."""
 
     entry: str
-    lr: float
+    setting: Setting
     results: dict[str, list[float]]  # metric -> one value per seed
-    against: dict[str, PairedTest]  # metric -> paired test over seeds; empty for the reference method
+    against: dict[str, Difference] = field(default_factory=dict)  # by metric; empty for the reference method
+    by_request: Mapping[str, np.ndarray] = field(default_factory=dict)  # metric -> means over seeds by test request
+    steps: Steps | None = None
+    sessions: int = 0  # sessions that each run learned from, its bias model included
 
-    def tested(self, other: Row) -> dict[str, PairedTest]:
-        """Return metric -> paired test of this method against the method of another row, over the seeds."""
-        return {m: paired_test(np.array(v), np.array(other.results[m])) for m, v in self.results.items()}
+    def tested(self, other: Row) -> dict[str, Difference]:
+        """Return metric -> paired tests of this method against the method of another row."""
+        tests = {}
+        for metric, values in self.results.items():
+            requests = None
+            if metric in self.by_request and metric in other.by_request:
+                requests = paired_test(self.by_request[metric], other.by_request[metric])
+            tests[metric] = Difference(paired_test(np.array(values), np.array(other.results[metric])), requests)
+        return tests
 
     def to_json(self) -> dict[str, Any]:
         summary = {
@@ -96,11 +104,25 @@ class Row:
                 "mean": float(np.mean(values)),
                 "deviation": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0,
                 "seeds": values,
-                "against": vars(self.against[metric]) if metric in self.against else None,
+                "against": self.against[metric].to_json() if metric in self.against else None,
             }
             for metric, values in self.results.items()
         }
-        return {"method": self.entry, "lr": self.lr, "figures": summary}
+        about = {"steps": self.steps and asdict(self.steps), "sessions": self.sessions}
+        return {"method": self.entry, **self.setting.to_json(), **about, "figures": summary}
+
+
+def with_tests(rows: Sequence[Row], reference: str) -> list[Row]:
+    """Return rows with tests against the row `reference`, p values corrected for the number of other rows."""
+    other = next(row for row in rows if row.entry == reference)
+    tests = {row.entry: row.tested(other) for row in rows if row is not other}
+    for metric in other.results if tests else ():
+        found = [test[metric] for test in tests.values()]
+        over_seeds = holm([each.seeds.p for each in found])
+        over_requests = holm([0.0 if each.requests is None else each.requests.p for each in found])
+        for test, each, *corrected in zip(tests.values(), found, over_seeds, over_requests, strict=True):
+            test[metric] = replace(each, holm=(corrected[0], corrected[1]))
+    return [replace(row, against=tests.get(row.entry, {})) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -121,109 +143,24 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class RunTask:
-    """The task to train one run and evaluate it on test requests; metrics that were computed before are kept."""
-
-    config: dict[str, Any]
-    folder: str
-    shared: str  # folder of the bias models that the runs of a comparison share
-    metrics: tuple[str, ...]
-    runs: ClassVar[int] = 1
-
-    def __str__(self) -> str:
-        return self.folder
-
-    @property
-    def finished(self) -> bool:
-        if not self.metrics:
-            return (Path(self.folder) / "model").is_dir()
-        path = Path(self.folder) / "test.json"
-        return path.is_file() and set(self.metrics) <= set(read_json(path))
-
-    def perform(self) -> str:
-        folder, config = Path(self.folder), RunConfig.from_json(self.config)
-        run_training(config, folder, resume=True, shared=Path(self.shared))
-        results = read_json(folder / "test.json") if (folder / "test.json").is_file() else {}
-        if missing := [metric for metric in self.metrics if metric not in results]:
-            write_json(folder / "test.json", {**results, **evaluate_run(config, folder, missing)})
-        return self.folder
-
-
-@dataclass(frozen=True)
-class RunsTask:
-    """The task to train runs of one method with several seeds and learning rates together, and to evaluate them.
-
-    Their bias models are fitted together with those of all seeds below `seeds`, which later runs will need.
-    """
-
-    tasks: tuple[RunTask, ...]
-    seeds: int = 0
-
-    def __str__(self) -> str:
-        return str(self.tasks[0])
-
-    @property
-    def runs(self) -> int:
-        return len(self.tasks)
-
-    @property
-    def finished(self) -> bool:
-        return all(task.finished for task in self.tasks)
-
-    def perform(self) -> str:
-        configs = [RunConfig.from_json(task.config) for task in self.tasks]
-        later = [with_training(configs[0], seed=seed) for seed in range(self.seeds)]
-        run_together(configs, [Path(task.folder) for task in self.tasks], Path(self.tasks[0].shared), later)
-        return [task.perform() for task in self.tasks][-1]  # evaluates them
-
-
-@dataclass(frozen=True)
-class InitialTask:
-    """The task to fit the ranker that orders what simulated users see, so that no two runs fit it at the same time."""
-
-    data: str
-    data_dir: str | None
-    share: float
-    seed: int
-    runs: ClassVar[int] = 0
-    finished: ClassVar[bool] = False
-
-    def perform(self) -> str:
-        initial_ranker(cached_dataset(self.data, self.data_dir), share=self.share, seed=self.seed)
-        return f"initial ranker {self.seed} of {self.data}"
-
-
-def _on_gpu(config: RunConfig) -> bool:
-    return choose_device(config.training.device).type == "cuda"
-
-
-def grouped(tasks: Sequence[RunTask], seeds: int = 0) -> list[RunTask | RunsTask]:
-    """Return tasks such that, on a GPU, runs of networks that differ only in seed and learning rate are one task.
-
-    Later runs will have the `seeds` from 0 on.
-    """
-    groups: dict[str, list[RunTask]] = {}
-    for task in tasks:
-        config = RunConfig.from_json(task.config)
-        alone = is_trees(config.ranker) or not _on_gpu(config)
-        common = with_training(config, seed=0, lr=1.0).to_json()
-        key = task.folder if alone or task.finished else json.dumps([common, task.shared, task.metrics], sort_keys=True)
-        groups.setdefault(key, []).append(task)
-    parts = [group[i : i + MOST_TOGETHER] for group in groups.values() for i in range(0, len(group), MOST_TOGETHER)]
-    return [part[0] if len(part) == 1 else RunsTask(tuple(part), seeds) for part in parts]
-
-
-@dataclass(frozen=True)
 class Plan:
-    """The plan of a comparison: the methods, the data, the number of seeds, and the choice of learning rates."""
+    """The plan of a comparison: the methods, the data, the number of seeds, and what is chosen for each method.
+
+    The learning rate is chosen first, then dropout at this rate, then the largest weight at both, each by the mean
+    selection metric of the best steps of runs with `tuning_seeds` other seeds than the tested ones. A method of which
+    at least half of the tested runs still improve at their last step is trained anew with twice the steps, up to
+    `longest` times the steps.
+    """
 
     base: RunConfig
     entries: Sequence[Entry]
     out: Path
     seeds: int = 5
-    rates: Sequence[float] = ()  # learning rates to choose from on validation; empty: the defaults of the ranker
-    rate_of: Mapping[str, float] = field(default_factory=dict)  # entry -> learning rate that is given, not tuned
-    tuning_seeds: int = 1
+    rates: Sequence[float] = ()  # learning rates to choose from; empty: the defaults of the ranker
+    dropouts: Sequence[float] = ()  # to choose from besides that of `base`
+    limits: Sequence[float | str] = ()  # largest weights to choose from besides the default of a method
+    tuning_seeds: int = 3
+    longest: int = 1
     metrics: Sequence[str] = ("ndcg@10", "reward@10")
     reference: str = ""  # empty: the first entry
 
@@ -238,10 +175,69 @@ class Plan:
 
     @property
     def tuning(self) -> range:
-        return range(min(self.tuning_seeds, self.seeds))
+        """The seeds that choose settings."""
+        return range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + self.tuning_seeds)
 
     def rates_for(self, entry: Entry) -> Sequence[float]:
         return self.rates or (TREE_RATES if is_trees(entry.ranker or self.base.ranker) else DEFAULT_RATES)
+
+    def choices(self, entry: Entry) -> list[tuple[str, list[Any]]]:
+        """Return what is chosen for a method, in this order: (name, values); the default, None, comes first."""
+        dropouts = [None, *(value for value in self.dropouts if value != self.base.ranker_options.get("dropout"))]
+        values: dict[str, list[Any]] = {
+            "lr": list(self.rates_for(entry)),
+            "dropout": dropouts,
+            "max_weight": [None, *self.limits],
+        }
+        return [(name, values[name]) for name in entry.tuned(self.base) if len(values[name]) > 1]
+
+    def candidates(self, entry: Entry, number: int) -> list[Setting]:
+        """Return the settings of which the choice with this number, counted from 0, takes the best."""
+        name, values = self.choices(entry)[number]
+        before = self.setting_after(entry, number)
+        return [replace(before, **{name: value}) for value in values]
+
+    def setting_after(self, entry: Entry, number: int) -> Setting:
+        """Return the setting after this number of choices, whose runs must be finished."""
+        if not number:
+            return Setting(self.rates_for(entry)[0])
+
+        def mean_metric(setting: Setting) -> float:
+            best = [best_evaluation(run_folder(self.out, entry, setting, seed)) for seed in self.tuning]
+            return float(np.mean([line[select] for select, line in best]))
+
+        best = min if less_is_better(self.base.selection) else max
+        return best(self.candidates(entry, number - 1), key=mean_metric)
+
+    def setting(self, entry: Entry) -> Setting:
+        """Return the setting of a method's tested runs, whose tuning must be finished."""
+        setting = self.setting_after(entry, len(self.choices(entry)))
+        while 2 * setting.longer <= self.longest and self._still_improves(entry, setting):
+            setting = replace(setting, longer=2 * setting.longer)
+        return setting
+
+    def _still_improves(self, entry: Entry, setting: Setting) -> bool:
+        """Return whether the tested runs with a setting are finished, and half of them still improved at the end."""
+        if not all(task.finished for task in self._tests(entry, setting)):
+            return False
+        return 2 * self._steps(entry, setting).at_bound >= self.seeds
+
+    def _steps(self, entry: Entry, setting: Setting) -> Steps:
+        training = self._config(entry, setting, 0).training
+        folders = [run_folder(self.out, entry, setting, seed) for seed in range(self.seeds)]
+        best = [int(best_evaluation(folder)[1]["step"]) for folder in folders]
+        last = [int(read_metrics(folder)[-1]["step"]) for folder in folders]
+        stops_at = training.steps - training.patience * training.evaluate_every  # a best step until here ends a run
+        at_bound = sum(step > stops_at or step >= training.steps for step in best)
+        return Steps(float(np.median(best)), float(np.median(last)), training.steps, at_bound)
+
+    def _sessions(self, entry: Entry, steps: Steps) -> int:
+        """Return the number of sessions that a run learned from; new feedback at each step counts each time."""
+        if self.base.users is None or self.base.sessions:
+            return self.base.sessions
+        training = self.base.training
+        staged = not is_trees(entry.ranker or self.base.ranker) and METHODS[entry.method].has_bias_stage(entry.options)
+        return round((steps.last + (2 * training.bias_steps if staged else 0)) * training.batch)
 
     @property
     def in_turn(self) -> list[Entry]:
@@ -253,63 +249,78 @@ class Plan:
             numbered.append((seen[entry.method], entry))
         return [entry for _, entry in sorted(numbered, key=lambda pair: pair[0])]
 
-    def initial_tasks(self) -> list[InitialTask]:
-        """Return the tasks that fit the initial rankers of the seeds that no run has used yet."""
-        seeds = [s for s in range(self.seeds) if not any((self.out / "runs").glob(f"*/*/seed-{s}/model"))]
-        base = self.base
-        return [] if base.users is None else [InitialTask(base.data, base.data_dir, base.share, s) for s in seeds]
+    def shared_tasks(self) -> list[SharedTask]:
+        """Return the tasks that make what runs share, for the seeds that no run has used yet."""
+        if self.base.users is None:
+            return []
+        seeds = [*self.tuning, *range(self.seeds)] if any(map(self.choices, self.entries)) else [*range(self.seeds)]
+        new = [s for s in seeds if not any((self.out / "runs").glob(f"*/*/seed-{s}/model"))]
+        return [SharedTask(with_training(self.base, seed=s).to_json(), self._shared) for s in new]
 
-    def tuning_tasks(self, entry: Entry) -> list[RunTask]:
-        """Return the tasks that train a method with each learning rate to choose from."""
-        rates = () if entry.text in self.rate_of else self.rates_for(entry)
-        return [self._task(entry, lr, seed, ()) for lr in rates if len(rates) > 1 for seed in self.tuning]
+    @property
+    def _shared(self) -> str:
+        return str(self.out / "bias")
+
+    def tuning_tasks(self, entry: Entry, number: int) -> list[RunTask]:
+        """Return the tasks that train a method with each candidate of a choice."""
+        settings = self.candidates(entry, number)
+        return [self._task(entry, setting, seed, ()) for setting in settings for seed in self.tuning]
 
     def final_tasks(self, entry: Entry) -> list[RunTask]:
-        """Return the tasks that train a method at its chosen learning rate with all seeds, and test it."""
-        lr = self.rate_chosen(entry)
-        return [self._task(entry, lr, seed, self.metrics) for seed in range(self.seeds)]
+        """Return the tasks that train a method with its setting and all seeds, and test it."""
+        return self._tests(entry, self.setting(entry))
 
-    def _task(self, entry: Entry, lr: float, seed: int, metrics: Sequence[str]) -> RunTask:
-        folder = run_folder(self.out, entry, lr, seed)
-        return RunTask(entry.config(self.base, lr, seed).to_json(), str(folder), str(self.out / "bias"), tuple(metrics))
+    def _tests(self, entry: Entry, setting: Setting) -> list[RunTask]:
+        return [self._task(entry, setting, seed, self.metrics) for seed in range(self.seeds)]
 
-    def rate_chosen(self, entry: Entry) -> float:
-        """Return the given learning rate of a method, or the one with the best mean metric over tuning seeds."""
+    def _config(self, entry: Entry, setting: Setting, seed: int) -> RunConfig:
+        config = entry.config(self.base, setting, seed)
+        return with_training(config, steps=setting.longer * entry.steps(self.base))
 
-        def mean_metric(lr: float) -> float:
-            best = [best_evaluation(run_folder(self.out, entry, lr, seed)) for seed in self.tuning]
-            return float(np.mean([line[select] for select, line in best]))
-
-        rates = (self.rate_of[entry.text],) if entry.text in self.rate_of else self.rates_for(entry)
-        if len(rates) == 1:
-            return rates[0]
-        return min(rates, key=mean_metric) if less_is_better(self.base.selection) else max(rates, key=mean_metric)
+    def _task(self, entry: Entry, setting: Setting, seed: int, metrics: Sequence[str]) -> RunTask:
+        folder = run_folder(self.out, entry, setting, seed)
+        return RunTask(self._config(entry, setting, seed).to_json(), str(folder), self._shared, tuple(metrics))
 
     def stages(self) -> list[Stage]:
-        """Return for each method the tasks that choose its learning rate, which those that test it follow."""
+        """Return for each method the stage that begins its tuning, or its test; each stage makes the one after it."""
+        return [self._stage(entry, 0) for entry in self.in_turn]
 
-        def stage(entry: Entry) -> Stage:
-            return Stage(grouped(self.tuning_tasks(entry), self.seeds), lambda: grouped(self.final_tasks(entry)))
+    def _stage(self, entry: Entry, number: int) -> Stage:
+        if number < len(self.choices(entry)):
+            return Stage(grouped(self.tuning_tasks(entry, number), self.seeds), lambda: self._stage(entry, number + 1))
+        setting = self.setting(entry)
 
-        return [stage(entry) for entry in self.in_turn]
+        def extended() -> Stage | None:
+            return self._stage(entry, number) if self.setting(entry) != setting else None
+
+        return Stage(grouped(self._tests(entry, setting)), extended)
 
     @property
     def runs(self) -> int:
-        """The number of all runs; a run that chooses the learning rate and is tested counts twice."""
-        return sum(len(self.tuning_tasks(entry)) + self.seeds for entry in self.entries)
+        """The number of runs without extensions; one that is part of several choices counts for each."""
+        choices = sum(len(values) for entry in self.entries for _, values in self.choices(entry))
+        return choices * self.tuning_seeds + len(self.entries) * self.seeds
 
     def result(self) -> Comparison:
         """Read the test metrics of the finished runs, and return them with paired tests."""
-        rows = []
-        for e in self.entries:
-            lr = self.rate_chosen(e)
-            by_seed = [read_json(run_folder(self.out, e, lr, seed) / "test.json") for seed in range(self.seeds)]
-            rows.append(Row(e.text, lr, {m: [results[m] for results in by_seed] for m in self.metrics}, {}))
         reference = self.reference or self.entries[0].text
-        if self.seeds > 1:
-            other = next(row for row in rows if row.entry == reference)
-            rows = [row if row is other else replace(row, against=row.tested(other)) for row in rows]
-        return Comparison(rows, list(self.metrics), reference)
+        rows = [self._row(entry) for entry in self.entries]
+        return Comparison(with_tests(rows, reference) if self.seeds > 1 else rows, list(self.metrics), reference)
+
+    def _row(self, entry: Entry) -> Row:
+        setting = self.setting(entry)
+        folders = [run_folder(self.out, entry, setting, seed) for seed in range(self.seeds)]
+        by_seed, by_request = [read_json(folder / TEST) for folder in folders], [*map(read_requests, folders)]
+        known = [metric for metric in self.metrics if all(metric in values for values in by_request)]
+        steps = self._steps(entry, setting)
+        return Row(
+            entry.text,
+            setting,
+            {metric: [results[metric] for results in by_seed] for metric in self.metrics},
+            by_request={metric: np.mean([values[metric] for values in by_request], axis=0) for metric in known},
+            steps=steps,
+            sessions=self._sessions(entry, steps),
+        )
 
 
 def compare(
@@ -319,13 +330,16 @@ def compare(
     *,
     seeds: int = 5,
     rates: Sequence[float] = (),
-    tuning_seeds: int = 1,
+    dropouts: Sequence[float] = (),
+    limits: Sequence[float | str] = LIMITS,
+    tuning_seeds: int = 3,
+    longest: int = 1,
     metrics: Sequence[str] | None = None,
     reference: str | None = None,
     jobs: int = 0,
     on_done: OnDone = lambda *_: None,
 ) -> Comparison:
-    """Compare methods, and write the results to comparison.json in the folder `out`.
+    """Compare methods as `Plan` says, and write the results to comparison.json in the folder `out`.
 
     `rates` are the learning rates to choose from; if empty, `DEFAULT_RATES`, or `TREE_RATES` for trees.
     """
@@ -333,14 +347,16 @@ def compare(
     metrics = list(metrics or ([base.select] if base.users is None else ["ndcg@10", "reward@10"]))
     if base.users is None:
         base = replace(base, judged=TEST_SHARE)
-    entries = [Entry.parse(text, base.ranker) for text in methods]
     plan = Plan(
         base,
-        entries,
+        [Entry.parse(text, base.ranker) for text in methods],
         out,
         seeds=seeds,
         rates=rates,
+        dropouts=dropouts,
+        limits=limits,
         tuning_seeds=tuning_seeds,
+        longest=longest,
         metrics=metrics,
         reference=reference or "",
     )
@@ -358,39 +374,14 @@ def compare(
 
 
 def compare_all(plans: Sequence[Plan], workers: Workers, on_done: OnDone = lambda *_: None) -> list[Comparison]:
-    """Make several comparisons: train the runs that choose learning rates, then those that are evaluated."""
+    """Make several comparisons: train the runs that choose settings, then those that are evaluated."""
     for plan in plans:
         with output_errors(plan.out):
             plan.out.mkdir(parents=True, exist_ok=True)
-    initial = list(dict.fromkeys(task for plan in plans for task in plan.initial_tasks()))
-    if len(initial) > 1:
-        workers.run(initial, lambda *_: None)
+    shared = [task for plan in plans for task in plan.shared_tasks()]
+    if len(shared) > 1:
+        with suppress(UnfinishedError):  # the next call raises it, with the number of runs
+            workers.run(shared, lambda *_: None)
     stages = [stage for plan in plans for stage in plan.stages()]
     workers.run_stages(stages, sum(plan.runs for plan in plans), on_done)
     return [plan.result() for plan in plans]
-
-
-def run_folder(out: Path, entry: Entry, lr: float, seed: int) -> Path:
-    safe = "".join(c if c.isalnum() or c in "-=." else "_" for c in entry.text)
-    return out / "runs" / safe / f"lr-{lr:g}" / f"seed-{seed}"
-
-
-def evaluate_run(config: RunConfig, folder: Path, metrics: list[str]) -> dict[str, float]:
-    """Return the metrics of a run on the test requests of its data set, or on the held-out test requests of its log."""
-    model = load_model(folder)
-    segments: tuple[str, ...] = ()
-    if config.users is None:
-        run_data = load_run_data(config)
-        log, user, segments = run_data.test, None, run_data.segments
-        if log is None:
-            what, hint = "the run did not hold out test requests of its log", "pass another --out to train it again"
-            raise OptionError(what, where=folder, hint=hint)
-    else:
-        dataset = cached_dataset(config.data, config.data_dir)
-        log = dataset.test
-        user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
-    scores = model.score(log, device=config.training.device)
-    judge = load_judge(folder / "judge")
-    device = choose_device(config.training.device)
-    options: dict[str, Any] = {"user": user, "label": config.label, "judge": judge, "segments": segments}
-    return mean_metrics(log, scores, metrics, device=device, **options)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from ultr._version import __version__
+from ultr.datasets.initial import Logging
 from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, parse_any_metric
 from ultr.log.labels import DEFAULT_LABEL, Label
@@ -95,7 +96,8 @@ class RunConfig:
     propensities: Mapping[str, float] | None = None  # position, or `position@segment` -> probability that it is seen
     data_dir: str | None = None
     items: int = 10  # items of a data set that simulated users see per request
-    share: float = 0.01  # share of requests that train the initial ranker, whose order simulated users see
+    logging: Logging = "linear"  # the kind of the initial ranker, whose order simulated users see
+    share: float = 0.01  # share of requests that train the initial ranker
     held_out: float = 0.2  # share of a log's requests held out for validation
     judged: float = 0.0  # share of a log's requests held out for the final test
     select: str = AUTO  # metric on validation requests that chooses the best step

@@ -106,17 +106,26 @@ def load_run_data(config: RunConfig) -> RunData:
     user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
     feeding: User | None = user.unbiased() if config.learn_from == "no-bias" else user
     seed = config.training.seed
-    initial = initial_ranker(dataset, share=config.share, seed=seed)
+    initial = initial_ranker(dataset, kind=config.logging, share=config.share, seed=seed)
     train_log = show(dataset.train, initial(dataset.train.features), items=config.items)
     validation = _validation(dataset)
     if config.selection.startswith((FEEDBACK, OFF_POLICY)):  # metrics from feedback
         shown = show(validation, initial(validation.features), items=config.items)
-        validation, _ = simulate_log(shown, feeding or user, seed=seed + 1)
+        if config.sessions_drawn:
+            least = max(len(shown), round(config.sessions_drawn * config.held_out / (1 - config.held_out)))
+            shown = _drawn(shown, least, seed + 1)
+        seen_by = user if config.selection.startswith(OFF_POLICY) else feeding or user
+        validation, _ = simulate_log(shown, seen_by, seed=seed + 1)
     if config.sessions_drawn:
-        order = np.random.default_rng(seed).permutation(len(train_log))
-        drawn = train_log.select(np.resize(order, config.sessions_drawn))
+        drawn = _drawn(train_log, config.sessions_drawn, seed)
         train_log, feeding = simulate_log(drawn, feeding or user, seed=seed)[0], None
     return RunData(train_log, validation, dataset.fingerprint, user, feeding, initial=initial)
+
+
+def _drawn(log: Log, sessions: int, seed: int) -> Log:
+    """Return a log of this number of sessions: each request as often as any other, up to one, in a random order."""
+    order = np.random.default_rng(seed).permutation(len(log))
+    return log.select(np.resize(order, sessions))
 
 
 def cached_run_data(config: RunConfig) -> RunData:
@@ -126,7 +135,7 @@ def cached_run_data(config: RunConfig) -> RunData:
     return _cached_run_data(json.dumps(replace(common, training=training).to_json(), sort_keys=True))
 
 
-@lru_cache(maxsize=10)
+@lru_cache(maxsize=16)
 def _cached_run_data(config: str) -> RunData:
     return load_run_data(RunConfig.from_json(json.loads(config)))
 
@@ -234,11 +243,16 @@ def _fits(shards: Shards) -> bool:
 
 
 def split_log(log: Log, config: RunConfig) -> RunData:
-    """Split the queries of a log at random, by the seed, into training, validation and test requests."""
+    """Split the queries of a log at random into training, validation and test requests.
+
+    Training and validation follow from the seed. Test requests are the same for all seeds, so that no seed can choose a
+    setting on them.
+    """
     log, segments = by_segment(log) if config.columns.get("segment") else (log, ())
-    shares = config.held_out, config.judged
-    wanted = [max(1, round(share * len(log))) if share else 0 for share in shares]
-    held_out, judged, learned = split_by_query(log, wanted, seed=config.training.seed)
+    wanted = [max(1, round(share * len(log))) if share else 0 for share in (config.held_out, config.judged)]
+    judged, others = split_by_query(log, wanted[1:], seed=0) if config.judged else (np.arange(0), np.arange(len(log)))
+    chosen, rest = split_by_query(log.select(others) if len(judged) else log, wanted[:1], seed=config.training.seed)
+    held_out, learned = others[chosen], others[rest]
     if not len(learned):
         count = len(held_out) + len(judged)
         what = f"a log needs more than {count} requests, because {count} are held out from training"
@@ -285,4 +299,5 @@ def method_inputs(config: RunConfig, run_data: RunData) -> MethodInputs:
         propensities=known_theta(config, run_data),
         feature_names=log.feature_names,
         binary=run_data.binary,
+        user=run_data.user,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,12 @@ def finish_run(
     feed: Feeding,
     bias: Callable[[Iterable[Lists]], dict[str, Any] | None],
     ranker: nn.Module,
+    ranker_options: Mapping[str, Any],
 ) -> None:
-    """Write outcome, bias and, last, the model, which marks a complete run. `scores` are of the validation rows."""
+    """Write outcome, bias and, last, the model, which marks a complete run. `scores` are of the validation rows.
+
+    `ranker_options` are those of the ranker, which a method may have changed.
+    """
     write_outcome(config, run_data, scores, judge, out)
     write_bias_report(config, run_data, bias, feed, out)
     save_model(
@@ -50,7 +54,7 @@ def finish_run(
         ranker,
         run_data.train,
         name=config.ranker,
-        options=config.ranker_options,
+        options=ranker_options,
         label=config.label,
         data=run_data.fingerprint,
         held_out=run_data.validation,

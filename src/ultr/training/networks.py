@@ -96,6 +96,7 @@ class NetworkRun:
                 feed=self.feed,
                 bias=method.bias,
                 ranker=method.serving(),
+                ranker_options=method.inputs.ranker_options,
             )
         barrier()
 

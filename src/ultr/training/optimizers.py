@@ -43,7 +43,7 @@ class FlatAdagrad(torch.optim.Optimizer):
         # Of each group: its parameters by their place in the flat tensors; these; and sums of squared gradients.
         self._flat: list[tuple[list[Tensor], Tensor, Tensor]] = []
         for group in self.param_groups:
-            parameters = sorted(group["params"], key=lambda p: p.numel() % ALIGNMENT != 0)
+            parameters = sorted(group["params"], key=lambda p: p.numel() // self._runs % ALIGNMENT != 0)
             values = torch.cat([self._rows(p.detach()) for p in parameters], dim=1)
             sums, first = torch.full_like(values, accumulator), 0
             for p in parameters:
@@ -66,6 +66,12 @@ class FlatAdagrad(torch.optim.Optimizer):
             sums.addcmul_(slopes, slopes)
             slopes.div_(sums.sqrt().add_(group["eps"]))
             values.sub_(slopes.mul_(group["lr"].view(-1, 1)))
+
+    def copy_sums(self, other: FlatAdagrad, runs: list[int]) -> None:
+        """Take the sums of squared gradients from some of the runs of another optimizer for the same parameters."""
+        for group, others in zip(self.param_groups, other.param_groups, strict=True):
+            for p, theirs in zip(group["params"], others["params"], strict=True):
+                self.state[p]["sum"].copy_(other.state[theirs]["sum"][runs])
 
     def _rows(self, values: Tensor) -> Tensor:
         return values.reshape(self._runs, -1)

@@ -19,7 +19,7 @@ from ultr.evaluation.judge import Judge, evaluate_requests, load_judge, make_jud
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, ScoreMetrics
 from ultr.log import Log
 from ultr.training.config import DEFAULT_METHOD, RunConfig
-from ultr.training.data import RunData
+from ultr.training.data import RunData, cached_run_data, known_theta
 from ultr.utils.distributed import barrier, is_main
 
 JUDGE = "judge"  # folder in a run directory
@@ -48,14 +48,23 @@ def judge_of(
     return judge
 
 
+def share_judge(config: RunConfig, shared: Path) -> None:
+    """Make the judge of the runs with this data and seed, if there is none yet, in the folder `shared`."""
+    run_data = cached_run_data(config)
+    _new_judge(config, run_data, None, shared, known_theta(config, run_data))
+
+
 def _new_judge(
-    config: RunConfig, run_data: RunData, out: Path, shared: Path | None, known: Mapping[int, float] | None
+    config: RunConfig, run_data: RunData, out: Path | None, shared: Path | None, known: Mapping[int, float] | None
 ) -> Judge:
     common = replace(config, method=DEFAULT_METHOD, ranker="mlp", sessions=config.sessions_drawn, learn_from="feedback")
     stored = None if shared is None else shared / f"judge-{common.shared_key({})}"
     if stored is not None and (judge := load_judge(stored)) is not None:
-        judge.save(out / JUDGE)
+        if out is not None:
+            judge.save(out / JUDGE)
         return judge
+    if config.learn_from == "no-bias":
+        run_data = cached_run_data(common)  # a judge knows only feedback as it is logged
     judge = make_judge(
         run_data.train,
         label=config.label,
@@ -65,7 +74,7 @@ def _new_judge(
         sessions=config.training.bias_steps * config.training.batch,
         seed=config.training.seed,
     )
-    for folder in (out / JUDGE, stored):
+    for folder in (stored, None if out is None else out / JUDGE):
         if folder is not None:
             judge.save(folder)
     return judge

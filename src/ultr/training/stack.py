@@ -58,6 +58,12 @@ class Stack:
                 tensors[name].data = tensor.detach()[number]
         self._call = _Call(first)
 
+    def only(self, numbers: list[int]) -> Stack:
+        """Return a stack of some of these learners, in their present state."""
+        stack = Stack([self.learners[i] for i in numbers], [self._options[i] for i in numbers])
+        stack._optimizer.copy_sums(self._optimizer, numbers)
+        return stack
+
     @staticmethod
     def can_hold(learners: Sequence[Learner], options: Sequence[TrainingOptions]) -> bool:
         """Return whether learners can be trained together: by Adagrad, with the same shapes, without draws."""

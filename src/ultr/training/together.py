@@ -26,6 +26,7 @@ from ultr.training.networks import NetworkRun
 from ultr.training.selection import less_is_better
 from ultr.training.stack import Stack
 
+SHRINK_AT = 0.6  # share of the learners of a stack that are not done, at which the others are left out
 MEMORY_SHARE = 0.25  # share of the free memory of a GPU that the training rows of all runs may take
 
 
@@ -89,13 +90,24 @@ def train_together(
 def _steps(
     states: Sequence[TrainingState], feeds: Sequence[Any], options: Sequence[TrainingOptions]
 ) -> Callable[[], Tensor]:
-    """Return a function that takes the next step of all learners and returns their losses."""
-    step = Stack([state.method for state in states], options).steps(FeedStack(feeds))
+    """Return a function that takes the next step of the learners that are not done, and returns the losses of all.
+
+    When many are done, the stack becomes smaller, because its step takes as long whether they are done or not.
+    """
+    stack = Stack([state.method for state in states], options)
+    members, step = list(range(len(states))), stack.steps(FeedStack(feeds))
+    losses = torch.zeros(len(states), device=next(states[0].method.parameters()).device)
 
     def take() -> Tensor:
-        losses = step()
-        for state, each in zip(states, options, strict=True):
-            state.step += 0 if state.is_done(each) else 1
+        nonlocal stack, members, step
+        running = [number for number in members if not states[number].is_done(options[number])]
+        if 0 < len(running) <= SHRINK_AT * len(members):
+            stack = stack.only([members.index(number) for number in running])
+            step = stack.steps(FeedStack([feeds[number] for number in running]), first=states[running[0]].step)
+            members = running
+        losses[members] = step()
+        for number in running:
+            states[number].step += 1
         return losses
 
     return take

@@ -75,7 +75,8 @@ class TreeRun:
         options = config.training
         feed = Feed(ListBatches(run_data.train, device=self.device), batch=options.batch, seed=options.seed)
         scores = booster.predict(run_data.validation.features, 0, state.stopping.best_step)
-        finish_run(config, run_data, out, scores=scores, judge=judge, feed=feed, bias=self.method.bias, ranker=best)
+        written: dict[str, Any] = {"bias": self.method.bias, "ranker": best, "ranker_options": config.ranker_options}
+        finish_run(config, run_data, out, scores=scores, judge=judge, feed=feed, **written)
 
     def _grow(
         self,

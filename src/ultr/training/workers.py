@@ -35,10 +35,10 @@ class Task(Protocol):
 
 @dataclass
 class Stage:
-    """Tasks, and a function that returns the tasks that follow when all of them are done."""
+    """Tasks, and a function that returns the stage that follows when all of them are done, if there is one."""
 
     tasks: Sequence[Task]
-    then: Callable[[], Sequence[Task]] | None = None
+    then: Callable[[], Stage | None] = lambda: None
     left: int = 0  # tasks that are not done
 
 
@@ -77,7 +77,7 @@ class Workers:
         self.run_stages([Stage(tasks)], sum(task.runs for task in tasks), on_done)
 
     def run_stages(self, stages: Sequence[Stage], total: int, on_done: OnDone) -> None:
-        """Run the tasks of all stages, and those that follow them; `total` is the number of runs of all these tasks."""
+        """Run the tasks of all stages, and of those that follow them; `total` is the expected number of their runs."""
         left: deque[tuple[Task, Stage]] = deque()
         done = 0
         for stage in stages:
@@ -88,24 +88,28 @@ class Workers:
             done += task.runs
             on_done(done, total, name)
             stage.left -= 1
-            if not stage.left and stage.then is not None:
-                begun, finished = _begin(Stage(stage.then()))
+            if not stage.left and (following := stage.then()) is not None:
+                begun, finished = _begin(following)
                 left.extendleft(reversed(begun))  # before others, so that fewer tasks wait for the same bias model
                 done += finished
-        if done < total:
+        if left:
             raise UnfinishedError(f"the time limit was reached with {done} of {total} runs finished")
 
     def _performed(self, left: deque[tuple[Task, Stage]]) -> Iterator[tuple[Task, Stage, str]]:
-        """Perform the tasks `left`, to which the caller may add; yield each with its stage and name when it is done."""
+        """Perform the tasks `left`, to which the caller may add; yield each with its stage and name when it is done.
+
+        At the time limit, tasks that are not begun stay in `left`.
+        """
         running: dict[Future[str], tuple[Task, Stage]] = {}
         while left or running:
-            if left and time.monotonic() >= self.until:
-                left.clear()
+            over = time.monotonic() >= self.until
+            if over and not running:
+                return
             if left and not running and (self._jobs == 1 or (self._pool is None and len(left) == 1)):
                 task, stage = left.popleft()
                 yield task, stage, task.perform()
                 continue
-            while left and len(running) < self._jobs:
+            while left and not over and len(running) < self._jobs:
                 task, stage = left.popleft()
                 running[self._started_pool().submit(_perform_safely, task)] = task, stage
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -124,13 +128,14 @@ class Workers:
 
 def _begin(stage: Stage) -> tuple[list[tuple[Task, Stage]], int]:
     """Return the unfinished tasks of a stage, or of those that follow it, and the number of runs finished before."""
-    unfinished = [task for task in stage.tasks if not task.finished]
-    finished = sum(task.runs for task in stage.tasks) - sum(task.runs for task in unfinished)
-    stage.left = len(unfinished)
-    if unfinished or stage.then is None:
-        return [(task, stage) for task in unfinished], finished
-    following, more = _begin(Stage(stage.then()))
-    return following, finished + more
+    finished = 0
+    while True:
+        unfinished = [task for task in stage.tasks if not task.finished]
+        finished += sum(task.runs for task in stage.tasks) - sum(task.runs for task in unfinished)
+        stage.left = len(unfinished)
+        if unfinished or (following := stage.then()) is None:
+            return [(task, stage) for task in unfinished], finished
+        stage = following
 
 
 def _perform_safely(task: Task) -> str:

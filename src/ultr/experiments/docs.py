@@ -1,0 +1,107 @@
+"""The results of experiments in the documentation: a page and plots, all made from one JSON file.
+
+NAME.json    the numbers, tables, plots and claims, and how they were made: command, commit, date and machine
+NAME.md      the page, with NAME-1.svg, NAME-2.svg, ...
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ultr._version import __version__
+from ultr.experiments.claims import Claim, claims_text
+from ultr.experiments.lab import ExperimentResult, table_text
+from ultr.report.parts import Grid, Part, Plot, Table, Text
+from ultr.report.svg import svg
+from ultr.utils.files import atomic_path
+from ultr.utils.jsonfiles import write_json
+
+COMMIT = "GIT_COMMIT"  # environment variable with the commit, for a copy of the sources without their history
+
+
+def write_docs(result: ExperimentResult, folder: Path, command: str) -> None:
+    """Write the page of an experiment, its plots, and the JSON file that they are made from."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = as_json(result, provenance(command))
+    write_json(folder / f"{result.name}.json", content)
+    for name, text in pages(content).items():
+        with atomic_path(folder / name, overwrite=True) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+def provenance(command: str) -> dict[str, str]:
+    """Return how results are made: command, version, commit, date and machine."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return {
+        "command": command,
+        "version": __version__,
+        "commit": _commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{gpu}, {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}",
+    }
+
+
+def _commit() -> str:
+    """Return the commit of the sources, with a plus sign if they were changed since."""
+    if given := os.environ.get(COMMIT):
+        return given
+    where = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=True)  # noqa: S603, S607
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def as_json(result: ExperimentResult, made: Mapping[str, str]) -> dict[str, Any]:
+    """Return an experiment's result as JSON values from which `pages` makes its page and plots."""
+    sections = [{"title": section.title, "parts": [*_parts(section.parts)]} for section in result.sections]
+    return {"name": result.name, "about": result.about, "made": dict(made), **result.to_json(), "sections": sections}
+
+
+def _parts(parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
+    for part in parts:
+        if isinstance(part, Grid):
+            yield from _parts(part.plots)
+        elif isinstance(part, Text | Table | Plot):
+            yield {"kind": part.KIND, **asdict(part)}
+
+
+def pages(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return file name -> text of the page and plots of an experiment, from the content of its JSON file."""
+    made, name = content["made"], content["name"]
+    blocks = [
+        f"# {content['title']}",
+        content["about"],
+        f"Made by `{made['command']}` from commit {made['commit']} (ultr {made['version']}) on {made['date']}: "
+        f"{made['machine']}. The numbers are in [{name}.json]({name}.json).",
+    ]
+    files: dict[str, str] = {}
+    for section in content["sections"]:
+        blocks.append(f"## {section['title']}")
+        for part in section["parts"]:
+            if part["kind"] == Plot.KIND:
+                file = f"{name}-{len(files) + 1}.svg"
+                files[file] = svg(part["title"], part["figure"], part["height"])
+                blocks += [f"![{part['title']}]({file})", *([part["caption"]] if part["caption"] else [])]
+            elif part["kind"] == Table.KIND:
+                blocks += [*([part["caption"]] if part["caption"] else []), table_text(part["head"], part["rows"])]
+            else:
+                blocks.append(part["text"])
+    blocks += [f"{data} is missing: {why}" for data, why in content["absent"].items()]
+    if content["claims"]:
+        blocks.append(claims_text([Claim(**claim) for claim in content["claims"]]))
+    return {f"{name}.md": "\n\n".join(blocks) + "\n", **files}

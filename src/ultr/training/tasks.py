@@ -1,0 +1,161 @@
+"""The tasks of a comparison: to train and test runs, one by one or together, in any process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ultr.datasets.users import make_user
+from ultr.errors import OptionError
+from ultr.evaluation.judge import evaluate_requests, load_judge
+from ultr.evaluation.scores import OFF_POLICY
+from ultr.rankers.boosters import is_trees
+from ultr.rankers.model import load_model
+from ultr.training.config import RunConfig, with_training
+from ultr.training.data import cached_dataset, load_run_data
+from ultr.training.run import run_together, run_training
+from ultr.training.selection import share_judge
+from ultr.utils.devices import choose_device
+from ultr.utils.files import atomic_path
+from ultr.utils.jsonfiles import read_json, write_json
+from ultr.utils.tensors import load_tensors, save_tensors
+
+MOST_TOGETHER = 12  # runs that are trained together on a GPU
+TEST, REQUESTS = "test.json", "test.safetensors"  # files of a run: means of test metrics, and metrics by request
+
+
+@dataclass(frozen=True)
+class RunTask:
+    """The task to train one run and evaluate it on test requests; metrics that were computed before are kept."""
+
+    config: dict[str, Any]
+    folder: str
+    shared: str  # folder of the bias models that the runs of a comparison share
+    metrics: tuple[str, ...]
+    runs: ClassVar[int] = 1
+
+    def __str__(self) -> str:
+        return self.folder
+
+    @property
+    def finished(self) -> bool:
+        if not self.metrics:
+            return (Path(self.folder) / "model").is_dir()
+        path = Path(self.folder) / TEST
+        return path.is_file() and set(self.metrics) <= set(read_json(path))
+
+    def perform(self) -> str:
+        folder, config = Path(self.folder), RunConfig.from_json(self.config)
+        run_training(config, folder, resume=True, shared=Path(self.shared))
+        results = read_json(folder / TEST) if (folder / TEST).is_file() else {}
+        if missing := [metric for metric in self.metrics if metric not in results]:
+            found, weights = evaluate_run(config, folder, missing)
+            by_request = {**read_requests(folder), **found}
+            with atomic_path(folder / REQUESTS, overwrite=True) as temporary:
+                save_tensors(temporary, {name: torch.from_numpy(values) for name, values in by_request.items()})
+            means = {name: float(np.average(values, weights=weights)) for name, values in found.items()}
+            write_json(folder / TEST, {**results, **means})
+        return self.folder
+
+
+@dataclass(frozen=True)
+class RunsTask:
+    """The task to train runs of one method with several seeds and learning rates together, and to evaluate them.
+
+    Their bias models are fitted together with those of all seeds below `seeds`, which later runs will need.
+    """
+
+    tasks: tuple[RunTask, ...]
+    seeds: int = 0
+
+    def __str__(self) -> str:
+        return str(self.tasks[0])
+
+    @property
+    def runs(self) -> int:
+        return len(self.tasks)
+
+    @property
+    def finished(self) -> bool:
+        return all(task.finished for task in self.tasks)
+
+    def perform(self) -> str:
+        configs = [RunConfig.from_json(task.config) for task in self.tasks]
+        later = [with_training(configs[0], seed=seed) for seed in range(self.seeds)]
+        run_together(configs, [Path(task.folder) for task in self.tasks], Path(self.tasks[0].shared), later)
+        return [task.perform() for task in self.tasks][-1]  # evaluates them
+
+
+@dataclass(frozen=True)
+class SharedTask:
+    """The task to make what the runs of a seed share, so that no two runs make it at the same time.
+
+    It is the ranker that orders what simulated users see, and the judge of off-policy metrics.
+    """
+
+    config: dict[str, Any]
+    shared: str
+    runs: ClassVar[int] = 0
+    finished: ClassVar[bool] = False
+
+    def perform(self) -> str:
+        config = RunConfig.from_json(self.config)
+        if config.selection.startswith(OFF_POLICY):
+            share_judge(config, Path(self.shared))
+        else:
+            load_run_data(config)
+        return f"what the runs with seed {config.training.seed} on {config.data} share"
+
+
+def _on_gpu(config: RunConfig) -> bool:
+    return choose_device(config.training.device).type == "cuda"
+
+
+def grouped(tasks: Sequence[RunTask], seeds: int = 0) -> list[RunTask | RunsTask]:
+    """Return tasks such that, on a GPU, runs of networks that differ only in seed and learning rate are one task.
+
+    Later runs will have the `seeds` from 0 on.
+    """
+    groups: dict[str, list[RunTask]] = {}
+    for task in tasks:
+        config = RunConfig.from_json(task.config)
+        alone = is_trees(config.ranker) or not _on_gpu(config)
+        common = with_training(config, seed=0, lr=1.0).to_json()
+        key = task.folder if alone or task.finished else json.dumps([common, task.shared, task.metrics], sort_keys=True)
+        groups.setdefault(key, []).append(task)
+    parts = [group[i : i + MOST_TOGETHER] for group in groups.values() for i in range(0, len(group), MOST_TOGETHER)]
+    return [part[0] if len(part) == 1 else RunsTask(tuple(part), seeds) for part in parts]
+
+
+def evaluate_run(
+    config: RunConfig, folder: Path, metrics: list[str]
+) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """Return metrics [requests] of a run on the test requests of its data set or log, and the requests' weights."""
+    model = load_model(folder)
+    segments: tuple[str, ...] = ()
+    if config.users is None:
+        run_data = load_run_data(config)
+        log, user, segments = run_data.test, None, run_data.segments
+        if log is None:
+            what, hint = "the run did not hold out test requests of its log", "pass another --out to train it again"
+            raise OptionError(what, where=folder, hint=hint)
+    else:
+        dataset = cached_dataset(config.data, config.data_dir)
+        log = dataset.test
+        user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
+    scores = model.score(log, device=config.training.device)
+    options: dict[str, Any] = {"user": user, "label": config.label, "judge": load_judge(folder / "judge")}
+    options |= {"segments": segments, "device": choose_device(config.training.device)}
+    return evaluate_requests(log, scores, metrics, **options), log.weights
+
+
+def read_requests(folder: Path) -> dict[str, np.ndarray]:
+    """Return metric -> values of a run by test request; empty if it has none, as those of old versions."""
+    path = folder / REQUESTS
+    return {name: values.numpy() for name, values in load_tensors(path).items()} if path.is_file() else {}
