@@ -191,7 +191,7 @@ def test_claims_are_corrected_for_the_number_of_claims_on_their_data_set():
         replace(claims[0], verdict=HELD, evidence="first; corrected for 3 claims p = 0.03"),
         replace(claims[1], verdict=HELD, evidence="second; corrected for 3 claims p = 0.04"),
         replace(claims[2], verdict=REVERSED, evidence="third; corrected for 3 claims p = 0.04"),
-        replace(claims[3], verdict=HELD, evidence="alone; corrected for 1 claims p = 0.03"),
+        replace(claims[3], verdict=HELD, evidence="alone; corrected for 1 claim p = 0.03"),
         claims[4],
     ]
     assert corrected([]) == []
@@ -228,7 +228,7 @@ def test_a_correction_never_makes_a_difference_significant_and_does_not_depend_o
     for old, new in zip(claims, found, strict=True):
         p = holm([claim.p for claim in claims if claim.data == old.data])
         of = [claim for claim in claims if claim.data == old.data].index(old)
-        assert new.evidence == f"why; corrected for {len(p)} claims p = {p[of]:.2g}"
+        assert new.evidence == f"why; corrected for {len(p)} claim{'s' * (len(p) > 1)} p = {p[of]:.2g}"
         assert new.verdict == verdict_of(old.difference, p[of], is_level=old.is_level)
         assert (new.text, new.data, new.difference, new.p, new.is_level) == (
             old.text,

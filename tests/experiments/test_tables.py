@@ -285,8 +285,8 @@ def test_a_table_has_the_settings_the_best_steps_and_the_sessions(tmp_path, all_
     sessions = dict.fromkeys(settings, 5000)
     text = table1(lab_of(tmp_path, data=("synthetic",))).text()
     by = {line["entry"]: line for line in sections(text)[title("synthetic")]}
-    assert by[DEFAULT]["setting"] == "lr 0.005, dropout 0, weights to 3.0"
-    assert by[OPT]["setting"] == "lr 0.02, weights to none"
+    assert by[DEFAULT]["setting"] == "lr 0.005, dropout 0, weights to 3"
+    assert by[OPT]["setting"] == "lr 0.02, weights without a limit"
     assert by["pointwise"]["setting"] == "lr 0.01"
     assert by[DEFAULT]["best step"] == "1,150 (3 runs still improved at 1,200)"
     assert by[OPT]["best step"] == "650"

@@ -362,8 +362,8 @@ def test_comparisons_of_older_versions_have_their_page(tmp_path):
 
 def test_the_page_of_a_comparison_names_all_that_was_chosen(tmp_path):
     settings = {
-        "dla": (Setting(0.02, 0.0, 3.0), "lr 0.02, dropout 0, weights to 3.0"),
-        "towers": (Setting(0.005, max_weight="none"), "lr 0.005, weights to none"),
+        "dla": (Setting(0.02, 0.0, 3.0), "lr 0.02, dropout 0, weights to 3"),
+        "towers": (Setting(0.005, max_weight="none", longer=2), "lr 0.005, weights without a limit, 2 times the steps"),
         "pointwise": (Setting(0.1), "lr 0.1"),
     }
     rows = [Row(name, setting, {"ndcg@10": [0.5, 0.6]}) for name, (setting, _) in settings.items()]

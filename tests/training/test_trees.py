@@ -21,9 +21,10 @@ from ultr.log import read_log, write_log
 from ultr.rankers.boosters import BOOSTERS
 from ultr.rankers.model import load_model
 from ultr.training.checkpoints import read_metrics
-from ultr.training.compare import Entry, compare
+from ultr.training.compare import compare
 from ultr.training.config import TREE_TRAINING, RunConfig
 from ultr.training.data import load_run_data
+from ultr.training.entries import Entry, Setting
 from ultr.training.run import run_training
 from ultr.training.trees import TreeRun
 
@@ -237,9 +238,9 @@ def test_entries_name_their_rankers():
     entry = Entry.parse("lambdarank:labels=click:ranker=xgboost:correction=own", "lightgbm")
     assert (entry.ranker, entry.options) == ("xgboost", {"labels": "click", "correction": "own"})
     base = RunConfig(data="synthetic", users="pbm", ranker_options={"hidden": [8]})
-    mixed = entry.config(base, 0.1, 3)
+    mixed = entry.config(base, Setting(0.1), 3)
     assert (mixed.ranker, mixed.ranker_options, mixed.training.steps) == ("xgboost", {}, TREE_TRAINING.steps)
-    assert Entry.parse("dla").config(base, 0.1, 3).ranker_options == {"hidden": [8]}
+    assert Entry.parse("dla").config(base, Setting(0.1), 3).ranker_options == {"hidden": [8]}
     with pytest.raises(OptionError, match="no ranker 'lightgmb'; did you mean 'lightgbm'"):
         Entry.parse("pairwise-em:ranker=lightgmb")
     with pytest.raises(OptionError, match="no method 'dla' for xgboost"):
@@ -249,6 +250,7 @@ def test_entries_name_their_rankers():
 def test_a_comparison_can_have_networks_and_trees(log_path, tmp_path):
     base = config(log_path)
     entries = ["pairwise-em", "pairwise-em:loss=opt-posterior", "pointwise:ranker=xgboost", "pointwise:ranker=linear"]
+    base = replace(base, training=replace(base.training, bias_steps=20))
     result = compare(base, entries, tmp_path / "out", seeds=1, rates=[0.1], jobs=1)
     assert [row.entry for row in result.rows] == entries
     assert len(list((tmp_path / "out" / "bias").glob("*/weights.safetensors"))) == 1  # shared by the first two

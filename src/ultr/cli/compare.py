@@ -111,7 +111,8 @@ def compare(
         patience = PATIENCE
     base = shared.run_config({**locals()})
     rates, other_dropouts = _numbers("--lrs", lrs or ""), _numbers("--dropouts", dropouts)
-    limits = ["none" if text == "none" else float(text) for text in max_weights.split(",") if text]
+    limited = max_weights.split(",")
+    limits = ["none"] * ("none" in limited) + _numbers("--max-weights", ",".join(t for t in limited if t != "none"))
     names = [name for name in methods.split(",") if name.strip()]
     entries = [Entry.parse(name, base.ranker) for name in names]
     shared.print_thresholds(base.label, {e.text: (e.method, e.options, e.ranker or base.ranker) for e in entries})

@@ -17,7 +17,10 @@ from ultr.errors import OptionError, UnfinishedError, nearest
 
 def reproduce(
     experiments: Annotated[
-        str, typer.Argument(help="Comma-separated: table1, table2, figure3, figure4, figure5, live, trees; or all.")
+        str,
+        typer.Argument(
+            help="Comma-separated: table1, table2, figure3, figure4, figure5, live, settling, trees; or all."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the results; finished runs in it are not repeated.")] = Path(
         "reproduce"

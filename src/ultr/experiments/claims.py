@@ -44,7 +44,7 @@ def corrected(claims: Sequence[Claim]) -> list[Claim]:
         for i, p in zip(where, holm([claims[i].p for i in where]), strict=True):
             claim, difference = claims[i], claims[i].difference or 0.0
             verdict = verdict_of(difference, p, is_level=claim.is_level)
-            evidence = f"{claim.evidence}; corrected for {len(where)} claims p = {p:.2g}"
+            evidence = f"{claim.evidence}; corrected for {len(where)} claim{'s' * (len(where) > 1)} p = {p:.2g}"
             result[i] = replace(claim, verdict=verdict, evidence=evidence)
     return result
 
@@ -76,8 +76,7 @@ def claim_above_all(text: str, data: str, result: Comparison, above: str, others
     evidence = f"nearest: {tests[nearest][1]}"
     if not_below:
         evidence += f"; not significantly above: {', '.join(not_below)}"
-    against = [test.p for other, (test, _) in tests.items() if gaps[other] <= 0]
-    p = min(against) if against else max(test.p for test, _ in tests.values())  # it needs every difference to hold
+    p = tests[nearest][0].p if gaps[nearest] <= 0 else max(test.p for test, _ in tests.values())  # it needs all of them
     return Claim(text, data, worst, evidence, gaps[nearest], p)
 
 

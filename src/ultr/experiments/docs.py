@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -33,7 +32,11 @@ def write_docs(result: ExperimentResult, folder: Path, command: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     content = as_json(result, provenance(command))
     write_json(folder / f"{result.name}.json", content)
-    for name, text in pages(content).items():
+    files = pages(content)
+    for old in folder.glob(f"{result.name}-*.svg"):
+        if old.name not in files:  # of a result with more plots
+            old.unlink()
+    for name, text in files.items():
         with atomic_path(folder / name, overwrite=True) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
@@ -51,18 +54,20 @@ def provenance(command: str) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of the sources, with a plus sign if they were changed since."""
+    """Return the commit of the sources, of which a checkout has the history next to its folder `src`."""
     if given := os.environ.get(COMMIT):
         return given
-    where = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=True)  # noqa: S603, S607
-        return done.stdout.strip()
-
+    history = Path(__file__).parents[3] / ".git"
     try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
-    except (OSError, subprocess.CalledProcessError):
+        head = (history / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head[:12]
+        branch = head.removeprefix("ref: ")
+        if (history / branch).is_file():
+            return (history / branch).read_text().strip()[:12]
+        packed = (line.split(" ") for line in (history / "packed-refs").read_text().splitlines())
+        return next((words[0][:12] for words in packed if words[1:] == [branch]), "unknown")
+    except OSError:
         return "unknown"
 
 

@@ -49,7 +49,7 @@ def table2(lab: Lab) -> ExperimentResult:
 
 def _claims1(world: World, result: Comparison) -> list[Claim]:
     data, metric = world.title, world.metrics[-1]
-    entries = {row.entry for row in result.rows}
+    entries = [row.entry for row in result.rows]
     others = [e for e in entries if e.startswith(("pal-click", "pointwise", "lambdarank")) and "from=" not in e]
     harm = "A shallow tower on dwell time harms: PAL-Click above PAL-Click + PAL-DwellTime"
     claims = [
@@ -130,6 +130,8 @@ def table_section(title: str, world: World, result: Comparison, rows: Sequence[T
         cells.append(f"{np.mean(ours.results[world.metrics[-1]]) / base - 1:+.2%}")
         test = ours.against.get(world.metrics[-1])
         cells += ["", ""] if test is None or test.holm is None else [f"{p:.2g}" for p in test.holm]
+        if test is None or test.requests is None:
+            cells[-1] = ""
         if baseline is not None:
             theirs = float(np.mean(row_of(result, baseline.entry).results[world.metrics[-1]]))
             cells.append(f"{np.mean(ours.results[world.metrics[-1]]) / theirs - 1:+.2%}")

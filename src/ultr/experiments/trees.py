@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ultr.experiments.claims import Claim, claim_above_all, claim_level, corrected
-from ultr.experiments.lab import QUICK, TITLES, ExperimentResult, Lab, World
+from ultr.experiments.lab import QUICK, ExperimentResult, Lab, World
 from ultr.experiments.paper import TableRow
 from ultr.experiments.tables import table_section
 from ultr.report.parts import Section
@@ -15,8 +15,7 @@ from ultr.training.config import TREE_TRAINING
 from ultr.training.entries import Entry
 
 RUNS = 5
-SESSIONS, MORE_SESSIONS = 20_000, {"ml-1m": 60_000}  # number of simulated sessions that a run trains on
-QUICK_SESSIONS, QUICK_ROUNDS = 2_000, 50
+QUICK_ROUNDS = 50
 OURS = {"lightgbm": "pairwise-em", "xgboost": "pairwise-em:ranker=xgboost"}
 OUR_ROWS = (
     TableRow("posterior pairs, LightGBM", OURS["lightgbm"]),
@@ -59,17 +58,16 @@ def baselines(world: World) -> dict[str, tuple[TableRow, ...]]:
 def tree_tables(lab: Lab) -> ExperimentResult:
     """Compare boosted trees on all available data sets, with continuous labels and with clicks."""
     available, absent = lab.find(["ml-1m", "mq2007", "synthetic"])
-    worlds = [World(data, clicks=clicks) for clicks in (False, True) for data in available]
+    worlds = [world for clicks in (False, True) for world in lab.worlds(available, clicks=clicks)]
     rows = {world: [*OUR_ROWS, *(row for others in baselines(world).values() for row in others)] for world in worlds}
     plans = [_plan(lab, world, [row.entry for row in rows[world]]) for world in worlds]
     compared = dict(zip(worlds, compare_all(plans, lab.workers, lab.on_done), strict=True))
-    sessions = ", ".join(dict.fromkeys(f"{plan.base.sessions:,} ({plan.base.data})" for plan in plans))
     base, rates = plans[0].base, " or ".join(f"{rate:g}" for rate in plans[0].rates)
     about = (
-        f"{plans[0].seeds} runs; the sessions of a run are drawn once: {sessions}. The learning rate ({rates}) and the "
-        f"number of rounds (at most {base.training.steps}) were selected on validation requests. Mean ± standard "
-        "deviation over runs; * marks a difference from posterior pairs with LightGBM with p < 0.05 both over runs and "
-        "over test requests, in paired tests that Holm's method corrects for the number of rows."
+        f"{plans[0].seeds} runs; the {base.sessions:,} sessions of a run are drawn once. The learning rate ({rates}) "
+        f"and the number of rounds (at most {base.training.steps}) were selected on validation requests. Mean ± "
+        "standard deviation over runs; * marks a difference from posterior pairs with LightGBM with p < 0.05 both over "
+        "runs and over test requests, in paired tests that Holm's method corrects for the number of rows."
     )
     sections = [_section(world, result, rows[world]) for world, result in compared.items()]
     tested = compared.items() if plans[0].seeds > 1 else ()
@@ -87,11 +85,11 @@ def _plan(lab: Lab, world: World, entries: Sequence[str]) -> Plan:
         plan.base,
         ranker="lightgbm",
         ranker_options={},
-        sessions=QUICK_SESSIONS if quick else MORE_SESSIONS.get(world.data, SESSIONS),
         training=replace(training, steps=QUICK_ROUNDS) if quick else training,
     )
     return replace(
         plan,
+        longest=1,
         base=base,
         entries=[Entry.parse(entry, "lightgbm") for entry in entries],
         out=lab.out / "runs" / lab.budget.name / "trees" / world.name,
@@ -102,11 +100,11 @@ def _plan(lab: Lab, world: World, entries: Sequence[str]) -> Plan:
 
 def _section(world: World, result: Comparison, rows: Sequence[TableRow]) -> Section:
     kind = "clicks" if world.clicks else "continuous label"
-    return table_section(f"{TITLES.get(world.data, world.data)}, {kind}", world, result, rows)
+    return table_section(f"{world.title}, {kind}", world, result, rows)
 
 
 def _claims(world: World, result: Comparison) -> list[Claim]:
-    data, metric = TITLES.get(world.data, world.data), world.metrics[-1]
+    data, metric = world.title, world.metrics[-1]
     claims = []
     for library, rows in baselines(world).items():
         others, name = [row.entry for row in rows], {"lightgbm": "LightGBM", "xgboost": "XGBoost"}[library]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -107,7 +108,10 @@ def pair_map(key: str, matrix: Sequence[Sequence[float]], at: Sequence[str]) -> 
     return heat_map(
         f"{symbol} by pair of positions",
         [
-            [None if i == j or (value == 0 and key == "m") else value for j, value in enumerate(row)]
+            [
+                None if i == j or not math.isfinite(value) or (value == 0 and key == "m") else value
+                for j, value in enumerate(row)
+            ]
             for i, row in enumerate(matrix)
         ],
         columns=at,

@@ -51,10 +51,10 @@ def _table(result: Mapping[str, Any]) -> Section:
             summary = row["figures"][metric]
             test = summary["against"]
             cells = [f"{summary['mean']:.4f}", f"{summary['deviation']:.4f}", setting_text(row)]
-            p_values = ["", ""] if test is None else _p_values(test)
-            cells += ["" if test is None else f"{test['difference']:+.4f}", *p_values]
-            rows.append([row["method"], *cells])
-            if test is not None and all(float(p) < 0.05 for p in p_values if p):
+            p_values = [None, None] if test is None else _p_values(test)
+            cells += ["" if test is None else f"{test['difference']:+.4f}"]
+            rows.append([row["method"], *cells, *("" if p is None else f"{p:.2g}" for p in p_values)])
+            if test is not None and all(p < 0.05 for p in p_values if p is not None):
                 marked.append(i)
         head = ["method", metric, "standard deviation", "setting", f"minus {result['reference']}"]
         head += ["p over runs", "p over requests"]
@@ -72,15 +72,18 @@ def setting_text(row: Mapping[str, Any]) -> str:
     if setting.dropout is not None:
         words.append(f"dropout {setting.dropout:g}")
     if setting.max_weight is not None:
-        words.append(f"weights to {setting.max_weight}")
+        limit = setting.max_weight
+        words.append("weights without a limit" if isinstance(limit, str) else f"weights to {limit:g}")
+    if setting.longer > 1:
+        words.append(f"{setting.longer} times the steps")
     return ", ".join(words)
 
 
-def _p_values(test: Mapping[str, Any]) -> list[str]:
+def _p_values(test: Mapping[str, Any]) -> list[float | None]:
     """Return the p values over runs and over requests, corrected if they are; old comparisons have one, over runs."""
     over_requests = test.get("over_requests")
     over_runs, by_request = test.get("holm") or (test["p"], over_requests and over_requests["p"])
-    return [f"{over_runs:.2g}", f"{by_request:.2g}" if over_requests else ""]
+    return [over_runs, by_request if over_requests else None]
 
 
 def _first_runs(result: Mapping[str, Any], folder: Path) -> list[Run]:

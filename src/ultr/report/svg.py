@@ -88,7 +88,7 @@ def _axis(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any], axis: 
     values = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(values), max(values)
     if layout[f"{axis}axis"].get("rangemode") == "tozero":
-        low = min(0.0, low)
+        low, high = min(0.0, low), max(0.0, high)
     margin = 0.04 * (high - low) or 0.5
     return Axis(start, end, low - margin * (low != 0), high + margin)
 
@@ -114,7 +114,7 @@ def _frame(title: str, layout: Mapping[str, Any], x: Axis, y: Axis, height: int)
 
 def _trace(trace: Mapping[str, Any], x: Axis, y: Axis) -> list[str]:
     """Return a line, a filled band, or dots with intervals."""
-    pairs = [(x(a), y(b)) for a, b in zip(trace["x"], trace["y"], strict=True) if b is not None]
+    pairs = [(x(a), y(b)) for a, b in zip(trace["x"], trace["y"], strict=True) if _is_known(a) and _is_known(b)]
     colour, parts = _colour(trace), []
     points = " ".join(f"{a:.1f},{b:.1f}" for a, b in pairs)
     if trace.get("fill") == "toself":
@@ -133,13 +133,13 @@ def _trace(trace: Mapping[str, Any], x: Axis, y: Axis) -> list[str]:
 
 def _cells(trace: Mapping[str, Any], x: Axis, y: Axis) -> list[str]:
     """Return the cells of a matrix, darker for larger values, with their values."""
-    known = [v for row in trace["z"] for v in row if v is not None]
+    known = [v for row in trace["z"] for v in row if _is_known(v)]
     largest = trace.get("zmax") or max(known, default=1.0) or 1.0
     wide, high = abs(x.end - x.start) / len(x.names) - 1, abs(y.end - y.start) / len(y.names) - 1
     parts = []
     for name, row in zip(trace["y"], trace["z"], strict=True):
         for column, value in zip(trace["x"], row, strict=True):
-            if value is None:
+            if not _is_known(value):
                 continue
             a, b, share = x(column), y(name), min(1.0, max(0.0, value / largest))
             fill = f'fill="#0b6bcb" fill-opacity="{0.08 + 0.72 * share:.2f}"'
@@ -148,6 +148,10 @@ def _cells(trace: Mapping[str, Any], x: Axis, y: Axis) -> list[str]:
             )
             parts.append(_text(a, b + 4, f"{value:.2f}", anchor="middle", size=9))
     return parts
+
+
+def _is_known(value: Any) -> bool:
+    return value is not None and not (isinstance(value, float) and not math.isfinite(value))
 
 
 def _colour(trace: Mapping[str, Any]) -> str:

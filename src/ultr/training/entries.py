@@ -50,7 +50,7 @@ class Setting:
                 limit if limit in (None, "none") else float(limit),
                 int(row.get("longer", 1)),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             what = f"a row of the comparison has no valid setting ({error})"
             raise DataError(what, hint="run ultr compare again") from error
 
