@@ -17,7 +17,7 @@ SMALL = make_synthetic(requests=(120, 10, 10))
 TINY = live.LiveOptions(
     days=2,
     sessions=60,
-    entries=("pal-click", "pairwise-em:loss=opt", "lambdarank"),
+    entries=("pal-click", "pairwise-em", "pairwise-em:loss=opt", "lambdarank"),
     hidden=(4,),
     steps=4,
     bias_steps=4,
@@ -49,11 +49,14 @@ def test_the_live_test_shows_lifts_days_and_claims(tmp_path, monkeypatch):
     assert f"| pairwise-em:loss=opt | {lift['mean']:+.2%} [{lift['low']:+.2%}, {lift['high']:+.2%}] |" in text
     course = [f"{day['expected']:.3f}" for day in results["course"]["lambdarank"]]
     assert f"| lambdarank | {' | '.join(course)} |" in text
-    assert len(outcome.claims) == 2
-    whole, last = outcome.claims
-    assert whole.verdict == abtest._verdict(lift)
-    last_day = results["lifts"]["pairwise-em:loss=opt"]["by_day"][-1]["expected"]
-    assert last.evidence.startswith(f"{last_day['mean']:+.2%}")
+    assert len(outcome.claims) == 4
+    for entry, (whole, last) in zip(
+        ("pairwise-em", "pairwise-em:loss=opt"), (outcome.claims[2:], outcome.claims[:2]), strict=True
+    ):
+        lifts = results["lifts"][entry]
+        assert whole.verdict == abtest._verdict(lifts["expected"])
+        last_day = lifts["by_day"][-1]["expected"]
+        assert last.evidence.startswith(f"{last_day['mean']:+.2%}")
     json.dumps(outcome.to_json(), allow_nan=False)
     outcome.write(tmp_path)
     page = (tmp_path / "live.html").read_text()

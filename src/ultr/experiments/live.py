@@ -39,7 +39,7 @@ from ultr.training.workers import OnDone, Workers
 from ultr.utils.jsonfiles import read_json, write_json
 
 LABEL = "click + dwell / exp(3) + 2 * like + 3 * share"
-ENTRIES = ("pal-click", "pal-click", "pairwise-em:loss=opt", "pointwise", "lambdarank")
+ENTRIES = ("pal-click", "pal-click", "pairwise-em", "pairwise-em:loss=opt", "pointwise", "lambdarank")
 LEAST_SESSIONS = 30  # per bucket and day; the variance of fewer sessions is too uncertain
 ONE_REQUEST = 1e-9  # so small a held-out share is one request, which every run needs; nothing is selected by it
 TRAFFIC, FEEDBACK, TRAINING = range(3)  # codes for the purpose of random numbers, as parts of their seeds
