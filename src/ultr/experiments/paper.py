@@ -105,8 +105,6 @@ BEYOND1 = (
     TableRow("posterior pairs, theta up to 0.5", "pairwise-em:scale=0.5"),
     TableRow("posterior pairs, theta up to 1", "pairwise-em:scale=1"),
     TableRow("opt-posterior", "pairwise-em:loss=opt-posterior"),
-    TableRow("loss_opt, theta up to 0.5", "pairwise-em:loss=opt:scale=0.5"),
-    TableRow("loss_opt, theta up to 1", "pairwise-em:loss=opt:scale=1"),
     TableRow("loss_opt, exact pair weights", "pairwise-em:loss=opt:weights=exact"),
     TableRow("loss_opt, joint EM", "pairwise-em:loss=opt:em=joint"),
     TableRow("as released", "pairwise-em:variant=released"),
