@@ -177,6 +177,7 @@ CASES = [
     Case("regression-em", theta, 0.15, "regression-em", PBM),
     Case("ipw-pointwise", theta, 0.1, "pointwise", PBM),
     Case("ipw-listwise", theta, 0.1, "ipw-listwise", PBM),
+    Case("direct", theta, 0.1, "pointwise", PBM),
     Case("affine", trust_slope, 0.2, "pointwise", {"users": "trust"}),
     Case("pairwise-debias", click_bias, 0.15, "lambdarank", {**PBM, "ordered": False}, PBM),
 ]

@@ -58,6 +58,7 @@ def files_of(run) -> set[str]:
         ("pairwise-em", {}),
         ("pairwise-em", {"loss": "opt"}),
         ("pairwise-em", {"loss": "opt-posterior"}),
+        ("direct", {}),
         ("pairwise-em", {"loss": "bayes-ipw"}),
         ("pairwise-em", {"em": "trees", "loss": "bayes-ipw"}),
         ("lambdarank", {"labels": "buckets", "correction": "own"}),
@@ -70,7 +71,7 @@ def test_a_run_has_all_files_and_the_library_reads_its_model(ranker, method, opt
     common = {".lock", "config.json", "metrics.jsonl", "outcome/outcome.json", "outcome/requests.parquet"}
     others = files_of(run) - common - model
     assert not common - files_of(run)
-    assert ("bias.json" in others) == (method == "pairwise-em")
+    assert ("bias.json" in others) == (method in ("pairwise-em", "direct"))
     assert all(name.startswith("bias") for name in others)
     assert [line["step"] for line in read_metrics(run)] == [4, 8, 12]
     losses = [line["loss"] for line in read_metrics(run)]

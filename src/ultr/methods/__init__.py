@@ -9,6 +9,7 @@ from ultr.errors import OptionError, nearest
 from ultr.log.labels import Label
 from ultr.methods.affine import Affine
 from ultr.methods.base import Method, MethodInputs
+from ultr.methods.direct import Direct
 from ultr.methods.dla import DLA
 from ultr.methods.ipw import IPWListwise, IPWPointwise
 from ultr.methods.lambdarank import LambdaRank
@@ -35,6 +36,7 @@ __all__ = [
 
 METHODS: dict[str, type[Method]] = {
     "affine": Affine,
+    "direct": Direct,
     "dla": DLA,
     "ipw-listwise": IPWListwise,
     "ipw-pointwise": IPWPointwise,

@@ -13,8 +13,11 @@ from ultr.bias.equations import exact_above, exact_below
 from ultr.errors import DataError, OptionError
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.base import MethodInputs, one_of
-from ultr.methods.pairwise_em import LEAST_THETA, PairwiseEM
+from ultr.methods.base import BOUNDS, MethodInputs, one_of
+from ultr.methods.direct import LEAST_THETA, POWER, is_binary
+from ultr.methods.pairwise_em import LEAST_THETA as LEAST_PAIR_THETA
+from ultr.methods.pairwise_em import PairwiseEM
+from ultr.methods.position_model import PositionModel
 from ultr.rankers import score_rows
 from ultr.rankers.boosters import TreeRows
 from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective
@@ -44,6 +47,9 @@ class TreeMethod:
     def task(self, log: Log) -> TreeTask:
         """Return the inputs of the tree library for a log; the pair model, if any, must be fitted before."""
         raise NotImplementedError
+
+    def estimate_bias(self, log: Log, *, seed: int) -> None:
+        """Estimate position bias from the training log, if the method needs it and has no pair model."""
 
     def pair_model(self) -> PairwiseEM | None:
         """Return the method that gives pairs their weights, if any; its bias model must be fitted before the trees."""
@@ -117,7 +123,7 @@ def pair_terms(pair_model: PairwiseEM, log: Log, labels: np.ndarray) -> PairTerm
     if pair_model.by_value:
         value = pair_model.expected_value_of(label, place, logit, log_value)
         return PairTerms(log.offsets, weights, value.cpu().numpy(), Kind.GAP, by_metric)
-    theta, beta, zeta = model.theta[place].clamp(min=LEAST_THETA), logit.sigmoid(), model.zeta[place]
+    theta, beta, zeta = model.theta[place].clamp(min=LEAST_PAIR_THETA), logit.sigmoid(), model.zeta[place]
     rows = {
         "above": 1 / theta if pair_model.weights == "paper" else exact_above(theta, beta, zeta),
         "below": exact_below(label > 0, theta, beta, zeta),
@@ -203,7 +209,45 @@ class TreePointwise(TreeMethod):
         return TreeTask(rows, library_options={"objective": "reg:squarederror", "base_score": mean})
 
 
+class TreeDirect(TreeMethod):
+    """The method `direct` with trees: E[c | x, k] = θ_k exp(s), by the library's Poisson or Tweedie regression.
+
+    log θ is the offset of the regression. The default is Poisson for a label that is 0 or 1, and else Tweedie.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
+        "likelihood": one_of("likelihood", "poisson", "tweedie"),
+        "theta": one_of("theta", "strata", "items"),
+    }
+
+    def __init__(self, inputs: MethodInputs, *, likelihood: str | None = None, theta: str = "strata") -> None:
+        super().__init__(inputs)
+        if inputs.truth:
+            raise OptionError("this method corrects the bias of feedback, and true labels have none", hint=BOUNDS)
+        self.likelihood = likelihood or ("poisson" if is_binary(inputs.label, inputs.binary) else "tweedie")
+        self.positions = PositionModel(inputs, theta_from=theta)
+
+    def estimate_bias(self, log: Log, *, seed: int) -> None:
+        self.positions.estimate(log, user=None, sessions=0, seed=seed)
+
+    def task(self, log: Log) -> TreeTask:
+        label = self.labels(log)
+        place = self.positions.index(torch.from_numpy(log.shown_positions("the offset of direct")))
+        offset = self.positions.theta[place].clamp(min=LEAST_THETA).log().double().numpy()
+        weights = None if log.weights is None else np.repeat(log.weights, log.lengths)
+        rows = self.rows(log, label=label, weights=weights, lengths=None, offset=offset)
+        power = {} if self.likelihood == "poisson" else {"tweedie_variance_power": POWER}
+        if self.inputs.ranker == "lightgbm":
+            return TreeTask(rows, library_options={"objective": self.likelihood, **power})
+        objective = "count:poisson" if self.likelihood == "poisson" else "reg:tweedie"
+        return TreeTask(rows, library_options={"objective": objective, "base_score": 1.0, **power})
+
+    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
+        return self.positions.report()
+
+
 TREE_METHODS: dict[str, type[TreeMethod]] = {
+    "direct": TreeDirect,
     "lambdarank": TreeLambdaRank,
     "pairwise-em": TreePairwiseEM,
     "pointwise": TreePointwise,

@@ -16,6 +16,7 @@ from ultr.errors import OptionError, nearest
 from ultr.rankers.boosters import BOOSTERS
 from ultr.rankers.dropout import DeviceMask, Dropout, GivenMask, Masks
 from ultr.rankers.encoder import FeatureEncoder
+from ultr.rankers.hurdle import Hurdle
 from ultr.rankers.linear import LinearRanker
 from ultr.rankers.mlp import MLPRanker
 from ultr.rankers.synthesised import Synthesised
@@ -26,6 +27,7 @@ __all__ = [
     "Dropout",
     "FeatureEncoder",
     "GivenMask",
+    "Hurdle",
     "LinearRanker",
     "MLPRanker",
     "Masks",

@@ -29,6 +29,7 @@ class TreeRows:
     label: np.ndarray | None = None
     weights: np.ndarray | None = None  # [requests], or [rows] if the objective does not use requests
     positions: np.ndarray | None = None  # for LightGBM's own correction of position bias
+    offset: np.ndarray | None = None  # [rows] added to the sum of the trees in training, and not when they predict
 
     @property
     def row_weights(self) -> np.ndarray | None:
@@ -180,6 +181,7 @@ def lightgbm_data(rows: TreeRows) -> Any:
         group=rows.lengths,
         weight=rows.row_weights,
         position=rows.positions,
+        init_score=rows.offset,
         feature_name=rows.plain_names or "auto",
         categorical_feature=list(rows.categorical) or "auto",
     )
@@ -213,6 +215,7 @@ class XGBoost(Booster):
             label=np.zeros(len(rows.features), np.float32) if rows.label is None else rows.label,
             group=rows.lengths,
             weight=rows.weights,  # for ranking, XGBoost takes a weight for each request
+            base_margin=rows.offset,
             feature_names=rows.plain_names,
             feature_types=_feature_types(rows.features.shape[1], categorical),
             enable_categorical=bool(categorical),

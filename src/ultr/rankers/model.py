@@ -18,7 +18,7 @@ from ultr.errors import DataError, OptionError
 from ultr.log import Log
 from ultr.log.build import Missing
 from ultr.log.labels import Label
-from ultr.rankers import FeatureEncoder, Synthesised, WithConstants, make_ranker, score_rows
+from ultr.rankers import FeatureEncoder, Hurdle, Synthesised, WithConstants, make_ranker, score_rows
 from ultr.rankers.boosters import BOOSTERS, TreeRanker, is_trees
 from ultr.utils.arguments import checked
 from ultr.utils.devices import choose_device
@@ -124,6 +124,7 @@ def save_model(
                 "ranker_options": dict(options),
                 "constants": len(ranker.constants) if isinstance(ranker, WithConstants) else 0,
                 "binary": list(ranker.binary) if isinstance(ranker, Synthesised) else None,
+                "hurdle": isinstance(ranker, Hurdle),
             }
         _save_rows(temporary, held_out)
         write_json(temporary / "model.json", about)
@@ -171,10 +172,13 @@ def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int
     label, binary, options = Label(about["label"]), about.get("binary"), dict(about["ranker_options"])
     if len(options.get("hidden", ())) > MAX_LAYERS:
         raise ValueError(f"{len(options['hidden']):,} layers, at most {MAX_LAYERS} are allowed")
-    outputs = 1 if binary is None else len(label.actions)
+    is_hurdle = about.get("hurdle") is True
+    outputs = 2 if is_hurdle else 1 if binary is None else len(label.actions)
     ranker = make_ranker(about["ranker"], FeatureEncoder(inputs, categories), outputs=outputs, **options)
     if binary is not None:
         ranker = Synthesised(ranker, label, binary)
+    if is_hurdle:
+        ranker = Hurdle(ranker)
     return WithConstants(ranker, torch.zeros(constants)) if constants else ranker
 
 

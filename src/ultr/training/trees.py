@@ -131,6 +131,8 @@ class TreeRun:
 
     def _run_bias_stage(self, out: Path, shared: Path | None, on_progress: Callable[[Progress], None]) -> None:
         pair_model = self.method.pair_model()
+        if pair_model is None:
+            self.method.estimate_bias(self.run_data.train, seed=self.config.training.seed)
         if pair_model is None or pair_model.bias_learner() is None:
             return
         pair_model.to(self.device)

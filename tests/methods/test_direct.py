@@ -1,0 +1,146 @@
+"""The direct method: its likelihoods against explicit sums, its defaults, and trees against the libraries."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import lightgbm
+import numpy as np
+import pytest
+import torch
+import xgboost
+
+from conftest import make_shown_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
+from ultr.errors import OptionError
+from ultr.lists import Lists
+from ultr.log import write_log
+from ultr.log.labels import Label
+from ultr.methods import MethodInputs, make_method, make_tree_method
+from ultr.rankers.boosters import BOOSTERS, Boosting, lightgbm_parameters
+from ultr.rankers.model import load_model
+from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.run import run_training
+
+FEATURES = 4
+POSITIONS = tuple(range(1, 13))
+THETA = {k: 1 / k for k in POSITIONS}
+BOTH = "click + dwell / exp(3)"
+
+
+def inputs(**changes) -> MethodInputs:
+    given = {
+        "label": Label(BOTH),
+        "features": FEATURES,
+        "positions": POSITIONS,
+        "ranker_options": {"hidden": (6,)},
+        "propensities": THETA,
+        "binary": ("click",),
+    }
+    return MethodInputs(**{**given, **changes})
+
+
+def log_of(requests: int = 30, seed: int = 0):
+    log, _ = simulate_log(make_shown_log(requests=requests, features=FEATURES, seed=seed), User(eta=0.3), seed=seed)
+    return replace(log, weights=np.random.default_rng(seed).uniform(0.5, 2, len(log)).astype(np.float32))
+
+
+def term(likelihood: str, c: float, theta: float, outputs: list[float]) -> float:
+    """Return minus the log-likelihood of one label, up to what does not depend on the outputs."""
+    s = outputs[0]
+    if likelihood in ("binary", "hurdle"):
+        p = theta / (1 + math.exp(-s))
+        missing = -math.log(p) if c > 0 else -math.log(1 - p)
+        return missing + (c * math.exp(-outputs[1]) + outputs[1] if likelihood == "hurdle" and c > 0 else 0.0)
+    mean = theta * math.exp(s)
+    if likelihood == "poisson":
+        return mean - c * math.log(mean)
+    return 2 * mean**0.5 + 2 * c * mean**-0.5
+
+
+@pytest.mark.parametrize("likelihood", ["hurdle", "binary", "poisson", "tweedie"])
+def test_the_loss_is_the_explicit_sum(likelihood):
+    torch.manual_seed(0)
+    log = log_of()
+    method = make_method("direct", inputs(), likelihood=likelihood)
+    lists = Lists.from_log(log)
+    with torch.no_grad():
+        outputs = method.ranker.ranker(lists.features) if likelihood == "hurdle" else method.score(lists.features)
+    outputs = outputs if likelihood == "hurdle" else outputs[..., None]
+    labels, total = method.labels(lists), 0.0
+    for u in range(len(lists)):
+        for i in range(int(lists.where[u].sum())):
+            theta = max(min(THETA[int(lists.positions[u, i])], 1 - 1e-6), 0.01)
+            total += float(lists.weights[u]) * term(likelihood, float(labels[u, i]), theta, outputs[u, i].tolist())
+    assert float(method.loss(lists).detach()) == pytest.approx(total / float(lists.weights.sum()), rel=1e-4)
+
+
+def test_values_have_a_hurdle_and_clicks_a_probability():
+    assert make_method("direct", inputs()).likelihood == "hurdle"
+    assert make_method("direct", inputs(label=Label("click"))).likelihood == "binary"
+    assert make_method("direct", inputs(label=Label("click"), binary=())).likelihood == "hurdle"
+    for ranker in ("lightgbm", "xgboost"):
+        assert make_tree_method("direct", inputs(ranker=ranker)).likelihood == "tweedie"
+        assert make_tree_method("direct", inputs(ranker=ranker, label=Label("click"))).likelihood == "poisson"
+    for make, ranker in ((make_method, "mlp"), (make_tree_method, "lightgbm")):
+        with pytest.raises(OptionError, match="true labels have none"):
+            make("direct", inputs(truth=True, ranker=ranker))
+
+
+def test_the_score_of_a_hurdle_is_the_expected_label_and_is_loaded(tmp_path):
+    log = log_of(requests=60)
+    write_log(log, tmp_path / "log.parquet")
+    config = RunConfig(
+        str(tmp_path / "log.parquet"),
+        method="direct",
+        label=BOTH,
+        ranker_options={"hidden": [6]},
+        propensities={str(k): v for k, v in THETA.items()},
+        training=TrainingOptions(steps=30, evaluate_every=10, batch=16, device="cpu"),
+    )
+    model = load_model(run_training(config, tmp_path / "run"))
+    with torch.no_grad():
+        logit, log_value = model.ranker.outputs(torch.from_numpy(log.features))
+    expected = torch.sigmoid(logit) * log_value.exp()
+    np.testing.assert_allclose(model.score(log), expected.numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("likelihood", ["poisson", "tweedie"])
+def test_trees_are_those_of_the_library_with_the_logarithm_of_theta_as_offset(likelihood):
+    log = replace(log_of(requests=200), weights=None)
+    offset = np.log([max(THETA[k], 0.01) for k in log.positions])
+    label = Label(BOTH)(log.actions)
+    scores = {}
+    for ranker in ("lightgbm", "xgboost"):
+        task = make_tree_method("direct", inputs(ranker=ranker), likelihood=likelihood).task(log)
+        np.testing.assert_allclose(task.rows.offset, offset, rtol=1e-6)
+        grown = []
+        how = Boosting(7, 0.1, library_options=task.library_options)
+        BOOSTERS[ranker].grow(task.rows, how, lambda trees, _, grown=grown: bool(grown.append(trees)))
+        scores[ranker] = grown[-1].predict(log.features)
+    power = {"tweedie_variance_power": 1.5} if likelihood == "tweedie" else {}
+    data = lightgbm.Dataset(log.features, label, init_score=offset)
+    own = lightgbm.train({**lightgbm_parameters(0.1, 0), "objective": likelihood, **power}, data, 7)
+    np.testing.assert_allclose(scores["lightgbm"], own.predict(log.features, raw_score=True), rtol=1e-5)
+    matrix = xgboost.DMatrix(log.features, label, base_margin=offset)
+    objective = "count:poisson" if likelihood == "poisson" else "reg:tweedie"
+    own = xgboost.train({"objective": objective, "learning_rate": 0.1, "base_score": 1.0, **power}, matrix, 7)
+    margins = own.predict(xgboost.DMatrix(log.features), output_margin=True)
+    np.testing.assert_allclose(scores["xgboost"], margins, rtol=1e-4, atol=1e-5)
+
+
+def test_trees_with_an_offset_rank_better_than_without():
+    user = User(epsilon=0.02)
+    shown = make_shown_log(requests=1500, features=FEATURES, seed=1)
+    log, _ = simulate_log(shown, user, seed=1)
+    theta = {k: float(user.theta(torch.tensor([k]))) for k in POSITIONS}
+    correlations = []
+    for known in (theta, dict.fromkeys(POSITIONS, 1.0)):
+        task = make_tree_method("direct", inputs(ranker="lightgbm", label=Label("click"), propensities=known)).task(log)
+        data = lightgbm.Dataset(task.rows.features, task.rows.label, init_score=task.rows.offset)
+        trees = lightgbm.train({**lightgbm_parameters(0.1, 0), **task.library_options}, data, 30)
+        scores = trees.predict(log.features, raw_score=True)
+        correlations.append(np.corrcoef(np.exp(scores), user.attracted(torch.from_numpy(log.relevance)).numpy())[0, 1])
+    assert correlations[0] > correlations[1] + 0.01
