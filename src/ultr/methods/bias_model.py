@@ -35,13 +35,13 @@ from ultr.methods.base import MethodInputs
 from ultr.methods.losses import gaps, lambdaloss_weights, preferred_pairs, reduced
 from ultr.methods.position_model import PositionModel, average_with, means_of_all, sums_in_cells
 from ultr.rankers import FeatureEncoder, make_ranker
+from ultr.rankers.hurdle import LARGEST_LOG_VALUE
 from ultr.utils.distributed import summed
 
 NETWORK = {"hidden": (128, 64), "dropout": 0.3}
 MIN_RELATIVE_THETA = 0.1  # rows are weighted by 1/θ, with θ at least this share of the largest θ
 TRUST_PRIOR = (0.95, 0.05)  # ε⁺ and ε⁻ of two positions that no request has together
 PAIR_SHARE = 0.1  # weight of a pair relative to an item in the loss of the networks
-LOG_VALUE_LIMIT = 10.0  # largest |log μ|
 RELEASED_START = 0.2  # θ⁻ before the first update, in the code that the paper's authors released
 
 
@@ -132,7 +132,7 @@ class BiasModel(PositionModel):
         """Return the logit of β, the log of μ, and g of each item. Not in half precision, as pairs need their order."""
         with torch.autocast(features.device.type, enabled=False):
             outputs = self.network(features)
-        return outputs[..., 0], outputs[..., 1].clamp(-LOG_VALUE_LIMIT, LOG_VALUE_LIMIT), outputs[..., 2]
+        return outputs[..., 0], outputs[..., 1].clamp(-LARGEST_LOG_VALUE, LARGEST_LOG_VALUE), outputs[..., 2]
 
     def of_lists(self, lists: Lists) -> tuple[Tensor, Tensor, Tensor]:
         """Return the `predictions` for the items of lists."""

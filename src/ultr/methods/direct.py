@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ultr.datasets.users import User
 from ultr.lists import Lists
-from ultr.log import Log
 from ultr.log.labels import Label
-from ultr.methods.base import FeedbackMethod, MethodInputs, at_least_single, one_of
+from ultr.methods.base import MethodInputs, at_least_single, one_of
 from ultr.methods.losses import product_logistic_loss, reduced
-from ultr.methods.position_model import PositionModel
+from ultr.methods.position_model import LEAST_THETA, PositionModel, WithPositions
 from ultr.rankers import Hurdle
 
 POWER = 1.5  # of Tweedie's distribution: variance = mean^1.5, between Poisson (1) and gamma (2)
-LEAST_THETA = 0.01  # θ is at least this, as rows that are never examined say nothing
 LARGEST_LOG_RATE = 20.0  # largest |log| of a predicted mean
 
 
@@ -27,7 +24,7 @@ def is_binary(label: Label, binary: tuple[str, ...]) -> bool:
     return label.expression in binary
 
 
-class Direct(FeedbackMethod):
+class Direct(WithPositions):
     """E[c | x, k] = θ_k β(x) μ(x), fitted by `likelihood` with θ known or estimated before; the score is β μ.
 
         hurdle    P(c>0) = θ_k β by cross-entropy, E[c | c>0] = μ by the gamma deviance: the default for values
@@ -49,15 +46,6 @@ class Direct(FeedbackMethod):
         self.positions = PositionModel(inputs, theta_from=theta)
         if self.likelihood == "hurdle":
             self.ranker = Hurdle(inputs.make_ranker(outputs=2))
-
-    def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
-        self.positions.estimate(log, user=user, sessions=sessions, seed=seed)
-
-    def bias_learner(self) -> PositionModel:
-        return self.positions
-
-    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
-        return self.positions.report()
 
     def loss(self, lists: Lists) -> Tensor:
         labels, where = self.labels(lists), lists.where

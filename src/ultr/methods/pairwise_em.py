@@ -32,9 +32,8 @@ from ultr.methods.bias_model import BiasModel, with_clicks
 from ultr.methods.diagnosis import diagnosis
 from ultr.methods.losses import gaps, lambdaloss_weights, lambdarank_weights, pairwise_loss, preferred_pairs
 from ultr.methods.oracle import OracleModel
-from ultr.methods.position_model import scale_option
+from ultr.methods.position_model import LEAST_THETA, scale_option
 
-LEAST_THETA = 0.01  # weights of pairs divide by θ, or by this if θ is smaller
 MAX_WEIGHT = 10.0  # default of the largest weight of a pair
 
 

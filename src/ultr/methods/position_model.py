@@ -18,7 +18,7 @@ from ultr.datasets.users import User
 from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.base import ClickMethod, Learner, MethodInputs, PositionIndex, as_limit
+from ultr.methods.base import ClickMethod, FeedbackMethod, Learner, MethodInputs, PositionIndex, as_limit
 from ultr.utils.distributed import summed
 
 WARM_UP = 20  # first updates, in which θ is the ratio of click rates, its starting value
@@ -34,6 +34,7 @@ THETA_FROM = {
     "regression": "regression EM, together with the networks",
     "em": "EM as in the paper, together with the networks",
 }
+LEAST_THETA = 0.01  # weights divide by θ, or by this if θ is smaller
 EM_START = 0.9  # θ before the first update by EM
 
 
@@ -223,12 +224,10 @@ class PositionModel(Learner):
         return f"{self.scale:g} at its largest, by convention: clicks determine only ratios"
 
 
-class WeightedClicks(ClickMethod):
-    """A method that corrects clicks by θ and ζ of a `PositionModel`, which are known or estimated before training."""
+class WithPositions(FeedbackMethod):
+    """A method that corrects feedback by a `PositionModel`, which is known or estimated before training."""
 
-    def __init__(self, inputs: MethodInputs, positions: PositionModel, *, max_weight: float | str) -> None:
-        super().__init__(inputs)
-        self.positions, self.max_weight = positions, as_limit(max_weight)
+    positions: PositionModel
 
     def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
         self.positions.estimate(log, user=user, sessions=sessions, seed=seed)
@@ -238,6 +237,14 @@ class WeightedClicks(ClickMethod):
 
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
         return self.positions.report()
+
+
+class WeightedClicks(WithPositions, ClickMethod):
+    """A method that corrects clicks by θ and ζ, with weights of at most `max_weight`."""
+
+    def __init__(self, inputs: MethodInputs, positions: PositionModel, *, max_weight: float | str) -> None:
+        super().__init__(inputs)
+        self.positions, self.max_weight = positions, as_limit(max_weight)
 
 
 def numbers(values: Tensor) -> list[float]:

@@ -14,10 +14,9 @@ from ultr.errors import DataError, OptionError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.base import BOUNDS, MethodInputs, one_of
-from ultr.methods.direct import LEAST_THETA, POWER, is_binary
-from ultr.methods.pairwise_em import LEAST_THETA as LEAST_PAIR_THETA
+from ultr.methods.direct import POWER, is_binary
 from ultr.methods.pairwise_em import PairwiseEM
-from ultr.methods.position_model import PositionModel
+from ultr.methods.position_model import LEAST_THETA, PositionModel
 from ultr.rankers import score_rows
 from ultr.rankers.boosters import TreeRows
 from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective
@@ -123,7 +122,7 @@ def pair_terms(pair_model: PairwiseEM, log: Log, labels: np.ndarray) -> PairTerm
     if pair_model.by_value:
         value = pair_model.expected_value_of(label, place, logit, log_value)
         return PairTerms(log.offsets, weights, value.cpu().numpy(), Kind.GAP, by_metric)
-    theta, beta, zeta = model.theta[place].clamp(min=LEAST_PAIR_THETA), logit.sigmoid(), model.zeta[place]
+    theta, beta, zeta = model.theta[place].clamp(min=LEAST_THETA), logit.sigmoid(), model.zeta[place]
     rows = {
         "above": 1 / theta if pair_model.weights == "paper" else exact_above(theta, beta, zeta),
         "below": exact_below(label > 0, theta, beta, zeta),

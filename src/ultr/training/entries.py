@@ -16,7 +16,7 @@ from ultr.training.config import RunConfig, default_training, with_training
 
 @dataclass(frozen=True)
 class Setting:
-    """What is chosen for a method on validation requests."""
+    """The settings of a method that validation requests choose."""
 
     lr: float
     dropout: float | None = None  # of the ranker; None: that of the comparison
