@@ -73,10 +73,11 @@ def test_training_options_of_any_value(read_back, training):
 
 
 def test_notes_name_the_settings_that_no_option_can_set():
-    config = replace(LOGS, propensities={"1": 0.5}, held_out=0.3, users=None)
+    config = replace(LOGS, propensities={"1": 0.5}, held_out=0.3, logging="network", users=None)
     _, notes = train_command(config)
-    assert len(notes) == 2
+    assert len(notes) == 3
     assert "--propensities" in notes[0]
-    assert "'held_out' is 0.3" in notes[1]
+    assert "'logging' is network" in notes[1]
+    assert "'held_out' is 0.3" in notes[2]
     users = replace(LOGS, data="synthetic", users="cascade", user_options={"patience": 0.5})
     assert "patience" in train_command(users)[1][0]

@@ -111,8 +111,8 @@ def compare(
         patience = PATIENCE
     base = shared.run_config({**locals()})
     rates, other_dropouts = _numbers("--lrs", lrs or ""), _numbers("--dropouts", dropouts)
-    limited = max_weights.split(",")
-    limits = ["none"] * ("none" in limited) + _numbers("--max-weights", ",".join(t for t in limited if t != "none"))
+    texts = [text.strip() for text in max_weights.split(",") if text.strip()]
+    limits = [text if text == "none" else _numbers("--max-weights", text)[0] for text in texts]
     names = [name for name in methods.split(",") if name.strip()]
     entries = [Entry.parse(name, base.ranker) for name in names]
     shared.print_thresholds(base.label, {e.text: (e.method, e.options, e.ranker or base.ranker) for e in entries})
@@ -151,7 +151,7 @@ def _numbers(option: str, text: str) -> list[float]:
     try:
         return [float(number) for number in text.split(",") if number.strip()]
     except ValueError as error:
-        raise OptionError(f"{option} must be comma-separated numbers, such as 0.01,0.02", got=f"'{text}'") from error
+        raise OptionError(f"{option} must be comma-separated numbers, such as 0.5,2", got=f"'{text}'") from error
 
 
 def _print_comparison(result: Comparison) -> None:

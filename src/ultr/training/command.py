@@ -48,7 +48,7 @@ def _notes(config: RunConfig, default: RunConfig) -> list[str]:
     other_options = {name: value for name, value in config.user_options.items() if name not in USER_OPTIONS}
     if other_options:
         notes.append(f"options of simulated users that can only be set from Python: {other_options}")
-    for name in ("items", "share", "held_out", "judged"):
+    for name in ("items", "logging", "share", "held_out", "judged"):
         if getattr(config, name) != getattr(default, name):
             notes.append(f"'{name}' is {getattr(config, name)}, which can only be set from Python")
     return notes
