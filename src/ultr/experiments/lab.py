@@ -222,6 +222,7 @@ class Lab:
             longest=budget.longest,
             metrics=world.metrics,
             reference=reference,
+            shared=self.out / "runs" / budget.name / "bias",  # of all worlds: the names have all that matters
         )
 
     def compare(self, worlds: Sequence[World], entries: Sequence[str], *, reference: str) -> dict[World, Comparison]:

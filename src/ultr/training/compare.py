@@ -163,6 +163,7 @@ class Plan:
     longest: int = 1
     metrics: Sequence[str] = ("ndcg@10", "reward@10")
     reference: str = ""  # empty: the first entry
+    shared: Path | None = None  # folder of the bias models and judges that runs share; None: in `out`
 
     def __post_init__(self) -> None:
         names = [entry.text for entry in self.entries]
@@ -259,7 +260,7 @@ class Plan:
 
     @property
     def _shared(self) -> str:
-        return str(self.out / "bias")
+        return str(self.shared or self.out / "bias")
 
     def tuning_tasks(self, entry: Entry, number: int) -> list[RunTask]:
         """Return the tasks that train a method with each candidate of a choice."""
