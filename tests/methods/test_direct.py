@@ -102,8 +102,8 @@ def test_the_score_of_a_hurdle_is_the_expected_label_and_is_loaded(tmp_path):
     )
     model = load_model(run_training(config, tmp_path / "run"))
     with torch.no_grad():
-        logit, log_value = model.ranker.outputs(torch.from_numpy(log.features))
-    expected = torch.sigmoid(logit) * log_value.exp()
+        logit, outputs = model.ranker.outputs(torch.from_numpy(log.features))
+    expected = torch.sigmoid(logit) * outputs[..., 0].exp()
     np.testing.assert_allclose(model.score(log), expected.numpy(), rtol=1e-5)
 
 

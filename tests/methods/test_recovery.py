@@ -24,7 +24,7 @@ from ultr.evaluation.scores import evaluate_scores, paired_test
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
 from ultr.log.labels import Label
-from ultr.methods import MethodInputs, make_method
+from ultr.methods import MethodInputs, make_method, parse_options
 from ultr.rankers import score_rows
 from ultr.training.bias_stage import fit_bias
 from ultr.training.config import TrainingOptions
@@ -106,7 +106,8 @@ def learned(
         binary=("click",),
     )
     options = TrainingOptions(steps=STEPS, bias_steps=1000, batch=128, lr=0.05, schedule="cosine", device="cpu")
-    trained = make_method(method, inputs)
+    name, *options_of_method = method.split(":")
+    trained = make_method(name, inputs, **parse_options(name, options_of_method))
     state = start(trained, log, options)
     fit_bias(trained, log, options, user=user)
     feed = Feed(ListBatches(log), batch=options.batch, seed=0, user=user)
@@ -147,6 +148,14 @@ def trust_slope(bias: dict[str, Any]) -> float:
     return relative(bias["alpha"], THETA * (default_trust(k) - default_mistrust(k)).numpy())
 
 
+def trust_difference(bias: dict[str, Any]) -> float:
+    return trust_slope({"alpha": np.array(bias["theta"]) - np.array(bias["zeta"])})
+
+
+def root_of_click_bias(bias: dict[str, Any]) -> float:
+    return relative(bias["t_plus"], np.sqrt(THETA))
+
+
 def click_bias(bias: dict[str, Any]) -> float:
     return relative(bias["t_plus"], THETA)
 
@@ -178,8 +187,11 @@ CASES = [
     Case("ipw-pointwise", theta, 0.1, "pointwise", PBM),
     Case("ipw-listwise", theta, 0.1, "ipw-listwise", PBM),
     Case("direct", theta, 0.1, "pointwise", PBM),
+    Case("doubly-robust", theta, 0.1, "pointwise", PBM),
+    Case("doubly-robust:trust=clicks", trust_difference, 0.2, "pointwise", {"users": "trust"}),
     Case("affine", trust_slope, 0.2, "pointwise", {"users": "trust"}),
     Case("pairwise-debias", click_bias, 0.15, "lambdarank", {**PBM, "ordered": False}, PBM),
+    Case("pairwise-debias:variant=released", root_of_click_bias, 0.3, "lambdarank", {**PBM, "ordered": False}, PBM),
 ]
 
 
@@ -195,6 +207,17 @@ def test_a_method_recovers_the_bias_and_ranks_better(case: Case):
         f" ({test.difference:+.4f}, p = {test.p:.1e})"
     )
     assert error < case.within
+    assert test.difference > 0
+    assert test.significant
+
+
+def test_the_regression_em_of_ultra_ranks_better_though_its_theta_is_far_too_large_at_the_bottom():
+    bias, figures = learned("regression-em:variant=ultra", **PBM)
+    _, plain = learned("regression-em", **PBM, plain=True)
+    test = paired_test(figures, plain)
+    correlation = np.corrcoef(bias["theta"], THETA)[0, 1]
+    print(f"\nerror {theta(bias):.1%}, correlation {correlation:.2f}; NDCG@10 {test.difference:+.4f}, p = {test.p:.1e}")
+    assert correlation > 0.8
     assert test.difference > 0
     assert test.significant
 

@@ -100,11 +100,26 @@ def inputs(**changes) -> MethodInputs:
     )
 
 
-@pytest.mark.parametrize("name", some_always(METHODS, {"pairwise-em", "pal-click-dwell", "position-feature"}))
-def test_the_ranker_of_each_method_has_the_same_scores_in_onnx(name):
+VALUES = {"values=ordinal": {"values": "ordinal"}, "values=d2q": {"values": "d2q", "duration": NAMES[0]}}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(
+            pytest.param(*each.values, {}, marks=each.marks, id=each.values[0])
+            for each in some_always(METHODS, {"pairwise-em", "pal-click-dwell", "position-feature"})
+        ),
+        *(pytest.param("direct", options, id=f"direct {text}") for text, options in VALUES.items()),
+    ],
+)
+def test_the_ranker_of_each_method_has_the_same_scores_in_onnx(name, options):
     torch.manual_seed(1)
     log = coloured_log(unknown=True)
-    serving = make_method(name, inputs()).serving()
+    method = make_method(name, inputs(), **options)
+    if options:
+        method.ranker.fit_values(np.random.default_rng(0).lognormal(size=len(log.features)), log.features)
+    serving = method.serving()
     for module in serving.modules():
         if isinstance(module, FeatureEncoder):
             module.fit(3 * log.features + 1)

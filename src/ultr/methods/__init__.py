@@ -11,6 +11,7 @@ from ultr.methods.affine import Affine
 from ultr.methods.base import Method, MethodInputs
 from ultr.methods.direct import Direct
 from ultr.methods.dla import DLA
+from ultr.methods.doubly_robust import DoublyRobust
 from ultr.methods.ipw import IPWListwise, IPWPointwise
 from ultr.methods.lambdarank import LambdaRank
 from ultr.methods.pairwise_debias import PairwiseDebias
@@ -38,6 +39,7 @@ METHODS: dict[str, type[Method]] = {
     "affine": Affine,
     "direct": Direct,
     "dla": DLA,
+    "doubly-robust": DoublyRobust,
     "ipw-listwise": IPWListwise,
     "ipw-pointwise": IPWPointwise,
     "lambdarank": LambdaRank,

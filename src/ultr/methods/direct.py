@@ -8,14 +8,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
+from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
+from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.methods.base import MethodInputs, at_least_single, one_of
 from ultr.methods.losses import product_logistic_loss, reduced
 from ultr.methods.position_model import LEAST_THETA, PositionModel, WithPositions
-from ultr.rankers import Hurdle
+from ultr.rankers.hurdle import HURDLE_OUTPUTS, DurationHurdle, Hurdle, make_hurdle
 
 POWER = 1.5  # of Tweedie's distribution: variance = mean^1.5, between Poisson (1) and gamma (2)
+VALUE_SESSIONS = 10_000  # simulated sessions from which the distribution of values is estimated
 LARGEST_LOG_RATE = 20.0  # largest |log| of a predicted mean
 
 
@@ -27,25 +32,52 @@ def is_binary(label: Label, binary: tuple[str, ...]) -> bool:
 class Direct(WithPositions):
     """E[c | x, k] = θ_k β(x) μ(x), fitted by `likelihood` with θ known or estimated before; the score is β μ.
 
-        hurdle    P(c>0) = θ_k β by cross-entropy, E[c | c>0] = μ by the gamma deviance: the default for values
+        hurdle    P(c>0) = θ_k β by cross-entropy, E[c | c>0] = μ by `values`: the default for values
         binary    P(c>0) = θ_k sigmoid(s): the default for a label that is 0 or 1
         poisson   E[c] = θ_k exp(s), by θ_k exp(s) - c s
         tweedie   the same mean, with variance mean^1.5: many zeros and a continuous rest
 
-    It is what a practitioner writes by hand: log θ is an offset of the regression.
+    It is what a practitioner writes by hand: log θ is an offset of the regression. `values` of a hurdle are fitted by
+    the `gamma` deviance, by `ordinal` regression, or by `d2q`, which needs the feature `duration` of items. If all
+    items are watched, as in a feed that plays by itself, β is 1 and only the values are learned.
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         "likelihood": one_of("likelihood", "hurdle", "binary", "poisson", "tweedie"),
         "theta": one_of("theta", "strata", "items"),
+        "values": one_of("values", *HURDLE_OUTPUTS),
+        "duration": str,
     }
 
-    def __init__(self, inputs: MethodInputs, *, likelihood: str | None = None, theta: str = "strata") -> None:
+    def __init__(
+        self,
+        inputs: MethodInputs,
+        *,
+        likelihood: str | None = None,
+        theta: str = "strata",
+        values: str | None = None,
+        duration: str | None = None,
+    ) -> None:
         super().__init__(inputs)
-        self.likelihood = likelihood or ("binary" if is_binary(inputs.label, inputs.binary) else "hurdle")
+        default = "binary" if is_binary(inputs.label, inputs.binary) and values is None else "hurdle"
+        self.likelihood = likelihood or default
         self.positions = PositionModel(inputs, theta_from=theta)
+        if values is not None and self.likelihood != "hurdle":
+            hint = "remove one of them, or use likelihood=hurdle"
+            raise OptionError(f"values={values} cannot be used with likelihood={likelihood}", hint=hint)
+        feature = _feature(inputs, values, duration)
         if self.likelihood == "hurdle":
-            self.ranker = Hurdle(inputs.make_ranker(outputs=2))
+            values = values or Hurdle.KIND
+            self.ranker = make_hurdle(values, inputs.make_ranker(outputs=HURDLE_OUTPUTS[values]), feature)
+
+    def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
+        super().estimate_bias(log, user=user, sessions=sessions, seed=seed)
+        if isinstance(self.ranker, Hurdle):
+            if user is not None:
+                log, _ = simulate_log(log, user, sessions=VALUE_SESSIONS, seed=seed)
+            labels = self.inputs.label(log.actions)
+            positive = labels > 0
+            self.ranker.fit_values(labels[positive], log.features[positive])
 
     def loss(self, lists: Lists) -> Tensor:
         labels, where = self.labels(lists), lists.where
@@ -59,10 +91,26 @@ class Direct(WithPositions):
             logit = self.score(lists.features)
             return product_logistic_loss(logit, theta.logit(), clicked, where=where, weights=lists.weights)
         assert isinstance(self.ranker, Hurdle)  # noqa: S101 - made in the constructor
-        logit, log_value = map(at_least_single, self.ranker.outputs(lists.features))
+        logit, outputs = map(at_least_single, self.ranker.outputs(lists.features))
         clicks = product_logistic_loss(logit, theta.logit(), clicked, where=where, weights=lists.weights)
-        deviance = torch.where(where & (labels > 0), labels * torch.exp(-log_value) + log_value, 0.0)
-        return clicks + reduced(deviance.sum(-1), lists.weights)
+        value_loss = self.ranker.value_loss(outputs, labels, lists.features)
+        return clicks + reduced(torch.where(where & (labels > 0), value_loss, 0.0).sum(-1), lists.weights)
+
+
+def _feature(inputs: MethodInputs, values: str | None, duration: str | None) -> int | None:
+    """Return the index of the feature `duration`, which `values=d2q` needs."""
+    if (values == DurationHurdle.KIND) != (duration is not None):
+        what = "values=d2q and duration=FEATURE need each other"
+        raise OptionError(what, got=f"values={values}, duration={duration}", hint="pass both, or none of them")
+    if duration is None:
+        return None
+    if duration not in inputs.feature_names:
+        hint = nearest(duration, inputs.feature_names)
+        raise OptionError(f"the duration '{duration}' is not a feature of the log", hint=hint)
+    index = inputs.feature_names.index(duration)
+    if index in inputs.categories:
+        raise OptionError(f"the duration '{duration}' must be a number, not a category", hint="name another feature")
+    return index
 
 
 def _mean_deviance(

@@ -12,11 +12,12 @@ from torch.nn.functional import softplus
 from ultr.bias.equations import quotient
 from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
-from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, at_least
-from ultr.methods.losses import gaps, lambdarank_weights, pairwise_loss
-from ultr.methods.position_model import average_in, numbers
+from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, at_least, one_of
+from ultr.methods.losses import gaps, lambdarank_weights, pairwise_loss, preferred_pairs
+from ultr.methods.position_model import average_in, means_of_all, numbers, sums_in_cells
 
 LEAST, MOST = 0.01, 100.0  # bounds of t⁺ and t⁻
+RELEASED_STEP = 0.05  # share of a batch in t⁺ and t⁻, in the released code
 
 
 class PairwiseDebias(ClickMethod):
@@ -27,17 +28,26 @@ class PairwiseDebias(ClickMethod):
     each relative to the first position, p = `regularisation`. The sums are means per impression, averaged over batches;
     t⁺ and t⁻ are ratios of these averages. A position without pairs keeps its values. If the first position has no
     pairs, all positions keep their values.
+
+    `variant=released` follows the implementation in the toolbox ULTRA, so that published numbers can be compared: p = 1,
+    L_ij without |ΔNDCG_ij|, and each batch moves t⁺ and t⁻ by 0.05 towards its ratios.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {"regularisation": at_least("regularisation", 0)}
+    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
+        "regularisation": at_least("regularisation", 0),
+        "variant": one_of("variant", "standard", "released"),
+    }
     plus: Tensor
     minus: Tensor
     sums: Tensor
     updates: Tensor
 
-    def __init__(self, inputs: MethodInputs, *, regularisation: float = 0.0) -> None:
+    def __init__(self, inputs: MethodInputs, *, regularisation: float | None = None, variant: str = "standard") -> None:
         super().__init__(inputs)
-        self.index, self.power = PositionIndex(inputs.positions), 1 / (regularisation + 1)
+        self.released = variant == "released"
+        default = 1.0 if self.released else 0.0
+        self.power = 1 / ((default if regularisation is None else regularisation) + 1)
+        self.index = PositionIndex(inputs.positions)
         size = len(self.index)
         self.register_buffer("plus", torch.ones(size))
         self.register_buffer("minus", torch.ones(size))
@@ -45,9 +55,12 @@ class PairwiseDebias(ClickMethod):
         self.register_buffer("updates", torch.zeros(()))
 
     def _weights(self, lists: Lists, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return |ΔNDCG| of pairs of a click and no click [..., i, j], and t⁺, t⁻ of each item [...]."""
+        """Return |ΔNDCG| (or 1) of pairs of a click and no click [..., i, j], and t⁺, t⁻ of each item [...]."""
         place = self.index(lists.shown_positions)
-        change = lambdarank_weights(scores, self.clicks(lists), where=lists.where)
+        if self.released:
+            change = preferred_pairs(self.clicks(lists), where=lists.where).to(scores.dtype)
+        else:
+            change = lambdarank_weights(scores, self.clicks(lists), where=lists.where)
         return change, batch_innermost(self.plus[place]), batch_innermost(self.minus[place])
 
     @torch.no_grad()
@@ -60,11 +73,17 @@ class PairwiseDebias(ClickMethod):
         self.updates += 1
         terms = of_click, of_none, torch.ones_like(scores)
         place, weights = self.index(lists.shown_positions), lists.weights[:, None] * lists.where
-        average_in(self.sums, terms, place, weights, self.updates)
+        if self.released:
+            (means,) = means_of_all((sums_in_cells(terms, place, weights, len(self.index)), weights))
+            self.sums.copy_(means)
+        else:
+            average_in(self.sums, terms, place, weights, self.updates)
         shown = self.sums[2]
         for sums, ratios in ((self.sums[0], self.plus), (self.sums[1], self.minus)):
             means = quotient(sums, shown)
             relative = quotient(means, means[0]).pow(self.power)
+            if self.released:
+                relative = torch.lerp(ratios, relative, RELEASED_STEP)
             ratios.copy_(torch.where((sums > 0) & (means[0] > 0), relative, ratios).clamp(LEAST, MOST))
 
     def loss(self, lists: Lists) -> Tensor:

@@ -20,6 +20,7 @@ from ultr.log.build import Missing
 from ultr.log.labels import Label
 from ultr.rankers import FeatureEncoder, Hurdle, Synthesised, WithConstants, make_ranker, score_rows
 from ultr.rankers.boosters import BOOSTERS, TreeRanker, is_trees
+from ultr.rankers.hurdle import HURDLE_OUTPUTS, make_hurdle
 from ultr.utils.arguments import checked
 from ultr.utils.devices import choose_device
 from ultr.utils.files import atomic_path
@@ -124,7 +125,8 @@ def save_model(
                 "ranker_options": dict(options),
                 "constants": len(ranker.constants) if isinstance(ranker, WithConstants) else 0,
                 "binary": list(ranker.binary) if isinstance(ranker, Synthesised) else None,
-                "hurdle": isinstance(ranker, Hurdle),
+                "hurdle": ranker.KIND if isinstance(ranker, Hurdle) else None,
+                "duration": getattr(ranker, "duration", None),
             }
         _save_rows(temporary, held_out)
         write_json(temporary / "model.json", about)
@@ -172,13 +174,15 @@ def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int
     label, binary, options = Label(about["label"]), about.get("binary"), dict(about["ranker_options"])
     if len(options.get("hidden", ())) > MAX_LAYERS:
         raise ValueError(f"{len(options['hidden']):,} layers, at most {MAX_LAYERS} are allowed")
-    is_hurdle = about.get("hurdle") is True
-    outputs = 2 if is_hurdle else 1 if binary is None else len(label.actions)
+    hurdle, duration = about.get("hurdle"), about.get("duration")
+    outputs = HURDLE_OUTPUTS[hurdle] if hurdle else 1 if binary is None else len(label.actions)
     ranker = make_ranker(about["ranker"], FeatureEncoder(inputs, categories), outputs=outputs, **options)
     if binary is not None:
         ranker = Synthesised(ranker, label, binary)
-    if is_hurdle:
-        ranker = Hurdle(ranker)
+    if hurdle:
+        if duration is not None and not 0 <= int(duration) < inputs:
+            raise ValueError(f"no feature {duration}")
+        ranker = make_hurdle(hurdle, ranker, duration)
     return WithConstants(ranker, torch.zeros(constants)) if constants else ranker
 
 
