@@ -17,6 +17,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SMALL = {
     "bias": "--replications 2 --requests 2000 --bootstrap 20",
     "click_models": "--iterations 20",
+    "direct": "--requests 2000 --rounds 10 --turns 2",
     "examination": "--seeds 1 --sessions 60000",
     "large_log": "--rows 20000 --folder {folder}",
     "memory": "--like yahoo --share 0.01 --jobs 1 --minutes 0.2",
