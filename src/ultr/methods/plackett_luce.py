@@ -62,7 +62,8 @@ def pl_rank(scores: Tensor, ranks: Tensor, gains: Tensor, *, where: Tensor, base
     to_go = (left * gains_at(gains, ranks)[..., None]).sum(-2)
     after = torch.cat([to_go[..., 1:], torch.zeros_like(to_go[..., :1])], dim=-1)
     if baseline:
-        total = gains.flip(-1).cumsum(-1).flip(-1)  # of an item over rank k and those below
+        reached = gains * (places <= where.sum(-1, keepdim=True))[..., None, :]  # no item is at a rank of padding
+        total = reached.flip(-1).cumsum(-1).flip(-1)  # over rank k and those below
         mean = (left * total).sum(-2) / left.sum(-2).clamp(min=1)
         to_go, after = to_go - mean, after - mean
     placed = torch.where(ranks <= cutoff, after.gather(-1, (ranks - 1).clamp(max=cutoff - 1)), 0.0)
