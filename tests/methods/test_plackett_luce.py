@@ -119,7 +119,7 @@ def test_without_a_baseline_it_is_the_sum_that_the_paper_states(seed, items, cut
 def test_the_variance_is_below_that_of_reinforce_and_lower_with_a_baseline():
     rng = np.random.default_rng(0)
     ranks, where = all_ranks(4), torch.ones(4, dtype=torch.bool)
-    for _ in range(20):
+    for _ in range(5):
         scores = numbers(rng.normal(size=4)).requires_grad_()
         gains = numbers(rng.random((4, 1)) / np.log2(1 + np.arange(1, 5)))
         logs = log_chances(scores, ranks)

@@ -142,7 +142,7 @@ def learned_order(name: str, lists: Lists, *, requests: float = 1, **options) ->
     optimizer = torch.optim.Adagrad([scores], lr=0.5)
     if name == "safe-ipw":
         method.logged_requests.fill_(requests)
-    for _ in range(300):
+    for _ in range(80):
         optimizer.zero_grad()
         method.loss(replace(lists, features=scores)).backward()
         optimizer.step()
