@@ -37,7 +37,7 @@ FEATURES, ITEMS, REQUESTS, STEPS = 5, 10, 1500, 600
 POSITIONS = tuple(range(1, ITEMS + 1))
 THETA = np.array(EYE_TRACKING)
 BOTH = "click + dwell / exp(3)"
-WEIGHTING = ("ipw-listwise", "regression-em")  # methods that equal their baseline if everything is examined
+WEIGHTING = ("ipw-lambdaloss", "ipw-listwise", "pl-rank", "prpo", "regression-em")  # equal their baseline if θ is 1
 PLAIN = dict.fromkeys(POSITIONS, 1.0)
 
 
@@ -186,6 +186,10 @@ CASES = [
     Case("regression-em", theta, 0.15, "regression-em", PBM),
     Case("ipw-pointwise", theta, 0.1, "pointwise", PBM),
     Case("ipw-listwise", theta, 0.1, "ipw-listwise", PBM),
+    Case("ipw-lambdaloss", theta, 0.1, "ipw-lambdaloss", PBM),
+    Case("pl-rank", theta, 0.1, "pl-rank", PBM),
+    Case("prpo", theta, 0.1, "prpo", PBM),
+    Case("safe-ipw", theta, 0.1, "pl-rank", PBM),
     Case("direct", theta, 0.1, "pointwise", PBM),
     Case("doubly-robust", theta, 0.1, "pointwise", PBM),
     Case("doubly-robust:trust=clicks", trust_difference, 0.2, "pointwise", {"users": "trust"}),
@@ -220,6 +224,42 @@ def test_the_regression_em_of_ultra_ranks_better_though_its_theta_is_far_too_lar
     assert correlation > 0.8
     assert test.difference > 0
     assert test.significant
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_safe_method_with_few_clicks_is_not_worse_than_a_good_logged_ranking(seed):
+    """50 requests in an order near the best, with about 250 clicks: PL-Rank is worse than this order, PRPO is not."""
+    log, requests = world(seed, ordered=True), 50
+    log = log.select(np.arange(requests))
+    logged = 2 * log.relevance + np.random.default_rng(seed).normal(size=log.rows)
+    positions = np.empty(log.rows, np.int64)
+    positions[np.lexsort((-logged, np.repeat(np.arange(requests), ITEMS)))] = np.tile(POSITIONS, requests)
+    log = replace(log, positions=positions)
+    drawn, _ = simulate_log(log, User(), sessions=200, seed=seed)
+    before = evaluate_scores(log, -positions.astype(np.float32), "ndcg@10")["ndcg@10"]
+    tests = {}
+    for name, changes in {"pl-rank": {}, "prpo": {"clip": 1.1}}.items():
+        torch.manual_seed(seed)
+        inputs = MethodInputs(
+            Label("click"),
+            features=FEATURES,
+            positions=POSITIONS,
+            ranker_options={"hidden": (32, 16)},
+            propensities=dict(zip(POSITIONS, EYE_TRACKING, strict=True)),
+            binary=("click",),
+        )
+        method = make_method(name, inputs, **changes)
+        options = TrainingOptions(steps=STEPS, batch=64, lr=0.1, device="cpu", seed=seed)
+        state, feed = start(method, drawn, options), Feed(ListBatches(drawn), batch=options.batch, seed=seed)
+        for step in range(STEPS):
+            take_step(state, feed(step), options)
+        scores = score_rows(method.eval().score, log.features, device="cpu")
+        tests[name] = paired_test(evaluate_scores(log, scores, "ndcg@10")["ndcg@10"], before)
+        print(f"\n{name}: {tests[name].difference:+.4f} from {before.mean():.4f} (p = {tests[name].p:.1e})")
+    assert tests["pl-rank"].significant
+    assert tests["pl-rank"].difference < 0
+    assert tests["prpo"].difference > tests["pl-rank"].difference
+    assert tests["prpo"].difference > 0 or not tests["prpo"].significant
 
 
 def test_a_tower_with_context_recovers_the_bias_of_each_device():

@@ -77,6 +77,17 @@ def test_masks_differ_by_number_and_unit_and_keep_their_share():
     assert noise.kept(0.5, mask=0).shape == (300, 10)
 
 
+def test_uniform_numbers_of_units_are_independent_of_each_other_and_of_padding():
+    noise = Noise(torch.tensor(3), torch.arange(3000), 10)
+    numbers = noise.uniforms(4, mask=1)
+    assert numbers.shape == (3000, 10, 4)
+    assert kstest(numbers.flatten().numpy(), "uniform").pvalue > 1e-4
+    correlations = np.corrcoef(numbers.view(-1, 4).T.numpy()) - np.eye(4)
+    assert np.abs(correlations).max() < 5 / 30_000**0.5
+    assert torch.equal(Noise(torch.tensor(3), torch.arange(3000), 7).uniforms(4, mask=1), numbers[:, :7])
+    assert torch.equal(noise.kept(0.3, 4, mask=1) > 0, numbers < 0.3)  # the same numbers as a mask
+
+
 def test_the_numbers_of_several_runs_are_those_of_each():
     rows = torch.arange(7)
     together = Noise(torch.tensor([5, 6, 7]), rows, 4)

@@ -12,13 +12,15 @@ from ultr.methods.base import Method, MethodInputs
 from ultr.methods.direct import Direct
 from ultr.methods.dla import DLA
 from ultr.methods.doubly_robust import DoublyRobust
-from ultr.methods.ipw import IPWListwise, IPWPointwise
+from ultr.methods.ipw import IPWLambdaLoss, IPWListwise, IPWPointwise
 from ultr.methods.lambdarank import LambdaRank
 from ultr.methods.pairwise_debias import PairwiseDebias
 from ultr.methods.pairwise_em import PairwiseEM
+from ultr.methods.plackett_luce import PLRank
 from ultr.methods.pointwise import Pointwise
 from ultr.methods.position_feature import PositionFeature
 from ultr.methods.regression_em import RegressionEM
+from ultr.methods.safe import PRPO, SafeIPW
 from ultr.methods.towers import PalClick, PalClickDwell, PalSynthesize, SumClick, SumSynthesize
 from ultr.methods.trees import TREE_METHODS, TreeMethod
 from ultr.rankers.boosters import is_trees
@@ -40,6 +42,7 @@ METHODS: dict[str, type[Method]] = {
     "direct": Direct,
     "dla": DLA,
     "doubly-robust": DoublyRobust,
+    "ipw-lambdaloss": IPWLambdaLoss,
     "ipw-listwise": IPWListwise,
     "ipw-pointwise": IPWPointwise,
     "lambdarank": LambdaRank,
@@ -48,9 +51,12 @@ METHODS: dict[str, type[Method]] = {
     "pal-click": PalClick,
     "pal-click-dwell": PalClickDwell,
     "pal-synthesize": PalSynthesize,
+    "pl-rank": PLRank,
     "pointwise": Pointwise,
     "position-feature": PositionFeature,
+    "prpo": PRPO,
     "regression-em": RegressionEM,
+    "safe-ipw": SafeIPW,
     "sum-click": SumClick,
     "sum-synthesize": SumSynthesize,
 }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ultr.errors import OptionError, nearest
 from ultr.rankers.boosters import BOOSTERS
-from ultr.rankers.dropout import DeviceMask, Dropout, GivenMask, Masks
+from ultr.rankers.dropout import DeviceMask, Dropout, GivenMask, Gumbel, Masks
 from ultr.rankers.encoder import FeatureEncoder
 from ultr.rankers.hurdle import Hurdle
 from ultr.rankers.linear import LinearRanker
@@ -27,6 +27,7 @@ __all__ = [
     "Dropout",
     "FeatureEncoder",
     "GivenMask",
+    "Gumbel",
     "Hurdle",
     "LinearRanker",
     "MLPRanker",

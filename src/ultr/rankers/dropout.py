@@ -1,4 +1,4 @@
-"""Dropout that does not depend on how a batch is divided among processes."""
+"""Dropout and Gumbel noise that do not depend on how a batch is divided among processes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ultr.lists import Part
 from ultr.utils.noise import Noise
 
 LEVELS = 1 << 16  # 16 random bits decide whether a value is dropped
+LEAST = 2.0**-25  # a uniform number of 0 is replaced by this one, because its logarithm must be finite
 
 
 class Masks:
@@ -34,6 +35,15 @@ class Masks:
             first += part.requests
         return kept.to(like.dtype).mul_(LEVELS / below)
 
+    def uniform(self, where: Tensor, units: int) -> Tensor:
+        """Draw uniform numbers [requests, length, units], at least 0 and below 1; 0.5 for padding."""
+        numbers, first = torch.full((*where.shape, units), 0.5), 0
+        for part, generator in zip(self._parts, self._generators, strict=True):
+            drawn = generator.random((part.requests, part.longest, units), dtype=np.float32)
+            numbers[first : first + part.requests, : part.longest] = torch.from_numpy(drawn)
+            first += part.requests
+        return numbers
+
 
 class DeviceMask:
     """The dropout mask of one layer in one training step on a GPU; layers are numbered by `layer`."""
@@ -45,15 +55,22 @@ class DeviceMask:
         """Draw a mask for values [requests, length] or [..., units]: 1/keep with probability `keep`, else 0."""
         return self._noise().kept(keep, *like.shape[2:], mask=self._layer).to(like.dtype)
 
+    def uniform(self, where: Tensor, units: int) -> Tensor:
+        """Draw uniform numbers [requests, length, units] of this layer, above 0 and below 1."""
+        return self._noise().uniforms(units, mask=self._layer)
+
 
 class GivenMask:
-    """A dropout mask that was drawn before."""
+    """A dropout mask, or uniform numbers in its place, that were drawn before."""
 
     def __init__(self, mask: Tensor) -> None:
         self._mask = mask
 
     def draw(self, like: Tensor, keep: float) -> Tensor:
         return self._mask.to(like.dtype)
+
+    def uniform(self, where: Tensor, units: int) -> Tensor:
+        return self._mask
 
 
 class Dropout(nn.Dropout):
@@ -72,3 +89,30 @@ class Dropout(nn.Dropout):
         if self.masks is None or not self.training or not self.p:
             return super().forward(values)
         return values * self.masks.draw(values, 1 - self.p)
+
+    def drawn(self, noise: Noise, layer: int) -> Tensor:
+        """Draw the mask of this layer, whose number is `layer`, as `forward` does on a GPU."""
+        return noise.kept(1 - self.p, *((self.units,) if self.units else ()), mask=layer)
+
+
+class Gumbel(Dropout):
+    """Standard Gumbel noise for each item of a list, from the random numbers of dropout; zero if not in training.
+
+    An order by score plus noise is a draw from the Plackett-Luce model of the scores.
+    """
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(units=samples)
+
+    def forward(self, where: Tensor) -> Tensor:
+        """Return noise [samples, requests, length] for lists with these items."""
+        if not self.training:
+            return torch.zeros((self.units, *where.shape), device=where.device)
+        if self.masks is None:
+            numbers = torch.rand((*where.shape, self.units), device=where.device)
+        else:
+            numbers = self.masks.uniform(where, self.units)
+        return -torch.log(-torch.log(numbers.clamp(min=LEAST))).movedim(-1, 0)
+
+    def drawn(self, noise: Noise, layer: int) -> Tensor:
+        return noise.uniforms(self.units, mask=layer)

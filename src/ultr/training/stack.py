@@ -135,8 +135,7 @@ class Stack:
         noise, masks = noise_of(lists), {}
         for layer, (name, module) in enumerate(dropouts):
             if module.p and module.training:
-                units = (module.units,) if module.units else ()
-                masks[name] = _by_learner(noise.kept(1 - module.p, *units, mask=layer), len(self.learners))
+                masks[name] = _by_learner(module.drawn(noise, layer), len(self.learners))
         return masks
 
 

@@ -34,10 +34,15 @@ template <typename T> T mixed(unsigned int cell, unsigned int draw) {
     x ^= x >> 16;
     return ((float)(x >> 9) + 0.5f) * 1.1920928955078125e-07f;
 }
-"""  # cells and units of the next two are 32-bit words that are stored as floats, as a kernel has one type
+"""  # cells and units of the next three are 32-bit words that are stored as floats, as a kernel has one type
 UNIFORM = """
 template <typename T> T uniform(T cell, T draw) {
     return mixed<T>(__float_as_uint(cell), (unsigned int)draw);
+}
+"""
+UNIFORMS = """
+template <typename T> T uniforms(T cell, T unit, T draw) {
+    return mixed<T>(__float_as_uint(cell), __float_as_uint(unit) * 1024u + (unsigned int)draw);
 }
 """
 KEPT = """
@@ -85,6 +90,13 @@ class Noise:
         if self._on_gpu:
             return _kernel(MIXED + KEPT, draw=0.0, keep=1.0)(cells, _as_floats(numbers), draw=draw, keep=keep)
         return torch.where(uniform(cells, numbers * DRAWS + draw) < keep, 1 / keep, 0.0)
+
+    def uniforms(self, units: int, *, mask: int) -> Tensor:
+        """Draw uniform numbers [requests, length, units], above 0 and below 1, in place of the dropout mask `mask`."""
+        draw, cells, numbers = FIRST_MASK + mask, self._cells[..., None], _numbers(units, self._cells.device)
+        if self._on_gpu:
+            return _kernel(MIXED + UNIFORMS, draw=0.0)(cells, _as_floats(numbers), draw=draw)
+        return uniform(cells, numbers * DRAWS + draw)
 
 
 def uniform_like(like: Tensor, source: Noise | torch.Generator | None) -> Tensor:
