@@ -20,6 +20,7 @@ from ultr.methods.position_feature import PositionFeature
 from ultr.methods.regression_em import RegressionEM
 from ultr.methods.towers import PalClick, PalClickDwell, PalSynthesize, SumClick, SumSynthesize
 from ultr.methods.trees import TREE_METHODS, TreeMethod
+from ultr.methods.upe import UPE
 from ultr.rankers.boosters import is_trees
 
 __all__ = [
@@ -51,6 +52,7 @@ METHODS: dict[str, type[Method]] = {
     "regression-em": RegressionEM,
     "sum-click": SumClick,
     "sum-synthesize": SumSynthesize,
+    "upe": UPE,
 }
 
 
