@@ -74,7 +74,7 @@ class LoggingStrata(nn.Module):
 class LoggingWeights(nn.Module):
     """Weights of items that make the position independent of the stratum, as if positions were given by chance:
 
-        w = min(P(k) / P(k | stratum), `max_weight`), divided by its mean over the rows of the log
+    w = min(P(k) / P(k | stratum), `max_weight`), divided by its mean over the rows of the log
     """
 
     table: Tensor
