@@ -64,13 +64,19 @@ class LinearlyAdditiveUser(AdditiveUser):
     in_logits = False
 
 
-def world(seed: int, *, ordered: bool) -> Log:
-    """Make a log with grades by three features, in the noisy order of one of them or in random order."""
+def world(seed: int, *, ordered: bool, strong: float | None = None) -> Log:
+    """Make a log with grades by three features, in the noisy order of one of them or in random order.
+
+    `strong` is the noise of a good logging ranker, which knows all features of the grades except a fourth one.
+    """
     rng = np.random.default_rng(seed)
     rows = REQUESTS * ITEMS
     x = rng.normal(size=(rows, FEATURES)).astype(np.float32)
     grades = np.clip(np.round(1.5 + 1.3 * (x[:, 0] + 0.7 * x[:, 1] * x[:, 2])), 0, 4)
     logged = rng.normal(size=rows) + (x[:, 0] if ordered else 0)
+    if strong is not None:
+        logged = strong * rng.normal(size=rows) + x[:, 0] + 0.7 * x[:, 1] * x[:, 2]
+        grades = np.clip(np.round(1.5 + 1.3 * (x[:, 0] + 0.7 * x[:, 1] * x[:, 2] + 0.6 * x[:, 3])), 0, 4)
     positions = np.empty(rows, np.int64)
     positions[np.lexsort((-logged, np.repeat(np.arange(REQUESTS), ITEMS)))] = np.tile(POSITIONS, REQUESTS)
     return Log(
@@ -93,28 +99,32 @@ def learned(
     label: str = "click",
     ordered: bool = True,
     plain: bool = False,
+    strong: float | None = None,
+    ranker: str = "mlp",
+    options: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[dict[str, Any] | None, np.ndarray]:
     """Return the bias report of a method, and its NDCG@10 on each of other requests."""
     torch.manual_seed(0)
-    log, user = world(0, ordered=ordered), USERS[users]()
+    log, user = world(0, ordered=ordered, strong=strong), USERS[users]()
     inputs = MethodInputs(
         Label(label),
         features=FEATURES,
         positions=POSITIONS,
-        ranker_options={"hidden": (32, 16)},
+        ranker=ranker,
+        ranker_options={"hidden": (32, 16)} if ranker == "mlp" else {},
         propensities=PLAIN if plain else None,
         binary=("click",),
     )
-    options = TrainingOptions(steps=STEPS, bias_steps=1000, batch=128, lr=0.05, schedule="cosine", device="cpu")
-    name, *options_of_method = method.split(":")
-    trained = make_method(name, inputs, **parse_options(name, options_of_method))
-    state = start(trained, log, options)
-    fit_bias(trained, log, options, user=user)
-    feed = Feed(ListBatches(log), batch=options.batch, seed=0, user=user)
+    training = TrainingOptions(steps=STEPS, bias_steps=1000, batch=128, lr=0.05, schedule="cosine", device="cpu")
+    name, *texts = method.split(":")
+    trained = make_method(name, inputs, **parse_options(name, texts), **dict(options))
+    state = start(trained, log, training)
+    fit_bias(trained, log, training, user=user)
+    feed = Feed(ListBatches(log), batch=training.batch, seed=0, user=user)
     for step in range(STEPS):
-        take_step(state, feed(step), options)
+        take_step(state, feed(step), training)
     trained.eval()
-    other = world(1, ordered=ordered)
+    other = world(1, ordered=ordered, strong=strong)
     scores = score_rows(trained.score, other.features, device="cpu")
     return trained.bias([feed(STEPS)]), evaluate_scores(other, scores, "ndcg@10")["ndcg@10"]
 
@@ -194,6 +204,7 @@ CASES = [
     Case("doubly-robust", theta, 0.1, "pointwise", PBM),
     Case("doubly-robust:trust=clicks", trust_difference, 0.2, "pointwise", {"users": "trust"}),
     Case("affine", trust_slope, 0.2, "pointwise", {"users": "trust"}),
+    Case("upe", theta, 0.2, "ipw-listwise", {**PBM, "strong": 0.1}),
     Case("pairwise-debias", click_bias, 0.15, "lambdarank", {**PBM, "ordered": False}, PBM),
     Case("pairwise-debias:variant=released", root_of_click_bias, 0.3, "lambdarank", {**PBM, "ordered": False}, PBM),
 ]
@@ -260,6 +271,40 @@ def test_a_safe_method_with_few_clicks_is_not_worse_than_a_good_logged_ranking(s
     assert tests["pl-rank"].difference < 0
     assert tests["prpo"].difference > tests["pl-rank"].difference
     assert tests["prpo"].difference > 0 or not tests["prpo"].significant
+
+
+SUM = ("sum-click", {"users": "logits", "strong": 0.8, "ranker": "linear"}, slope("click", 0.3))
+PAL = ("pal-click", {"users": "pbm", "strong": 0.8, "ranker": "linear"}, tower("click"))
+DLA_TOO = ("dla", {"users": "pbm", "strong": 0.1}, theta)
+
+
+@pytest.mark.parametrize(
+    ("plain", "better", "within"),
+    [
+        (SUM, {"sample_weights": "logging"}, 0.2),
+        (PAL, {"sample_weights": "logging"}, 0.5),
+        (SUM, {"reversal": 3.0}, None),  # the tower no longer estimates examination
+        (PAL, {"reversal": 3.0}, None),
+        (SUM, {"position_dropout": 0.3}, 0.45),
+        (PAL, {"position_dropout": 0.3}, 0.6),
+        (DLA_TOO, {"method": "upe"}, 0.2),
+    ],
+    ids=lambda value: ":".join(map(str, value.items())) if isinstance(value, dict) else str(value)[:5],
+)
+def test_corrections_for_a_good_logging_ranker_rank_better_than_without(plain, better, within):
+    """A good ranker ordered the log. A linear ranker cannot learn all features that this order depends on."""
+    method, in_world, error_of = plain
+    bias, figures = learned(method, **in_world)
+    options = dict(better)
+    other_bias, other = learned(options.pop("method", method), **in_world, options=tuple(options.items()))
+    before, after, test = error_of(bias), error_of(other_bias), paired_test(other, figures)
+    print(
+        f"\n{method} {better}: bias within {after:.1%} against {before:.1%}; NDCG@10 {other.mean():.4f} against"
+        f" {figures.mean():.4f} ({test.difference:+.4f}, p = {test.p:.1e})"
+    )
+    assert test.difference > 0
+    assert test.significant
+    assert within is None or after < within < before
 
 
 def test_a_tower_with_context_recovers_the_bias_of_each_device():

@@ -7,7 +7,7 @@ examination differs.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -39,6 +39,7 @@ class LoggingScore:
 
     score: np.ndarray  # [rows]
     explained: float  # share of the order of held-out requests, in nats: 0 for chance, 1 for an exact prediction
+    ranker: torch.nn.Module  # the model: a LinearRanker, or the network that `policy_network` makes
 
 
 _CACHE: MutableMapping[Log, dict[int, LoggingScore]] = WeakKeyDictionary()
@@ -78,7 +79,7 @@ def recovered_score(log: Log, *, seed: int = 0, device: torch.device | str = "cp
     sampled = sample_requests(log, max(SCORED_ROWS, 30 * len(log.feature_names)), seed=seed)
     ranker: torch.nn.Module = _linear_score(log, sampled, device)
     if not len(held_out):
-        return LoggingScore(score_rows(ranker, log.features, device=device), 0.0)
+        return LoggingScore(score_rows(ranker, log.features, device=device), 0.0, ranker)
     held_out_lists = _by_position(Lists.from_log(log.select(np.sort(held_out)), device=device))
     separate = ranker if len(sampled) <= len(learned) else _linear_score(log, learned, device)
     where = held_out_lists[1]
@@ -88,7 +89,12 @@ def recovered_score(log: Log, *, seed: int = 0, device: torch.device | str = "cp
         network, by_network = _network_score(log, learned, held_out_lists, seed, device)
         if by_network < unexplained - CLEARLY_MORE * by_chance:
             ranker, unexplained = network, by_network
-    return LoggingScore(score_rows(ranker, log.features, device=device), 1 - unexplained / by_chance)
+    return LoggingScore(score_rows(ranker, log.features, device=device), 1 - unexplained / by_chance, ranker)
+
+
+def policy_network(features: int, categories: Mapping[int, int]) -> torch.nn.Module:
+    """Make the small network that models a logging ranker."""
+    return make_ranker("mlp", FeatureEncoder(features, categories), **NETWORK)
 
 
 def _linear_score(log: Log, requests: np.ndarray, device: torch.device | str) -> LinearRanker:
@@ -116,7 +122,7 @@ def _network_score(
     log: Log, requests: np.ndarray, held_out: tuple[Tensor, Tensor], seed: int, device: torch.device | str
 ) -> tuple[torch.nn.Module, float]:
     """Train a small network to predict the logged order; return it and its `_order_loss` on held-out requests."""
-    network = make_ranker("mlp", FeatureEncoder(len(log.feature_names), log.categories), **NETWORK)
+    network = policy_network(len(log.feature_names), log.categories)
     fit_encoders(network, log.features)
     network.to(device)
     lists, rng = ListBatches(log, device=device), np.random.default_rng(seed)

@@ -23,6 +23,7 @@ from ultr.methods.regression_em import RegressionEM
 from ultr.methods.safe import PRPO, SafeIPW
 from ultr.methods.towers import PalClick, PalClickDwell, PalSynthesize, SumClick, SumSynthesize
 from ultr.methods.trees import TREE_METHODS, TreeMethod
+from ultr.methods.upe import UPE
 from ultr.rankers.boosters import is_trees
 
 __all__ = [
@@ -59,6 +60,7 @@ METHODS: dict[str, type[Method]] = {
     "safe-ipw": SafeIPW,
     "sum-click": SumClick,
     "sum-synthesize": SumSynthesize,
+    "upe": UPE,
 }
 
 

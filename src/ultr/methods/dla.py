@@ -37,11 +37,15 @@ class DLA(ClickMethod):
         logits: Tensor = self.propensity(self.index(lists.shown_positions))
         with torch.no_grad():
             seen = (self.propensity.values[0] - logits).exp().clamp(max=self.max_weight)
-            last = torch.iinfo(torch.int64).max
-            highest = torch.where(lists.where, lists.shown_positions, last).argmin(-1, keepdim=True)
-            relevant = (scores.gather(-1, highest) - scores).exp().clamp(max=self.max_weight)
         ranking = softmax_loss(scores, clicks * seen, where=lists.where, weights=lists.weights)
-        return ranking + softmax_loss(logits, clicks * relevant, where=lists.where, weights=lists.weights)
+        return ranking + self.propensity_loss(lists, logits, clicks, scores.detach())
+
+    def propensity_loss(self, lists: Lists, logits: Tensor, clicks: Tensor, scores: Tensor) -> Tensor:
+        """Return the loss of the logits of positions."""
+        last = torch.iinfo(torch.int64).max
+        highest = torch.where(lists.where, lists.shown_positions, last).argmin(-1, keepdim=True)
+        relevant = (scores.gather(-1, highest) - scores).exp().clamp(max=self.max_weight)
+        return softmax_loss(logits, clicks * relevant, where=lists.where, weights=lists.weights)
 
     @torch.no_grad()
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:

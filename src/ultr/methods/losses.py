@@ -14,9 +14,17 @@ from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 from ultr.evaluation.metrics import Gain, batch_innermost, discounts_at, gains, ranks_of
 
 
-def pointwise_loss(scores: Tensor, labels: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the squared error of the score as a prediction of the label: Σ_i (s_i - c_i)²."""
-    return reduced(torch.where(where, scores - labels, 0.0).square().sum(-1), weights)
+def pointwise_loss(
+    scores: Tensor,
+    labels: Tensor,
+    *,
+    where: Tensor,
+    weights: Tensor | None = None,
+    item_weights: Tensor | None = None,
+) -> Tensor:
+    """Return the squared error of the score as a prediction of the label: Σ_i w_i (s_i - c_i)², w = 1 if not given."""
+    squares = torch.where(where, scores - labels, 0.0).square()
+    return reduced((squares if item_weights is None else item_weights * squares).sum(-1), weights)
 
 
 def softmax_loss(scores: Tensor, item_weights: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -29,14 +37,29 @@ def softmax_loss(scores: Tensor, item_weights: Tensor, *, where: Tensor, weights
     return reduced(-terms.sum(-1), weights)
 
 
-def logistic_loss(logits: Tensor, targets: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the sum over items of the cross-entropy of targets in [0, 1] with the sigmoid of logits."""
-    entropy = binary_cross_entropy_with_logits(logits.masked_fill(~where, 0.0), targets, reduction="none")
+def logistic_loss(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    where: Tensor,
+    weights: Tensor | None = None,
+    item_weights: Tensor | None = None,
+) -> Tensor:
+    """Return the sum over items, weighted by `item_weights`, of the cross-entropy of targets in [0, 1] with the sigmoid
+    of logits.
+    """
+    entropy = binary_cross_entropy_with_logits(logits.masked_fill(~where, 0.0), targets, item_weights, reduction="none")
     return reduced(torch.where(where, entropy, 0.0).sum(-1), weights)
 
 
 def product_logistic_loss(
-    logits: Tensor, others: Tensor, targets: Tensor, *, where: Tensor, weights: Tensor | None = None
+    logits: Tensor,
+    others: Tensor,
+    targets: Tensor,
+    *,
+    where: Tensor,
+    weights: Tensor | None = None,
+    item_weights: Tensor | None = None,
 ) -> Tensor:
     """Return Σ_i of the cross-entropy of targets with sigmoid(a) · sigmoid(b), which is the sigmoid of the logit
 
@@ -46,7 +69,7 @@ def product_logistic_loss(
     """
     a, b = logits.masked_fill(~where, 0.0), others.masked_fill(~where, 0.0)
     both = -torch.logaddexp(torch.logaddexp(-a, -b), -a - b)
-    return logistic_loss(both, targets, where=where, weights=weights)
+    return logistic_loss(both, targets, where=where, weights=weights, item_weights=item_weights)
 
 
 def pairwise_loss(

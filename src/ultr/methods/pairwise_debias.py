@@ -29,8 +29,8 @@ class PairwiseDebias(ClickMethod):
     t⁺ and t⁻ are ratios of these averages. A position without pairs keeps its values. If the first position has no
     pairs, all positions keep their values.
 
-    `variant=released` follows the implementation in the toolbox ULTRA, so that published numbers can be compared: p = 1,
-    L_ij without |ΔNDCG_ij|, and each batch moves t⁺ and t⁻ by 0.05 towards its ratios.
+    `variant=released` follows the toolbox ULTRA, so that published numbers can be compared: p = 1, L_ij without
+    |ΔNDCG_ij|, and each batch moves t⁺ and t⁻ by 0.05 towards its ratios.
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {

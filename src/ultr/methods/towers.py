@@ -3,6 +3,11 @@
 Zhao et al. (2019, "Recommending what video to watch next") add the tower to the prediction; PAL (Guo et al. 2019)
 multiplies by it. The ranker and its towers learn the label, or each action of the label: one network then has an output
 for each action, and the label's expression combines the predictions.
+
+If a good ranker wrote the log, position and relevance are correlated, and a tower may learn a part of relevance. Three
+options are against that: the weights of Hager et al. (2025, "Unidentified and Confounded? Understanding Two-Tower
+Models for Unbiased Learning to Rank"), the gradient reversal and the dropout of Zhang et al. (2023, "Towards
+Disentangling Relevance and Bias in Unbiased Learning to Rank"), and a start at estimated examination.
 """
 
 from __future__ import annotations
@@ -21,17 +26,21 @@ from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.base import (
+    POSITION_SPEED,
     RELEASED_ACCUMULATOR,
     FeedbackMethod,
     MethodInputs,
     PositionIndex,
     PositionTable,
+    as_limit,
     at_least,
     at_least_single,
     one_of,
+    weight_limit,
 )
+from ultr.methods.logging_strata import LoggingWeights
 from ultr.methods.losses import logistic_loss, pointwise_loss, product_logistic_loss
-from ultr.methods.position_model import numbers
+from ultr.methods.position_model import LEAST_THETA, MAX_WEIGHT, PositionModel, numbers
 from ultr.rankers import Dropout, FeatureEncoder, Synthesised
 
 DIMENSIONS, UNITS = 8, 16  # size of the embedding and of the hidden layer in a tower with context
@@ -91,6 +100,11 @@ class Tower(nn.Module):
         by_context: Tensor = self.output(elu(hidden)).squeeze(-1)
         return by_position + by_context
 
+    @torch.no_grad()
+    def start_at(self, values: Tensor) -> None:
+        """Set the numbers of positions; that of a hidden position is their mean."""
+        self.table.weight.copy_(torch.cat([values, values.mean(0, keepdim=True)]) / POSITION_SPEED)
+
     def by_position(self, batches: Iterable[Lists]) -> Tensor:
         """Return the tower's output [positions]; with context, its mean over the rows of `batches` at each position."""
         if self.embedding is None:
@@ -100,6 +114,23 @@ class Tower(nn.Module):
             place, output = self.index(lists.shown_positions)[lists.where], self(lists)[lists.where]
             total.index_add_(1, place, torch.stack([output, torch.ones_like(output)]))
         return total[0] / total[1].clamp(min=1)
+
+
+class Adversary(nn.Module):
+    """A line v · b + w that predicts the relevance sigmoid(s) from the output b of a tower, by cross-entropy.
+
+    Its gradient for the tower is multiplied by -`strength`: the adversary learns to predict relevance, and the tower
+    learns not to help it (Ganin and Lempitsky 2015). The score s gets no gradient.
+    """
+
+    def __init__(self, strength: float) -> None:
+        super().__init__()
+        self.strength, self.line = strength, PositionTable(2)
+
+    def forward(self, tower: Tensor, scores: Tensor, *, where: Tensor, weights: Tensor) -> Tensor:
+        reversed_tower = tower.detach() - self.strength * (tower - tower.detach())  # equals the tower, but the gradient
+        logits = self.line.values[0] * reversed_tower + self.line.values[1]
+        return logistic_loss(logits, scores.detach().sigmoid(), where=where, weights=weights)
 
 
 class _Towers(FeedbackMethod):
@@ -159,6 +190,11 @@ class _Tasks(_Towers):
     If the label uses clicks, the other actions are learned from clicked rows. With `rows=all` they are learned from all
     rows, where rows without a click have zero. `variant=released` is the baseline in the code that the authors of the
     CIKM 2022 paper released: rows=all, and a network for each action, with layer normalisation and no dropout.
+
+    - `sample_weights=logging` weights the rows of actions with a tower by P(k) / P(k | stratum) (`LoggingWeights`).
+    - `reversal` is the strength of an `Adversary` of each tower of an action that is 0 or 1.
+    - `start=theta` starts towers at known or estimated examination θ: at logit θ_k if they multiply; else at
+      log θ_k/θ_1, the log odds ratio of clicks if they are rare. Towers that add to other values start at zero.
     """
 
     TOWERS: ClassVar[tuple[str, ...]] = ()  # the actions with a tower; if empty, click or the first action
@@ -167,12 +203,20 @@ class _Tasks(_Towers):
         "towers": _names,
         "rows": one_of("rows", "clicked", "all"),
         "variant": one_of("variant", "standard", "released"),
+        "reversal": at_least("reversal", 0),
+        "sample_weights": one_of("sample_weights", "none", "logging"),
+        "max_weight": weight_limit,
+        "start": one_of("start", "zero", "theta"),
     }
     ranker: Synthesised
 
     @classmethod
     def has_dropout(cls, options: Mapping[str, Any]) -> bool:
         return options.get("variant") != "released"
+
+    @classmethod
+    def limits_weights(cls, options: Mapping[str, Any]) -> bool:
+        return super().limits_weights(options) and options.get("sample_weights") == "logging"
 
     def __init__(
         self,
@@ -183,6 +227,10 @@ class _Tasks(_Towers):
         variant: str = "standard",
         context: tuple[str, ...] = (),
         position_dropout: float | None = None,
+        reversal: float = 0.0,
+        sample_weights: str = "none",
+        max_weight: float | str = MAX_WEIGHT,
+        start: str = "zero",
     ) -> None:
         released = variant == "released"
         super().__init__(inputs.as_released() if released else inputs)
@@ -198,9 +246,22 @@ class _Tasks(_Towers):
         dropout = _default_dropout(position_dropout, self.MULTIPLIES)
         towers_of = {_key(name): Tower(inputs, context=context, dropout=dropout) for name in chosen}
         self.towers = nn.ModuleDict(towers_of)
+        weighted, at_theta = sample_weights == "logging", start == "theta"
+        reversed_of = [_key(name) for name in chosen if reversal and name in self.ranker.binary]
+        self.adversaries = nn.ModuleDict({key: Adversary(reversal) for key in reversed_of})
+        self.sample_weights = LoggingWeights(inputs, max_weight=as_limit(max_weight)) if weighted else None
+        self.start = PositionModel(inputs) if at_theta else None
 
     def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
-        """Estimate the scale of each action that is not 0 or 1: the root mean square of its values."""
+        """Estimate the scale of each action that is not 0 or 1: the root mean square of its values.
+
+        Also estimate the sample weights, and the θ at which towers start, if the options ask for them.
+        """
+        if self.sample_weights is not None:
+            self.sample_weights.fit(log, seed=seed)
+        if self.start is not None:
+            self.start.estimate(log, user=user, sessions=sessions, seed=seed)
+            self._start_towers(self.start.theta)
         if user is not None:
             log, _ = simulate_log(log.without_features(), user, sessions=SCALE_SESSIONS, seed=seed)
         self.inputs.label(log.actions)  # raises an error if the label cannot be computed from the actions
@@ -210,13 +271,25 @@ class _Tasks(_Towers):
                 squares = np.square(learned, dtype=np.float64)
                 self.ranker.scale[i] = max(float(np.mean(squares)) ** 0.5, 1e-6) if len(squares) else 1
 
+    def _start_towers(self, theta: Tensor) -> None:
+        theta = theta.clamp(LEAST_THETA, 1 - 1e-6)
+        values = theta.logit() if self.MULTIPLIES else theta.log() - theta[0].log()
+        for name in self.inputs.label.actions:
+            if _key(name) in self.towers and (self.MULTIPLIES or name in self.ranker.binary):
+                self.towers[_key(name)].start_at(values)  # type: ignore[operator]
+
     def loss(self, lists: Lists) -> Tensor:
         outputs = at_least_single(self.ranker.outputs(lists.features)).unbind(-1)
         total = torch.zeros((), device=lists.features.device)
+        sample_weights = None if self.sample_weights is None else self.sample_weights(lists)
         for i, (name, output) in enumerate(zip(self.inputs.label.actions, outputs, strict=True)):
             tower = self.towers[_key(name)](lists) if _key(name) in self.towers else None
             target = lists.actions[name].to(output.dtype)
             common = {"where": self._learned(name, lists.actions, lists.where), "weights": lists.weights}
+            if tower is not None and _key(name) in self.adversaries:
+                total = total + self.adversaries[_key(name)](tower, output, **common)
+            if tower is not None and sample_weights is not None:
+                common["item_weights"] = sample_weights
             if name in self.ranker.binary:
                 total = total + self._click_loss(output, tower, target, common)
             else:

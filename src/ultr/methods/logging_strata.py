@@ -1,0 +1,108 @@
+"""Strata of items that the logging ranker found equally good, for the loss of a method, and weights by stratum.
+
+The logging ranker is recovered from the log (`bias.logging_policy`). A stratum is a range of its score, less the mean
+score of the list: within a list, only differences of scores decide about positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ultr.bias.logging_policy import STRATA, logging_score, policy_network
+from ultr.lists import Lists
+from ultr.log import Log
+from ultr.methods.base import MethodInputs, PositionIndex
+from ultr.rankers import FeatureEncoder, LinearRanker
+
+ROWS_IN_CELL = 20  # mean number of rows that a position of a stratum should have
+
+
+class LoggingStrata(nn.Module):
+    """A module from lists to the stratum of each item, 0 to STRATA - 1; all items are in stratum 0 before `fit`.
+
+    The model of the logging ranker is a part of it, as buffers, so that no optimizer changes it.
+    """
+
+    edges: Tensor
+    by_network: Tensor
+
+    def __init__(self, inputs: MethodInputs) -> None:
+        super().__init__()
+        self.index = PositionIndex(inputs.positions)
+        self.linear = _fixed(LinearRanker(FeatureEncoder(inputs.features, inputs.categories)))
+        self.network = _fixed(policy_network(inputs.features, inputs.categories))
+        self.register_buffer("by_network", torch.zeros(()))  # 1 if the network is the model, and not the linear score
+        self.register_buffer("edges", torch.full((STRATA - 1,), torch.inf))
+        self.eval()
+
+    def train(self, mode: bool = True) -> LoggingStrata:
+        """Keep the module in evaluation mode: the score of the logging ranker has no dropout."""
+        return super().train(False)
+
+    @torch.no_grad()
+    def forward(self, lists: Lists) -> Tensor:
+        score = torch.where(self.by_network > 0, self.network(lists.features), self.linear(lists.features))
+        score = torch.where(lists.where, score, 0.0)
+        mean = score.sum(-1, keepdim=True) / lists.where.sum(-1, keepdim=True).clamp(min=1)
+        return ((score - mean)[..., None] > self.edges).sum(-1)
+
+    def fit(self, log: Log, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Recover the logging ranker and set the strata to quantiles; return the stratum and place of each row.
+
+        The place is the index of the position. There are fewer strata if the log is small.
+        """
+        positions = log.shown_positions("the policy of the logging ranker")
+        logged = logging_score(log, seed=seed, device=self.edges.device)
+        linear = isinstance(logged.ranker, LinearRanker)
+        (self.linear if linear else self.network).load_state_dict(logged.ranker.state_dict())
+        self.by_network.fill_(not linear)
+        request = log.request_of_row
+        score = logged.score.astype(np.float64)
+        score -= (np.bincount(request, score) / np.maximum(1, log.lengths))[request]
+        count = int(np.clip(log.rows // (ROWS_IN_CELL * len(self.index)), 1, STRATA))
+        ordered, cuts = np.sort(score), np.arange(1, count) * log.rows // count
+        edges = torch.from_numpy((ordered[cuts - 1] + ordered[cuts]) / 2)  # between two scores, so that none is on it
+        self.edges.fill_(torch.inf)[: count - 1] = edges.to(self.edges)
+        places = self.index(torch.from_numpy(np.ascontiguousarray(positions)).to(self.index.ids.device))
+        return np.searchsorted(self.edges.cpu().numpy(), score), places.cpu().numpy()
+
+
+class LoggingWeights(nn.Module):
+    """Weights of items that make the position independent of the stratum, as if positions were given by chance:
+
+    w = min(P(k) / P(k | stratum), `max_weight`), divided by its mean over the rows of the log
+    """
+
+    table: Tensor
+
+    def __init__(self, inputs: MethodInputs, *, max_weight: float) -> None:
+        super().__init__()
+        self.strata, self.max_weight = LoggingStrata(inputs), max_weight
+        self.register_buffer("table", torch.ones(STRATA, len(self.strata.index)))
+
+    def fit(self, log: Log, *, seed: int) -> None:
+        """Estimate P(k | stratum) by the shares of rows in the log."""
+        stratum, place = self.strata.fit(log, seed=seed)
+        rows = np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths).astype(np.float64)
+        cells = np.bincount(stratum * self.table.shape[1] + place, rows, self.table.numel()).reshape(self.table.shape)
+        independent = cells.sum(1, keepdims=True) * cells.sum(0) / max(cells.sum(), 1e-9)
+        ratios = np.divide(independent, cells, out=np.ones_like(cells), where=cells > 0).clip(max=self.max_weight)
+        mean = (cells * ratios).sum() / max(cells.sum(), 1e-9)
+        self.table.copy_(torch.from_numpy(ratios / max(mean, 1e-9)))
+
+    def forward(self, lists: Lists) -> Tensor:
+        return self.table[self.strata(lists), self.strata.index(lists.shown_positions)]
+
+
+def _fixed(module: nn.Module) -> nn.Module:
+    """Turn the parameters of a module into buffers."""
+    for part in module.modules():
+        values: dict[str, Any] = dict(part.named_parameters(recurse=False))
+        for name, value in values.items():
+            delattr(part, name)
+            part.register_buffer(name, value.detach().clone())
+    return module
