@@ -29,6 +29,8 @@ from torch.nn.functional import logsigmoid, softplus
 
 from ultr.errors import OptionError, nearest
 
+MAX_UBM_POSITIONS = 1_000  # its table has a number for each pair of positions
+
 
 class ClickModel:
     """A click model of lists with a number of `positions`. It has no state: logits and parameters are arguments.
@@ -84,6 +86,12 @@ class PBM(ClickModel):
 
 class UBM(ClickModel):
     """P(E_k | clicks above) = γ[k, k'], where k' < k is the position of the last click above k, 0 if there is none."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__(positions)
+        if positions > MAX_UBM_POSITIONS:
+            what = f"the user browsing model is for up to {MAX_UBM_POSITIONS:,} positions"
+            raise OptionError(what, got=f"{positions:,}", hint="drop the rows of the last positions, or use dbn")
 
     @property
     def size(self) -> int:

@@ -9,6 +9,7 @@ from ultr.errors import OptionError, nearest
 from ultr.log.labels import Label
 from ultr.methods.affine import Affine
 from ultr.methods.base import Method, MethodInputs
+from ultr.methods.click_models import CCM, DBN, SDBN, UBM, Cascade
 from ultr.methods.direct import Direct
 from ultr.methods.dla import DLA
 from ultr.methods.ipw import IPWListwise, IPWPointwise
@@ -36,6 +37,9 @@ __all__ = [
 
 METHODS: dict[str, type[Method]] = {
     "affine": Affine,
+    "cascade": Cascade,
+    "ccm": CCM,
+    "dbn": DBN,
     "direct": Direct,
     "dla": DLA,
     "ipw-listwise": IPWListwise,
@@ -49,8 +53,10 @@ METHODS: dict[str, type[Method]] = {
     "pointwise": Pointwise,
     "position-feature": PositionFeature,
     "regression-em": RegressionEM,
+    "sdbn": SDBN,
     "sum-click": SumClick,
     "sum-synthesize": SumSynthesize,
+    "ubm": UBM,
 }
 
 

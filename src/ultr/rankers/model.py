@@ -18,7 +18,7 @@ from ultr.errors import DataError, OptionError
 from ultr.log import Log
 from ultr.log.build import Missing
 from ultr.log.labels import Label
-from ultr.rankers import FeatureEncoder, Hurdle, Synthesised, WithConstants, make_ranker, score_rows
+from ultr.rankers import FeatureEncoder, Hurdle, Product, Synthesised, WithConstants, make_ranker, score_rows
 from ultr.rankers.boosters import BOOSTERS, TreeRanker, is_trees
 from ultr.utils.arguments import checked
 from ultr.utils.devices import choose_device
@@ -125,6 +125,7 @@ def save_model(
                 "constants": len(ranker.constants) if isinstance(ranker, WithConstants) else 0,
                 "binary": list(ranker.binary) if isinstance(ranker, Synthesised) else None,
                 "hurdle": isinstance(ranker, Hurdle),
+                "product": isinstance(ranker, Product),
             }
         _save_rows(temporary, held_out)
         write_json(temporary / "model.json", about)
@@ -172,13 +173,15 @@ def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int
     label, binary, options = Label(about["label"]), about.get("binary"), dict(about["ranker_options"])
     if len(options.get("hidden", ())) > MAX_LAYERS:
         raise ValueError(f"{len(options['hidden']):,} layers, at most {MAX_LAYERS} are allowed")
-    is_hurdle = about.get("hurdle") is True
-    outputs = 2 if is_hurdle else 1 if binary is None else len(label.actions)
+    is_hurdle, is_product = (about.get(name) is True for name in ("hurdle", "product"))
+    outputs = 2 if is_hurdle or is_product else 1 if binary is None else len(label.actions)
     ranker = make_ranker(about["ranker"], FeatureEncoder(inputs, categories), outputs=outputs, **options)
     if binary is not None:
         ranker = Synthesised(ranker, label, binary)
     if is_hurdle:
         ranker = Hurdle(ranker)
+    if is_product:
+        ranker = Product(ranker)
     return WithConstants(ranker, torch.zeros(constants)) if constants else ranker
 
 
