@@ -229,6 +229,16 @@ def make_click_model(name: str, positions: int) -> ClickModel:
     return MODELS[name](positions)
 
 
+def checked_names(text: str) -> list[str]:
+    """Return the names of click models in a comma-separated text; raise OptionError if one is unknown or repeated."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        make_click_model(name, 1)
+    if len(set(names)) < len(names):
+        raise OptionError("each click model must be named once", got=text)
+    return names
+
+
 def click_terms(examination: Tensor, attraction: Tensor) -> tuple[Tensor, Tensor]:
     """Return log(e a) and log(1 - e a) for the logits of e and a, without a difference of almost equal numbers."""
     click = logsigmoid(examination) + logsigmoid(attraction)
