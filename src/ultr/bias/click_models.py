@@ -203,7 +203,9 @@ class CCM(Chain):
     def goes_on(self, logits: Sequence[Tensor], parameters: Tensor) -> tuple[Tensor | None, Tensor]:
         satisfied, unsatisfied = logsigmoid(logits[0]), logsigmoid(-logits[0])
         log_on, log_off = (
-            torch.logaddexp(unsatisfied + logsigmoid(sign * parameters[1]), satisfied + logsigmoid(sign * parameters[2]))
+            torch.logaddexp(
+                unsatisfied + logsigmoid(sign * parameters[1]), satisfied + logsigmoid(sign * parameters[2])
+            )
             for sign in (1, -1)
         )
         return parameters[0], log_on - log_off

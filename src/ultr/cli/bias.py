@@ -54,7 +54,6 @@ def bias(
     """Estimate examination (the probability that a position is seen), and say whether the log identifies it."""
     from ultr.bias.audit import audit
     from ultr.bias.click_models import checked_names
-    from ultr.bias.click_quality import compare_click_models
     from ultr.bias.identification import NOT
     from ultr.bias.propensities import read_propensities
     from ultr.log.labels import DEFAULT_LABEL
@@ -74,6 +73,8 @@ def bias(
         report = audit(whole, label=label, sample=sampled, known=known, bootstrap=bootstrap, seed=seed)
     content, quality = report.to_json(), None
     if names:
+        from ultr.bias.click_quality import compare_click_models
+
         with words.status("fitting click models ..."):
             quality = compare_click_models(whole if sampled is None else sampled, names, label=label, seed=seed)
         content["click_models"] = quality.to_json()
