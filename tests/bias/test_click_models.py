@@ -66,6 +66,10 @@ def hidden_paths(name: str, a: list[float], s: list[float], p: list[float]):
             yield probability, tuple(clicks), examined
 
 
+def up_to_first(clicks: list[int]) -> list[int]:
+    return [int(c and not any(clicks[:k])) for k, c in enumerate(clicks)]
+
+
 def drawn(name: str, n: int, seed: int):
     generator = torch.Generator().manual_seed(seed)
     model = make_click_model(name, n)
@@ -115,10 +119,8 @@ def test_likelihoods_equal_the_sums_over_hidden_variables(name, n):
     assert sum(joint.values()) == pytest.approx(1)
     clicked, lists = for_all(model, logits, n)
     found = conditional_log_likelihood(model, clicked, parameters=parameters, **lists)
-    for row, vector in zip(found, clicked.int().tolist(), strict=True):
-        if name == "cascade" and sum(vector) > 1:
-            first = vector.index(1)
-            vector = [int(k == first) for k in range(n)]
+    for row, clicks_of_list in zip(found, clicked.int().tolist(), strict=True):
+        vector = up_to_first(clicks_of_list) if name == "cascade" else clicks_of_list
         assert float(row.sum().exp()) == pytest.approx(joint[tuple(vector)], rel=1e-9)
         for k in range(n):  # P(c_k | c_<k) is a ratio of sums of the joint probability
             with_k, above = (

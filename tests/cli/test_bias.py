@@ -253,4 +253,4 @@ def test_models_of_sequences_predict_the_clicks_of_a_search_engine_better(ultr, 
     found = {each["model"]: each["log_likelihood"] for each in report["click_models"]["models"]}
     assert found["ubm"] > found["dbn"] > found["ccm"] > found["pbm"] > -0.3155
     assert found["sdbn"] > -0.3155
-    assert found["pbm"] == pytest.approx(report["estimates"]["items"]["held_out"], rel=2e-3)
+    assert found["pbm"] == pytest.approx(report["estimates"]["items"]["held_out_log_likelihood"], rel=2e-3)

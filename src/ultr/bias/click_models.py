@@ -7,8 +7,8 @@
     SDBN     DBN with γ = 1, the simplified DBN      Chapelle & Zhang 2009
     CCM      click chain model                       Guo et al. 2009
 
-In each model the user clicks an examined item with the probability a of its attraction: c_k = E_k A_k. The models differ
-in the examination E. So a model has two functions, and all else follows from them:
+In each model the user clicks an examined item with the probability a of its attraction: c_k = E_k A_k. The models
+differ in the examination E. So a model has two functions, and all else follows from them:
 
     P(E_k = 1 | c_1 .. c_{k-1})      gives P(c_k | c_1 .. c_{k-1}), and the product of these is the likelihood of a list
     P(E_k = 1)                       gives P(c_k = 1), the probability before any click is known
@@ -202,12 +202,9 @@ class CCM(Chain):
 
     def goes_on(self, logits: Sequence[Tensor], parameters: Tensor) -> tuple[Tensor | None, Tensor]:
         satisfied, unsatisfied = logsigmoid(logits[0]), logsigmoid(-logits[0])
-        log_on, log_off = (
-            torch.logaddexp(
-                unsatisfied + logsigmoid(sign * parameters[1]), satisfied + logsigmoid(sign * parameters[2])
-            )
-            for sign in (1, -1)
-        )
+        after_2, after_3 = parameters[1], parameters[2]
+        log_on = torch.logaddexp(unsatisfied + logsigmoid(after_2), satisfied + logsigmoid(after_3))
+        log_off = torch.logaddexp(unsatisfied + logsigmoid(-after_2), satisfied + logsigmoid(-after_3))
         return parameters[0], log_on - log_off
 
     def named(self, parameters: Tensor) -> dict[str, Tensor]:

@@ -246,18 +246,19 @@ def fit_and_evaluate(
                 optimizer.step()
             seconds.append(time.perf_counter() - started)
             schedule.step()
-            if stopping.update(_evaluated(fit, lists, stop)["log_likelihood"], epoch + 1):
+            if stopping.update(evaluated(fit, lists, stop)["log_likelihood"], epoch + 1):
                 best = {key: value.clone() for key, value in fit.state_dict().items()}
             if stopping.is_over(PATIENCE):
                 break
     fit.load_state_dict(best)
     own = {key: values.tolist() for key, values in model.named(fit.own.detach()).items()}
-    quality = _evaluated(fit, lists, held_out)
+    quality = evaluated(fit, lists, held_out)
     return ModelQuality(name, **quality, epochs=len(seconds), seconds_per_epoch=min(seconds), parameters=own), fit
 
 
 @torch.no_grad()
-def _evaluated(fit: Fit, lists: ClickLists, requests: Tensor) -> dict[str, float]:
+def evaluated(fit: Fit, lists: ClickLists, requests: Tensor) -> dict[str, float]:
+    """Return the likelihood and the perplexities of some requests, named as in `ModelQuality`."""
     positions = len(lists.positions)
     sums = torch.zeros(4, positions, dtype=torch.float64)  # by position: log P(c|above), its rows, log P(c), its rows
     count = 0.0

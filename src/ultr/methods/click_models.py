@@ -8,6 +8,7 @@ are learned together by gradients of the likelihood. `ultr.bias.click_models` ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -77,7 +78,7 @@ class ClickModelMethod(ClickMethod):
         theta = (total[0] / total[1]).clamp(min=LEAST_REPORTED)
         return {
             "positions": self.index.ids.tolist(),
-            "theta": [None if value != value else value for value in numbers(theta)],
+            "theta": [None if math.isnan(value) else value for value in numbers(theta)],
             "theta_from": f"the click model {self.MODEL}, together with the ranker: means of P(examined) over lists",
             "theta_scale": self._scale(),
             **self._own_report(),
