@@ -2,8 +2,8 @@
 
     python benchmarks/clax_models.py LISTS.npz MODEL [--batch 128] [--epochs 50] [--seed 0]
 
-LISTS.npz has the arrays mask, positions, query_doc_ids, clicks [lists, items] and part [lists]: 0 to fit the model, 1 to
-stop its training, 2 to evaluate it. It prints one line of JSON.
+LISTS.npz has the arrays mask, positions, query_doc_ids, clicks [lists, items] and part [lists]: 0 to fit the model, 1
+to stop its training, 2 to evaluate it. It prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVALUATION_BATCH = 8192
 
 
 class Batches:
-    """Batches of lists, in a new order at each iteration if there is a seed; `starts` has the time of each iteration."""
+    """Batches of lists, in a new order at each iteration if there is a seed; `starts` are the times of iterations."""
 
     def __init__(self, columns: dict[str, np.ndarray], lists: np.ndarray, size: int, seed: int | None) -> None:
         self.columns, self.lists, self.size = columns, lists, size

@@ -6,12 +6,12 @@
 Both libraries fit the same models to the same requests, with one attraction (and satisfaction) for each item under its
 query: 70% of the requests fit a model, 10% stop its training, and the log-likelihood is that of an impression in the
 rest. PATH is the Python of an environment with `pip install clax-models==0.1.1 jax==0.7.2`; without it only ultr runs.
-ultr does not depend on clax. Both use batches of the same size (`--batch`), one after the other. An epoch is timed without
-validation; the fastest one counts, because other programs slow some down and the first one of clax compiles.
+ultr does not depend on clax. Both use batches of the same size (`--batch`), one after the other. An epoch is timed
+without validation; the fastest one counts, because other programs slow some down and the first one of clax compiles.
 
 clax predicts a click of its cascade model as a Π(1 - a) over all items above, even if it is known that none of them was
-clicked, so this is not the likelihood of a cascade. Its row therefore has the exact likelihood of the attractions that it
-learned.
+clicked, so this is not the likelihood of a cascade. Its row therefore has the exact likelihood of the attractions that
+it learned.
 
 The default log is `yandex-clicks/impressions.csv.gz` under ULTR_DATA.
 """
@@ -47,7 +47,7 @@ def write_lists(path: Path, lists: ClickLists, parts: tuple[Tensor, Tensor, Tens
     for i, requests in enumerate(parts):
         part[requests.numpy()] = i
     batch = lists.batch(torch.arange(len(part)))
-    columns = {"positions": batch.place + 1, "query_doc_ids": batch.item + 1, "clicks": batch.clicked}
+    columns = {"positions": batch.place + 1, "query_doc_ids": batch.inputs + 1, "clicks": batch.clicked}
     arrays = {name: torch.where(batch.where, values, 0).int().numpy() for name, values in columns.items()}
     np.savez(path, mask=batch.where.numpy(), part=part, **arrays)
 

@@ -12,7 +12,15 @@ import torch
 
 from conftest import make_shown_log
 from ultr.bias.click_models import checked_names, make_click_model
-from ultr.bias.click_quality import ClickLists, Fit, compare_click_models, evaluated, fit_and_evaluate, split_requests
+from ultr.bias.click_quality import (
+    PRIOR,
+    ClickLists,
+    Fit,
+    compare_click_models,
+    evaluated,
+    fit_and_evaluate,
+    split_requests,
+)
 from ultr.bias.counts import impressions
 from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import CascadeUser
@@ -90,16 +98,25 @@ def test_perplexity_is_the_mean_over_positions():
     assert found.epochs == 1
 
 
-def test_the_prior_counts_each_item_once_in_an_epoch():
+def test_the_prior_is_normal_and_counts_once_over_all_requests():
+    """The decay of Adam is the gradient of PRIOR / 2 Σ w² / requests, next to the mean loss of a request."""
     log = item_log(50)
-    seen = impressions(log, log.actions["click"] > 0)
-    lists = ClickLists(seen, None)
+    lists = ClickLists(impressions(log, log.actions["click"] > 0), None)
     fit = Fit(make_click_model("dbn", PER_LIST), lists, log, torch.arange(50))
-    torch.nn.init.normal_(fit.table)
-    shown = np.unique(seen.items)
-    expected = 0.5 * fit.table[shown].square().sum()
-    prior = sum(fit.logits(batch)[1].sum() for batch in lists.batches(torch.arange(50), 7))
-    torch.testing.assert_close(prior, expected)
+    items, others = fit.groups(total_weight=lists.total_weight(torch.arange(50)), batch=512)
+    assert items["params"] == [fit.table]
+    assert items["weight_decay"] == PRIOR / 50
+    assert "weight_decay" not in others
+    assert {id(p) for p in others["params"]} == {id(fit.own), id(fit.mean)}
+
+
+def test_batches_have_every_request_once():
+    log = item_log(50)
+    lists = ClickLists(impressions(log, log.actions["click"] > 0), None)
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(0))
+    found = list(lists.batches(order, 7))
+    assert [len(batch.where) for batch in found] == [7] * 7 + [1]
+    assert torch.equal(torch.cat([batch.inputs for batch in found]), lists.batch(order).inputs)
 
 
 def test_lists_of_several_lengths_and_weights_count_as_repeated_requests():

@@ -110,10 +110,10 @@ class UBM(ClickModel):
         steps = []
         for k in range(attraction.shape[-1]):
             gamma = parameters[place[..., k : k + 1] * (self.positions + 1) + last]
-            click, no_click = click_terms(gamma, attraction[..., k : k + 1])
+            none = no_click_logit(gamma, attraction[..., k : k + 1])
             steps.append((state + logsigmoid(gamma)).logsumexp(-1))
-            clicked_here = (state + click).logsumexp(-1)
-            state = state + no_click
+            clicked_here = (state + logsigmoid(-none)).logsumexp(-1)
+            state = state + logsigmoid(none)
             state[..., k + 1] = clicked_here
         return torch.stack(steps, -1)
 
@@ -238,10 +238,14 @@ def checked_names(text: str) -> list[str]:
     return names
 
 
-def click_terms(examination: Tensor, attraction: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log(e a) and log(1 - e a) for the logits of e and a, without a difference of almost equal numbers."""
-    click = logsigmoid(examination) + logsigmoid(attraction)
-    return click, torch.logaddexp(logsigmoid(-examination), logsigmoid(examination) + logsigmoid(-attraction))
+def no_click_logit(examination: Tensor, attraction: Tensor) -> Tensor:
+    """Return the logit of 1 - e a, the probability of no click, for the logits of e and a.
+
+        log((1 - e a) / (e a)) = log(x + y + x y),  x = (1 - e) / e,  y = (1 - a) / a
+
+    The terms of this sum are positive, so nothing cancels.
+    """
+    return torch.logaddexp(softplus(-attraction) - examination, -attraction)
 
 
 def conditional_log_likelihood(
@@ -258,8 +262,8 @@ def conditional_log_likelihood(
     The sum over a list is the exact log-likelihood of its clicks.
     """
     clicked, logits, place = _masked(clicked, logits, place, where)
-    click, no_click = click_terms(model.examined_after(clicked, logits, parameters, place), logits[0])
-    return torch.where(model.modelled(clicked, where), torch.where(clicked, click, no_click), 0.0)
+    none = no_click_logit(model.examined_after(clicked, logits, parameters, place), logits[0])
+    return torch.where(model.modelled(clicked, where), logsigmoid(torch.where(clicked, -none, none)), 0.0)
 
 
 def log_examination(

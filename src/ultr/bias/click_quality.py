@@ -7,6 +7,7 @@ mini-batches, and training stops when the likelihood of other requests no longer
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,10 +32,11 @@ from ultr.utils.stopping import EarlyStopping
 BATCH = 512  # lists per step
 EPOCHS = 12  # at most; the learning rate falls to zero over them
 PATIENCE = 3  # epochs without improvement before training stops
-LEARNING_RATE, NETWORK_RATE = 0.05, 0.01  # of Adam: for parameters of items and of the model, and for a network
+# The learning rates of Adam: of parameters of items and of the model (with the root of the batch), and of a network.
+LEARNING_RATE, NETWORK_RATE = 0.05, 0.01
 PRIOR = 1.0  # the precision of the normal prior of an item's logit around the mean logit
 HIDDEN = (32, 16)  # units of the network of features
-EVALUATED_ROWS = 1 << 18  # rows that are evaluated at once
+ROWS_AT_ONCE = 1 << 18  # rows, with padding, that are gathered or evaluated at once
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,7 @@ class Batch:
     clicked: Tensor
     where: Tensor
     place: Tensor
-    item: Tensor
-    features: Tensor | None
+    inputs: Tensor  # item numbers [lists, items], or features [lists, items, features]
     weights: Tensor
 
     @property
@@ -106,30 +107,29 @@ class ClickLists:
         self._weights = torch.from_numpy(weights).float()
         self.longest = int(self._lengths.max())
 
-    def item_counts(self, requests: Tensor) -> Tensor:
-        """Return the number of rows of each item in these requests."""
-        counts = torch.zeros(max(self.items, 1))
-        for batch in self.batches(requests, max(1, EVALUATED_ROWS // self.longest)):
-            counts += torch.bincount(batch.item[batch.where], minlength=len(counts))
-        return counts
-
     def batch(self, requests: Tensor) -> Batch:
         lengths = self._lengths[requests]
         slots = torch.arange(int(lengths.max()))
         where = slots < lengths[:, None]
         rows = torch.where(where, self._first[requests][:, None] + slots, 0)
         clicked, place, item = self._rows[rows].unbind(-1)
-        features = None if self._features is None else self._features[rows]
-        return Batch(clicked > 0, where, place, item, features, self._weights[requests])
+        inputs = item if self._features is None else self._features[rows]
+        return Batch(clicked > 0, where, place, inputs, self._weights[requests])
 
     def batches(self, requests: Tensor, size: int) -> Iterator[Batch]:
-        return map(self.batch, torch.split(requests, size))
+        """Yield the requests in batches, which are parts of larger blocks, because small operations cost the most."""
+        block = max(1, ROWS_AT_ONCE // (size * self.longest)) * size
+        for some in torch.split(requests, block):
+            whole = self.batch(some)
+            fields = [torch.split(values, size) for values in vars(whole).values()]
+            yield from (Batch(*parts) for parts in zip(*fields, strict=True))
+
+    def total_weight(self, requests: Tensor) -> float:
+        return float(self._weights[requests].sum())
 
 
 class Fit(nn.Module):
     """A click model with its own parameters and with the logits of items, by item or by features."""
-
-    precision: Tensor
 
     def __init__(self, model: ClickModel, lists: ClickLists, log: Log, fitted: Tensor) -> None:
         super().__init__()
@@ -139,35 +139,33 @@ class Fit(nn.Module):
         if lists.items:
             self.mean = nn.Parameter(torch.zeros(model.OUTPUTS))
             self.table = nn.Parameter(torch.zeros(lists.items, model.OUTPUTS))
-            self.register_buffer("precision", PRIOR / lists.item_counts(fitted).clamp(min=1), persistent=False)
         else:
             sizes = {log.feature_names.index(name): len(values) + 1 for name, values in log.vocabularies.items()}
             encoder = FeatureEncoder(len(log.feature_names), sizes)
             self.network = make_ranker("mlp", encoder, hidden=HIDDEN, outputs=model.OUTPUTS)
             fit_encoders(self.network, log.select(fitted.numpy()).features)
 
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the parameters for an optimizer, with their learning rates."""
-        network = [] if self.network is None else list(self.network.parameters())
-        others = [p for name, p in self.named_parameters() if not name.startswith("network") and p.numel()]
-        groups = [{"params": others, "lr": LEARNING_RATE}, {"params": network, "lr": NETWORK_RATE}]
-        return [group for group in groups if group["params"]]
-
-    def logits(self, batch: Batch) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the logits of items, and minus the log of their prior by list."""
+    def groups(self, *, total_weight: float, batch: int) -> list[dict[str, Any]]:
+        """Return the parameters for Adam, whose weight decay is the prior: it adds to the gradient of the mean loss."""
+        rate = LEARNING_RATE * math.sqrt(batch / BATCH)
         if self.network is not None:
-            outputs = self.network(batch.features)
-            outputs = outputs if outputs.ndim == 3 else outputs[..., None]
-            return outputs.unbind(-1), outputs.new_zeros(())
-        offsets = embedding(batch.item, self.table)
-        # A row has its share of the prior of its item, so that the sum over all requests has each item once.
-        share = torch.where(batch.where, embedding(batch.item, self.precision[:, None])[..., 0], 0.0)
-        return (self.mean + offsets).unbind(-1), 0.5 * (share * offsets.square().sum(-1)).sum(-1)
+            items = {"params": list(self.network.parameters()), "lr": NETWORK_RATE}
+        else:
+            items = {"params": [self.table], "lr": rate, "weight_decay": PRIOR / total_weight}
+        others = [p for name, p in self.named_parameters() if name in ("own", "mean") and p.numel()]
+        return [items, *([{"params": others, "lr": rate}] if others else [])]
+
+    def logits(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the logits of items."""
+        if self.network is None:
+            return (self.mean + embedding(batch.inputs, self.table)).unbind(-1)
+        outputs: Tensor = self.network(batch.inputs)
+        return outputs.unbind(-1) if outputs.ndim == 3 else (outputs,)
 
     def loss(self, batch: Batch) -> Tensor:
-        logits, prior = self.logits(batch)
-        terms = conditional_log_likelihood(self.model, logits=logits, parameters=self.own, **batch.given)
-        return (batch.weights * -terms.sum(-1) + prior).sum() / batch.weights.sum()
+        given = {"logits": self.logits(batch), "parameters": self.own, **batch.given}
+        terms = conditional_log_likelihood(self.model, **given).sum(-1)
+        return -(batch.weights @ terms) / batch.weights.sum()
 
 
 def compare_click_models(
@@ -235,7 +233,8 @@ def fit_and_evaluate(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         fit = Fit(model, lists, log, fitted)
-        optimizer = torch.optim.Adam(fit.groups(), fused=True)
+        groups = fit.groups(total_weight=lists.total_weight(fitted), batch=batch)
+        optimizer = torch.optim.Adam(groups, fused=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / epochs)
         stopping, best, seconds = EarlyStopping(), fit.state_dict(), []
         for epoch in range(epochs):
@@ -262,9 +261,8 @@ def evaluated(fit: Fit, lists: ClickLists, requests: Tensor) -> dict[str, float]
     positions = len(lists.positions)
     sums = torch.zeros(4, positions, dtype=torch.float64)  # by position: log P(c|above), its rows, log P(c), its rows
     count = 0.0
-    for batch in lists.batches(requests, max(1, EVALUATED_ROWS // lists.longest)):
-        logits, _ = fit.logits(batch)
-        given = {**batch.given, "logits": logits, "parameters": fit.own}
+    for batch in lists.batches(requests, max(1, ROWS_AT_ONCE // lists.longest)):
+        given = {**batch.given, "logits": fit.logits(batch), "parameters": fit.own}
         weights = batch.weights[:, None].double()
         modelled = fit.model.modelled(batch.clicked, batch.where)
         terms = [
