@@ -66,6 +66,19 @@ def test_propensities_are_written_in_the_format_that_training_reads(ultr, path, 
     assert json.loads(again.stdout)["verdict"]["anchor"] == "known"
 
 
+def test_click_models_are_compared_on_held_out_requests(ultr, path, tmp_path):
+    done = ultr("bias", path, *FAST, "--models", "cascade,dbn,pbm", "--out", tmp_path / "bias")
+    assert done.returncode == 0, done.stderr
+    assert "Click models on 400 held-out requests" in done.stdout
+    rows = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("│ pbm", "│ dbn", "│ cascade"))]
+    assert rows[:2] in (["pbm", "dbn"], ["dbn", "pbm"])
+    assert rows[2] == "cascade*"
+    assert "* cascade: only items up to the first click count" in done.stderr
+    models = json.loads((tmp_path / "bias" / "bias.json").read_text())["click_models"]
+    assert [each["model"] for each in models["models"]] == ["cascade", "dbn", "pbm"]
+    assert models["models"][2]["perplexity"] > 1
+
+
 def test_an_output_is_not_overwritten_unless_asked(ultr, path, tmp_path):
     out = tmp_path / "bias"
     out.mkdir()
@@ -197,6 +210,7 @@ def test_feedback_other_than_clicks_is_found_by_its_column(ultr, tmp_path):
         (["--label", "click > 5"], 1, "no positive feedback"),
         (["--bootstrap", 1], 2, "--bootstrap"),
         (["--propensities", "nowhere.csv"], 1, "no such file"),
+        (["--models", "pbm,bdn"], 2, "no click model 'bdn'"),
     ],
 )
 def test_an_error_is_one_message(ultr, path, arguments, code, message):
@@ -230,3 +244,13 @@ def test_examination_of_a_search_engine_is_identified(ultr, real_data):
     theta = np.array(report["estimates"]["harvest"]["theta"])
     assert (np.diff(theta) < 0.02).all()
     assert theta[-1] < 0.4
+
+
+def test_models_of_sequences_predict_the_clicks_of_a_search_engine_better(ultr, real_data):
+    path = real_data("yandex-clicks") / "impressions.csv.gz"
+    done = ultr("bias", path, "--bootstrap", 10, "--json", "--models", "pbm,ubm,dbn,sdbn,ccm")
+    report = json.loads(done.stdout)
+    found = {each["model"]: each["log_likelihood"] for each in report["click_models"]["models"]}
+    assert found["ubm"] > found["dbn"] > found["ccm"] > found["pbm"] > -0.3155
+    assert found["sdbn"] > -0.3155
+    assert found["pbm"] == pytest.approx(report["estimates"]["items"]["held_out_log_likelihood"], rel=2e-3)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import EYE_TRACKING, TrustUser, User, default_mistrust, default_trust
+from ultr.datasets.users import EYE_TRACKING, CascadeUser, TrustUser, User, default_mistrust, default_trust
 from ultr.evaluation.scores import evaluate_scores, paired_test
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
@@ -64,6 +64,52 @@ class LinearlyAdditiveUser(AdditiveUser):
     in_logits = False
 
 
+class SequentialUser(User):
+    """Users who examine an item with a probability that depends on the clicks above it."""
+
+    def draw_clicks(
+        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | None, *, where: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        order = positions.argsort(-1)
+        relevant = torch.rand(relevance.shape, generator=generator) < self.attracted(relevance)
+        noise, a = torch.rand(relevance.shape, generator=generator).gather(-1, order), self.attracted(relevance)
+        attractive, a = relevant.gather(-1, order), a.gather(-1, order)
+        examined, clicks = torch.zeros_like(attractive), torch.zeros_like(attractive)
+        for k in range(relevance.shape[-1]):
+            examined[:, k] = noise[:, k] < self.examination_after(examined, clicks, a, k)
+            clicks[:, k] = examined[:, k] & attractive[:, k]
+        back = order.argsort(-1)
+        return clicks.gather(-1, back), examined.gather(-1, back), relevant
+
+    def examination_after(self, examined: Tensor, clicks: Tensor, a: Tensor, k: int) -> Tensor:
+        raise NotImplementedError
+
+
+class BrowsingUser(SequentialUser):
+    """Users of the user browsing model, with γ[k, k'] = (k - k')^-0.7 after a click and k^-0.5 after none."""
+
+    @staticmethod
+    def gamma(k: Tensor, last: Tensor) -> Tensor:
+        return torch.where(last > 0, (k - last).clamp(min=1).float() ** -0.7, k.float() ** -0.5)
+
+    def examination_after(self, examined: Tensor, clicks: Tensor, a: Tensor, k: int) -> Tensor:
+        last = (clicks[:, :k] * torch.arange(1, k + 1)).amax(-1) if k else torch.zeros(len(clicks))
+        return self.gamma(torch.full_like(last, k + 1), last)
+
+
+class ChainUser(SequentialUser):
+    """Users of the click chain model."""
+
+    alpha = (0.9, 0.8, 0.3)
+
+    def examination_after(self, examined: Tensor, clicks: Tensor, a: Tensor, k: int) -> Tensor:
+        if not k:
+            return torch.ones(len(a))
+        none, unsatisfied, satisfied = self.alpha
+        after_click = unsatisfied * (1 - a[:, k - 1]) + satisfied * a[:, k - 1]
+        return examined[:, k - 1] * torch.where(clicks[:, k - 1], after_click, none)
+
+
 def world(seed: int, *, ordered: bool, strong: float | None = None) -> Log:
     """Make a log with grades by three features, in the noisy order of one of them or in random order.
 
@@ -89,7 +135,17 @@ def world(seed: int, *, ordered: bool, strong: float | None = None) -> Log:
     )
 
 
-USERS = {"pbm": User, "trust": TrustUser, "logits": AdditiveUser, "linear": LinearlyAdditiveUser}
+USERS: dict[str, Callable[[], User]] = {
+    "pbm": User,
+    "trust": TrustUser,
+    "logits": AdditiveUser,
+    "linear": LinearlyAdditiveUser,
+    "cascade": lambda: CascadeUser(stop=(1.0,) * 5, patience=1.0),  # one click at most
+    "sdbn": lambda: CascadeUser(patience=1.0),
+    "dbn": CascadeUser,
+    "ubm": BrowsingUser,
+    "ccm": ChainUser,
+}
 
 
 @lru_cache
@@ -170,6 +226,37 @@ def click_bias(bias: dict[str, Any]) -> float:
     return relative(bias["t_plus"], THETA)
 
 
+def reached(users: str) -> Callable[[dict[str, Any]], float]:
+    """Return the largest relative error of the mean of P(examined) by position."""
+
+    def error(bias: dict[str, Any]) -> float:
+        lists, user = Lists.from_log(world(0, ordered=True)), USERS[users]()
+        examined = user.click_probability(lists.relevance, lists.positions) / user.attracted(lists.relevance)
+        truth = [float(examined[lists.positions == k].mean()) for k in POSITIONS]
+        return float(np.abs(np.asarray(bias["theta"]) / truth - 1).max())
+
+    return error
+
+
+def patience(bias: dict[str, Any]) -> float:
+    return abs(bias["gamma"] / CascadeUser().patience - 1)
+
+
+def alphas(bias: dict[str, Any]) -> float:
+    """Return the largest error of the three probabilities to go on."""
+    return max(abs(bias[f"alpha{i + 1}"] - truth) for i, truth in enumerate(ChainUser.alpha))
+
+
+def browsing(bias: dict[str, Any]) -> float:
+    """Return the largest relative error of ratios γ[k, k'] / γ[1, 0], for all k and k' up to position 6."""
+    errors = [0.0]
+    for k in range(1, 7):
+        for last in range(k):
+            truth = float(BrowsingUser.gamma(torch.tensor(k), torch.tensor(last)))
+            errors.append(abs(bias["gamma"][k - 1][last] / bias["gamma"][0][0] / truth - 1))
+    return max(errors)
+
+
 @dataclass(frozen=True)
 class Case:
     """A method with its log and users, the largest allowed error of its bias, and the baseline that it must beat.
@@ -205,6 +292,11 @@ CASES = [
     Case("doubly-robust:trust=clicks", trust_difference, 0.2, "pointwise", {"users": "trust"}),
     Case("affine", trust_slope, 0.2, "pointwise", {"users": "trust"}),
     Case("upe", theta, 0.2, "ipw-listwise", {**PBM, "strong": 0.1}),
+    Case("cascade", reached("cascade"), 0.15, "regression-em", {"users": "cascade"}),
+    Case("sdbn", reached("sdbn"), 0.15, "regression-em", {"users": "sdbn"}),
+    Case("dbn", patience, 0.02, "regression-em", {"users": "dbn"}),
+    Case("ubm", browsing, 0.15, "regression-em", {"users": "ubm"}),
+    Case("ccm", alphas, 0.05, "regression-em", {"users": "ccm"}),
     Case("pairwise-debias", click_bias, 0.15, "lambdarank", {**PBM, "ordered": False}, PBM),
     Case("pairwise-debias:variant=released", root_of_click_bias, 0.3, "lambdarank", {**PBM, "ordered": False}, PBM),
 ]

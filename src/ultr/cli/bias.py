@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -17,6 +17,7 @@ from ultr.cli.options import named_columns, pages_can_be_made, plain, print_tabl
 
 if TYPE_CHECKING:
     from ultr.bias.audit import BiasReport
+    from ultr.bias.click_quality import QualityReport
 
 MOST_ROWS = 30  # largest number of positions in a printed table
 TRAIN_COLUMNS = ("request", "position", "features", "categorical", "actions", "segment")  # options of `ultr train`
@@ -39,6 +40,10 @@ def bias(
     propensities: Annotated[
         Path | None, typer.Option(help="CSV or Parquet file of known examination: columns position,propensity.")
     ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(help="Click models to compare on held-out requests: pbm, ubm, dbn, sdbn, cascade, ccm."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for propensities.csv, bias.json and bias.html.")] = None,
     bootstrap: Annotated[int, typer.Option(help="Bootstrap resamples for the confidence intervals.", min=10)] = 100,
     sample: Annotated[int, typer.Option(help="Rows to use in estimators that need features.", min=1000)] = 200_000,
@@ -48,6 +53,7 @@ def bias(
 ) -> None:
     """Estimate examination (the probability that a position is seen), and say whether the log identifies it."""
     from ultr.bias.audit import audit
+    from ultr.bias.click_models import checked_names
     from ultr.bias.identification import NOT
     from ultr.bias.propensities import read_propensities
     from ultr.log.labels import DEFAULT_LABEL
@@ -55,6 +61,7 @@ def bias(
     from ultr.utils.files import check_output
 
     columns = named_columns(locals())
+    names = [] if models is None else checked_names(models)
     if out is not None:
         check_output(out, overwrite=overwrite, folder=True)
     with words.status(f"reading {log} ..."):
@@ -64,15 +71,24 @@ def bias(
     with words.status("estimating examination ..."):
         known = None if propensities is None else read_propensities(propensities)
         report = audit(whole, label=label, sample=sampled, known=known, bootstrap=bootstrap, seed=seed)
+    content, quality = report.to_json(), None
+    if names:
+        from ultr.bias.click_quality import compare_click_models
+
+        with words.status("fitting click models ..."):
+            quality = compare_click_models(whole if sampled is None else sampled, names, label=label, seed=seed)
+        content["click_models"] = quality.to_json()
     if out is not None:
-        _write(report, out, str(log), overwrite=overwrite)
+        _write(report, content, out, str(log), overwrite=overwrite)
     if as_json:
-        print(json.dumps(report.to_json()))
+        print(json.dumps(content))
         return
     words.print(f"{len(whole):,} requests with {whole.rows:,} rows; feedback: {plain(label)} > 0", soft_wrap=True)
     _print(report)
     for name, part in report.segments.items():
         _print_estimates(part, title=f"Segment '{plain(name)}' ({part.requests:,} requests): {part.verdict.status}")
+    if quality is not None:
+        _print_models(quality)
     if out is not None:
         words.print(f"wrote {out}", soft_wrap=True)
     if out is not None and report.verdict.status != NOT:
@@ -133,20 +149,41 @@ def _print_estimates(report: BiasReport, *, title: str) -> None:
         words.print(f"and {len(report.positions) - MOST_ROWS} more positions (--json prints all)")
 
 
+def _print_models(quality: QualityReport) -> None:
+    """Print the likelihood and perplexity of click models on held-out requests, the best likelihood first."""
+    table = Table(title=f"Click models on {quality.held_out:,} held-out requests", title_justify="left")
+    headings = ("log-lik. per impression", "per list", "perplexity", "conditional perplexity", "epochs", "s/epoch")
+    for heading in ("model", *headings):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for each in sorted(quality.models, key=lambda each: (each.modelled < 1, -each.log_likelihood)):
+        numbers = (each.log_likelihood, each.per_list, each.perplexity, each.conditional_perplexity)
+        mark = "*" if each.modelled < 1 else ""
+        table.add_row(
+            each.model + mark, *(f"{value:.5f}" for value in numbers), str(each.epochs), f"{each.seconds_per_epoch:.2f}"
+        )
+    print_table(table)
+    by = "a parameter of each item under its query" if quality.attraction == "items" else "a network of features"
+    words.print(f"attraction: {by}; perplexity: mean over positions, before any click is known", soft_wrap=True)
+    for each in quality.models:
+        if each.modelled < 1:
+            what = f"only items up to the first click count ({each.modelled:.0%} of the impressions)"
+            words.print(f"* {each.model}: {what}: its likelihood is not comparable with the others", soft_wrap=True)
+
+
 def _cell(theta: float, low: float, high: float) -> str:
     if not math.isfinite(theta):
         return "-"
     return f"{theta:.3f}" + (plain(f" [{low:.3f}, {high:.3f}]") if low < high else "")
 
 
-def _write(report: BiasReport, out: Path, source: str, *, overwrite: bool) -> None:
+def _write(report: BiasReport, content: dict[str, Any], out: Path, source: str, *, overwrite: bool) -> None:
     """Write bias.json (for `ultr train --bias`), propensities.csv (for `--propensities`) and the page bias.html."""
     from ultr.bias.propensities import write_bias_file
     from ultr.report import write_bias_page
     from ultr.utils.files import atomic_path
 
     with atomic_path(out, overwrite=overwrite, folder=True) as folder:
-        write_bias_file(folder, report.to_json())
+        write_bias_file(folder, content)
         tables = {"": report.propensities(), **{name: part.propensities() for name, part in report.segments.items()}}
         rows = [(k, f"{v:.6g}", name) for name, table in tables.items() for k, v in table.items()]
         columns = 3 if report.segments else 2  # an empty segment stands for all segments without own rows
@@ -154,4 +191,4 @@ def _write(report: BiasReport, out: Path, source: str, *, overwrite: bool) -> No
             writer = csv.writer(file)
             writer.writerows(row[:columns] for row in [("position", "propensity", "segment"), *rows])
         if pages_can_be_made():
-            write_bias_page(report.to_json(), folder / "bias.html", source=source)
+            write_bias_page(content, folder / "bias.html", source=source)

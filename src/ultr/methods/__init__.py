@@ -9,6 +9,7 @@ from ultr.errors import OptionError, nearest
 from ultr.log.labels import Label
 from ultr.methods.affine import Affine
 from ultr.methods.base import Method, MethodInputs
+from ultr.methods.click_models import CCM, DBN, SDBN, UBM, Cascade
 from ultr.methods.direct import Direct
 from ultr.methods.dla import DLA
 from ultr.methods.doubly_robust import DoublyRobust
@@ -40,6 +41,9 @@ __all__ = [
 
 METHODS: dict[str, type[Method]] = {
     "affine": Affine,
+    "cascade": Cascade,
+    "ccm": CCM,
+    "dbn": DBN,
     "direct": Direct,
     "dla": DLA,
     "doubly-robust": DoublyRobust,
@@ -58,8 +62,10 @@ METHODS: dict[str, type[Method]] = {
     "prpo": PRPO,
     "regression-em": RegressionEM,
     "safe-ipw": SafeIPW,
+    "sdbn": SDBN,
     "sum-click": SumClick,
     "sum-synthesize": SumSynthesize,
+    "ubm": UBM,
     "upe": UPE,
 }
 

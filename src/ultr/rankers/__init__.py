@@ -19,6 +19,7 @@ from ultr.rankers.encoder import FeatureEncoder
 from ultr.rankers.hurdle import Hurdle
 from ultr.rankers.linear import LinearRanker
 from ultr.rankers.mlp import MLPRanker
+from ultr.rankers.product import Product
 from ultr.rankers.synthesised import Synthesised
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "LinearRanker",
     "MLPRanker",
     "Masks",
+    "Product",
     "Synthesised",
     "WithConstants",
     "fit_encoders",

@@ -18,7 +18,7 @@ from ultr.errors import DataError, OptionError
 from ultr.log import Log
 from ultr.log.build import Missing
 from ultr.log.labels import Label
-from ultr.rankers import FeatureEncoder, Hurdle, Synthesised, WithConstants, make_ranker, score_rows
+from ultr.rankers import FeatureEncoder, Hurdle, Product, Synthesised, WithConstants, make_ranker, score_rows
 from ultr.rankers.boosters import BOOSTERS, TreeRanker, is_trees
 from ultr.rankers.hurdle import HURDLE_OUTPUTS, make_hurdle
 from ultr.utils.arguments import checked
@@ -127,6 +127,7 @@ def save_model(
                 "binary": list(ranker.binary) if isinstance(ranker, Synthesised) else None,
                 "hurdle": ranker.KIND if isinstance(ranker, Hurdle) else None,
                 "duration": getattr(ranker, "duration", None),
+                "product": isinstance(ranker, Product),
             }
         _save_rows(temporary, held_out)
         write_json(temporary / "model.json", about)
@@ -174,8 +175,8 @@ def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int
     label, binary, options = Label(about["label"]), about.get("binary"), dict(about["ranker_options"])
     if len(options.get("hidden", ())) > MAX_LAYERS:
         raise ValueError(f"{len(options['hidden']):,} layers, at most {MAX_LAYERS} are allowed")
-    hurdle, duration = about.get("hurdle"), about.get("duration")
-    outputs = HURDLE_OUTPUTS[hurdle] if hurdle else 1 if binary is None else len(label.actions)
+    hurdle, duration, is_product = about.get("hurdle"), about.get("duration"), about.get("product") is True
+    outputs = HURDLE_OUTPUTS[hurdle] if hurdle else 2 if is_product else 1 if binary is None else len(label.actions)
     ranker = make_ranker(about["ranker"], FeatureEncoder(inputs, categories), outputs=outputs, **options)
     if binary is not None:
         ranker = Synthesised(ranker, label, binary)
@@ -183,6 +184,8 @@ def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int
         if duration is not None and not 0 <= int(duration) < inputs:
             raise ValueError(f"no feature {duration}")
         ranker = make_hurdle(hurdle, ranker, duration)
+    if is_product:
+        ranker = Product(ranker)
     return WithConstants(ranker, torch.zeros(constants)) if constants else ranker
 
 
