@@ -12,6 +12,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 import lightgbm
 import numpy as np
@@ -57,7 +58,7 @@ def ours(library: str, log: Log, theta: dict[int, float], rounds: int) -> None:
         binary=("click",),
     )
     task = make_tree_method("direct", inputs).task(log)
-    how = Boosting(rounds, RATE, library_options=task.library_options)
+    how = Boosting(rounds, RATE, library_options=task.library_options or {})
     BOOSTERS[library].grow(task.rows, how, lambda *_: False)
 
 
@@ -95,8 +96,8 @@ def main() -> None:
     for library, own in (("lightgbm", of_lightgbm), ("xgboost", of_xgboost)):
         ratios, times = [], []
         for _ in range(given.turns):
-            mine = seconds(lambda library=library: ours(library, log, theta, given.rounds))
-            theirs = seconds(lambda own=own: own(log, theta, given.rounds))
+            mine = seconds(partial(ours, library, log, theta, given.rounds))
+            theirs = seconds(partial(own, log, theta, given.rounds))
             ratios.append(mine / theirs)
             times.append(theirs)
         ratio = float(np.median(ratios))
