@@ -195,6 +195,9 @@ VARIANTS: dict[str, list[dict[str, str]]] = {
     "ipw-listwise": [{}, {"labels": "values"}],
     "ipw-pointwise": [{}, {"labels": "values"}],
     "pairwise-debias": [{}, {"regularisation": "200"}],
+    "pl-rank": [{}, {"labels": "values", "discount": "theta", "cutoff": "none"}],
+    "prpo": [{}, {"labels": "values", "discount": "theta", "clip": "1"}],
+    "safe-ipw": [{}, {"labels": "values", "discount": "theta", "delta": "0.001"}],
 }
 
 

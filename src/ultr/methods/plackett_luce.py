@@ -107,10 +107,10 @@ class PlackettLuce(IPW):
         self.cutoff = math.inf if cutoff == "none" else int(cutoff)
 
     def gains(self, lists: Lists, ranks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gains [..., items, cut-off], given sampled ranks, and the objective that they have a gradient of.
+        """Return the gains [..., items, cut-off], given sampled ranks, and the estimated objective, a number.
 
-        The objective is a number; gains are constants, that is they include the outer derivative of an objective which
-        is not linear in the gains.
+        The gradient of the objective is that of the expected gain. If the objective is not linear in the exposure of
+        items, the gains contain its derivative.
         """
         raise NotImplementedError
 
