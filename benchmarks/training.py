@@ -37,6 +37,7 @@ from ultr.log.labels import Label
 from ultr.methods import METHODS, MethodInputs, make_method
 from ultr.methods.base import Learner
 from ultr.methods.bias_model import BiasModel
+from ultr.methods.doubly_robust import DoublyRobust
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feed, FeedStack
@@ -66,6 +67,8 @@ def main() -> None:
     learners: dict[str, Learner] = {name: make_method(name, inputs) for name in METHODS}
     for loss in ("opt", "ipw"):
         learners[f"pairwise-em, {loss}"] = make_method("pairwise-em", inputs, loss=loss)
+    learners["direct, ordinal"] = make_method("direct", inputs, values="ordinal")
+    learners["pal-click, reversal"] = make_method("pal-click", inputs, reversal=1.0)
     for name, loss in (("bias model", "posterior"), ("bias model of pairs", "opt")):
         if (model := make_method("pairwise-em", inputs, loss=loss).bias_learner()) is not None:
             learners[name] = model
@@ -149,6 +152,8 @@ def _networks(name: str, learner: Learner) -> tuple[nn.Module, nn.Module | None]
     trained = learner.get_submodule("ranker")
     if isinstance(learner, PairwiseEM):
         return trained, learner.bias_model.network
+    if isinstance(learner, DoublyRobust):
+        return trained, learner.positions.get_submodule("network")
     return trained, trained if name in ("regression-em", "pairwise-debias") else None
 
 
