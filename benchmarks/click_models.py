@@ -7,7 +7,7 @@ Both libraries fit the same models to the same requests, with one attraction (an
 query: 70% of the requests fit a model, 10% stop its training, and the log-likelihood is that of an impression in the
 rest. PATH is the Python of an environment with `pip install clax-models==0.1.1 jax==0.7.2`; without it only ultr runs.
 ultr does not depend on clax. Both use batches of the same size (`--batch`), one after the other. An epoch is timed
-without validation; the fastest one counts, because other programs slow some down and the first one of clax compiles.
+without validation, and the median counts, so that the first epoch of clax, which compiles, does not.
 
 clax predicts a click of its cascade model as a Π(1 - a) over all items above, even if it is known that none of them was
 clicked, so this is not the likelihood of a cascade. Its row therefore has the exact likelihood of the attractions that

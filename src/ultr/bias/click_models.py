@@ -129,20 +129,22 @@ class Chain(ClickModel):
         raise NotImplementedError
 
     def examined_after(self, clicked: Tensor, logits: Sequence[Tensor], parameters: Tensor, place: Tensor) -> Tensor:
-        # With g the logit to go on and m = -logit P(E_k | clicks above), Bayes' rule after no click on k gives
-        #   m' = log(exp(m - log(1-a) - log sigmoid(g)) + exp(-g))
+        # With g the logit to go on and u = logit P(E_k | clicks above) - g, Bayes' rule after no click on k gives
+        #   u' = log sigmoid(u + log(1-a) + log sigmoid(g))        and without g, where it is certain: u' = u + log(1-a)
         none, click = self.goes_on(logits, parameters)
-        grown = softplus(logits[0]) if none is None else softplus(logits[0]) + softplus(-none)
-        m = torch.full_like(logits[0][..., 0], -torch.inf)
-        steps = [m]
-        columns = zip(clicked.unbind(-1), grown.unbind(-1), (-click).unbind(-1), strict=True)
-        for clicked_here, grown_here, after_click in list(columns)[:-1]:
-            after_none = m + grown_here
-            if none is not None:
-                after_none = torch.logaddexp(after_none, -none)
-            m = torch.where(clicked_here, after_click, after_none)
-            steps.append(m)
-        return -torch.stack(steps, -1)
+        factor = logsigmoid(-logits[0])
+        if none is not None:
+            factor, click = factor + logsigmoid(none), click - none
+        u = torch.full_like(logits[0][..., 0], torch.inf)
+        steps = [u]
+        for clicked_here, factor_here, after_click in zip(
+            *(x.unbind(-1) for x in (clicked, factor, click)), strict=True
+        ):
+            after_none = u + factor_here if none is None else logsigmoid(u + factor_here)
+            u = torch.where(clicked_here, after_click, after_none)
+            steps.append(u)
+        examined = torch.stack(steps[:-1], -1)
+        return examined if none is None else examined + none
 
     def examined(self, logits: Sequence[Tensor], parameters: Tensor, place: Tensor) -> Tensor:
         none, click = self.goes_on(logits, parameters)

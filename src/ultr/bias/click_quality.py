@@ -29,11 +29,12 @@ from ultr.log.sampling import sample_log
 from ultr.rankers import FeatureEncoder, fit_encoders, make_ranker
 from ultr.utils.stopping import EarlyStopping
 
-BATCH = 512  # lists per step
+BATCH, LEAST_BATCH = 512, 16  # lists per step; a small log has smaller batches
+STEPS = 48  # steps of an epoch, at least
 EPOCHS = 12  # at most; the learning rate falls to zero over them
 PATIENCE = 3  # epochs without improvement before training stops
 # The learning rates of Adam: of parameters of items and of the model (with the root of the batch), and of a network.
-LEARNING_RATE, NETWORK_RATE = 0.05, 0.01
+LEARNING_RATE, NETWORK_RATE = 0.05, 0.005
 PRIOR = 1.0  # the precision of the normal prior of an item's logit around the mean logit
 HIDDEN = (32, 16)  # units of the network of features
 ROWS_AT_ONCE = 1 << 18  # rows, with padding, that are gathered or evaluated at once
@@ -58,7 +59,7 @@ class ModelQuality:
     conditional_perplexity: float
     modelled: float  # share of the held-out impressions that count in the likelihood
     epochs: int
-    seconds_per_epoch: float  # of the fastest epoch
+    seconds_per_epoch: float  # the median, without evaluation
     parameters: dict[str, Any]  # the model's own parameters
 
 
@@ -174,7 +175,7 @@ def compare_click_models(
     *,
     label: str = "click",
     seed: int = 0,
-    batch: int = BATCH,
+    batch: int | None = None,
     epochs: int = EPOCHS,
 ) -> QualityReport:
     """Fit click models to 70% of the requests, stop by another 10%, and return their quality on the rest.
@@ -225,11 +226,12 @@ def fit_and_evaluate(
     *,
     name: str,
     seed: int = 0,
-    batch: int = BATCH,
+    batch: int | None = None,
     epochs: int = EPOCHS,
 ) -> tuple[ModelQuality, Fit]:
     """Fit a click model to the first part of the requests, stop by the second, and evaluate it on the third."""
     fitted, stop, held_out = parts
+    batch = batch or min(BATCH, max(LEAST_BATCH, len(fitted) // STEPS))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         fit = Fit(model, lists, log, fitted)
@@ -252,7 +254,9 @@ def fit_and_evaluate(
     fit.load_state_dict(best)
     own = {key: values.tolist() for key, values in model.named(fit.own.detach()).items()}
     quality = evaluated(fit, lists, held_out)
-    return ModelQuality(name, **quality, epochs=len(seconds), seconds_per_epoch=min(seconds), parameters=own), fit
+    return ModelQuality(
+        name, **quality, epochs=len(seconds), seconds_per_epoch=float(np.median(seconds)), parameters=own
+    ), fit
 
 
 @torch.no_grad()
