@@ -43,6 +43,11 @@ class LoggingStrata(nn.Module):
         """Keep the module in evaluation mode: the score of the logging ranker has no dropout."""
         return super().train(False)
 
+    @property
+    def several(self) -> Tensor:
+        """Whether there is more than one stratum: a single one explains nothing, and its gradients are rounding."""
+        return self.edges[0].isfinite()
+
     @torch.no_grad()
     def forward(self, lists: Lists) -> Tensor:
         score = torch.where(self.by_network > 0, self.network(lists.features), self.linear(lists.features))
