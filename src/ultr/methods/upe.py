@@ -60,9 +60,7 @@ class UPE(DLA):
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
         report = super().bias(batches)
         return (
-            None
-            if report is None
-            else {**report, "theta_from": THETA_FROM, "confounding": numbers(self.effect.values)}
+            None if report is None else {**report, "theta_from": THETA_FROM, "confounding": numbers(self.effect.values)}
         )
 
     def propensity_loss(self, lists: Lists, logits: Tensor, clicks: Tensor, scores: Tensor) -> Tensor:
