@@ -48,7 +48,9 @@ def write_lists(path: Path, lists: ClickLists, parts: tuple[Tensor, Tensor, Tens
         part[requests.numpy()] = i
     batch = lists.batch(torch.arange(len(part)))
     columns = {"positions": batch.place + 1, "query_doc_ids": batch.inputs + 1, "clicks": batch.clicked}
-    arrays = {name: torch.where(batch.where, values, 0).int().numpy() for name, values in columns.items()}
+    arrays: dict[str, Any] = {
+        name: torch.where(batch.where, values, 0).int().numpy() for name, values in columns.items()
+    }
     np.savez(path, mask=batch.where.numpy(), part=part, **arrays)
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SMALL = {
     "bias": "--replications 2 --requests 2000 --bootstrap 20",
-    "click_models": "--iterations 20",
+    "click_models": "--models pbm",
     "direct": "--requests 2000 --rounds 10 --turns 2",
     "examination": "--seeds 1 --sessions 60000",
     "large_log": "--rows 20000 --folder {folder}",
     "memory": "--like yahoo --share 0.01 --jobs 1 --minutes 0.2",
     "offpolicy": "--replications 2 --sessions 3000 --bootstrap 2",
+    "position_based": "--iterations 20",
     "prepare": "--rows 100000 --folder {folder}",
     "processes": "--steps 50 --batch 32 --gib 0.005 --folder {folder}",
     "reading": "--rows 10000 --features 100",

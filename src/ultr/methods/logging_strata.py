@@ -19,6 +19,7 @@ from ultr.methods.base import MethodInputs, PositionIndex
 from ultr.rankers import FeatureEncoder, LinearRanker
 
 ROWS_IN_CELL = 20  # mean number of rows that a position of a stratum should have
+UNUSED = 1e30  # the edge of a stratum that no score reaches
 
 
 class LoggingStrata(nn.Module):
@@ -36,12 +37,17 @@ class LoggingStrata(nn.Module):
         self.linear = _fixed(LinearRanker(FeatureEncoder(inputs.features, inputs.categories)))
         self.network = _fixed(policy_network(inputs.features, inputs.categories))
         self.register_buffer("by_network", torch.zeros(()))  # 1 if the network is the model, and not the linear score
-        self.register_buffer("edges", torch.full((STRATA - 1,), torch.inf))
+        self.register_buffer("edges", torch.full((STRATA - 1,), UNUSED))
         self.eval()
 
     def train(self, mode: bool = True) -> LoggingStrata:
         """Keep the module in evaluation mode: the score of the logging ranker has no dropout."""
         return super().train(False)
+
+    @property
+    def several(self) -> Tensor:
+        """Whether there is more than one stratum: a single one explains nothing, and its gradients are rounding."""
+        return self.edges[0] < UNUSED / 2
 
     @torch.no_grad()
     def forward(self, lists: Lists) -> Tensor:
@@ -66,7 +72,7 @@ class LoggingStrata(nn.Module):
         count = int(np.clip(log.rows // (ROWS_IN_CELL * len(self.index)), 1, STRATA))
         ordered, cuts = np.sort(score), np.arange(1, count) * log.rows // count
         edges = torch.from_numpy((ordered[cuts - 1] + ordered[cuts]) / 2)  # between two scores, so that none is on it
-        self.edges.fill_(torch.inf)[: count - 1] = edges.to(self.edges)
+        self.edges.fill_(UNUSED)[: count - 1] = edges.to(self.edges)
         places = self.index(torch.from_numpy(np.ascontiguousarray(positions)).to(self.index.ids.device))
         return np.searchsorted(self.edges.cpu().numpy(), score), places.cpu().numpy()
 

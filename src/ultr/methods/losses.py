@@ -24,7 +24,8 @@ def pointwise_loss(
 ) -> Tensor:
     """Return the squared error of the score as a prediction of the label: Σ_i w_i (s_i - c_i)², w = 1 if not given."""
     squares = torch.where(where, scores - labels, 0.0).square()
-    return reduced((squares if item_weights is None else item_weights * squares).sum(-1), weights)
+    squares = squares if item_weights is None else torch.where(where, item_weights.detach(), 0.0) * squares
+    return reduced(squares.sum(-1), weights)
 
 
 def softmax_loss(scores: Tensor, item_weights: Tensor, *, where: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -48,7 +49,8 @@ def logistic_loss(
     """Return the sum over items, weighted by `item_weights`, of the cross-entropy of targets in [0, 1] with the sigmoid
     of logits.
     """
-    entropy = binary_cross_entropy_with_logits(logits.masked_fill(~where, 0.0), targets, item_weights, reduction="none")
+    factor = None if item_weights is None else torch.where(where, item_weights.detach(), 0.0)
+    entropy = binary_cross_entropy_with_logits(logits.masked_fill(~where, 0.0), targets, factor, reduction="none")
     return reduced(torch.where(where, entropy, 0.0).sum(-1), weights)
 
 

@@ -64,7 +64,7 @@ class UPE(DLA):
         )
 
     def propensity_loss(self, lists: Lists, logits: Tensor, clicks: Tensor, scores: Tensor) -> Tensor:
-        logits = logits + self.effect(self.strata(lists))
+        logits = logits + torch.where(self.strata.several, self.effect(self.strata(lists)), 0.0)
         if self.dual:
             return super().propensity_loss(lists, logits, clicks, scores)
         return softmax_loss(logits, clicks, where=lists.where, weights=lists.weights)
