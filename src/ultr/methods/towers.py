@@ -5,9 +5,9 @@ multiplies by it. The ranker and its towers learn the label, or each action of t
 for each action, and the label's expression combines the predictions.
 
 If a good ranker wrote the log, position and relevance are correlated, and a tower may learn a part of relevance. Three
-options are against that: the weights of Hager et al. (2025, "Unidentified and Confounded? Understanding Two-Tower
-Models for Unbiased Learning to Rank"), the gradient reversal and the dropout of Zhang et al. (2023, "Towards
-Disentangling Relevance and Bias in Unbiased Learning to Rank"), and a start at estimated examination.
+options are against that: weights after Hager et al. (2025, "Unidentified and Confounded? Understanding Two-Tower
+Models for Unbiased Learning to Rank"), gradient reversal and dropout after Zhang et al. (2023, "Towards Disentangling
+Relevance and Bias in Unbiased Learning to Rank"), and a start at estimated examination.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Unconfounded propensity estimation (Luo et al. 2023, "Unconfounded Propensity Estimation for Unbiased Ranking").
+"""Unconfounded propensity estimation, after the paper of this title for unbiased ranking (Luo et al. 2023).
 
 A good logging ranker puts relevant items high, so that position and relevance are confounded. Dual learning (`dla`)
 then takes a part of the effect of relevance for examination, and its propensities are too steep.
