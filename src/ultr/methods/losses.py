@@ -46,7 +46,9 @@ def logistic_loss(
     weights: Tensor | None = None,
     item_weights: Tensor | None = None,
 ) -> Tensor:
-    """Return the sum over items of w_i times the cross-entropy of targets in [0, 1] with sigmoids; w = 1 if not given."""
+    """Return the sum over items of w_i times the cross-entropy of targets in [0, 1] with sigmoids of logits; w is 1
+    if it is not given.
+    """
     factor = None if item_weights is None else torch.where(where, item_weights.detach(), 0.0)
     entropy = binary_cross_entropy_with_logits(logits.masked_fill(~where, 0.0), targets, factor, reduction="none")
     return reduced(torch.where(where, entropy, 0.0).sum(-1), weights)
