@@ -225,6 +225,20 @@ def test_categories_are_matched_by_value_when_scoring(tmp_path):
         model.score(read_log(tmp_path / "log.parquet"))
 
 
+@pytest.mark.parametrize("ranker", ["mlp", "lightgbm"])
+def test_a_log_can_have_only_categorical_features(ranker, tmp_path):
+    log, _ = simulate_log(make_shown_log(requests=60, features=1), User())
+    table = log.to_table().drop(["relevance", "features"])
+    shops = np.random.default_rng(0).choice(["x", "y", "z"], log.rows)
+    pq.write_table(table.append_column("shop", [shops.tolist()]), tmp_path / "log.parquet")
+    only = config(tmp_path / "log.parquet", columns={"categorical": ["shop"]}, ranker=ranker)
+    run = run_training(replace(only, ranker_options={}) if ranker == "lightgbm" else only, tmp_path / "run")
+    read = read_log(tmp_path / "log.parquet", categorical="shop")
+    scores = load_model(run).score(read)
+    assert len({round(float(score), 6) for score in scores}) <= 3
+    assert np.isfinite(scores).all()
+
+
 def test_folders_that_are_not_a_run_or_are_damaged_are_errors(log_path, tmp_path):
     with pytest.raises(DataError, match="not a run directory"):
         load_model(tmp_path)
