@@ -88,6 +88,7 @@ def test_methods_for_clicks_are_named_if_the_label_has_other_values(ultr, tmp_pa
     done = ultr(
         *("compare", path, "--out", tmp_path / "cmp", "--seeds", 1, "--lrs", 0.1, "--jobs", 1, *fast),
         *("--methods", "pointwise,dla,ipw-listwise:labels=values,ipw-pointwise"),
+        *("--max-weights", "none", "--tuning-seeds", 1),
     )
     assert done.returncode == 0, done.stderr
     assert "dla, ipw-pointwise: trained on clicks only; 'click + dwell / exp(3)' counts as 1 if it" in done.stderr
