@@ -23,6 +23,7 @@ from ultr.rankers.boosters import BOOSTERS, Boosting, lightgbm_parameters
 from ultr.rankers.model import load_model
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.run import run_training
+from ultr.utils.jsonfiles import read_json, write_json
 
 FEATURES = 4
 POSITIONS = tuple(range(1, 13))
@@ -105,6 +106,11 @@ def test_the_score_of_a_hurdle_is_the_expected_label_and_is_loaded(tmp_path):
         logit, outputs = model.ranker.outputs(torch.from_numpy(log.features))
     expected = torch.sigmoid(logit) * outputs[..., 0].exp()
     np.testing.assert_allclose(model.score(log), expected.numpy(), rtol=1e-5)
+    about = read_json(tmp_path / "run" / "model" / "model.json")
+    assert about["hurdle"] == "gamma"
+    about["hurdle"] = True  # as models said when there was only this kind
+    write_json(tmp_path / "run" / "model" / "model.json", about)
+    np.testing.assert_allclose(load_model(tmp_path / "run").score(log), expected.numpy(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("likelihood", ["poisson", "tweedie"])

@@ -68,15 +68,17 @@ def bias(
         whole, sampled = read_for_audit(log, sample_rows=sample, seed=seed, **columns)
     if label is None:
         label = "click" if "click" in whole.actions else next(iter(whole.actions), DEFAULT_LABEL)
-    with words.status("estimating examination ..."):
-        known = None if propensities is None else read_propensities(propensities)
-        report = audit(whole, label=label, sample=sampled, known=known, bootstrap=bootstrap, seed=seed)
-    content, quality = report.to_json(), None
-    if names:
+    quality = None
+    if names:  # before the estimate of examination, which takes longer
         from ultr.bias.click_quality import compare_click_models
 
         with words.status("fitting click models ..."):
             quality = compare_click_models(whole if sampled is None else sampled, names, label=label, seed=seed)
+    with words.status("estimating examination ..."):
+        known = None if propensities is None else read_propensities(propensities)
+        report = audit(whole, label=label, sample=sampled, known=known, bootstrap=bootstrap, seed=seed)
+    content = report.to_json()
+    if quality is not None:
         content["click_models"] = quality.to_json()
     if out is not None:
         _write(report, content, out, str(log), overwrite=overwrite)

@@ -199,6 +199,18 @@ def at_least(name: str, least: float) -> Callable[[str], float]:
     return parse
 
 
+def whole(name: str, least: int) -> Callable[[str], int]:
+    """Return a parser for an option that is a whole number of at least `least`."""
+
+    def parse(text: str) -> int:
+        value = at_least(name, least)(text)
+        if value != int(value):
+            raise OptionError(f"'{name}' must be a whole number", got=f"'{text}'")
+        return int(value)
+
+    return parse
+
+
 def weight_limit(text: str) -> float | str:
     """Parse the option `max_weight`: a number of at least 1, or `none`."""
     return text if text == "none" else at_least("max_weight", 1)(text)

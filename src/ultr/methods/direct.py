@@ -17,7 +17,7 @@ from ultr.log.labels import Label
 from ultr.methods.base import MethodInputs, at_least_single, one_of
 from ultr.methods.losses import product_logistic_loss, reduced
 from ultr.methods.position_model import LEAST_THETA, PositionModel, WithPositions
-from ultr.rankers.hurdle import HURDLE_OUTPUTS, DurationHurdle, Hurdle, make_hurdle
+from ultr.rankers.hurdle import HURDLE_OUTPUTS, DurationHurdle, Hurdle, OrdinalHurdle, make_hurdle
 
 POWER = 1.5  # of Tweedie's distribution: variance = mean^1.5, between Poisson (1) and gamma (2)
 VALUE_SESSIONS = 10_000  # simulated sessions from which the distribution of values is estimated
@@ -72,7 +72,7 @@ class Direct(WithPositions):
 
     def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
         super().estimate_bias(log, user=user, sessions=sessions, seed=seed)
-        if isinstance(self.ranker, Hurdle):
+        if isinstance(self.ranker, OrdinalHurdle | DurationHurdle):
             if user is not None:
                 log, _ = simulate_log(log, user, sessions=VALUE_SESSIONS, seed=seed)
             labels = self.inputs.label(log.actions)

@@ -13,28 +13,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ultr.errors import OptionError
 from ultr.evaluation.metrics import discounts_at, ranks_of
 from ultr.lists import Lists
-from ultr.methods.base import MethodInputs, at_least, one_of
+from ultr.methods.base import MethodInputs, one_of, whole
 from ultr.methods.ipw import IPW
 from ultr.methods.losses import reduced
 from ultr.rankers import Gumbel
 
 SAMPLES = 16  # rankings that are sampled for each list
 CUT_OFF = 10  # ranks with a discount above zero
-
-
-def whole(name: str, least: int) -> Callable[[str], int]:
-    """Return a parser for an option that is a whole number of at least `least`."""
-
-    def parse(text: str) -> int:
-        value = at_least(name, least)(text)
-        if value != int(value):
-            raise OptionError(f"'{name}' must be a whole number", got=f"'{text}'")
-        return int(value)
-
-    return parse
 
 
 def cut_off(text: str) -> int | str:

@@ -17,8 +17,8 @@ from ultr.datasets.users import User
 from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.base import MethodInputs, at_least
-from ultr.methods.plackett_luce import PlackettLuce, PLRank, gains_at, mean_gain, whole
+from ultr.methods.base import MethodInputs, at_least, whole
+from ultr.methods.plackett_luce import PlackettLuce, PLRank, gains_at, mean_gain
 from ultr.methods.position_model import LEAST_THETA, means_of_all
 
 CLIP = 2.0  # default of ε⁺

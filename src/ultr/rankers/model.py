@@ -176,6 +176,7 @@ def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int
     if len(options.get("hidden", ())) > MAX_LAYERS:
         raise ValueError(f"{len(options['hidden']):,} layers, at most {MAX_LAYERS} are allowed")
     hurdle, duration, is_product = about.get("hurdle"), about.get("duration"), about.get("product") is True
+    hurdle = Hurdle.KIND if hurdle is True else hurdle  # as models said when there was only this kind
     outputs = HURDLE_OUTPUTS[hurdle] if hurdle else 2 if is_product else 1 if binary is None else len(label.actions)
     ranker = make_ranker(about["ranker"], FeatureEncoder(inputs, categories), outputs=outputs, **options)
     if binary is not None:
