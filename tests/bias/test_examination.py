@@ -15,12 +15,13 @@ from ultr.bias import examination, logging_policy
 from ultr.bias.counts import Cells
 from ultr.bias.estimators import fit_conditional, fit_trust
 from ultr.bias.examination import estimate_examination
-from ultr.bias.logging_policy import recovered_score
+from ultr.bias.logging_policy import logging_score, recovered_score, share_logging_score
 from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import EYE_TRACKING, TrustUser, User
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.labels import Label
+from ultr.rankers import score_rows
 
 THETA = torch.tensor(EYE_TRACKING, dtype=torch.float64)
 RELATIVE = (THETA / THETA[0]).numpy()
@@ -156,6 +157,26 @@ def test_a_network_that_explains_no_more_is_not_used(monkeypatch):
     monkeypatch.setattr(logging_policy, "MUCH_OPEN", np.inf)
     assert abs(found.explained) < 0.05
     np.testing.assert_array_equal(found.score, recovered_score(shuffled).score)
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_a_shared_logging_score_is_read_back_and_only_for_the_same_log(tmp_path, monkeypatch, network):
+    log, _ = confounded_log(requests=800, linear=not network)
+    monkeypatch.setattr(logging_policy, "NETWORK_STEPS", 100)
+    monkeypatch.setattr(logging_policy, "CLEARLY_MORE", -10.0 if network else 10.0)
+    share_logging_score(log, tmp_path)
+    made = logging_score(log)
+    again, other = replace(log), replace(log, positions=log.positions[::-1].copy())
+    for each in (again, other):
+        share_logging_score(each, tmp_path)
+    monkeypatch.setattr(logging_policy, "recovered_score", lambda *_, **__: pytest.fail("it was made before"))
+    found = logging_score(again)
+    np.testing.assert_array_equal(found.score, made.score)
+    assert found.explained == made.explained
+    assert type(found.ranker) is type(made.ranker)
+    np.testing.assert_array_equal(score_rows(found.ranker, log.features), made.score)
+    with pytest.raises(pytest.fail.Exception):
+        logging_score(other)
 
 
 @pytest.mark.long

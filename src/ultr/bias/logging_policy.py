@@ -7,8 +7,10 @@ examination differs.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,10 +19,12 @@ from torch import Tensor
 
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
-from ultr.log.queries import split_by_query
+from ultr.log.queries import queries_of, split_by_query
 from ultr.log.sampling import sample_requests
 from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, make_ranker, score_rows
+from ultr.utils.files import atomic_path
 from ultr.utils.stopping import EarlyStopping
+from ultr.utils.tensors import load_tensors, save_tensors
 
 SCORED_ROWS = 20_000  # the linear score is learned from a sample of this many rows, or thirty per feature if more
 STRATA = 20  # most quantiles of the score, and of its mean over a list
@@ -43,6 +47,7 @@ class LoggingScore:
 
 
 _CACHE: MutableMapping[Log, dict[int, LoggingScore]] = WeakKeyDictionary()
+_FOLDERS: MutableMapping[Log, Path] = WeakKeyDictionary()
 
 
 def strata_of(log: Log, score: np.ndarray, *, clicks: float) -> np.ndarray:
@@ -64,8 +69,46 @@ def logging_score(log: Log, *, seed: int = 0, device: torch.device | str = "cpu"
     """Return `recovered_score` of a log; the result is cached, because several parts of a run need it."""
     cached = _CACHE.setdefault(log, {})
     if seed not in cached:
-        cached[seed] = recovered_score(log, seed=seed, device=device)
+        folder = _FOLDERS.get(log)
+        file = None if folder is None else folder / f"logging-{_content(log, seed)}.safetensors"
+        if file is not None and file.is_file():
+            cached[seed] = _load(file, log, device)
+        else:
+            cached[seed] = recovered_score(log, seed=seed, device=device)
+            if file is not None:
+                _save(file, cached[seed])
     return cached[seed]
+
+
+def share_logging_score(log: Log, folder: Path) -> None:
+    """Let `logging_score` of this log read its result from a folder, or write it there, for other processes."""
+    _FOLDERS[log] = folder
+
+
+def _content(log: Log, seed: int) -> str:
+    """Return a hash of all that `recovered_score` depends on."""
+    found = hashlib.blake2b(repr((seed, log.feature_names, sorted(log.categories.items()))).encode(), digest_size=12)
+    for values in (log.lengths, log.shown_positions("the logging ranker"), queries_of(log), log.features):
+        found.update(np.ascontiguousarray(values).data)
+    return found.hexdigest()
+
+
+def _save(file: Path, logged: LoggingScore) -> None:
+    weights = {f"ranker.{name}": values for name, values in logged.ranker.state_dict().items()}
+    about = {"score": torch.from_numpy(logged.score), "explained": torch.tensor(logged.explained, dtype=torch.float64)}
+    with atomic_path(file, overwrite=True) as temporary:
+        save_tensors(temporary, {**weights, **about})
+
+
+def _load(file: Path, log: Log, device: torch.device | str) -> LoggingScore:
+    tensors = load_tensors(file)
+    score, explained = tensors.pop("score").numpy(), float(tensors.pop("explained"))
+    weights = {name.removeprefix("ranker."): values for name, values in tensors.items()}
+    ranker: torch.nn.Module = LinearRanker(FeatureEncoder(len(log.feature_names), log.categories))
+    if weights.keys() != ranker.state_dict().keys():
+        ranker = policy_network(len(log.feature_names), log.categories)
+    ranker.load_state_dict(weights)
+    return LoggingScore(score, explained, ranker.to(device).eval())
 
 
 def recovered_score(log: Log, *, seed: int = 0, device: torch.device | str = "cpu") -> LoggingScore:

@@ -114,6 +114,7 @@ def make_judge(
     user: User | None = None,
     sessions: int = 0,
     seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> Judge:
     """Make a judge (see `Judge`) from training requests; `known` is the known examination by position id.
 
@@ -123,7 +124,7 @@ def make_judge(
         train, _ = simulate_log(train, user, seed=seed, sessions=min(len(train) * 4, max(len(train), sessions)))
     theta = known
     if theta is None:
-        theta = estimate_examination(train, Label(label), seed=seed).by_position()
+        theta = estimate_examination(train, Label(label), seed=seed, device=device).by_position()
     direct = fit_direct(train, theta=theta, label=label, seed=seed)
     return Judge({slot(position, segments): value for position, value in theta.items()}, direct)
 

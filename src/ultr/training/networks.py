@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ultr.bias.logging_policy import share_logging_score
 from ultr.errors import DataError
 from ultr.lists import ListBatches
 from ultr.methods import Method, make_method
@@ -53,6 +54,8 @@ class NetworkRun:
         config, run_data, method, state = self.config, self.run_data, self.method, self.state
         resumed = load_checkpoint(out, state)
         check_equal(state.step if resumed else -1, "the step to resume from")
+        if shared is not None:
+            share_logging_score(run_data.train, shared)
         if not resumed:
             run_bias_stage(config, run_data, method, out, shared, listeners.on_bias_progress)
         if is_main():

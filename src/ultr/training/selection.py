@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ultr.bias.logging_policy import share_logging_score
 from ultr.datasets.users import User
 from ultr.evaluation.judge import Judge, evaluate_requests, load_judge, make_judge
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, ScoreMetrics
 from ultr.log import Log
 from ultr.training.config import DEFAULT_METHOD, RunConfig
 from ultr.training.data import RunData, cached_run_data, known_theta
+from ultr.utils.devices import choose_device
 from ultr.utils.distributed import barrier, is_main
 
 JUDGE = "judge"  # folder in a run directory
@@ -65,6 +67,8 @@ def _new_judge(
         return judge
     if config.learn_from == "no-bias":
         run_data = cached_run_data(common)  # a judge knows only feedback as it is logged
+    if shared is not None:
+        share_logging_score(run_data.train, shared)
     judge = make_judge(
         run_data.train,
         label=config.label,
@@ -73,6 +77,7 @@ def _new_judge(
         user=run_data.feeding_user,
         sessions=config.training.bias_steps * config.training.batch,
         seed=config.training.seed,
+        device=choose_device(config.training.device),
     )
     for folder in (stored, None if out is None else out / JUDGE):
         if folder is not None:

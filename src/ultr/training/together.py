@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ultr.bias.logging_policy import share_logging_score
 from ultr.lists import ListBatches
 from ultr.methods.bias_model import BiasModel
 from ultr.training.bias_stage import BIAS, HELD_OUT_SHARE, BiasTraining, bias_training, save_bias
@@ -131,6 +132,8 @@ def _fit_biases(runs: Sequence[NetworkRun], outs: Sequence[Path], shared: Path, 
         models = [model for run in missing.values() if (model := run.method.bias_learner()) is not None]
         if len(models) < 2 or not Stack.can_hold(models, [BIAS_TRAINING] * len(models)):
             return  # each run fits its own
+        for run in missing.values():
+            share_logging_score(run.run_data.train, shared)
         trainings = [_bias_training(run) for run in missing.values()]
         _train_biases(trainings)
         for folder, training in zip(missing, trainings, strict=True):
