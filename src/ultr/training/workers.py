@@ -147,6 +147,10 @@ def _perform_safely(task: Task) -> str:
 
 
 def _set_threads(threads: int) -> None:
+    """Limit the threads of this process, also those of linear algebra in NumPy and SciPy."""
+    import scipy.linalg  # noqa: F401 - its libraries are limited only once they are loaded
     import torch
+    from threadpoolctl import threadpool_limits
 
     torch.set_num_threads(threads)
+    threadpool_limits(threads)
