@@ -29,6 +29,9 @@ def serve(
     poll: Annotated[float, typer.Option(help="Seconds between checks for a newer model.", min=0.05, max=86_400)] = 5.0,
     max_rows: Annotated[int, typer.Option(help="The largest number of rows in one request.", min=1)] = 10_000,
     threads: Annotated[int, typer.Option(help="The number of requests scored in parallel.", min=1, max=256)] = 1,
+    allow_schema_change: Annotated[
+        bool, typer.Option("--allow-schema-change", help="Also load newer models with other features.")
+    ] = False,
 ) -> None:
     """Serve a model with the Open Inference Protocol (REST, JSON and binary), and reload newer models."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", name):
@@ -50,7 +53,17 @@ def serve(
         def say(text: str) -> None:
             words.print(plain(text), soft_wrap=True)
 
-        serve_on(listener, run, name=name, max_rows=max_rows, threads=threads, token=token, poll=poll, say=say)
+        serve_on(
+            listener,
+            run,
+            name=name,
+            max_rows=max_rows,
+            threads=threads,
+            token=token,
+            poll=poll,
+            any_schema=allow_schema_change,
+            say=say,
+        )
 
 
 def _token(path: Path | None) -> str | None:

@@ -19,8 +19,9 @@ from serving.http.conftest import train
 from serving.http.malformed import malformed
 from ultr.errors import DataError
 from ultr.rankers.model import load_model
-from ultr.serving.http.app import App
-from ultr.serving.http.served import Served, Watch, load_scorer
+from ultr.serving.http import app as app_module
+from ultr.serving.http.app import ARRIVED, App
+from ultr.serving.http.served import Scorer, Served, Watch, load_scorer
 from ultr.utils.jsonfiles import load_json
 
 MODEL, TREES = "/v2/models/ranker", "/v2/models/trees/infer"
@@ -82,6 +83,7 @@ def test_the_server_describes_itself_and_its_model(network):
         "platform": "onnxruntime",
         "inputs": [{"name": "features", "datatype": "FP32", "shape": [-1, FEATURES]}],
         "outputs": [{"name": "scores", "datatype": "FP32", "shape": [-1]}],
+        "parameters": {"feature_names": [*network.served.scorer.feature_names], "categorical": ["shop"]},
     }
     answer = fetch(network, "POST", f"{MODEL}/versions/{version}/infer", json_body(rows(1), id="x"))
     assert (answer.json["model_name"], answer.json["model_version"], answer.json["id"]) == ("ranker", version, "x")
@@ -320,3 +322,104 @@ def test_trees_without_onnx_are_not_served(folders, tmp_path):
         DataError, match=r"lightgbm trees have no ONNX \(the leaves are linear models\), so they cannot be served"
     ):
         Served(folder)
+
+
+# --- Limits and other features ----------------------------------------------------------------------------------------
+
+
+def scorer_with(names: tuple[str, ...], **vocabularies: tuple[str, ...]) -> Scorer:
+    return Scorer("v", names, vocabularies, False, lambda features: features[:, 0], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("newer", "change"),
+    [
+        (scorer_with(("a", "shop"), shop=("x", "y")), None),
+        (scorer_with(("a", "shop"), shop=("x", "y", "z")), None),
+        (scorer_with(("shop", "a"), shop=("x", "y")), "feature 1 is 'shop' in place of 'a'"),
+        (scorer_with(("a", "shop", "b"), shop=("x", "y")), "feature 3 is 'b' in place of absent"),
+        (scorer_with(("a",)), "feature 2 is absent in place of 'shop'"),
+        (scorer_with(("a", "shop"), shop=("y", "x")), "the values of 'shop' have other codes"),
+        (scorer_with(("a", "shop"), shop=("x",)), "the values of 'shop' have other codes"),
+        (scorer_with(("a", "shop")), "'shop' is a number now"),
+        (scorer_with(("a", "shop"), a=("1",), shop=("x", "y")), "'a' is a category now"),
+    ],
+)
+def test_a_newer_model_may_not_misread_what_clients_send(newer, change):
+    assert newer.misreads(scorer_with(("a", "shop"), shop=("x", "y"))) == change
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_newer_model_with_other_features_is_loaded_only_if_that_is_allowed(allowed, folders, tmp_path, monkeypatch):
+    (tmp_path / "live").symlink_to(folders.exported)
+    said: list[str] = []
+    served = Served(tmp_path / "live", any_schema=allowed, say=said.append)
+    old = served.scorer
+    newer = replace(old, version="newer", feature_names=old.feature_names[::-1])
+    monkeypatch.setattr("ultr.serving.http.served.load_scorer", lambda *_, **__: newer)
+    (tmp_path / "new").symlink_to(folders.exported_trees)
+    (tmp_path / "new").rename(tmp_path / "live")
+    served.reload()
+    assert served.scorer is (newer if allowed else old)
+    assert ("now serving version newer" if allowed else "--allow-schema-change") in said[0]
+    served.reload()
+    assert len(said) == 1
+
+
+def test_large_bodies_that_do_not_fit_are_refused_and_small_ones_are_not(network, monkeypatch):
+    small, large = json_body(rows(2)), json_body(rows(200))
+    monkeypatch.setattr(app_module, "MOST_BYTES", len(large) + 10)
+    monkeypatch.setattr(app_module, "SMALL_BODY", len(small))
+
+    async def talk():
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def receive():
+            begun.set()
+            await go_on.wait()
+            return {"type": "http.request", "body": large, "more_body": False}
+
+        async def send(message):
+            sent.append(message)
+
+        sent: list[dict] = []
+        headers = [(b"content-length", str(len(large)).encode())]
+        scope = {"type": "http", "method": "POST", "path": INFER, "headers": headers}
+        first = asyncio.create_task(network(scope, receive, send))
+        await begun.wait()
+        second = await fetch_async(network, "POST", INFER, large, {"Content-Length": str(len(large))})
+        third = await fetch_async(network, "POST", INFER, small)
+        go_on.set()
+        await first
+        return sent[0]["status"], second, third
+
+    first, second, third = asyncio.run(talk())
+    assert (first, second.status, third.status) == (200, 503, 200)
+    assert second.headers["retry-after"] == "1"
+    assert "too many large requests are in progress" in second.json["error"]
+    assert fetch(network, "POST", INFER, large).status == 200  # nothing is left of the others
+
+
+def test_a_request_behind_too_many_others_is_told_to_come_back(network, monkeypatch):
+    monkeypatch.setattr(app_module, "MOST_WAITING", 0)
+    scope = {"type": "http", "method": "POST", "path": INFER, "headers": [], app_module.WAITING: 0}
+    sent: list[dict] = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(network(scope, None, send))
+    assert sent[0]["status"] == 503
+    assert (b"retry-after", b"1") in sent[0]["headers"]
+    assert fetch(network, "GET", "/v2/health/live").status == 200
+
+
+def test_the_time_of_a_request_includes_its_wait(network):
+    before = network._seconds._sum.get()
+    scope = {"type": "http", "method": "GET", "path": INFER, "headers": [], ARRIVED: time.perf_counter() - 5}
+
+    async def send(_message):
+        pass
+
+    asyncio.run(network(scope, None, send))
+    assert network._seconds._sum.get() - before >= 5

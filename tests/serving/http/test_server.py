@@ -31,8 +31,8 @@ TOKEN = "a-token-of-tests"  # noqa: S105
 class Server:
     """`ultr serve` on a free port, with the lines that it prints."""
 
-    def __init__(self, *arguments: object, **environment: str) -> None:
-        command = [sys.executable, "-m", "ultr", "serve", *map(str, arguments), "--port", "0"]
+    def __init__(self, *arguments: object, python: tuple[str, ...] = ("-m", "ultr"), **environment: str) -> None:
+        command = [sys.executable, *python, "serve", *map(str, arguments), "--port", "0"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
         self.lines: list[str] = []
         self.started = threading.Event()
@@ -325,3 +325,34 @@ def test_a_folder_without_a_model_exits_with_1(ultr, tmp_path):
     done = ultr("serve", tmp_path, "--port", 0)
     assert done.returncode == 1
     assert "there is no model here; pass a finished run, or a folder that ultr export wrote" in done.stderr
+
+
+def test_slow_clients_are_disconnected_and_others_are_served(folders):
+    with Server(folders.exported, "--max-rows", MAX_ROWS) as running, contextlib.ExitStack() as opened:
+        silent = [opened.enter_context(socket.create_connection(("127.0.0.1", running.port))) for _ in range(100)]
+        for number, client in enumerate(silent):
+            client.settimeout(30)
+            if number % 2:
+                client.send(b"POST /v2/models/ranker/infer HTTP/1.1\r\nHost: x\r\n")
+        began = time.monotonic()
+        assert running.fetch("POST", INFER, json_body(rows(3))).status == 200
+        assert time.monotonic() - began < 5
+        answers = [client.recv(1000) for client in silent]
+        assert all(answer.startswith(b"HTTP/1.1 408") for answer in answers)
+        assert running.fetch("POST", INFER, json_body(rows(3))).status == 200
+
+
+def test_a_connection_too_many_is_told_to_come_back(folders):
+    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90)); "
+    start = limit + "sys.argv = ['ultr', *sys.argv[1:]]; runpy.run_module('ultr', run_name='__main__')"
+    with (
+        Server(folders.exported, python=("-c", start)) as running,
+        contextlib.ExitStack() as opened,
+    ):
+        for _ in range(26):  # 90 files, less 64 for everything else
+            opened.enter_context(socket.create_connection(("127.0.0.1", running.port)))
+        refused = opened.enter_context(socket.create_connection(("127.0.0.1", running.port)))
+        refused.settimeout(30)
+        answer = refused.recv(1000)
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 1" in answer

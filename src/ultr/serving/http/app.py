@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,6 +27,11 @@ from ultr.serving.http.wire import Limits, RequestError, read_request, write_ans
 
 INLINE_SECONDS = 0.005  # longer requests are scored in another thread, so that health checks need not wait for them
 BODY_SECONDS = 30.0  # the time in which a client must send the body
+MOST_BYTES = 1 << 27  # of all bodies that are being received or scored
+SMALL_BODY = 1 << 20  # bytes; a body up to this size is accepted whatever the others take
+MOST_WAITING = 1024  # requests that may wait for their answer
+ARRIVED, WAITING = "ultr.arrived", "ultr.waiting"  # in the scope: time of the head; requests that waited then
+RETRY = {"Retry-After": "1", "Connection": "close"}
 CONTENT_TYPES = ("", "application/json", "application/octet-stream")
 JSON_LENGTH = "Inference-Header-Content-Length"
 PLATFORM = "onnxruntime"
@@ -39,6 +45,7 @@ class App:
         self.served, self.name, self.max_rows = served, name, max_rows
         self._token = None if token is None else token.encode()
         self._pool = ThreadPoolExecutor(threads, "ultr-score")
+        self._bytes = 0  # of all bodies that are being received or scored
         self._inline_seconds = INLINE_SECONDS if threads == 1 else 0.0  # several threads score in parallel
         self._router = Router(self._routes(), redirect_slashes=False)
         self._handle = ExceptionMiddleware(self._authorise, {HTTPException: self._error, Exception: self._error})
@@ -75,7 +82,7 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, and count it if it asks for scores."""
-        start, status = time.perf_counter(), 0
+        start, status = scope.get(ARRIVED) or time.perf_counter(), 0
 
         async def send_and_note_status(message: Message) -> None:
             nonlocal status
@@ -97,6 +104,9 @@ class App:
                 hint = "send the header Authorization: Bearer TOKEN"
                 headers = {"WWW-Authenticate": "Bearer"}
                 raise RequestError("the token is missing or wrong", status=401, hint=hint, headers=headers)
+        if scope.get(WAITING, 0) >= MOST_WAITING and scope["path"].endswith("/infer"):
+            hint = "try again later"
+            raise RequestError("too many requests are waiting", status=503, hint=hint, headers=RETRY)
         await self._router(scope, receive, send)
 
     async def _error(self, request: Request, error: Exception) -> Response:
@@ -146,6 +156,7 @@ class App:
                 "platform": PLATFORM,
                 "inputs": [{"name": INPUT, "datatype": "FP32", "shape": [-1, len(scorer.feature_names)]}],
                 "outputs": [{"name": OUTPUT, "datatype": "FP32", "shape": [-1]}],
+                "parameters": {"feature_names": scorer.feature_names, "categorical": [*scorer.vocabularies]},
             }
         )
 
@@ -159,13 +170,22 @@ class App:
             hint = "send the body uncompressed"
             raise RequestError("compressed bodies are not supported", status=415, got=_quoted(encoding), hint=hint)
         limits = Limits(len(scorer.feature_names), self.max_rows, scorer.keeps_missing)
-        body = await _read_body(request, limits.body)
         json_length = _header(request, JSON_LENGTH)
-        rows = len(body) // (4 * limits.features)  # the exact number for binary data, too high for JSON
-        if rows * scorer.seconds_per_row <= self._inline_seconds:
-            return self._score(scorer, limits, body, json_length)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._score, scorer, limits, body, json_length)
+        share = _Share(self)
+        try:
+            body = await _read_body(request, limits.body, share.grow)
+            rows = len(body) // (4 * limits.features)  # the exact number for binary data, too high for JSON
+            if rows * scorer.seconds_per_row <= self._inline_seconds:
+                return self._score(scorer, limits, body, json_length)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._pool, self._score, scorer, limits, body, json_length)
+        finally:
+            share.end()
+
+    def take_bytes(self, number: int) -> int:
+        """Add to the bytes of all bodies, and return their sum."""
+        self._bytes += number
+        return self._bytes
 
     def _scorer(self, request: Request) -> Scorer:
         """Return the scorer; raise RequestError if the path names another model or version."""
@@ -190,6 +210,25 @@ class App:
         return Response(answer, headers={JSON_LENGTH: str(length)}, media_type="application/octet-stream")
 
 
+class _Share:
+    """The bytes of one body, as a part of the bytes of all bodies, which are limited."""
+
+    def __init__(self, app: App) -> None:
+        self._app, self._size = app, 0
+
+    def grow(self, size: int) -> None:
+        """Set the size of the body; raise RequestError if it is large and there is no room for it."""
+        if size > self._size:
+            total = self._app.take_bytes(size - self._size)
+            self._size = size
+            if total > MOST_BYTES and size > SMALL_BODY:
+                hint = f"try again later, or send at most {SMALL_BODY} bytes at a time"
+                raise RequestError("too many large requests are in progress", status=503, hint=hint, headers=RETRY)
+
+    def end(self) -> None:
+        self._app.take_bytes(-self._size)
+
+
 def _json(content: Any, status: int = 200, headers: Any = None) -> Response:
     return Response(orjson.dumps(content), status, headers, "application/json")
 
@@ -205,8 +244,11 @@ def _header(request: Request, name: str) -> str | None:
     return values[0] if values else None
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
-    """Return the body; raise RequestError as soon as it is longer than `limit` bytes."""
+async def _read_body(request: Request, limit: int, grow: Callable[[int], None]) -> bytes:
+    """Return the body; raise RequestError as soon as it is longer than `limit` bytes.
+
+    `grow` is called with its size as far as it is known: first the declared one, then what has arrived.
+    """
     declared = _header(request, "content-length") or ""
     length = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
     parts: list[bytes] = []
@@ -214,11 +256,13 @@ async def _read_body(request: Request, limit: int) -> bytes:
     try:
         async with asyncio.timeout(BODY_SECONDS):
             if length <= limit:
+                grow(length)
                 async for part in request.stream():
                     parts.append(part)
                     received += len(part)
                     if received > limit:
                         break
+                    grow(received)
     except TimeoutError as error:
         hint, headers = f"send all of it within {BODY_SECONDS:g} seconds", {"Connection": "close"}
         raise RequestError("the body did not arrive in time", status=408, hint=hint, headers=headers) from error

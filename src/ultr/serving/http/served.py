@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,10 +32,32 @@ class Scorer:
 
     version: str  # the beginning of a digest of its files
     feature_names: tuple[str, ...]
-    largest_codes: dict[int, int]  # categorical column -> its largest code
+    vocabularies: Mapping[str, tuple[str, ...]]  # categorical feature -> its values; the code of a value is index + 1
     keeps_missing: bool  # True if NaN is a missing value, as for trees; False if it is an error
     score: Score
     seconds_per_row: float
+
+    @cached_property
+    def largest_codes(self) -> dict[int, int]:
+        """The largest code of each categorical column."""
+        return {self.feature_names.index(name): len(values) for name, values in self.vocabularies.items()}
+
+    def misreads(self, older: Scorer) -> str | None:
+        """Return how this model would misread features that clients send for an older one, or None if it does not.
+
+        A categorical feature may get more values, because the codes of the others stay the same.
+        """
+        if self.feature_names != older.feature_names:
+            pairs = zip_longest(older.feature_names, self.feature_names)
+            column, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+            return f"feature {column + 1} is {_or_absent(new)} in place of {_or_absent(old)}"
+        for name in self.feature_names:
+            old_values, values = older.vocabularies.get(name), self.vocabularies.get(name)
+            if (old_values is None) != (values is None):
+                return f"'{name}' is {'a number' if values is None else 'a category'} now"
+            if old_values is not None and values is not None and values[: len(old_values)] != old_values:
+                return f"the values of '{name}' have other codes"
+        return None
 
     def check(self, features: np.ndarray) -> None:
         """Raise RequestError if the model cannot score these features."""
@@ -81,9 +105,12 @@ def load_scorer(folder: Path, *, stopped: threading.Event | None = None) -> Scor
     if fingerprint(source) != digest:
         raise DataError("the model changed while it was loaded", where=folder, hint="try again")
     names = exported.feature_names
-    largest_codes = {names.index(name): len(values) for name, values in exported.vocabularies.items()}
     seconds = min(_warm_up(score, len(names)) for _ in range(WARM_UPS)) / WARM_UP_ROWS
-    return Scorer(digest[:VERSION_DIGITS], names, largest_codes, exported.keeps_missing, score, seconds)
+    return Scorer(digest[:VERSION_DIGITS], names, exported.vocabularies, exported.keeps_missing, score, seconds)
+
+
+def _or_absent(name: str | None) -> str:
+    return "absent" if name is None else f"'{name}'"
 
 
 def _scores_of(exported: Exported, folder: Path) -> Score:
@@ -105,10 +132,13 @@ def _warm_up(score: Score, features: int) -> float:
 
 
 class Served:
-    """The model that answers requests; `reload` replaces it by a newer one that can be loaded."""
+    """The model that answers requests; `reload` replaces it by a newer one that can be loaded.
 
-    def __init__(self, folder: Path, *, say: Callable[[str], None] = lambda _: None) -> None:
-        self.folder, self.say = folder, say
+    A newer model with other features is loaded only if `any_schema` is true, because clients send features by place.
+    """
+
+    def __init__(self, folder: Path, *, any_schema: bool = False, say: Callable[[str], None] = lambda _: None) -> None:
+        self.folder, self.any_schema, self.say = folder, any_schema, say
         self._identity = identity(folder)
         self._deleted = False
         self.stopped = threading.Event()  # set when the server stops, to end a reload
@@ -127,7 +157,7 @@ class Served:
         if current == self._identity:
             return
         try:
-            newer, failure = load_scorer(self.folder.resolve(), stopped=self.stopped), None
+            newer, failure = self._newer(), None
         except Exception as error:  # whatever is wrong with the newer model, the old one still works
             newer, failure = None, error
         if self.stopped.is_set() or identity(self.folder) != current:
@@ -140,9 +170,17 @@ class Served:
             return
         else:
             old, self.scorer = self.scorer, newer
-            change = "" if newer.feature_names == old.feature_names else ", with other features"
+            change = "" if newer.misreads(old) is None else ", with other features"
             self.say(f"now serving version {newer.version} in place of {old.version}{change}")
         self.on_reload(newer is not None)
+
+    def _newer(self) -> Scorer:
+        newer = load_scorer(self.folder.resolve(), stopped=self.stopped)
+        change = newer.misreads(self.scorer)
+        if change is not None and not self.any_schema:
+            hint = "change the clients and start the server again, or pass --allow-schema-change"
+            raise DataError(f"its features are not those of the served model: {change}", hint=hint)
+        return newer
 
 
 def _model_folder(folder: Path) -> Path | None:
