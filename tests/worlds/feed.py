@@ -1,14 +1,15 @@
 """A feed of videos: watch time, a categorical feature, users who scroll on until they have had enough.
 
-A viewer looks at the next video with a probability that falls after each video that was watched for long. A video that is
-seen is opened with a probability that rises with interest, a little more at the top of the feed, and then watched for a
-share of its duration. Two rankers wrote the log, one after the other; videos recur in the feeds of many viewers.
+A viewer looks at the next video with a probability that falls after each video that was watched for long. A video that
+is seen is opened with a probability that rises with interest, a little more at the top of the feed, and then watched
+for a share of its duration. Two rankers wrote the log, one after the other; videos recur in the feeds of many viewers.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+
 from worlds.world import World, positions, ranked, sigmoid
 
 FEATURES = ("affinity", "freshness", "creator_followers", "duration", "language_match", "watched_before")

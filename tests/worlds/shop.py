@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+
 from worlds.world import World, positions, ranked, sigmoid
 
 FEATURES = ("text_match", "price_ratio", "rating", "popularity", "age_days", "discount", "shipping_days")
@@ -65,9 +66,10 @@ def shop(requests: int, *, seed: int = 0, random_share: float = 0.02, bots: floa
     )
     order = ranked(request, score)
     request, product, attraction, ranker = request[order], product[order], attraction[order], ranker[order]
-    columns = [match, ratio, stars, popularity[product], age[product], discount[product], days]
-    columns = [values[order] if len(values) == len(order) and i in (0, 1, 2, 6) else values
-               for i, values in enumerate(columns)]
+    of_row = {"text_match": match, "price_ratio": ratio, "rating": stars, "shipping_days": days}
+    of_product = {"popularity": popularity, "age_days": age, "discount": discount}
+    features = {name: values[order] for name, values in of_row.items()}
+    features |= {name: values[product] for name, values in of_product.items()}
     position = positions(lengths)
     seen = np.where(mobile[request], position**-0.9, 1 / (1 + 0.1 * (position - 1)))
     click = (rng.random(len(request)) < seen) & (rng.random(len(request)) < attraction)
@@ -81,6 +83,6 @@ def shop(requests: int, *, seed: int = 0, random_share: float = 0.02, bots: floa
         "device": np.where(mobile, "mobile", "desktop")[request],
         "randomised": (ranker == 3).astype(np.int64),
         "click": click.astype(np.int64),
-        **dict(zip(FEATURES, columns, strict=True)),
+        **{name: features[name] for name in FEATURES},
     }
     return World(pa.table(table), FEATURES, (), attraction, seen, lengths)
