@@ -53,9 +53,7 @@ def check_positions(count: int, most: int) -> None:
         raise DataError(what, got=f"{count:,} in 'position'", hint="drop the rows of the last positions")
 
 
-def impressions(
-    log: Log, clicked: np.ndarray, *, seed: int = 0, most_positions: int | None = None
-) -> Impressions:
+def impressions(log: Log, clicked: np.ndarray, *, seed: int = 0, most_positions: int | None = None) -> Impressions:
     shown_positions = log.shown_positions("an estimate of examination")
     positions = np.unique(shown_positions)
     check_positions(len(positions), most_positions or MAX_AUDITED_POSITIONS)

@@ -1,7 +1,7 @@
 """The bias stage of a run: estimate position bias before the ranker is trained, and write it to files.
 
 run/bias.json    the probability that a position is seen, and other estimates (see `ultr.bias.propensities`)
-run/bias/        the weights of the bias model, for a resumed run and for other runs
+run/bias/        the weights of the bias model and the source of θ, for a resumed run and for other runs
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ def save_bias(folder: Path, model: BiasModel) -> None:
     """Write the weights of a bias model into a folder."""
     with atomic_path(folder, overwrite=True, folder=True) as temporary:
         save_tensors(temporary / "weights.safetensors", model.state_dict())
-        write_json(temporary / EVIDENCE, model.evidence)
+        if model.evidence:
+            write_json(temporary / EVIDENCE, model.evidence)
         if isinstance(model.network, BoostedOutputs):
             model.network.save(temporary)
 
@@ -196,7 +197,7 @@ def load_bias(folder: Path, model: Learner) -> None:
         if isinstance(model, BiasModel) and BoostedOutputs.is_at(folder):
             model.network = BoostedOutputs.load(folder, tuple(sorted(model.inputs.categories)))
         model.load_state_dict(load_tensors(folder / "weights.safetensors"))
-        if isinstance(model, BiasModel) and (folder / EVIDENCE).is_file():  # older runs have none
+        if isinstance(model, BiasModel) and (folder / EVIDENCE).is_file():  # known propensities have none
             model.evidence = read_json(folder / EVIDENCE)
     except (RuntimeError, KeyError, ValueError) as error:
         hint = "pass --bias with a run that has the same features, positions, label and bias options"
