@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.sparse import csr_matrix
 
-from bias.worlds import THETA, seen_in, small_log, world
+from bias.worlds import THETA, seen_in, world
 from ultr.bias import estimators
 from ultr.bias.counts import Counts, counted_items, replicates
 from ultr.bias.estimators import (
