@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "bias"))
-from shop import SHOWN, error_of, shop
+from shop import SHOWN, error_of, shop  # type: ignore[import-not-found]
 
 from ultr.bias.counts import impressions
 from ultr.bias.estimators import fill_gaps, fit_conditional

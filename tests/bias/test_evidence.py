@@ -11,6 +11,7 @@ import pytest
 
 from bias.shop import SHOWN, THETA, error_of, shop
 from bias.worlds import seen_in
+from ultr.bias import logging_policy
 from ultr.bias.audit import audit
 from ultr.bias.counts import counted_random
 from ultr.bias.estimators import fill_gaps, fit_conditional
@@ -22,6 +23,12 @@ from ultr.log import Log
 from ultr.log.labels import Label
 
 SEEDS = range(5)
+
+
+@pytest.fixture(autouse=True)
+def linear_logging_score(monkeypatch):
+    """Do not try a network in estimates by strata, which takes long."""
+    monkeypatch.setattr(logging_policy, "MUCH_OPEN", np.inf)
 
 
 def estimated(log: Log, **options: Any) -> Examination:
@@ -129,6 +136,24 @@ def test_strata_remain_where_there_is_too_little_evidence(log):
     np.testing.assert_array_equal(auto.theta, strata.theta)
 
 
+def test_one_linked_position_is_no_evidence_even_if_it_has_most_impressions():
+    """Of six requests in random order, one was clicked, at position 1. Most requests have only this position."""
+    lengths = np.repeat([3, 1], [6, 200])
+    clicked = np.zeros(lengths.sum(), np.float32)
+    clicked[0] = 1
+    log = Log(
+        features=np.empty((len(clicked), 0), np.float32),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        request_ids=pa.array(np.arange(len(lengths))),
+        feature_names=(),
+        positions=np.concatenate([np.arange(1, n + 1) for n in lengths]),
+        actions={"click": clicked},
+        context={"randomised": pa.array(lengths == 3)},
+    )
+    seen = seen_in(log)
+    assert best_source(evidence(seen), seen) is None
+
+
 def test_items_whose_features_change_are_not_compared():
     log = shop(500, columns=("item",), queries=20)
     noise = np.random.default_rng(0).normal(size=log.features.shape).astype(np.float32)
@@ -140,8 +165,9 @@ def test_items_whose_features_change_are_not_compared():
 
 
 def test_training_the_judge_and_the_audit_have_the_same_curve():
-    for columns, name in ((("item", "query", "randomised"), "items"), (("item", "randomised"), "randomised")):
-        log = shop(8000, columns=columns, random_share=0.2)
+    by_query, by_item = ("item", "query", "randomised"), ("item", "randomised")
+    for requests, columns, name in ((2000, by_query, "items"), (8000, by_item, "randomised")):
+        log = shop(requests, columns=columns, random_share=0.2)
         theta = estimated(log).theta
         report = audit(log.without_features(), bootstrap=10)
         assert report.verdict.anchor == name

@@ -53,7 +53,7 @@ def best_source(sources: Mapping[str, Counts], seen: Impressions) -> Source | No
     weights, width = seen.row_weights(), len(seen.positions)
     shown, clicks = (np.bincount(seen.place, values, width) for values in (weights, weights * seen.clicked))
     fits = {name: fit_conditional(counts.weighted(np.ones(counts.shown.shape[1]))) for name, counts in sources.items()}
-    linked = {name: fit for name, fit in fits.items() if shown[np.isfinite(fit.theta)].sum() > MOST * shown.sum()}
+    linked = {name: fit for name, fit in fits.items() if _links_most(fit, shown)}
     if not linked:
         return None
     errors = {name: _standard_error(fit, shown) for name, fit in linked.items()}
@@ -65,6 +65,11 @@ def best_source(sources: Mapping[str, Counts], seen: Impressions) -> Source | No
         return None
     counts = sources[name]
     return Source(name, linked[name], errors[name], counts.size[0], _described(name, counts, seen))
+
+
+def _links_most(fit: ConditionalFit, shown: np.ndarray) -> bool:
+    linked = np.isfinite(fit.theta)
+    return bool(linked.sum() > 1 and shown[linked].sum() > MOST * shown.sum())
 
 
 def _described(name: str, counts: Counts, seen: Impressions) -> str:

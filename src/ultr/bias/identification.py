@@ -157,7 +157,7 @@ def verdict(
     unexplained.
     """
     share = impressions / impressions.sum()
-    candidates = [name for name in ("known", best) if name in estimates]
+    candidates = [name for name in ("known", best) if name is not None and name in estimates]
     anchor = next((name for name in candidates if share[np.isfinite(estimates[name].theta)].sum() > 0.5), None)
     reasons = []
     if anchor is not None:
