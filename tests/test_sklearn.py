@@ -16,6 +16,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import estimator_checks
 
+from bias.shop import shop
 from ultr import UnbiasedRanker
 from ultr.errors import UltrError
 
@@ -440,3 +441,13 @@ def test_data_that_does_not_fit_the_model_is_an_error():
         model.rank(data[FEATURES].to_numpy())
     with pytest.raises(UltrError, match="a column 'rank'; rename"):
         model.rank(data.assign(rank=1))
+
+
+def test_columns_of_the_evidence_about_bias_are_named_in_the_constructor():
+    data = shop(1500).to_table().to_pandas()
+    data = data.rename(columns={"item": "sku", "query": "phrase", "randomised": "shuffled"})
+    named = {"item": "sku", "query": "phrase", "randomised": "shuffled"}
+    options = {"method": "ipw-listwise", "label": "click", "hidden": (4,), "steps": 1, "batch": 16}
+    ranker = UnbiasedRanker(**options, **named).fit(data)
+    assert ranker.bias_["theta_from"].endswith("items shown at several positions for the same query")
+    assert np.isfinite(ranker.score(data))

@@ -45,7 +45,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
     X has one row per item shown. It is a frame (pandas, polars, Arrow) or an array.
 
     - The columns of a frame are recognised by common names, or named here: `request`, `position`, `actions`,
-      `features`, `categorical`.
+      `features`, `categorical`. `item`, `query` and `randomised` (request in random order) help to estimate the bias.
     - The columns of an array are called `feature_0`, `feature_1`, ... Pass request and position to `fit`, or name
       their columns by number:
 
@@ -94,6 +94,9 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         actions: Sequence[str] | str | None = None,
         features: Sequence[str] | str | None = None,
         categorical: Sequence[str] | str | None = None,
+        item: str | int | None = None,
+        query: str | int | None = None,
+        randomised: str | int | None = None,
     ) -> None:
         self.method, self.method_options, self.propensities, self.label = method, method_options, propensities, label
         self.ranker, self.ranker_options, self.hidden, self.dropout = ranker, ranker_options, hidden, dropout
@@ -102,6 +105,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         self.select, self.held_out, self.device, self.random_state = select, held_out, device, random_state
         self.request, self.position, self.actions = request, position, actions
         self.features, self.categorical = features, categorical
+        self.item, self.query, self.randomised = item, query, randomised
 
     def fit(
         self,
@@ -124,7 +128,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         check_value("ranker", self.ranker, str)
         roles = dict(request=request, position=position, actions=actions, features=features, categorical=categorical)
         sources = {role: getattr(self, role) if value is None else value for role, value in roles.items()}
-        sources["weight"] = sample_weight
+        sources |= {"weight": sample_weight, "item": self.item, "query": self.query, "randomised": self.randomised}
         table, named = _joined(X, sources)
         if y is not None:
             table, named["actions"] = _with_feedback(table, y, Label(self.label))
@@ -195,7 +199,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         """
         scores = self.predict(X)
         table, columns, named = self._as_fitted(
-            X, request=request, position=position, actions=actions, weight=sample_weight
+            X, request=request, position=position, actions=actions, weight=sample_weight, query=None, randomised=None
         )
         label = Label(self.label)
         if y is not None and self._y_is_feedback and columns.position is not None:

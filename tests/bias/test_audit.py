@@ -91,17 +91,20 @@ def test_features_identify_examination_if_they_explain_clicks_and_not_the_order(
     assert all(-1 < value < 0 for value in held.values())
 
 
-def test_requests_in_random_order_are_preferred():
+def test_requests_in_random_order_are_used_unless_items_are_more_precise():
     log = world("random")
     marks = np.arange(3000) % 2 == 0
-    report = audit(replace(log, context={**log.context, "randomised": pa.array(marks)}), bootstrap=30)
+    log = replace(log, context={**log.context, "randomised": pa.array(marks)})
+    report = audit(log, bootstrap=30)
+    assert report.verdict.anchor == "items"  # they are twice the rows, and agree
+    report = audit(replace(log, item_ids=pa.array(np.arange(log.rows))), bootstrap=30)
     assert report.verdict.anchor == "randomised"
     assert report.verdict.status == IDENTIFIED
     assert "random order" in report.verdict.reasons[0]
     rate = log.actions["click"].reshape(3000, 5)[marks].mean(0)
     np.testing.assert_allclose(report.estimates["randomised"].theta, rate / rate[0])
     assert covers(report.estimates["randomised"])
-    narrow, wide = (report.estimates[name].half_width[1:] for name in ("harvest", "randomised"))
+    narrow, wide = (audit(log, bootstrap=30).estimates[name].half_width[1:] for name in ("harvest", "randomised"))
     assert (narrow < wide * 1.5).all()
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bias.worlds import seen_in, small_log, world
 from ultr.bias import counts
-from ultr.bias.counts import counted, counted_items, impressions, replicates
+from ultr.bias.counts import counted, counted_items, counted_random, impressions, item_codes, replicates
 from ultr.errors import DataError
 
 seeds = st.integers(0, 10**6)
@@ -147,3 +147,38 @@ def test_a_log_without_positions_is_rejected():
     log = replace(small_log(0), positions=None)
     with pytest.raises(DataError, match="needs positions"):
         impressions(log, log.actions["click"] > 0)
+
+
+@given(seed=seeds, weights=st.booleans())
+def test_requests_in_random_order_are_counted_by_their_set_of_positions(seed, weights):
+    log = small_log(seed, requests=20, weights=weights)
+    marked = np.random.default_rng(seed).random(20) < 0.6
+    seen = seen_in(replace(log, context={"randomised": pa.array(marked)}))
+    found = counted_random(seen)
+    shown, clicked = defaultdict(float), defaultdict(float)
+    for request in np.flatnonzero(marked):
+        rows = slice(log.offsets[request], log.offsets[request + 1])
+        weight = 1.0 if log.weights is None else float(log.weights[request])
+        for position, click in zip(log.positions[rows], log.actions["click"][rows], strict=True):
+            cell = tuple(log.positions[rows].tolist()), int(position)
+            shown[cell] += weight
+            clicked[cell] += weight * click
+    if not any(clicked.values()):
+        assert found is None
+        return
+    cells = found.weighted(np.ones(found.shown.shape[1]))
+    assert sorted(cells.shown) == sorted(shown.values())
+    assert sorted(cells.clicked) == sorted(clicked.values())
+    sets = {positions for positions, _ in shown}
+    assert len(set(found.strata.tolist())) == len(sets)
+
+
+def test_an_item_differs_by_query_only_if_queries_recur():
+    log = replace(small_log(0, requests=4), context={"query": pa.array([7, 7, 8, 9])})
+    items, requests = np.asarray(log.item_ids), log.request_of_row
+    codes = item_codes(log)
+    queries = np.array([7, 7, 8, 9])[requests]
+    assert len(set(codes.tolist())) == len(set(zip(queries.tolist(), items.tolist(), strict=True)))
+    distinct = item_codes(replace(log, context={"query": pa.array([6, 7, 8, 9])}))
+    assert len(set(distinct.tolist())) == len(set(items.tolist()))
+    assert not seen_in(replace(log, context={"query": pa.array([6, 7, 8, 9])})).by_query

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.sparse import csr_matrix
 
-from bias.worlds import THETA, seen_in, small_log, world
+from bias.worlds import THETA, seen_in, world
 from ultr.bias import estimators
 from ultr.bias.counts import Counts, counted_items, replicates
 from ultr.bias.estimators import (
@@ -20,7 +20,6 @@ from ultr.bias.estimators import (
     harvest,
     pair_clicks,
     position_based,
-    rates,
     regression,
 )
 
@@ -146,6 +145,20 @@ def test_click_rates_do_not_estimate_examination_if_rankers_set_the_order():
     assert np.abs(naive / naive[0] / RELATIVE - 1).max() > 0.25
 
 
+def test_the_covariance_of_examination_equals_the_spread_of_repeated_samples():
+    rng = np.random.default_rng(0)
+    shown, beta = rng.integers(0, 40, (100, 5)), rng.uniform(0.02, 0.2, (100, 1))
+    fits = [
+        estimators.fit_conditional(table(shown, rng.binomial(shown, THETA * beta)).weighted(np.ones(1)))
+        for _ in range(150)
+    ]
+    logs = np.log([fit.theta / fit.theta[fit.anchor] for fit in fits])
+    assert {fit.anchor for fit in fits} == {0}
+    covariance = np.mean([fit.covariance() for fit in fits], axis=0)
+    np.testing.assert_allclose(np.sqrt(covariance.diagonal()), logs.std(0), rtol=0.15)
+    np.testing.assert_allclose(covariance[1, 2], np.cov(logs[:, 1], logs[:, 2])[0, 1], rtol=0.4)
+
+
 @settings(max_examples=40)
 @given(seed=seeds, strata=st.integers(1, 6), places=st.integers(2, 4))
 def test_the_position_based_model_maximises_the_likelihood_given_the_clicks_of_each_item(seed, strata, places):
@@ -194,21 +207,6 @@ def test_positions_that_items_link_only_one_way_are_not_compared():
     clicked = np.array([[8, 0, 0], [0, 5, 4]])  # of the items at 1 and at 2, none was clicked at 2
     found = position_based(table(shown, clicked), np.ones((1, 1)))[0]
     assert np.isfinite(found).sum() < 3
-
-
-@given(seed=seeds, weights=st.booleans())
-def test_rates_equal_a_loop_over_the_rows(seed, weights):
-    log = small_log(seed, requests=15, weights=weights)
-    seen, rng = seen_in(log), np.random.default_rng(seed)
-    groups = rng.integers(0, 3, (15, 2)).astype(float)
-    rows = seen.of_rows(rng.random(15) < 0.6)
-    found = rates(seen, rows, groups)
-    for number in range(2):
-        for place in range(len(seen.positions)):
-            here = rows & (seen.place == place)
-            each = seen.row_weights()[here] * seen.of_rows(groups[seen.group, number])[here]
-            clicks = (each * seen.clicked[here]).sum()
-            np.testing.assert_allclose(found[number, place], clicks / each.sum() if clicks else np.nan)
 
 
 def test_regression_estimates_examination_if_relevance_is_logistic_in_the_features():

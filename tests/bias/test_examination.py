@@ -197,10 +197,10 @@ def test_clicks_of_a_log_and_items_that_recur_are_used():
     assert float(found.impressions.sum()) == drawn.rows
     assert float(found.clicks.sum()) == drawn.actions["click"].sum()
     items = np.random.default_rng(0).integers(0, 50, drawn.rows)
-    by_item = estimate_examination(replace(drawn, item_ids=items), Label("click"), by_item=True)
+    by_item = estimate_examination(replace(drawn, item_ids=items), Label("click"), theta_from="items")
     assert by_item.strata == 50
     with pytest.raises(DataError, match="item ids"):
-        estimate_examination(replace(drawn, item_ids=None), Label("click"), by_item=True)
+        estimate_examination(replace(drawn, item_ids=None), Label("click"), theta_from="items")
     with pytest.raises(DataError, match="needs positions"):
         estimate_examination(replace(drawn, positions=None), Label("click"))
 

@@ -149,7 +149,8 @@ def judge(estimates, agreements=(), *, explained=None, explain_clicks=False, imp
     named = {result.name: result for result in estimates}
     shown = np.array(impressions, float)
     options = {"explained": explained, "features_explain_clicks": explain_clicks, "no_links": "the log has no item ids"}
-    return verdict(named, list(agreements), impressions=shown, requests=100, rate=RATE, **options)
+    best = next((name for name in ("randomised", "items", "harvest") if name in named), None)
+    return verdict(named, list(agreements), best=best, impressions=shown, requests=100, rate=RATE, **options)
 
 
 def wide(name="harvest", *, at=(1, 2, 3)):

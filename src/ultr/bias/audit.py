@@ -16,8 +16,9 @@ import pyarrow.compute as pc
 import torch
 
 from ultr.bias import estimators
-from ultr.bias.counts import Impressions, counted, counted_items, impressions, replicates
+from ultr.bias.counts import Impressions, counted, impressions, replicates
 from ultr.bias.estimators import SCALE, SMALLEST, fill_gaps
+from ultr.bias.evidence import best_source, evidence, items_comparable
 from ultr.bias.identification import Agreement, Estimate, Verdict, agreement, estimate, links, verdict
 from ultr.bias.likelihood import TUNED, HeldOut
 from ultr.bias.logging_policy import logging_score, strata_of
@@ -30,7 +31,6 @@ from ultr.utils.arguments import Seed, Within, checked
 
 MAX_FEATURES = 1_000  # most features in the regression of relevance; its work grows with their square
 BUCKETS = 20  # groups of rows with similar predicted relevance, in which the regression is validated
-SAME_FEATURES = 0.5  # items have one relevance if at least this share of their repeated rows has the same features
 MAX_SEGMENTS = 10  # the segments with the most requests are audited separately
 MAX_REPLICATES = 10_000  # of the bootstrap
 CLEAR_GAIN = 1e-3  # features explain clicks if they raise the held-out log-likelihood by this share of it
@@ -189,14 +189,14 @@ def _audit(
     no_links = "no clicked item was shown at more than one position"  # the reason, if items give no estimate
     if seen.items is None:
         no_links = "the log has no item ids"
-    elif sample is not None and "query" not in sample.context and _features_change(sample):
+    elif not items_comparable(log, sample):
         no_links = "items were not compared across positions"
         notes.append(
             "Items are not compared across positions: most items that occur again have other features each time, so "
             "their relevance may differ too. To compare them, add a column `query`, or a new item id for each context."
         )
         seen = replace(seen, items=None)
-    graph = _count_estimates(seen, weights, reference, estimates, notes, options.seed)
+    best, graph = _count_estimates(seen, weights, reference, estimates, notes, options.seed)
     explained, explain_clicks = None, False
     if sample is not None:
         explained, explain_clicks = _feature_estimates(seen, sample, reference, estimates, notes, options)
@@ -214,6 +214,7 @@ def _audit(
         verdict=verdict(
             estimates,
             agreements,
+            best=best,
             impressions=shown,
             requests=float(len(log) if log.weights is None else log.weights.sum()),
             rate=rate,
@@ -236,19 +237,20 @@ def _count_estimates(
     estimates: dict[str, Estimate],
     notes: list[str],
     seed: int,
-) -> Mapping[str, Any] | None:
+) -> tuple[str | None, Mapping[str, Any] | None]:
     """Add estimates from requests in random order and from items shown at several positions to `estimates`.
 
-    Return the groups of positions that such items link (`identification.links`), or None if there are no such items.
+    Return the name of the best of them, or None, and the groups of positions that such items link
+    (`identification.links`), or None if there are no such items.
     """
     training = _training_groups(weights)
     fitted: dict[str, np.ndarray] = {name: result.theta for name, result in estimates.items()}
-    if seen.randomised is not None and seen.clicked[rows := seen.of_rows(seen.randomised)].any():
-        estimates["randomised"] = estimate("randomised", estimators.rates(seen, rows, weights), reference)
-        fitted["randomised"] = estimators.rates(seen, rows, training)[0]
-    counts = counted_items(seen, seed=seed)
+    sources = evidence(seen, seed=seed)
     graph = None
-    if counts is not None:
+    if (counts := sources.get("randomised")) is not None:
+        estimates["randomised"] = estimate("randomised", estimators.position_based(counts, weights), reference)
+        fitted["randomised"] = estimators.position_based(counts, training)[0]
+    if (counts := sources.get("items")) is not None:
         if counts.share < 1:
             used = f"a random {counts.share:.1%} of the items that were clicked and shown at several positions"
             notes.append(f"The estimators harvest and items use {used}.")
@@ -262,25 +264,13 @@ def _count_estimates(
         common = np.isfinite(list(fitted.values())).all(0)  # likelihoods are comparable only at the same positions
         for name, theta in fitted.items():
             estimates[name] = replace(estimates[name], held_out=held_out.score(np.where(common, theta, np.nan)))
-    return graph
+    best = best_source(sources, seen)
+    return None if best is None else best.name, graph
 
 
 def _training_groups(weights: np.ndarray) -> np.ndarray:
     """Return weights [groups, 1] of the groups of requests: 1 for those that fit an estimate, 0 for held-out groups."""
     return (np.arange(len(weights)) < TUNED * len(weights)).astype(float)[:, None]
-
-
-def _features_change(sample: Log) -> bool:
-    """Return True if most items that occur again have other features than the time before."""
-    if sample.item_ids is None or not sample.feature_names:
-        return False
-    codes = sample.item_ids.dictionary_encode().indices.to_numpy(zero_copy_only=False)
-    order = np.argsort(codes, kind="stable")[:200_000]
-    again = np.flatnonzero(codes[order][1:] == codes[order][:-1])
-    if not len(again):
-        return False
-    same = (sample.features[order[again]] == sample.features[order[again + 1]]).all(1)
-    return bool(same.mean() < SAME_FEATURES)
 
 
 def _feature_estimates(

@@ -34,6 +34,7 @@ class Impressions:
     weights: np.ndarray | None  # [requests]
     items: np.ndarray | None  # [rows] codes of items; an item has another code under another query
     randomised: np.ndarray | None  # [requests] True if shown in random order
+    by_query: bool = False  # whether codes of items differ by query
 
     def of_rows(self, values: np.ndarray) -> np.ndarray:
         """Return values [rows] from values [requests]: each row has the value of its request."""
@@ -52,10 +53,10 @@ def check_positions(count: int, most: int) -> None:
         raise DataError(what, got=f"{count:,} in 'position'", hint="drop the rows of the last positions")
 
 
-def impressions(log: Log, clicked: np.ndarray, *, seed: int = 0) -> Impressions:
+def impressions(log: Log, clicked: np.ndarray, *, seed: int = 0, most_positions: int | None = None) -> Impressions:
     shown_positions = log.shown_positions("an estimate of examination")
     positions = np.unique(shown_positions)
-    check_positions(len(positions), MAX_AUDITED_POSITIONS)
+    check_positions(len(positions), most_positions or MAX_AUDITED_POSITIONS)
     groups = min(GROUPS, len(log))
     order = np.random.default_rng(seed).permutation(len(log))
     group = np.empty(len(log), np.int32)
@@ -70,18 +71,27 @@ def impressions(log: Log, clicked: np.ndarray, *, seed: int = 0) -> Impressions:
         log.weights,
         item_codes(log),
         None if marked is None else marked.to_numpy(zero_copy_only=False),
+        queries_recur(log),
     )
 
 
+def queries_recur(log: Log) -> bool:
+    """Return whether several requests have the same query, so that its items can be compared between them."""
+    return "query" in log.context and len(log.context["query"].unique()) < len(log)
+
+
 def item_codes(log: Log) -> np.ndarray | None:
-    """Return an integer for each row's item, which differs by query as relevance does; None without item ids."""
+    """Return an integer for each row's item, or None without item ids.
+
+    If queries recur, it differs by query as relevance does.
+    """
     if log.item_ids is None:
         return None
     items = codes(log.item_ids).astype(np.int64)
     if log.item_ids.null_count:  # each row without an id counts as an item that occurs once
         unknown = pc.is_null(log.item_ids).to_numpy(zero_copy_only=False)
         items[unknown] = items.max() + 1 + np.arange(int(unknown.sum()))
-    if "query" not in log.context:
+    if not queries_recur(log):
         return items
     queries = codes(log.context["query"])
     return codes(pa.array(np.repeat(queries, log.lengths).astype(np.int64) * (int(items.max()) + 1) + items))
@@ -137,6 +147,19 @@ def counted(seen: Impressions, strata: np.ndarray, rows: np.ndarray | slice = sl
         sparse.csr_matrix((weights, (cells, group)), shape),
         sparse.csr_matrix((weights[clicked], (cells[clicked], group[clicked])), shape),
     )
+
+
+def counted_random(seen: Impressions) -> Counts | None:
+    """Count the requests in random order by position; None if they have no clicks.
+
+    A stratum is all requests with the same positions: over these, the mean relevance of items is the same.
+    """
+    if seen.randomised is None or not seen.clicked[rows := seen.of_rows(seen.randomised)].any():
+        return None
+    key = np.random.default_rng(0).random(len(seen.positions))
+    positions = np.bincount(seen.of_rows(np.arange(len(seen.lengths))), key[seen.place], len(seen.lengths))
+    strata = np.unique(positions, return_inverse=True)[1]
+    return counted(seen, seen.of_rows(strata)[rows], rows)
 
 
 def counted_items(seen: Impressions, *, seed: int = 0) -> Counts | None:

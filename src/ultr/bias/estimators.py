@@ -30,18 +30,6 @@ SCALE = 0.7  # the largest θ, a convention that leaves room on either side: cli
 RIDGE = 1e-5  # penalty on the squared coefficients of features, per row
 
 
-def rates(seen: Impressions, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return click rates [replicates, positions] of some rows, NaN if 0; they estimate θ if the order was random."""
-    width, groups = len(seen.positions), len(weights)
-    cell = seen.of_rows(seen.group)[rows] * width + seen.place[rows]
-    each = seen.row_weights(rows)
-    clicked = seen.clicked[rows]
-    shown = np.bincount(cell, each, groups * width).reshape(groups, width)
-    clicks = np.bincount(cell[clicked], each[clicked], groups * width).reshape(groups, width)
-    rate = _share(weights.T @ clicks, weights.T @ shown)
-    return np.where(rate > 0, rate, np.nan)
-
-
 def pair_clicks(counts: Counts, weights: np.ndarray, *, seed: int = 0) -> np.ndarray:
     """Return clicks [k, k'] at position k on items shown at both k and k', as if shown equally often at both.
 
@@ -135,6 +123,15 @@ class ConditionalFit:
 
     theta: np.ndarray
     moved: float  # the largest change of log θ in the last iteration
+    information: np.ndarray  # [positions, positions] of log θ, given the clicks of each stratum
+    anchor: int  # the most clicked position
+
+    def covariance(self) -> np.ndarray:
+        """Return the covariance of log θ relative to the anchor [positions, positions]; 0 without an estimate."""
+        free = np.flatnonzero(np.isfinite(self.theta) & (np.arange(len(self.theta)) != self.anchor))
+        covariance = np.zeros_like(self.information)
+        covariance[np.ix_(free, free)] = linalg.pinvh(self.information[np.ix_(free, free)])
+        return covariance
 
 
 def fit_conditional(cells: Cells, start: np.ndarray | None = None) -> ConditionalFit:
@@ -152,7 +149,7 @@ def fit_conditional(cells: Cells, start: np.ndarray | None = None) -> Conditiona
     linked = _linked((won.T @ together).toarray(), anchor)
     free = linked & (np.arange(width) != anchor)
     log_theta = np.where(linked, 0.0 if start is None else start, -40.0)
-    step = np.zeros(width)
+    step, curve = np.zeros(width), np.zeros((width, width))
     for _ in range(NEWTON):
         expected = shown * np.exp(log_theta - log_theta[anchor])[places]
         share = expected / np.bincount(strata, expected, size)[strata]
@@ -167,7 +164,7 @@ def fit_conditional(cells: Cells, start: np.ndarray | None = None) -> Conditiona
         if np.abs(step).max() < 1e-8:
             break
     theta = np.where(linked, np.exp(log_theta - log_theta[anchor]), np.nan)
-    return ConditionalFit(theta, float(np.abs(step).max()))
+    return ConditionalFit(theta, float(np.abs(step).max()), curve, anchor)
 
 
 def _solve(curve: np.ndarray, slope: np.ndarray) -> np.ndarray:

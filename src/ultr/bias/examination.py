@@ -8,18 +8,20 @@ differs. So
 2. rows are grouped into strata by that score and by its mean over their list (which affects the position of an item);
 3. in P(c>0) = θ_k β_s, relevance β is free in each stratum s, and `estimators.position_based` gives examination θ.
 
-Items that occur in several requests can be strata themselves. Memory depends on strata and positions, not on rows.
+Requests in random order, and items that were shown at several positions, separate the two without features
+(`evidence`). They are used if the log has enough of them. Memory depends on strata and positions, not on rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from ultr.bias.counts import check_positions, count_cells, item_codes
-from ultr.bias.estimators import SMALLEST, fill_gaps, fit_conditional, fit_trust
+from ultr.bias.counts import check_positions, count_cells, impressions, item_codes
+from ultr.bias.estimators import SMALLEST, ConditionalFit, TrustFit, fill_gaps, fit_conditional, fit_trust
+from ultr.bias.evidence import Source, best_source, evidence, items_comparable
 from ultr.bias.logging_policy import logging_score, strata_of
 from ultr.datasets.users import User
 from ultr.errors import DataError
@@ -28,6 +30,10 @@ from ultr.log import Log
 from ultr.log.labels import Label
 
 MAX_TRAINED_POSITIONS = 5_000  # a bias model has tables with an entry for each pair of positions
+SOURCES = {
+    "strata": "groups of rows with similar scores of the logging ranker",
+    "items": "items that occur in several requests",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +50,8 @@ class Examination:
     clicks: np.ndarray  # positive labels
     moved: float  # the largest relative change of θ in the last iteration
     strata: int
+    source: str = SOURCES["strata"]  # the evidence that was used, in words
+    error: float | None = None  # the relative standard error of θ if it is not from strata, which may have a bias
 
     def by_position(self) -> dict[int, float]:
         return dict(zip(self.positions, self.theta.tolist(), strict=True))
@@ -57,14 +65,17 @@ def estimate_examination(
     sessions: int = 0,
     seed: int = 0,
     trust: bool = False,
-    by_item: bool = False,
+    theta_from: str = "auto",
     device: torch.device | str = "cpu",
 ) -> Examination:
     """Estimate examination by position from a log; a row counts as clicked if its `label` is above 0.
 
-    With a simulated `user`, its feedback in about `sessions` sessions replaces that of the log. `by_item` compares
-    positions item by item, not by strata of similar rows. `trust` also estimates ζ, the click rate of irrelevant items.
-    Users are simulated, and the logging ranker is recovered, on the `device`.
+    `theta_from` is the evidence: rows with similar scores of the logging ranker (`strata`), rows of an item (`items`),
+    or the best evidence of the log (`auto`, see `evidence.best_source`), which is strata if nothing is better.
+
+    With a simulated `user`, its feedback in about `sessions` sessions replaces that of the log. It sees each request in
+    one order, so that `auto` is strata. `trust` also estimates ζ, the click rate of irrelevant items; this needs groups
+    of many rows, so that `auto` is strata. Users are simulated, and the logging ranker is recovered, on the `device`.
     """
     ids, places = np.unique(log.shown_positions("an estimate of examination"), return_inverse=True)
     check_positions(len(ids), MAX_TRAINED_POSITIONS)
@@ -75,23 +86,39 @@ def estimate_examination(
         passes = max(1, -(-sessions // len(log)))
         clicked = shown * _simulated_clicks(log, label, user, passes, seed, device)
         shown = shown * passes
-    if by_item:
-        if (strata := item_codes(log)) is None:
-            what = "an estimate of examination by item needs item ids, and the log has none"
-            raise DataError(what, hint="name their column with --item")
+    best = _best_source(log, clicked > 0, seed) if theta_from == "auto" and user is None and not trust else None
+    zeta = np.zeros(len(ids))
+    fit: ConditionalFit | TrustFit
+    if best is not None:
+        source, error, size, fit = best.text, best.error, best.strata, best.fit
     else:
-        strata = strata_of(log, logging_score(log, seed=seed, device=device).score, clicks=float(clicked.sum()))
-    cells = count_cells(strata, places, shown, clicked, width=len(ids))
-    if trust:
-        fit = fit_trust(cells)
-        theta, zeta, moved = fit.theta, fit.zeta, fit.moved
+        source, error = SOURCES["items" if theta_from == "items" else "strata"], None
+        strata = _items(log) if theta_from == "items" else _strata(log, clicked, seed, device)
+        cells = count_cells(strata, places, shown, clicked, width=len(ids))
+        size, fit = cells.size[0], fit_trust(cells) if trust else fit_conditional(cells)
+    if isinstance(fit, TrustFit):
+        theta, zeta = fit.theta, fit.zeta
     else:
-        conditional = fit_conditional(cells)
-        theta = fill_gaps(conditional.theta)
+        theta = fill_gaps(fit.theta)
         theta = (theta / theta.max()).clip(SMALLEST, 1)
-        zeta, moved = np.zeros(len(ids)), conditional.moved
-    impressions, clicks = (np.bincount(places, rows, len(ids)) for rows in (shown, clicked))
-    return Examination(tuple(ids.tolist()), theta, zeta, impressions, clicks, moved, cells.size[0])
+    shown_at, clicks_at = (np.bincount(places, rows, len(ids)) for rows in (shown, clicked))
+    return Examination(tuple(ids.tolist()), theta, zeta, shown_at, clicks_at, fit.moved, size, source, error)
+
+
+def _best_source(log: Log, clicked: np.ndarray, seed: int) -> Source | None:
+    seen = impressions(log, clicked, seed=seed, most_positions=MAX_TRAINED_POSITIONS)
+    return best_source(evidence(seen if items_comparable(log, log) else replace(seen, items=None), seed=seed), seen)
+
+
+def _items(log: Log) -> np.ndarray:
+    if (items := item_codes(log)) is None:
+        what = "an estimate of examination by item needs item ids, and the log has none"
+        raise DataError(what, hint="name their column with --item")
+    return items
+
+
+def _strata(log: Log, clicked: np.ndarray, seed: int, device: torch.device | str) -> np.ndarray:
+    return strata_of(log, logging_score(log, seed=seed, device=device).score, clicks=float(clicked.sum()))
 
 
 def _simulated_clicks(

@@ -142,6 +142,7 @@ def verdict(
     estimates: Mapping[str, Estimate],
     agreements: list[Agreement],
     *,
+    best: str | None,
     impressions: np.ndarray,
     requests: float,
     rate: np.ndarray,
@@ -151,21 +152,21 @@ def verdict(
 ) -> Verdict:
     """Return a verdict on estimates of examination; `no_links` says why items give no estimate, if they do not.
 
-    Estimates from known propensities, random order or items at several positions come first. Estimates from features
-    alone are used only if features leave enough of the order unexplained.
+    Known propensities come first, then `best`: the choice between random order and items at several positions
+    (`evidence.best_source`). Estimates from features alone are used only if features leave enough of the order
+    unexplained.
     """
     share = impressions / impressions.sum()
-    candidates = [name for name in INTERVENED if name in estimates]
-    usable = [name for name in candidates if share[np.isfinite(estimates[name].theta)].sum() > 0.5]
-    precise = {name: float(share[estimates[name].half_width <= PRECISE].sum()) for name in usable}
-    anchor = next((name for name in usable if precise[name] >= MOST_IMPRESSIONS), usable[0] if usable else None)
+    candidates = [name for name in ("known", best) if name is not None and name in estimates]
+    anchor = next((name for name in candidates if share[np.isfinite(estimates[name].theta)].sum() > 0.5), None)
     reasons = []
     if anchor is not None:
-        status = IDENTIFIED if precise[anchor] >= MOST_IMPRESSIONS else CARE
+        precise = float(share[estimates[anchor].half_width <= PRECISE].sum())
+        status = IDENTIFIED if precise >= MOST_IMPRESSIONS else CARE
         reasons.append(EVIDENCE[anchor])
         if status == CARE:
             where = f"at positions where examination is known to within {PRECISE:.0%}"
-            reasons.append(f"Only {precise[anchor]:.0%} of the impressions are {where}.")
+            reasons.append(f"Only {precise:.0%} of the impressions are {where}.")
         for a in agreements:
             if anchor in (a.first, a.second) and {a.first, a.second} <= {*INTERVENED} and not a.agree:
                 status, names = CARE, f"{a.first} and {a.second}"
@@ -193,9 +194,10 @@ def verdict(
 
 
 def _missing(estimates: Mapping[str, Estimate], no_links: str) -> tuple[str, ...]:
-    if "harvest" in estimates:
-        return ("the items shown at several positions do not link most positions",)
-    return no_links, "no request was in random order"
+    if "items" in estimates:
+        no_links = "the items shown at several positions link too few positions or have too few clicks"
+    few = "the requests in random order have too few clicks"
+    return no_links, few if "randomised" in estimates else "no request was in random order"
 
 
 def _sentence(*parts: str) -> str:

@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from ultr.bias.click_quality import QualityReport
 
 MOST_ROWS = 30  # largest number of positions in a printed table
-TRAIN_COLUMNS = ("request", "position", "features", "categorical", "actions", "segment")  # options of `ultr train`
+TRAIN_COLUMNS = (  # options of `ultr train`
+    "request",
+    "position",
+    "features",
+    "categorical",
+    "actions",
+    "item",
+    "query",
+    "segment",
+    "randomised",
+)
 
 
 def bias(

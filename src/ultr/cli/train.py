@@ -58,6 +58,9 @@ def train(
     features: options.FeatureColumns = None,
     categorical: options.CategoricalColumns = None,
     actions: options.ActionColumns = None,
+    item: options.ItemColumn = None,
+    query: options.QueryColumn = None,
+    randomised: options.RandomisedColumn = None,
     segment: options.SegmentColumn = None,
     stream: shared.Stream = "auto",
     workers: shared.Workers = 0,
@@ -106,17 +109,22 @@ def train(
         )
     if board is not None:
         board.finish()
-    _print_warnings(out)
+    _print_bias(out)
     metric, best = best_evaluation(out)
     words.print(f"wrote {out}: best {metric} {best[metric]:.4f} at step {best['step']}", soft_wrap=True)
     words.print(f"for a report: ultr report {out}", soft_wrap=True)
     words.print(f"next: ultr score {out} CANDIDATES --out scores.parquet", soft_wrap=True)
 
 
-def _print_warnings(run: Path) -> None:
-    """Print the warnings of the bias model, if the run has one."""
+def _print_bias(run: Path) -> None:
+    """Print the warnings of the bias model and the source of theta, if the run has them."""
     from ultr.utils.jsonfiles import read_json
 
     path = run / "bias.json"
-    for warning in read_json(path)["warnings"] if path.is_file() else ():
+    bias: dict[str, Any] = read_json(path) if path.is_file() else {}
+    for warning in bias.get("warnings", ()):
         words.print(f"warning: {warning['name']}: {warning['what']}", soft_wrap=True)
+    if "theta_from" in bias:
+        error = bias.get("theta_standard_error")
+        sure = "" if error is None else f" (standard error {error:.1%})"
+        words.print(f"theta from {bias['theta_from']}{sure}", soft_wrap=True)

@@ -24,7 +24,7 @@ NAMES = {
     "item": "item item_id doc doc_id docid document_id product_id movie_id video_id article_id",
     "query": "query query_id qid query_text",
     "segment": "",
-    "randomised": "randomised randomized",
+    "randomised": "randomised randomized is_randomised is_randomized random_order",
 }
 CONTEXT = ("query", "segment", "randomised")  # roles with one value per request
 SEVERAL = ("actions", "features", "categorical")  # roles that several columns may have

@@ -22,11 +22,11 @@ class Affine(WeightedClicks):
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
-        "theta": one_of("theta", "strata", "items"),
+        "theta": one_of("theta", "auto", "strata", "items"),
         "max_weight": weight_limit,
     }
 
-    def __init__(self, inputs: MethodInputs, *, theta: str = "strata", max_weight: float | str = MAX_WEIGHT) -> None:
+    def __init__(self, inputs: MethodInputs, *, theta: str = "auto", max_weight: float | str = MAX_WEIGHT) -> None:
         if inputs.propensities is not None:
             what = "the method affine estimates clicks on irrelevant items as well, so it cannot use known propensities"
             raise OptionError(what, hint="remove --propensities or --bias, or use --method ipw-pointwise")

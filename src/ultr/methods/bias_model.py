@@ -79,7 +79,7 @@ class BiasModel(PositionModel):
         inputs: MethodInputs,
         *,
         scale: float | None = 1.0,
-        theta_from: str = "strata",
+        theta_from: str = "auto",
         trust_in_clicks: bool = False,
         scaled_values: bool = False,
         pairs: bool = False,

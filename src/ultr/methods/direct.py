@@ -44,7 +44,7 @@ class Direct(WithPositions):
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         "likelihood": one_of("likelihood", "hurdle", "binary", "poisson", "tweedie"),
-        "theta": one_of("theta", "strata", "items"),
+        "theta": one_of("theta", "auto", "strata", "items"),
         "values": one_of("values", *HURDLE_OUTPUTS),
         "duration": str,
     }
@@ -54,7 +54,7 @@ class Direct(WithPositions):
         inputs: MethodInputs,
         *,
         likelihood: str | None = None,
-        theta: str = "strata",
+        theta: str = "auto",
         values: str | None = None,
         duration: str | None = None,
     ) -> None:

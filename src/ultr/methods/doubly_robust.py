@@ -31,7 +31,7 @@ class DoublyRobust(WithPositions):
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         "estimator": one_of("estimator", "dr", "dm", "ips"),
-        "theta": one_of("theta", "strata", "items"),
+        "theta": one_of("theta", "auto", "strata", "items"),
         "trust": one_of("trust", "none", "clicks"),
         "max_weight": weight_limit,
     }
@@ -49,7 +49,7 @@ class DoublyRobust(WithPositions):
         inputs: MethodInputs,
         *,
         estimator: str = "dr",
-        theta: str = "strata",
+        theta: str = "auto",
         trust: str = "none",
         max_weight: float | str = MAX_WEIGHT,
     ) -> None:

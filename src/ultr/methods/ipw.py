@@ -22,7 +22,7 @@ class IPW(WeightedClicks):
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
-        "theta": one_of("theta", "strata", "items"),
+        "theta": one_of("theta", "auto", "strata", "items"),
         "labels": one_of("labels", "clicks", "values"),
         "max_weight": weight_limit,
     }
@@ -31,7 +31,7 @@ class IPW(WeightedClicks):
         self,
         inputs: MethodInputs,
         *,
-        theta: str = "strata",
+        theta: str = "auto",
         labels: str = "clicks",
         max_weight: float | str = MAX_WEIGHT,
     ) -> None:

@@ -49,9 +49,9 @@ class PairwiseEM(Method):
         opt-posterior   Σ (r̂_i - r̂_j)⁺ |D_i - D_j| L_ij                D of DCG, so that it is |ΔDCG_ij| of r̂
 
     The first three are the paper's (Eqs. 10 and 14-17), the others are not in it. Training has three stages: θ from the
-    log (`theta`: by `strata` of similar items or by `items`), the bias model until the held-out likelihood stops
-    improving, then the ranker. `em=joint` trains all of it at once, as the paper does, with θ by `em`. `em=oracle` is
-    for experiments: it knows θ and β of simulated users.
+    log (`theta`: by its best evidence with `auto`, else by `strata` of similar items or by `items`), the bias model
+    until the held-out likelihood stops improving, then the ranker. `em=joint` trains all of it at once, as the paper
+    does, with θ by `em`. `em=oracle` is for experiments: it knows θ and β of simulated users.
 
     - `weights` of the first three are the `paper`'s, or `exact`: then the mean of the loss is right (see `equations`).
     - `trust` is in `pairs` of positions (ε⁺, ε⁻: the default with m_ij), `clicks` (irrelevant items are clicked with
@@ -69,7 +69,7 @@ class PairwiseEM(Method):
         "loss": one_of("loss", "posterior", "opt-posterior", "opt", "bayes-ipw", "ipw"),
         "weights": one_of("weights", "paper", "exact"),
         "em": one_of("em", "staged", "joint", "oracle"),
-        "theta": one_of("theta", "strata", "items", "regression", "em"),
+        "theta": one_of("theta", "auto", "strata", "items", "regression", "em"),
         "scale": scale_option,
         "trust": one_of("trust", "none", "pairs", "clicks", "values"),
         "targets": one_of("targets", "soft", "sampled"),
@@ -102,7 +102,7 @@ class PairwiseEM(Method):
         _check(self.kind, self.by_value, weights=weights, trust=trust, delta=delta, max_weight=max_weight)
         em = em or ("joint" if released else "staged")
         self.joint = em != "staged" and not inputs.truth
-        theta = theta or ("em" if self.joint else "strata")
+        theta = theta or ("em" if self.joint else "auto")
         if scale == "estimated" and theta != "regression":
             hint = "add theta=regression"
             raise OptionError("scale=estimated needs theta=regression", got=f"theta={theta}", hint=hint)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ultr.bias.equations import examined_though_zero, quotient, scoring_terms, sums_by_cell, updated
 from ultr.bias.estimators import SCALE, SMALLEST
-from ultr.bias.examination import Examination, estimate_examination
+from ultr.bias.examination import SOURCES, Examination, estimate_examination
 from ultr.bias.propensities import theta_by_id
 from ultr.datasets.users import User
 from ultr.errors import OptionError
@@ -28,9 +28,9 @@ FEW_CLICKS = 100  # θ of a position with fewer clicks is uncertain
 MOVING = 1e-3  # θ has not settled if its last relative change is larger
 BATCH_MOVING = 1e-2  # the limit for θ that is updated by batches, which differ
 THETA_FROM = {
+    **SOURCES,
+    "auto": "the best evidence of the log",
     "known": "known propensities",
-    "strata": "EM over groups of rows with similar scores of the logging ranker",
-    "items": "EM over items that occur in several requests",
     "regression": "regression EM, together with the networks",
     "em": "EM as in the paper, together with the networks",
 }
@@ -82,8 +82,8 @@ def scale_option(text: str) -> float | str:
 class PositionModel(Learner):
     """Examination θ and trust ζ by position in P(c>0) = θ_k β + ζ_k (1 - β), for any model of relevance β.
 
-    They are known, or estimated from the log before training (`theta_from` strata or items), or θ is learned together
-    with β: by Fisher's scoring with its largest value fixed at `scale` (`regression`), or by the M-step of the paper of
+    They are known, or estimated from the log before training (`theta_from` auto, strata or items), or θ is learned with
+    β: by Fisher's scoring with its largest value fixed at `scale` (`regression`), or by the M-step of the paper of
     `pairwise-em`, θ_k = mean of [c>0] + [c=0] t at position k (`em`).
     """
 
@@ -101,12 +101,13 @@ class PositionModel(Learner):
         inputs: MethodInputs,
         *,
         scale: float | None = SCALE,
-        theta_from: str = "strata",
+        theta_from: str = "auto",
         trust_in_clicks: bool = False,
     ) -> None:
         super().__init__()
         self.inputs, self.scale, self.trust_in_clicks = inputs, scale, trust_in_clicks
         self.theta_from = theta_from if inputs.propensities is None else "known"
+        self.evidence: dict[str, Any] = {}  # the parts of a report that say how θ was estimated, if it was
         self.index = PositionIndex(inputs.positions)
         size = len(self.index)
         start = torch.full((size,), 1.0 if inputs.truth else EM_START if theta_from == "em" else scale or 1.0)
@@ -150,7 +151,7 @@ class PositionModel(Learner):
             sessions=sessions,
             seed=seed,
             trust=self.trust_in_clicks,
-            by_item=self.theta_from == "items",
+            theta_from=self.theta_from,
             device=self.theta.device,
         )
         self.take(examination)
@@ -167,6 +168,11 @@ class PositionModel(Learner):
         }.items():
             getattr(self, name)[places] = torch.from_numpy(values).to(self.theta)
         self.moved.fill_(examination.moved)
+        error = examination.error
+        self.evidence = {
+            "theta_from": examination.source,
+            **({} if error is None else {"theta_standard_error": round(error, 5)}),
+        }
 
     def theta_terms(self, positive: Tensor, place: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
         """Return the terms, by item, that update θ: 1, clicked, and two terms of which θ is the quotient."""
@@ -199,6 +205,7 @@ class PositionModel(Learner):
             "positions": self.index.ids.tolist(),
             "theta": numbers(self.theta),
             "theta_from": THETA_FROM[self.theta_from],
+            **self.evidence,
             "theta_scale": self._scale_text(),
             "impressions": numbers(self.impressions),
             "clicks": numbers(self.clicks),

@@ -78,7 +78,7 @@ class TreePairwiseEM(TreeMethod):
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         **{name: read for name, read in PairwiseEM.OPTIONS.items() if name not in ("variant", "delta")},
-        "theta": one_of("theta", "strata", "items", "regression"),
+        "theta": one_of("theta", "auto", "strata", "items", "regression"),
         "em": one_of("em", "network", "trees"),
     }
 
@@ -216,10 +216,10 @@ class TreeDirect(TreeMethod):
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         "likelihood": one_of("likelihood", "poisson", "tweedie"),
-        "theta": one_of("theta", "strata", "items"),
+        "theta": one_of("theta", "auto", "strata", "items"),
     }
 
-    def __init__(self, inputs: MethodInputs, *, likelihood: str | None = None, theta: str = "strata") -> None:
+    def __init__(self, inputs: MethodInputs, *, likelihood: str | None = None, theta: str = "auto") -> None:
         super().__init__(inputs)
         if inputs.truth:
             raise OptionError("this method corrects the bias of feedback, and true labels have none", hint=BOUNDS)

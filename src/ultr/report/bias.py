@@ -70,7 +70,9 @@ def _bias_of_run(bias: Mapping[str, Any], truth: Truth) -> list[Part]:
     plots: list[Plot] = []
     if "theta" in bias:
         plots.append(_theta(bias, at, truth))
-        parts.append(Text(f"Source of θ: {bias['theta_from']}. Scale of θ: {bias['theta_scale']}."))
+        error = bias.get("theta_standard_error")
+        sure = "" if error is None else f" (standard error {error:.1%})"
+        parts.append(Text(f"Source of θ: {bias['theta_from']}{sure}. Scale of θ: {bias['theta_scale']}."))
     if "towers" in bias:
         lines = {f"tower of {name}": (at, values) for name, values in bias["towers"].items()}
         how = "multiplied by" if bias["tower"] == "multiplies" else "increased by"

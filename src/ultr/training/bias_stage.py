@@ -1,7 +1,7 @@
 """The bias stage of a run: estimate position bias before the ranker is trained, and write it to files.
 
 run/bias.json    the probability that a position is seen, and other estimates (see `ultr.bias.propensities`)
-run/bias/        the weights of the bias model, for a resumed run and for other runs
+run/bias/        the weights of the bias model and the source of θ, for a resumed run and for other runs
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from ultr.training.loop import Progress, TrainingState, start, train
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import copy_from_main, is_main
 from ultr.utils.files import atomic_path
-from ultr.utils.jsonfiles import read_json
+from ultr.utils.jsonfiles import read_json, write_json
 from ultr.utils.tensors import load_tensors, save_tensors
 
 HELD_OUT_SHARE = 0.1  # share of the training requests that are held out to evaluate the fit of a bias model
 SHORT_LIST = 64  # items; shorter lists are evaluated all at once on a GPU
 REPORTED_BATCHES = 20  # batches that the summary in bias.json is computed from
 BIAS = "bias"  # the folder of a run that holds its bias model
+EVIDENCE = "evidence.json"  # the file of this folder that says how θ was estimated
 
 
 def run_bias_stage(
@@ -184,6 +185,8 @@ def save_bias(folder: Path, model: BiasModel) -> None:
     """Write the weights of a bias model into a folder."""
     with atomic_path(folder, overwrite=True, folder=True) as temporary:
         save_tensors(temporary / "weights.safetensors", model.state_dict())
+        if model.evidence:
+            write_json(temporary / EVIDENCE, model.evidence)
         if isinstance(model.network, BoostedOutputs):
             model.network.save(temporary)
 
@@ -194,6 +197,8 @@ def load_bias(folder: Path, model: Learner) -> None:
         if isinstance(model, BiasModel) and BoostedOutputs.is_at(folder):
             model.network = BoostedOutputs.load(folder, tuple(sorted(model.inputs.categories)))
         model.load_state_dict(load_tensors(folder / "weights.safetensors"))
+        if isinstance(model, BiasModel) and (folder / EVIDENCE).is_file():  # known propensities have none
+            model.evidence = read_json(folder / EVIDENCE)
     except (RuntimeError, KeyError, ValueError) as error:
         hint = "pass --bias with a run that has the same features, positions, label and bias options"
         raise DataError("the saved bias model does not fit this run", where=folder, hint=hint) from error

@@ -1,0 +1,190 @@
+"""The choice of the evidence about examination, on a shop with known truth, and by training and `ultr bias` alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from bias.shop import SHOWN, THETA, error_of, shop
+from bias.worlds import seen_in
+from ultr.bias import logging_policy
+from ultr.bias.audit import audit
+from ultr.bias.counts import counted_random
+from ultr.bias.estimators import fill_gaps, fit_conditional
+from ultr.bias.evidence import best_source, evidence, items_comparable
+from ultr.bias.examination import Examination, estimate_examination
+from ultr.errors import DataError
+from ultr.evaluation.judge import make_judge
+from ultr.log import Log
+from ultr.log.labels import Label
+
+SEEDS = range(5)
+
+
+@pytest.fixture(autouse=True)
+def linear_logging_score(monkeypatch):
+    """Do not try a network in estimates by strata, which takes long."""
+    monkeypatch.setattr(logging_policy, "MUCH_OPEN", np.inf)
+
+
+def estimated(log: Log, **options: Any) -> Examination:
+    return estimate_examination(log, Label("click"), **options)
+
+
+def error_by_source(log: Log) -> dict[str, float]:
+    """Return the mean relative error of θ by each source of a log, and by the best one."""
+    seen = seen_in(log)
+    sources = evidence(seen)
+    fits = {name: fit_conditional(counts.weighted(np.ones(200))).theta for name, counts in sources.items()}
+    best = best_source(sources, seen)
+    assert best is not None
+    return {name: error_of(fill_gaps(theta)) for name, theta in {**fits, "best": best.fit.theta}.items()}
+
+
+def mean_errors(**options: Any) -> dict[str, float]:
+    errors = [error_by_source(shop(seed=seed, **options)) for seed in SEEDS]
+    return {name: float(np.mean([error[name] for error in errors])) for name in errors[0]}
+
+
+def test_recurring_items_of_a_query_give_theta_within_a_few_percent():
+    errors = mean_errors()
+    assert errors["best"] < 0.04
+    assert errors["best"] <= errors["items"] < errors["randomised"] / 3
+
+
+def test_few_requests_in_random_order_do_not_replace_precise_items():
+    log = shop(5000, seed=1)
+    found = estimated(log)
+    assert found.source.endswith("clicks on items shown at several positions for the same query")
+    assert found.error == pytest.approx(0.08, abs=0.03)
+    assert error_of(found.theta) < 0.1
+
+
+def test_items_that_move_because_of_the_query_lose_against_requests_in_random_order():
+    """Without the query, an item has another relevance each time it moves, and its θ falls too fast."""
+    errors = mean_errors(columns=("item", "randomised"), random_share=0.1)
+    assert errors["items"] > 0.2
+    assert errors["best"] == errors["randomised"] < 0.1
+
+
+def test_items_are_used_alone_if_there_is_nothing_better():
+    errors = [error_of(estimated(shop(seed=seed, columns=("item",))).theta) for seed in SEEDS]
+    raw = [error_of(shop(seed=seed).actions["click"].reshape(-1, SHOWN).mean(0)) for seed in SEEDS]
+    assert np.mean(errors) < 0.65 * np.mean(raw)
+    assert error_of(estimated(shop(columns=("item",), match=0.1)).theta) < 0.06
+
+
+def test_the_standard_error_is_about_the_error():
+    errors = []
+    for seed in range(10):
+        found = estimated(shop(4000, seed=seed))
+        ratio = found.theta / found.theta[0] / THETA
+        errors.append((float(np.sqrt((np.log(ratio[1:]) ** 2).mean())), found.error))
+    actual, stated = np.mean(errors, axis=0)
+    assert stated == pytest.approx(actual, rel=0.35)
+
+
+def test_lists_of_different_lengths_in_random_order_are_compared_within_their_length():
+    """Short lists have more relevant items, so that click rates fall too fast."""
+    rng = np.random.default_rng(0)
+    lengths = rng.choice([2, 5], 20_000)
+    positions = np.concatenate([np.arange(1, n + 1) for n in lengths])
+    theta, beta = THETA[positions - 1], np.repeat(np.where(lengths == 2, 0.8, 0.2), lengths)
+    log = Log(
+        features=np.empty((len(positions), 0), np.float32),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        request_ids=pa.array(np.arange(20_000)),
+        feature_names=(),
+        positions=positions,
+        actions={"click": (rng.random(len(positions)) < theta * beta).astype(np.float32)},
+        context={"randomised": pa.array(np.ones(20_000, bool))},
+    )
+    seen = seen_in(log)
+    clicks, shown = np.bincount(seen.place, seen.clicked), np.bincount(seen.place)
+    assert error_of(clicks / shown, THETA[:5]) > 0.2
+    assert error_of(estimated(log).theta, THETA[:5]) < 0.04
+    assert estimated(log).source == "20,000 requests in random order"
+
+
+def test_random_order_of_equal_lists_gives_ratios_of_click_rates():
+    log = shop(3000, random_share=1.0, columns=("randomised",))
+    seen = seen_in(log)
+    counts = counted_random(seen)
+    assert counts is not None
+    theta = fit_conditional(counts.weighted(np.ones(200))).theta
+    rate = log.actions["click"].reshape(-1, SHOWN).mean(0)
+    np.testing.assert_allclose(theta / theta[0], rate / rate[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        shop(600, rankers=1, random_share=0.0),  # each item of a query has one position
+        shop(600, columns=()),
+        shop(600, columns=("randomised",), random_share=0.01),  # six requests
+        shop(600, columns=("item", "query"), queries=100_000),
+    ],
+)
+def test_strata_remain_where_there_is_too_little_evidence(log):
+    auto, strata = estimated(log), estimated(log, theta_from="strata")
+    assert auto.source == "groups of rows with similar scores of the logging ranker"
+    assert auto.error is None
+    np.testing.assert_array_equal(auto.theta, strata.theta)
+
+
+def test_one_linked_position_is_no_evidence_even_if_it_has_most_impressions():
+    """Of six requests in random order, one was clicked, at position 1. Most requests have only this position."""
+    lengths = np.repeat([3, 1], [6, 200])
+    clicked = np.zeros(lengths.sum(), np.float32)
+    clicked[0] = 1
+    log = Log(
+        features=np.empty((len(clicked), 0), np.float32),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        request_ids=pa.array(np.arange(len(lengths))),
+        feature_names=(),
+        positions=np.concatenate([np.arange(1, n + 1) for n in lengths]),
+        actions={"click": clicked},
+        context={"randomised": pa.array(lengths == 3)},
+    )
+    seen = seen_in(log)
+    assert best_source(evidence(seen), seen) is None
+
+
+def test_items_whose_features_change_are_not_compared():
+    log = shop(500, columns=("item",), queries=20)
+    noise = np.random.default_rng(0).normal(size=log.features.shape).astype(np.float32)
+    personal = replace(log, features=log.features + noise)
+    assert items_comparable(log, log)
+    assert not items_comparable(personal, personal)
+    assert items_comparable(personal, None)
+    assert estimated(personal).source == estimated(personal, theta_from="strata").source
+
+
+def test_training_the_judge_and_the_audit_have_the_same_curve():
+    by_query, by_item = ("item", "query", "randomised"), ("item", "randomised")
+    for requests, columns, name in ((2000, by_query, "items"), (8000, by_item, "randomised")):
+        log = shop(requests, columns=columns, random_share=0.2)
+        theta = estimated(log).theta
+        report = audit(log.without_features(), bootstrap=10)
+        assert report.verdict.anchor == name
+        np.testing.assert_allclose(list(report.propensities().values()), 0.7 * theta, rtol=1e-6)
+        judge = make_judge(log, label="click")
+        np.testing.assert_allclose(list(judge.theta.values()), theta)
+
+
+def test_request_weights_count():
+    log = shop(4000)
+    weighted = replace(log, weights=np.full(4000, 3.0, np.float32))
+    a, b = estimated(log), estimated(weighted)
+    np.testing.assert_allclose(a.theta, b.theta)
+    np.testing.assert_allclose(3 * a.clicks, b.clicks)
+    assert b.error < a.error
+
+
+def test_theta_from_items_needs_item_ids():
+    with pytest.raises(DataError, match="item ids"):
+        estimated(shop(100, columns=()), theta_from="items")
