@@ -42,7 +42,8 @@ def odd_names(folder):
     impressions().rename(columns=names).to_parquet(folder / "my log (May).parquet", index=False)
     columns = {"request": "Search ID", "position": "Slot No.", "actions": "Was Clicked?", "randomised": "Shuffled?"}
     columns |= {"features": "Item's quality,age [days]"}
-    return ["describe", "my log (May).parquet", *(word for role, name in columns.items() for word in (f"--{role}", name))]
+    named = [word for role, name in columns.items() for word in (f"--{role}", name)]
+    return ["describe", "my log (May).parquet", *named]
 
 
 def with_dwell(folder):

@@ -47,6 +47,13 @@ def prepare(
     event_value: Annotated[str | None, typer.Option(help="Column of --events with the value; default: 1.")] = None,
     label: Annotated[str | None, typer.Option(help="Also write a label, e.g. 'click + dwell / exp(3)'.")] = None,
     where: options.Where = None,
+    on_duplicates: Annotated[
+        str,
+        typer.Option(
+            help="Rows of a request with the same position: keep or error; with the same item or position: first (keep "
+            "the first row) or sum (add up the actions)."
+        ),
+    ] = "keep",
     min_items: Annotated[int, typer.Option(help="Drop requests with fewer items.", min=1)] = 1,
     max_items: Annotated[int | None, typer.Option(help="Keep at most this number of items per list.", min=1)] = None,
     keep_clickless: Annotated[

@@ -87,7 +87,7 @@ def log_from_table(
         target, further = find_duplicates(of_row, keys, reading.on_duplicates, requests=requests, where=where)
         notes += further
         if (target != np.arange(len(target))).any():
-            merged = merge_rows(table, target, actions if reading.on_duplicates == "sum" else {})
+            merged = merge_rows(table, target, actions, add_up=reading.on_duplicates == "sum")
             rest = Reading(missing=reading.missing, time=reading.time)
             log = log_from_table(merged, columns, where=where, reading=rest, unused=unused)
             return replace(log, notes=tuple(dict.fromkeys((*notes, *log.notes))))

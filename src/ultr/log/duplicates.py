@@ -19,7 +19,7 @@ HINT = "check the request column, or pass --on-duplicates first (keep the first 
 def find_duplicates(
     request_of_row: np.ndarray,
     keys: dict[str, tuple[str, np.ndarray]],
-    on_duplicates: OnDuplicates,
+    on_duplicates: str,
     *,
     requests: Any,
     where: object,
@@ -58,11 +58,11 @@ def find_duplicates(
     return target, notes
 
 
-def merge_rows(table: pa.Table, target: np.ndarray, summed: dict[str, np.ndarray]) -> pa.Table:
-    """Return the rows that are kept, with the sums of the actions in `summed` (column -> values of all rows)."""
+def merge_rows(table: pa.Table, target: np.ndarray, actions: dict[str, np.ndarray], *, add_up: bool) -> pa.Table:
+    """Return the rows that are kept, with their actions (column -> values of all rows) or the sums of merged rows."""
     kept = np.flatnonzero(target == np.arange(len(target)))
     merged = table.take(pa.array(kept))
-    for name, values in summed.items():
-        sums = pa.array(np.bincount(target, values, minlength=len(target))[kept])
-        merged = merged.set_column(merged.schema.get_field_index(name), name, sums)
+    for name, values in actions.items():
+        totals = np.bincount(target, values, minlength=len(target)) if add_up else values
+        merged = merged.set_column(merged.schema.get_field_index(name), name, pa.array(totals[kept]))
     return merged

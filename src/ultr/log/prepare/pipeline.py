@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from ultr.errors import ColumnError, OptionError, nearest
 from ultr.log.conditions import utc_time
+from ultr.log.duplicates import HINT, MERGED
 from ultr.log.labels import Label
 from ultr.log.prepare.checks import bounds_by_time, check_rows, count_differing, divides, reject_differing
 from ultr.log.prepare.engines import Engine, EngineName, engine_errors, start_engine
@@ -61,6 +62,7 @@ class Preparation:
     event_value: str | None = None
     label: str | None = None
     where: Sequence[str] = ()
+    on_duplicates: Literal["keep", "error", "first", "sum"] = "keep"
     min_items: int = 1
     max_items: int | None = None
     keep_clickless: float = 1.0
@@ -177,9 +179,12 @@ class _Work:
         columns = self._check_requests(rows, columns, names)
         nesting = self._nesting(rows, columns, actions)
         self.progress("sorting", 0, total)
-        requests, _ = self.engine.write(
+        requests, kept = self.engine.write(
             rounded(rows), nesting, folder, total=total, progress=lambda done: self.progress("writing", done, total)
         )
+        if kept < total:
+            what = f"{total - kept:,} rows repeat the item or position of another row of their request"
+            self.notes.append(f"{what}; {MERGED[self.chosen.on_duplicates]}")
         return self._manifest(folder, nesting, columns, requests=requests, rows=total)
 
     def _columns(self) -> tuple[Columns, list[str] | None]:
@@ -279,6 +284,7 @@ class _Work:
             keep_clickless=chosen.keep_clickless,
             min_items=chosen.min_items,
             max_items=chosen.max_items,
+            on_duplicates=chosen.on_duplicates,
         )
 
     def _bounds(self, rows: Any) -> tuple[float, float]:
@@ -301,9 +307,13 @@ class _Work:
         actions = (*nesting.actions, *(("label",) if label is not None else ()))
         feedback = actions if label is None else ("label",)
         facts = shard_facts(folder, actions=actions, categorical=nesting.categorical, feedback=feedback)
+        if facts.tied and chosen.on_duplicates == "error":
+            what = f"{facts.tied:,} items have the same position as another item of their request"
+            raise ColumnError(what, where=self.where, got=f"column '{columns.position}'", hint=HINT)
         if facts.tied:
             note = f"{facts.tied:,} items have the same position as another item of their request"
-            self.notes.append(f"{note}; such items are ordered by their ids, and then by their other columns")
+            order = "such items are ordered by their ids, and then by their other columns"
+            self.notes.append(f"{note}; {order}; --on-duplicates first or sum merges them")
         split: dict[str, Any] = {"by": chosen.split}
         if chosen.split == "hash":
             split |= {"validation": chosen.validation, "test": chosen.test}
@@ -317,6 +327,7 @@ class _Work:
             "engine": chosen.engine,
             "events": None if chosen.events is None else str(chosen.events),
             "where": list(chosen.where),
+            "on_duplicates": chosen.on_duplicates,
             "min_items": chosen.min_items,
             "max_items": chosen.max_items,
             "keep_clickless": chosen.keep_clickless,
