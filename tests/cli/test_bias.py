@@ -55,7 +55,7 @@ def test_propensities_are_written_in_the_format_that_training_reads(ultr, path, 
     done = ultr("bias", path, *FAST, "--out", out)
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in out.iterdir()) == ["bias.html", "bias.json", "propensities.csv"]
-    assert f"next: ultr train {path} --bias {out} --out run" in done.stderr
+    assert f"next: ultr train {path} --bias {out} --label click --out run" in done.stderr
     propensities = read_propensities(out / "propensities.csv")
     assert list(map(str, propensities)) == ["1", "2", "3", "4", "5"]
     report = json.loads((out / "bias.json").read_text())
@@ -131,7 +131,7 @@ def test_segments_are_printed_and_written_separately(ultr, tmp_path):
     write_log(with_segments(["desk", "phone"]), path)
     done = ultr("bias", path, *FAST, "--segment", "segment", "--out", out)
     assert done.returncode == 0, done.stderr
-    assert f"next: ultr train {path} --bias {out} --segment segment --out run" in done.stderr
+    assert f"next: ultr train {path} --segment segment --bias {out} --label click --out run" in done.stderr
     for name in ("desk", "phone"):
         assert f"Segment '{name}' (1,000 requests)" in done.stdout
     propensities = read_propensities(out / "propensities.csv")

@@ -357,7 +357,7 @@ def test_a_valid_log_works_with_every_command(attempt, command):
     assert attempt(command, holds(clean(suffix), suffix)) == "works"
 
 
-@pytest.mark.parametrize("name", ["position has nan", "click has nan", "relevance has nan"])
+@pytest.mark.parametrize("name", ["position has nan", "relevance has nan"])
 def test_prepare_finds_nan_that_the_statistics_of_parquet_leave_out(attempt, name):
     assert attempt("prepare", CASES[name].make) == "rejected"
 

@@ -81,3 +81,10 @@ def test_notes_name_the_settings_that_no_option_can_set():
     assert "'held_out' is 0.3" in notes[2]
     users = replace(LOGS, data="synthetic", users="cascade", user_options={"patience": 0.5})
     assert "patience" in train_command(users)[1][0]
+
+
+def test_the_rows_and_the_split_of_a_log_are_repeated():
+    config = RunConfig("log.parquet", where=("a = 1", "b > 2"), split="time", time="day", on_duplicates="sum")
+    command, notes = train_command(config)
+    assert "--on-duplicates sum --split time --time day --where 'a = 1' --where 'b > 2'" in command
+    assert not notes

@@ -34,6 +34,7 @@ class Pitfall:
     name: str
     what: str
     hint: str
+    features: tuple[str, ...] = ()  # the features to train without
 
 
 class _View:
@@ -152,11 +153,12 @@ def _encoded_positions(view: _View) -> Iterable[Pitfall]:
                 follow.append(name)
     if encode:
         what = f"{len(encode)} features have the same value at a position, whatever item is there: {_names(encode)}"
-        yield Pitfall("features that encode position", what, "train without them: they are not known before ranking")
+        hint = "train without them: they are not known before ranking"
+        yield Pitfall("features that encode position", what, hint, tuple(encode))
     if follow:
         what = f"{len(follow)} features sort items in the order of positions in 99% of the requests: {_names(follow)}"
         hint = "train without features made after ranking; the logging ranker's score leaves examination unidentified"
-        yield Pitfall("features that order as positions do", what, hint)
+        yield Pitfall("features that order as positions do", what, hint, tuple(follow))
 
 
 def _reranked(view: _View) -> Iterable[Pitfall]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,28 +12,28 @@ import typer
 from rich.table import Table
 
 from ultr.cli import options
-from ultr.cli.options import named_columns, pages_can_be_made, plain, print_table, words
+from ultr.cli.options import (
+    free_path,
+    named_columns,
+    pages_can_be_made,
+    plain,
+    print_next,
+    print_notes,
+    print_table,
+    unless,
+    words,
+)
 
 if TYPE_CHECKING:
     from ultr.bias.audit import BiasReport
     from ultr.bias.click_quality import QualityReport
+    from ultr.log import Log
 
 MOST_ROWS = 30  # largest number of positions in a printed table
-TRAIN_COLUMNS = (  # options of `ultr train`
-    "request",
-    "position",
-    "features",
-    "categorical",
-    "actions",
-    "item",
-    "query",
-    "segment",
-    "randomised",
-)
 
 
 def bias(
-    log: Annotated[Path, typer.Argument(help="A log: Parquet (a file or a folder of shards), CSV or Arrow.")],
+    log: Annotated[Path, typer.Argument(help="A log: Parquet (a file or a folder of shards), CSV, JSONL or Arrow.")],
     label: Annotated[
         str | None, typer.Option(help="Expression over actions; a value above zero counts as a click. Default: click.")
     ] = None,
@@ -47,6 +46,7 @@ def bias(
     query: options.QueryColumn = None,
     segment: options.SegmentColumn = None,
     randomised: options.RandomisedColumn = None,
+    on_duplicates: options.OnDuplicates = "error",
     propensities: Annotated[
         Path | None, typer.Option(help="CSV or Parquet file of known examination: columns position,propensity.")
     ] = None,
@@ -66,7 +66,7 @@ def bias(
     from ultr.bias.click_models import checked_names
     from ultr.bias.identification import NOT
     from ultr.bias.propensities import read_propensities
-    from ultr.log.labels import DEFAULT_LABEL
+    from ultr.log.labels import click_label, default_label
     from ultr.log.sampling import read_for_audit
     from ultr.utils.files import check_output
 
@@ -75,9 +75,11 @@ def bias(
     if out is not None:
         check_output(out, overwrite=overwrite, folder=True)
     with words.status(f"reading {log} ..."):
-        whole, sampled = read_for_audit(log, sample_rows=sample, seed=seed, **columns)
+        rows: dict[str, Any] = {"on_duplicates": on_duplicates, **columns}
+        whole, sampled = read_for_audit(log, sample_rows=sample, seed=seed, **rows)
+    trained_label = label or default_label(whole.actions)
     if label is None:
-        label = "click" if "click" in whole.actions else next(iter(whole.actions), DEFAULT_LABEL)
+        label = click_label(whole.actions)
     quality = None
     if names:  # before the estimate of examination, which takes longer
         from ultr.bias.click_quality import compare_click_models
@@ -96,6 +98,7 @@ def bias(
         print(json.dumps(content))
         return
     words.print(f"{len(whole):,} requests with {whole.rows:,} rows; feedback: {plain(label)} > 0", soft_wrap=True)
+    print_notes(whole.notes)
     _print(report)
     for name, part in report.segments.items():
         _print_estimates(part, title=f"Segment '{plain(name)}' ({part.requests:,} requests): {part.verdict.status}")
@@ -104,9 +107,26 @@ def bias(
     if out is not None:
         words.print(f"wrote {out}", soft_wrap=True)
     if out is not None and report.verdict.status != NOT:
-        named = [part for name in TRAIN_COLUMNS if name in columns for part in (f"--{name}", columns[name])]
-        command = shlex.join(["ultr", "train", str(log), "--bias", str(out), *named, "--out", "run"])
-        words.print(plain(f"next: {command}"), soft_wrap=True)
+        warned = {name for pitfall in report.pitfalls for name in pitfall.features}
+        print_next(
+            *("train", log),
+            bias=out,
+            columns={**columns, **_features_without(warned, sampled)},
+            label=trained_label,
+            on_duplicates=unless(on_duplicates, "error"),
+            out=free_path("run"),
+        )
+
+
+def _features_without(warned: set[str], log: Log | None) -> dict[str, str]:
+    """Return the feature columns without those that a warning names, if there are some, as options of `ultr train`."""
+    if log is None or not warned:
+        return {}
+    columns = {role: log.columns.get(role, []) for role in ("features", "categorical")}
+    if inside := sorted(warned - {name for names in columns.values() for name in names}):
+        what = f"'{inside[0]}' is in a column of lists; to train without it, write a log without this feature"
+        words.print(plain(what), soft_wrap=True)
+    return {role: ",".join(n for n in names if n not in warned) for role, names in columns.items() if names}
 
 
 def _print(report: BiasReport) -> None:

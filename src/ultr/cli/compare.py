@@ -88,13 +88,17 @@ def compare(
     data_dir: options.DataDir = None,
     request: options.RequestColumn = None,
     position: options.PositionColumn = None,
+    item: options.ItemColumn = None,
     features: options.FeatureColumns = None,
     categorical: options.CategoricalColumns = None,
     actions: options.ActionColumns = None,
-    item: options.ItemColumn = None,
     query: options.QueryColumn = None,
     randomised: options.RandomisedColumn = None,
     segment: options.SegmentColumn = None,
+    on_duplicates: options.OnDuplicates = "error",
+    where: options.Where = None,
+    split: shared.Split = "random",
+    time: shared.Time = None,
     stream: shared.Stream = "auto",
     workers: shared.Workers = 0,
     device: options.Device = "auto",
@@ -118,6 +122,7 @@ def compare(
     limits = [text if text == "none" else _numbers("--max-weights", text)[0] for text in texts]
     names = [name for name in methods.split(",") if name.strip()]
     entries = [Entry.parse(name, base.ranker) for name in names]
+    shared.print_reading(base)
     shared.print_thresholds(base.label, {e.text: (e.method, e.options, e.ranker or base.ranker) for e in entries})
     with progress_bar() as bar:
         task = bar.add_task("runs", total=None, figure="")

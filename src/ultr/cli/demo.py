@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ultr.cli.options import Json, Seed, pages_can_be_made, print_table, words
+from ultr.cli.options import Json, Seed, free_path, pages_can_be_made, print_next, print_table, words
 
 if TYPE_CHECKING:
     from ultr.experiments.demo import Demo, Learned
@@ -42,7 +42,7 @@ def demo(
     words.print(f"\nwrote {log}: {result.log!r}", soft_wrap=True)
     if page is not None:
         words.print(f"wrote {page}: open it in a browser to see the results", soft_wrap=True)
-    words.print(f"next: ultr train {log} --out my-run", soft_wrap=True)
+    print_next("train", log, out=free_path("my-run"))
 
 
 def _print_learned(learned: Learned) -> None:

@@ -10,25 +10,43 @@ import typer
 from rich.table import Table
 
 from ultr.cli import options
-from ultr.cli.options import named_columns, plain, print_table, words
+from ultr.cli.options import (
+    columns_text,
+    free_path,
+    named_columns,
+    plain,
+    print_next,
+    print_notes,
+    print_table,
+    unless,
+    words,
+)
 
 if TYPE_CHECKING:
     from ultr.log.summary import ByPosition
 
 
 def describe(
-    log_path: Annotated[Path, typer.Argument(metavar="LOG", help="A log: Parquet, Arrow, CSV or SVMlight.")],
+    log_path: Annotated[Path, typer.Argument(metavar="LOG", help="A log: Parquet, Arrow, CSV, JSONL or SVMlight.")],
     request: options.RequestColumn = None,
     position: options.PositionColumn = None,
+    item: options.ItemColumn = None,
     features: options.FeatureColumns = None,
+    categorical: options.CategoricalColumns = None,
     actions: options.ActionColumns = None,
+    query: options.QueryColumn = None,
+    segment: options.SegmentColumn = None,
+    randomised: options.RandomisedColumn = None,
+    relevance: options.RelevanceColumn = None,
+    on_duplicates: options.OnDuplicates = "error",
     as_json: options.Json = False,
 ) -> None:
-    """Check a log and summarise it: requests, columns, and feedback by position."""
+    """Check a log and summarise it: requests, the column taken for each part, and feedback by position."""
     from ultr.log import read_log
     from ultr.log.summary import by_position
 
-    log = read_log(log_path, **named_columns(locals()))
+    named = named_columns(locals())
+    log = read_log(log_path, on_duplicates=on_duplicates, **named)  # type: ignore[arg-type]  # read_log checks it
     lengths = log.lengths
     facts: dict[str, Any] = {
         "requests": len(log),
@@ -37,7 +55,9 @@ def describe(
         "features": len(log.feature_names),
         "actions": list(log.actions),
         "true_relevance": log.relevance is not None,
+        "columns": dict(log.columns),
         "unused_columns": list(log.unused_columns),
+        "notes": list(log.notes),
     }
     table = by_position(log) if log.positions is not None else None
     if table is not None:
@@ -51,6 +71,9 @@ def describe(
         print(json.dumps(facts))
         return
     words.print(f"{log!r}, {lengths.min()} to {lengths.max()} items per request", soft_wrap=True)
+    if log.columns:
+        words.print(plain(f"columns: {columns_text(log.columns)}"), soft_wrap=True)
+    print_notes(log.notes)
     if log.unused_columns:
         names = ", ".join(log.unused_columns[:20]) + (" ..." if len(log.unused_columns) > 20 else "")
         words.print(plain(f"unused columns: {names} (use them with --features or --actions)"), soft_wrap=True)
@@ -58,6 +81,7 @@ def describe(
         words.print(f"the log has no {'positions' if table is None else 'actions'}, so feedback cannot be shown")
         return
     _print_by_position(table)
+    print_next("bias", log_path, columns=named, on_duplicates=unless(on_duplicates, "error"), out=free_path("bias"))
 
 
 def _print_by_position(table: ByPosition, most: int = 20) -> None:

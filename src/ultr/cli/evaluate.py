@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from ultr.cli.options import DataDir, Device, Epsilon, Eta, Json, print_table, words
-
-
-def _columns_of(run: Path, categorical: list[str], metrics: list[str]) -> dict[str, Any]:
-    """Return role -> column of the data: those of the run's log if metrics use feedback, else only `categorical`."""
-    from ultr.evaluation.scores import FEEDBACK, OFF_POLICY
-    from ultr.training.config import RunConfig
-    from ultr.utils.jsonfiles import read_json
-
-    config = RunConfig.from_json(read_json(run / "config.json"), where=run)
-    reads_feedback = config.users is None and any(name.startswith((FEEDBACK, OFF_POLICY)) for name in metrics)
-    columns = dict(config.columns) if reads_feedback else {}
-    return {**columns, "categorical": columns.get("categorical") or categorical or None}
+from ultr.cli import options
+from ultr.cli.options import named_columns, print_notes, print_table, words
 
 
 def evaluate(
@@ -38,24 +27,37 @@ def evaluate(
     users: Annotated[
         str, typer.Option(help="Simulated users for reward metrics: pbm, trust, cascade, clickbait or watch.")
     ] = "pbm",
-    eta: Eta = 1.0,
-    epsilon: Epsilon = 0.1,
-    data_dir: DataDir = None,
-    device: Device = "auto",
-    as_json: Json = False,
+    eta: options.Eta = 1.0,
+    epsilon: options.Epsilon = 0.1,
+    request: options.RequestColumn = None,
+    position: options.PositionColumn = None,
+    item: options.ItemColumn = None,
+    features: options.FeatureColumns = None,
+    actions: options.ActionColumns = None,
+    query: options.QueryColumn = None,
+    segment: options.SegmentColumn = None,
+    relevance: options.RelevanceColumn = None,
+    data_dir: options.DataDir = None,
+    device: options.Device = "auto",
+    as_json: options.Json = False,
 ) -> None:
-    """Evaluate the model of a run on data: print the mean of each metric over requests, with its 95% interval."""
+    """Evaluate the model of a run on data: print the mean of each metric over requests, with its 95% interval.
+
+    The columns of a log have the names of the training log, unless options name others.
+    """
     from ultr.datasets.users import make_user
     from ultr.evaluation.judge import evaluate_requests, load_judge
     from ultr.evaluation.scores import OFF_POLICY, Mean, mean_with_interval
     from ultr.log.segments import by_segment
     from ultr.rankers.model import load_model
-    from ultr.training.data import read_data
+    from ultr.training.data import columns_for_run, read_data
 
+    named = named_columns(locals())
     model = load_model(run)
     names = [name.strip() for name in metrics.split(",")]
-    columns = _columns_of(run, list(model.vocabularies), names)
-    log, max_grade = read_data(data, split=split, data_dir=data_dir, columns={**columns, "missing": model.missing})
+    columns = columns_for_run(run, model, named)
+    log, max_grade = read_data(data, split=split, data_dir=data_dir, columns=columns)
+    print_notes(log.notes)
     user = make_user(users, eta=eta, epsilon=epsilon, max_grade=max_grade)
     log = model.view(log)  # off-policy metrics need the features in the order of the model
     scores, judge = model.score(log, device=device), load_judge(run / "judge")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ultr.cli.options import Overwrite, plain, words
+from ultr.cli.options import Overwrite, plain, print_next, words
 
 
 def export(
@@ -27,9 +26,9 @@ def export(
     words.print(plain(f"wrote {out}: {', '.join(sorted(exported.files))}"), soft_wrap=True)
     if not exported.has_onnx:
         words.print(plain(f"no ONNX model: {exported.about['no_onnx']}"), soft_wrap=True)
-        words.print(plain(f"next: load {out} with {exported.ranker}"), soft_wrap=True)
+        words.print(plain(f"to use the model, load {out} with {exported.ranker}"), soft_wrap=True)
         return
     parity = exported.about["parity"]
     largest, allowed = parity["largest_difference"], parity["tolerance"]
     words.print(f"on {parity['rows']:,} real rows, scores differ by at most {largest:.1e} (allowed: {allowed:.1e})")
-    words.print(plain(f"next: ultr serve {shlex.quote(str(out))}"), soft_wrap=True)
+    print_next("serve", out)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +53,69 @@ SegmentColumn = Annotated[
 RandomisedColumn = Annotated[
     str | None, typer.Option("--randomised", help="Column that marks requests shown in random order.")
 ]
+
+RelevanceColumn = Annotated[str | None, typer.Option("--relevance", help="Column with true labels, if they are known.")]
+OnDuplicates = Annotated[
+    str,
+    typer.Option(
+        "--on-duplicates",
+        help="Rows of a request with the same item or position: error (items only get a note), first (keep the first "
+        "row) or sum (add up the actions).",
+    ),
+]
+Where = Annotated[
+    list[str] | None,
+    typer.Option("--where", help="Use only rows that meet this condition, e.g. 'country = de'; repeatable."),
+]
+# The column options of each command that a `next:` line may name.
+CARRIED = {
+    "bias": ("request", "position", "item", "query", "segment", "randomised", "actions", "features", "categorical"),
+    "train": ("request", "position", "item", "query", "segment", "randomised", "actions", "features", "categorical"),
+    "score": ("request", "position", "item", "features"),
+}
+
+
+def print_next(command: str, *arguments: object, columns: Mapping[str, Any] | None = None, **options: Any) -> None:
+    """Print the command that comes next, quoted for a shell.
+
+    `columns` are the columns that the user named, by role. Those that the next command has an option for are added.
+    Options without a value (None or empty) are left out, and those with a list are repeated.
+    """
+    carried = {role: name for role, name in (columns or {}).items() if role in CARRIED.get(command, ())}
+    parts = ["ultr", command, *map(str, arguments)]
+    for name, value in {**carried, **options}.items():
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if each is not None and (name in carried or each != ""):
+                parts += [f"--{name.replace('_', '-')}", str(each)]
+    words.print(f"next: {shlex.join(parts)}", soft_wrap=True, markup=False, emoji=False)
+
+
+def unless(value: str, default: str) -> str | None:
+    """Return an option's value for a `next:` line; None if it is the default."""
+    return None if value == default else value
+
+
+def free_path(name: str) -> Path:
+    """Return a path in the current folder that does not exist: this name, or the name with a number."""
+    path, number = Path(name), 2
+    while path.exists():
+        path, number = Path(name).with_stem(f"{Path(name).stem}-{number}"), number + 1
+    return path
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        words.print(f"[yellow]note:[/] {plain(one_line(note))}", soft_wrap=True)
+
+
+def columns_text(columns: Mapping[str, Any], most: int = 12) -> str:
+    """Return a text with the column that was taken for each part of a log."""
+    parts = []
+    for role, names in columns.items():
+        listed = [names] if isinstance(names, str) else list(names)
+        more = f" and {len(listed) - most} more" if len(listed) > most else ""
+        parts.append(f"{role} {', '.join(repr(name) for name in listed[:most])}{more}")
+    return "; ".join(parts)
 
 
 def named_columns(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from ultr.cli import options
-from ultr.cli.options import plain, print_table, progress_bar, words
+from ultr.cli.options import free_path, plain, print_next, print_notes, print_table, progress_bar, words
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 def prepare(
     source: Annotated[
-        str, typer.Argument(help="A log with one row per item shown: Parquet (file, folder or 'a*.parquet') or CSV.")
+        str,
+        typer.Argument(
+            help="A log of any size with one row per item shown: Parquet (file, folder or 'a*.parquet'), CSV or JSONL."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the lists.")],
     engine: Annotated[str, typer.Option(help="Engine that groups the log: duckdb or spark.")] = "duckdb",
@@ -29,23 +32,28 @@ def prepare(
     features: options.FeatureColumns = None,
     categorical: options.CategoricalColumns = None,
     actions: options.ActionColumns = None,
-    relevance: Annotated[str | None, typer.Option(help="Column with true labels, if they are known.")] = None,
+    relevance: options.RelevanceColumn = None,
     weight: Annotated[str | None, typer.Option(help="Column with the weight of the request.")] = None,
     item: options.ItemColumn = None,
     query: options.QueryColumn = None,
     segment: options.SegmentColumn = None,
     randomised: options.RandomisedColumn = None,
     events: Annotated[
-        str | None, typer.Option(help="A separate table of actions, joined to the log by request and item.")
+        str | None, typer.Option(help="A separate table of actions, to join to the log by request and item.")
     ] = None,
     event_request: Annotated[str | None, typer.Option(help="Column of --events with the request.")] = None,
     event_item: Annotated[str | None, typer.Option(help="Column of --events with the item.")] = None,
     event_type: Annotated[str | None, typer.Option(help="Column of --events with the action.")] = None,
     event_value: Annotated[str | None, typer.Option(help="Column of --events with the value; default: 1.")] = None,
     label: Annotated[str | None, typer.Option(help="Also write a label, e.g. 'click + dwell / exp(3)'.")] = None,
-    where: Annotated[
-        list[str] | None, typer.Option(help="Use only rows that meet this condition, e.g. 'country = de'; repeatable.")
-    ] = None,
+    where: options.Where = None,
+    on_duplicates: Annotated[
+        str,
+        typer.Option(
+            help="Rows of a request with the same position: keep or error; with the same item or position: first (keep "
+            "the first row) or sum (add up the actions)."
+        ),
+    ] = "keep",
     min_items: Annotated[int, typer.Option(help="Drop requests with fewer items.", min=1)] = 1,
     max_items: Annotated[int | None, typer.Option(help="Keep at most this number of items per list.", min=1)] = None,
     keep_clickless: Annotated[
@@ -74,7 +82,7 @@ def prepare(
     settings: dict[str, Any] = dict(locals())
     for name in ("source", "out", "overwrite", "as_json"):
         del settings[name]
-    from ultr.log.labels import Label
+    from ultr.log.labels import default_label
     from ultr.log.prepare.pipeline import prepare_lists
 
     settings["where"] = tuple(where or ())
@@ -86,8 +94,7 @@ def prepare(
             bar.update(task, description=stage, completed=done, total=total or None)
 
         manifest = prepare_lists(source, out, overwrite=overwrite, progress=progress, **settings)
-    for note in manifest.about["notes"]:
-        words.print(f"[yellow]note:[/] {plain(note)}", soft_wrap=True)
+    print_notes(manifest.about["notes"])
     if as_json:
         print(json.dumps(asdict(manifest)))
         return
@@ -95,10 +102,10 @@ def prepare(
     dropped = manifest.about["requests_dropped"]
     left_out = f"; {dropped:,} requests left out" if dropped else ""
     content = f"{len(manifest.features)} features, actions {', '.join(manifest.actions) or 'none'}"
-    needs_label = manifest.label is None and not set(Label().actions) <= set(manifest.actions)
-    label_option = f" --label {manifest.actions[0]}" if needs_label and manifest.actions else ""
-    command = f"ultr train {out}{label_option} --out my-run"
-    words.print(plain(f"wrote {out}: {content}{left_out}\nnext: {command}"), soft_wrap=True)
+    words.print(plain(f"wrote {out}: {content}{left_out}"), soft_wrap=True)
+    if manifest.actions:
+        label = None if manifest.label is not None else default_label(manifest.actions)
+        print_next("train", out, label=label, out=free_path("my-run"))
 
 
 def _bytes(text: str) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ultr.cli.options import DataDir, Epsilon, Eta, Overwrite, Seed, words
+from ultr.cli.options import DataDir, Epsilon, Eta, Overwrite, Seed, print_next, words
 from ultr.errors import OptionError
 
 
@@ -84,7 +84,8 @@ def simulate(
         notes = {"data": dataset.name, "fingerprint": dataset.fingerprint, "users": users, "seed": seed}
         notes |= {"eta": eta, "epsilon": epsilon, "items": items, "split": split, "share": share}
         write_log(log, out, overwrite=overwrite, metadata={"ultr.simulation": json.dumps(notes)})
-    words.print(f"wrote {out}: {log!r}\nnext: ultr describe {out}", soft_wrap=True)
+    words.print(f"wrote {out}: {log!r}", soft_wrap=True)
+    print_next("describe", out)
 
 
 def _parse_action(text: str) -> tuple[str, tuple[float, ...]]:

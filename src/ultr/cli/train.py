@@ -10,7 +10,7 @@ import typer
 
 from ultr.cli import options
 from ultr.cli import training_options as shared
-from ultr.cli.options import progress_bar, words
+from ultr.cli.options import free_path, print_next, print_notes, progress_bar, words
 
 
 def train(
@@ -55,13 +55,17 @@ def train(
     data_dir: options.DataDir = None,
     request: options.RequestColumn = None,
     position: options.PositionColumn = None,
+    item: options.ItemColumn = None,
     features: options.FeatureColumns = None,
     categorical: options.CategoricalColumns = None,
     actions: options.ActionColumns = None,
-    item: options.ItemColumn = None,
     query: options.QueryColumn = None,
     randomised: options.RandomisedColumn = None,
     segment: options.SegmentColumn = None,
+    on_duplicates: options.OnDuplicates = "error",
+    where: options.Where = None,
+    split: shared.Split = "random",
+    time: shared.Time = None,
     stream: shared.Stream = "auto",
     workers: shared.Workers = 0,
     device: options.Device = "auto",
@@ -104,6 +108,7 @@ def train(
             overwrite=overwrite,
             warm_start=warm_start,
             checkpoint_seconds=checkpoint_seconds,
+            on_note=lambda note: print_notes([note]),
             on_bias_progress=show_bias_progress,
             on_progress=show,
         )
@@ -112,8 +117,10 @@ def train(
     _print_bias(out)
     metric, best = best_evaluation(out)
     words.print(f"wrote {out}: best {metric} {best[metric]:.4f} at step {best['step']}", soft_wrap=True)
-    words.print(f"for a report: ultr report {out}", soft_wrap=True)
-    words.print(f"next: ultr score {out} CANDIDATES --out scores.parquet", soft_wrap=True)
+    print_next("report", out, out=free_path("report.html"))
+    if users is None:
+        print_next("score", out, data, out=free_path("scores.parquet"))
+        words.print("to score other items, put their file in place of the training log in this command", soft_wrap=True)
 
 
 def _print_bias(run: Path) -> None:

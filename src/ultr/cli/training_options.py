@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ultr.cli.options import named_columns, plain, words
+from ultr.cli.options import named_columns, plain, print_notes, words
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
@@ -26,9 +26,14 @@ LabelOption = Annotated[
     str | None,
     typer.Option(
         "--label",
-        help="Label to learn: an expression over actions. Default: that of prepared lists, or click + dwell / exp(3).",
+        help="Label to learn: an expression over actions. Default: that of prepared lists, or click + dwell / exp(3), "
+        "or click if there is no dwell.",
     ),
 ]
+Split = Annotated[
+    str, typer.Option("--split", help="Requests of a log to hold out: random ones, or the last ones (time).")
+]
+Time = Annotated[str | None, typer.Option("--time", help="Column with the time, for --split time.")]
 RankerOption = Annotated[str, typer.Option("--ranker", help="Kind of ranker: mlp, linear, lightgbm or xgboost.")]
 RankerOptions = Annotated[
     list[str] | None,
@@ -117,6 +122,16 @@ def print_thresholds(label: str, methods: Mapping[str, tuple[str, Mapping[str, A
         words.print(plain(f"{', '.join(binary)}: {what}"), soft_wrap=True)
 
 
+def print_reading(config: RunConfig) -> None:
+    """Print what is changed when the log of a comparison is read, which happens in other processes."""
+    from ultr.log import read_log
+    from ultr.log.readers import read_columns
+
+    if config.users is None and Path(config.data).exists() and read_columns(config.data, **config.columns) is not None:
+        light = {**config.columns, "features": [], "categorical": []}
+        print_notes(read_log(config.data, on_duplicates=config.on_duplicates, where=config.where, **light).notes)
+
+
 def run_config(options: dict[str, Any]) -> RunConfig:
     """Return the `RunConfig` for the options of a command, given by name."""
     from ultr.bias.propensities import read_propensities
@@ -151,10 +166,14 @@ def run_config(options: dict[str, Any]) -> RunConfig:
         bias=options["bias"],
         sessions=options["sessions"],
         learn_from=options.get("learn_from", "feedback"),
-        label=options["label"] or default_label(options["data"]),
+        label=options["label"] or label_for(options["data"], named_columns(options), users=options["users"]),
         ranker=options["ranker"],
         ranker_options=ranker_options,
         columns=named_columns(options),
+        on_duplicates=options["on_duplicates"],
+        where=tuple(options["where"] or ()),
+        split=options["split"],
+        time=options["time"],
         users=options["users"],
         user_options={"eta": options["eta"], "epsilon": options["epsilon"]} if options["users"] else {},
         data_dir=None if data_dir is None else str(data_dir),
@@ -165,9 +184,23 @@ def run_config(options: dict[str, Any]) -> RunConfig:
     )
 
 
-def default_label(data: str) -> str:
-    """Return `label` if the data are prepared lists with a column of labels, else the default label."""
-    from ultr.log.labels import DEFAULT_LABEL
+def label_for(data: str, columns: Mapping[str, Any], *, users: str | None) -> str:
+    """Return the default label for data: `label` of prepared lists, or a label over the actions that there are."""
+    from ultr.errors import UltrError
+    from ultr.log.labels import DEFAULT_LABEL, default_label
+    from ultr.log.readers import read_columns
     from ultr.log.shards import Manifest, is_lists
 
-    return "label" if is_lists(data) and Manifest.load(Path(data)).label is not None else DEFAULT_LABEL
+    if users is not None:
+        return DEFAULT_LABEL
+    if is_lists(data):
+        manifest = Manifest.load(Path(data))
+        return "label" if manifest.label is not None else default_label(manifest.actions)
+    try:
+        found = read_columns(data, **columns)
+    except UltrError:
+        return DEFAULT_LABEL  # reading the log reports the error
+    label = DEFAULT_LABEL if found is None else default_label(found.actions)
+    if label != DEFAULT_LABEL:
+        words.print(plain(f"label: {label} (--label sets another one)"), soft_wrap=True)
+    return label

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -14,7 +14,8 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from ultr.errors import DataError
-from ultr.log.build import Missing, Piece, as_data_error, log_from_table, one_row_per_item
+from ultr.log.build import Reading, log_from_table, one_row_per_item
+from ultr.log.jsonlines import json_blocks, json_schema, streaming_schema
 from ultr.log.readers import (
     as_table,
     check_schemas,
@@ -30,6 +31,7 @@ from ultr.log.schema import Columns, resolve_columns
 from ultr.log.shards import SPLITS, Shards, is_lists
 from ultr.log.svmlight import MAX_INDEX, reject_names, svmlight_batches
 from ultr.log.table import Log
+from ultr.log.values import Missing, Piece, as_data_error
 from ultr.utils.arguments import check_value
 from ultr.utils.files import existing_file
 
@@ -54,27 +56,24 @@ class LogBatches(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """The columns to read. If the caller does not name `features`, they are the numeric columns in `feature_names`."""
+    """The columns to read: those that the caller names, by role, and for other roles those of training.
+
+    If the caller does not name `features`, they are the numeric columns in `feature_names`.
+    """
 
     feature_names: tuple[str, ...]
     categorical: tuple[str, ...]
-    request: str | None
-    features: Sequence[str] | str | None
+    named: Mapping[str, Any]
+    trained: Mapping[str, Any]
     missing: Missing
 
     def columns(self, schema: pa.Schema, where: object) -> Columns:
-        features, numeric = self.features, [n for n in self.feature_names if n not in self.categorical]
-        names = {name for name in schema.names if name == name.strip()}  # `resolve_columns` strips names
-        if features is None and numeric and names.issuperset(numeric):
-            features = numeric
-        options: dict[str, Any] = {"request": self.request, "features": features, "categorical": self.categorical}
-        return replace(resolve_columns(schema, where=where, actions=(), **options), weight=None)
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """The columns that the caller named, by role."""
-        named = {"request": self.request, "features": self.features, "categorical": self.categorical or None}
-        return {part: name for part, name in named.items() if name is not None}
+        trained = {role: name for role, name in self.trained.items() if role not in ("actions", "weight")}
+        numeric = [n for n in self.feature_names if n not in self.categorical]
+        if numeric and set(schema.names).issuperset(numeric):
+            trained["features"] = numeric
+        options: dict[str, Any] = {"categorical": self.categorical, **self.named, "actions": ()}
+        return replace(resolve_columns(schema, where=where, trained=trained, **options), weight=None)
 
 
 def read_batches(
@@ -82,16 +81,18 @@ def read_batches(
     *,
     feature_names: Sequence[str],
     categorical: Sequence[str] = (),
-    request: str | None = None,
-    features: Sequence[str] | str | None = None,
+    columns: Mapping[str, Any] | None = None,
     missing: Missing = "reject",
+    **named: Any,
 ) -> LogBatches:
     """Read requests, items, positions and features, in batches, from any source that `read_log` can read.
 
     Each row becomes a request of its own, because the other rows of its request may be anywhere in the source. Only
-    lists that `ultr prepare` wrote stay whole. If `features` is None, the columns in `feature_names` are the features.
+    lists that `ultr prepare` wrote stay whole. `named` maps roles to columns, as for `read_log`. If it has no features,
+    they are the columns in `feature_names`. Roles that are not named have the column of training (`columns`).
     """
-    selection = Selection(tuple(feature_names), tuple(categorical), request, features, missing)
+    given = {role: name for role, name in named.items() if name is not None}
+    selection = Selection(tuple(feature_names), tuple(categorical), given, columns or {}, missing)
     where = source if isinstance(source, str | Path) else f"the {type(source).__name__}"
     rows, batches = _read(source, selection, where)
     return LogBatches(rows, _with_same_features(batches, where))
@@ -104,7 +105,7 @@ def _read(source: object, selection: Selection, where: object) -> LogBatches:
     path = Path(check_value("source", source, str | Path))
     if is_lists(path) or (path.name in SPLITS and is_lists(path.parent)):
         shards = Shards(path) if is_lists(path) else Shards(path.parent, path.name)
-        shards.check_names(selection.named)
+        shards.check_names({**selection.named, "categorical": selection.categorical})
         return LogBatches(shards.rows, (Batch(log, log.rows) for log in map(shards.read, shards.groups)))
     if path.is_dir():
         return _parquet(shards_in(path), path, selection)
@@ -114,8 +115,10 @@ def _read(source: object, selection: Selection, where: object) -> LogBatches:
         return _parquet([path], path, selection)
     if kind == "CSV":
         return LogBatches(None, _csv(path, selection))
+    if kind == "JSON Lines":
+        return LogBatches(None, _json(path, selection))
     if kind == "SVMlight":
-        reject_names(path, selection.named)
+        reject_names(path, {**selection.named, "categorical": selection.categorical or None})
         numbered = (int(n) for n in selection.feature_names if n.isdecimal() and n.isascii())
         width = max((n for n in numbered if n <= MAX_INDEX), default=0)
         logs = svmlight_batches(path, width=width, numbers=NUMBERS)
@@ -146,7 +149,8 @@ def _logs(tables: Iterable[pa.Table], columns: Columns, selection: Selection, wh
     for table in tables:
         flat = one_row_per_item(table, columns, Piece(where, rows))
         if flat.num_rows:
-            log = log_from_table(flat, columns, where=Piece(where, items), missing=selection.missing, gather=False)
+            reading = Reading(missing=selection.missing)
+            log = log_from_table(flat, columns, where=Piece(where, items), reading=reading, gather=False)
             yield Batch(log, table.num_rows)
         rows, items = rows + table.num_rows, items + flat.num_rows
 
@@ -232,6 +236,17 @@ def _csv(path: Path, selection: Selection) -> Iterator[Batch]:
                 yield pa.table({name: ids.get(name, texts[name]) for name in columns.used})
 
     return _logs(tables(), columns, selection, path)
+
+
+def _json(path: Path, selection: Selection) -> Iterator[Batch]:
+    """Read JSON Lines, gzipped or not; the columns and the types of ids are those of the first block."""
+    schema = json_schema(path)
+    columns = selection.columns(schema, path)
+    used = pa.schema([schema.field(name) for name in columns.used])
+    blocks = json_blocks(path, streaming_schema(used, {*csv_ids(columns), *columns.categorical}))
+    step = max(1, NUMBERS // max(1, len(columns.used)))
+    tables = (table.slice(first, step) for table in blocks for first in range(0, table.num_rows, step))
+    return _logs(tables, columns, selection, path)
 
 
 def _gathered(records: Iterable[pa.RecordBatch], *, rows: int) -> Iterator[pa.Table]:

@@ -2,7 +2,7 @@
 
 The expression is parsed to a small tree of nodes and never evaluated as code. It may contain
 
-    numbers, action names, + - * / ** and unary -, < <= > >= == !=, parentheses,
+    numbers, action names (`in backquotes` if they have blanks), + - * / ** and unary -, < <= > >= == !=, parentheses,
     exp log log1p sqrt abs (one argument), min max (two or more), clip(x, low, high)
 
 Comparisons give 0 or 1. The same label works on NumPy arrays and on torch tensors.
@@ -11,9 +11,11 @@ Comparisons give 0 or 1. The same label works on NumPy arrays and on torch tenso
 from __future__ import annotations
 
 import ast
+import keyword
 import operator
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -23,6 +25,8 @@ from ultr.errors import LabelError, nearest
 from ultr.utils.arguments import as_numbers
 
 DEFAULT_LABEL = "click + dwell / exp(3)"
+CLICKS = ("click", "clicks", "clicked")  # common names of clicks; case is ignored
+QUOTED = re.compile(r"`([^`]+)`")
 MAX_LENGTH = 1000  # characters of an expression
 MAX_DEPTH = 50  # levels of nesting in an expression
 
@@ -47,6 +51,22 @@ _FUNCTIONS = (*_UNARY, "min", "max", "clip")
 _Node = Callable[[Any, Mapping[str, Any]], Any]
 
 
+def click_label(actions: Iterable[str]) -> str:
+    """Return the label that is the click, or else the first action; the default label if there are no actions."""
+    names = list(actions)
+    action = next((name for name in names if name.lower() in CLICKS), next(iter(names), None))
+    if action is None:
+        return DEFAULT_LABEL
+    plain = action.isidentifier() and not keyword.iskeyword(action) and action not in _FUNCTIONS
+    return action if plain else f"`{action}`"
+
+
+def default_label(actions: Iterable[str]) -> str:
+    """Return the label for a log with these actions: `click + dwell / exp(3)` if it has both, else the click alone."""
+    names = list(actions)
+    return DEFAULT_LABEL if {"click", "dwell"} <= set(names) else click_label(names)
+
+
 class Label:
     """A label expression. Call it with actions (name -> array or tensor) to get the labels c, finite and >= 0.
 
@@ -59,6 +79,7 @@ class Label:
             raise LabelError("a label must be a string", got=repr(expression), hint="pass for example 'click'")
         self.expression = expression.strip()
         self._names: dict[str, None] = {}
+        self._quoted: dict[str, str] = {}  # identifier -> the name in backquotes that it stands for
         self._node = self._parse()
 
     @staticmethod
@@ -87,7 +108,8 @@ class Label:
             raise LabelError("'actions' must be a mapping from names to values", got=got, hint=hint)
         for name in self._names:
             if name not in actions:
-                raise LabelError(f"label '{self.expression}' needs the action '{name}'", hint=nearest(name, actions))
+                hint = f"{nearest(name, actions)}; --actions names the columns of actions"
+                raise LabelError(f"label '{self.expression}' needs the action '{name}'", hint=hint)
         with np.errstate(all="ignore"):  # _check finds values that are not finite
             library, numbers = _as_numbers({name: actions[name] for name in self._names})
             values = self._node(library, numbers)
@@ -114,13 +136,18 @@ class Label:
         if not self.expression or len(self.expression) > MAX_LENGTH:
             raise LabelError(f"a label must have 1 to {MAX_LENGTH} characters", got=len(self.expression))
         try:
-            tree = ast.parse(self.expression, mode="eval").body
+            tree = ast.parse(QUOTED.sub(self._placeholder, self.expression), mode="eval").body
             node = self._build(tree, 0)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise self._error(f"cannot be parsed ({getattr(error, 'msg', error)})") from error
         if not self._names:
             raise self._error("has no action", hint="name at least one, e.g. click")
         return node
+
+    def _placeholder(self, match: re.Match[str]) -> str:
+        """Return an identifier that stands for a name in backquotes."""
+        self._quoted[identifier := f"__action_{len(self._quoted)}"] = match[1]
+        return identifier
 
     def _error(self, what: str, hint: str | None = None) -> LabelError:
         allowed = f"use numbers, action names, + - * / ** comparisons and {' '.join(_FUNCTIONS)}"
@@ -136,8 +163,9 @@ class Label:
                 constant = float(number) if abs(number) < 1e300 else float("inf")
                 return lambda _, __: constant
             case ast.Name(id=name):
-                self._names[name] = None
-                return lambda _, actions: actions[name]
+                action = self._quoted.get(name, name)
+                self._names[action] = None
+                return lambda _, actions: actions[action]
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 inner = self._build(operand, depth + 1)
                 return lambda library, actions: -inner(library, actions)

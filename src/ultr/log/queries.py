@@ -66,6 +66,28 @@ def split_by_query(log: Log, held_out: list[int], *, seed: int) -> list[np.ndarr
     return [*parts, np.sort(order[start:])]
 
 
+def split_by_time(log: Log, validation: float, test: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the requests for training, validation and testing; the last ones by `context["time"]` are for testing."""
+    times = np.asarray(log.context["time"].to_numpy(zero_copy_only=False))
+    validation_from, test_from = time_bounds(*np.unique(times, return_counts=True), validation, test)
+    part = (times >= validation_from).astype(np.int8) + (times >= test_from)
+    return np.flatnonzero(part == 0), np.flatnonzero(part == 1), np.flatnonzero(part == 2)
+
+
+def time_bounds(times: np.ndarray, requests: np.ndarray, validation: float, test: float) -> tuple[float, float]:
+    """Return the times at which validation and test start, so that they have about these shares of the requests.
+
+    `times` are in increasing order, and `requests` has the number of requests at each time.
+    """
+    later = requests[::-1].cumsum()[::-1]  # requests at each time or after it
+
+    def bound(share: float) -> float:
+        return float(times[np.abs(later - share * later[0]).argmin()]) if share > 0 else float("inf")
+
+    test_from = bound(test)
+    return (min(bound(validation + test), test_from) if validation > 0 else test_from), test_from
+
+
 def _sums_of_hashes(log: Log) -> np.ndarray:
     """Return a number for each request that depends on the features of its items, but not on their order."""
     factors = np.random.default_rng(0).integers(1, 2**63, log.features.shape[1], dtype=np.uint64) | np.uint64(1)

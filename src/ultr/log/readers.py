@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ import pyarrow.csv
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from ultr.errors import ColumnError, DataError
-from ultr.log.build import Missing, as_data_error, log_from_table
+from ultr.errors import ColumnError, DataError, OptionError
+from ultr.log.build import Reading, log_from_table
+from ultr.log.duplicates import OnDuplicates
+from ultr.log.jsonlines import json_schema, read_json_lines
 from ultr.log.schema import Columns, resolve_columns
 from ultr.log.shards import SPLITS, Shards, is_lists
 from ultr.log.svmlight import read_svmlight, reject_names
 from ultr.log.table import FEATURE_NAMES_KEY, Log
+from ultr.log.values import Missing, as_data_error
 from ultr.utils.arguments import check_value, checked
 from ultr.utils.files import content_kind, existing_file
 
@@ -29,6 +32,8 @@ SUFFIXES = {
     ".feather": "Arrow",
     ".csv": "CSV",
     ".tsv": "CSV",
+    ".jsonl": "JSON Lines",
+    ".ndjson": "JSON Lines",
     ".txt": "SVMlight",
     ".svm": "SVMlight",
     ".svmlight": "SVMlight",
@@ -52,14 +57,27 @@ def read_log(
     segment: str | None = None,
     randomised: str | None = None,
     missing: Missing = "reject",
+    on_duplicates: OnDuplicates = "error",
+    where: Sequence[str] = (),
+    time: str | None = None,
+    columns: Mapping[str, Any] | None = None,
 ) -> Log:
     """Read a log from a file, a folder of Parquet shards, an Arrow table, or a pandas or polars frame.
 
-    A file is Parquet, Arrow, CSV or SVMlight; CSV and SVMlight may be gzipped. A source has one row per item shown, in
-    any order, or one row per request, with columns of lists. Columns that are not named are recognised by common names
-    (`request`, `position`, `click`, `features`, ...). Rankers learn a vector for each value of a `categorical` column.
-    A request may have a `query` (requests with the same query have the same items), a `segment`, and a mark that its
-    order was `randomised`. NaN in features is an error with `missing="reject"`, and is accepted with `missing="keep"`.
+    A file is Parquet, Arrow, CSV, JSON Lines or SVMlight; the last three may be gzipped. A source has one row per item
+    shown, in any order, or one row per request, with columns of lists. Columns that are not named are recognised by
+    common names (`request`, `position`, `click`, `features`, ...). An empty name means that there is no such column.
+
+    - Rankers learn a vector for each value of a `categorical` column.
+    - A request may have a `query` (requests with the same query have the same items), a `segment`, a mark that its
+      order was `randomised`, and a `time`.
+    - NaN in features is an error with `missing="reject"`, and is accepted with `missing="keep"`. Missing actions are 0.
+    - If two rows of a request have the same item or position, this is an error. With `on_duplicates="first"` the first
+      row is kept; with "sum" it also gets the actions of the others.
+    - `where` has conditions on rows, such as `country = de`.
+    - `columns` are those of a training log (`Log.columns`), which are used for all parts that are not named.
+
+    `Log.columns` and `Log.notes` say which columns were taken, and what was changed.
     """
     named: dict[str, Any] = {
         "request": request,
@@ -74,25 +92,60 @@ def read_log(
         "segment": segment,
         "randomised": randomised,
     }
+    reading = Reading(missing, on_duplicates, tuple(where), time)
     if not isinstance(source, str | Path):
-        return _from_table(as_table(source), named, where=f"the {type(source).__name__}", missing=missing)
+        named["trained"] = columns
+        return _from_table(as_table(source), named, where=f"the {type(source).__name__}", reading=reading)
     path = Path(check_value("source", source, str | Path))
     if is_lists(path) or (path.name in SPLITS and is_lists(path.parent)):
+        _reject_conditions(path, reading, hint="pass --where and --split time to ultr prepare")
         return _read_lists(path, named)
     if path.is_dir():
-        return _read_parquet(shards_in(path), named, where=path, missing=missing)
+        return _read_parquet(shards_in(path), {**named, "trained": columns}, where=path, reading=reading)
     path = existing_file(path)
     kind = file_kind(path)
     if kind == "SVMlight":
         reject_names(path, named)
+        _reject_conditions(path, reading, hint="convert it to CSV or Parquet")
         return read_svmlight(path)
+    named["trained"] = columns
     if kind == "Parquet":
-        return _read_parquet([path], named, where=path, missing=missing)
+        return _read_parquet([path], named, where=path, reading=reading)
     if kind == "CSV":
-        return _read_csv(path, named, missing)
+        return _read_csv(path, named, reading)
+    if kind == "JSON Lines":
+        return _from_table(read_json_lines(path), named, where=path, reading=reading)
     with as_data_error(path, kind):
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-    return _from_table(table, named, where=path, missing=missing)
+    return _from_table(table, named, where=path, reading=reading)
+
+
+def read_columns(source: str | Path, **named: Any) -> Columns | None:
+    """Return the columns that `read_log` would take; None if the source has no named columns (lists, SVMlight)."""
+    path = Path(source)
+    if is_lists(path) or is_lists(path.parent):
+        return None
+    if path.is_dir():
+        path = shards_in(path)[0]
+    kind = file_kind(existing_file(path))
+    if kind == "SVMlight":
+        return None
+    if kind == "CSV":
+        schema = pa.schema([(name, pa.float64()) for name in csv_form(path)[2]])
+    elif kind == "JSON Lines":
+        schema = json_schema(path)
+    elif kind == "Parquet":
+        schema = read_schemas([path])[0]
+    else:
+        with as_data_error(path, kind):
+            schema = pa.ipc.open_file(pa.memory_map(str(path))).schema
+    return resolve_columns(schema, where=source, **named)
+
+
+def _reject_conditions(path: Path, reading: Reading, *, hint: str) -> None:
+    if reading.where or reading.time is not None:
+        what = "conditions (--where) and times (--time) need a log with named columns"
+        raise OptionError(what, where=path, hint=hint)
 
 
 def _read_lists(path: Path, named: dict[str, Any]) -> Log:
@@ -112,18 +165,19 @@ def csv_form(path: Path) -> tuple[str | None, str, list[str]]:
         return compression, delimiter, [name.strip() for name in next(csv.reader([first_line], delimiter=delimiter))]
 
 
-def _read_csv(path: Path, named: dict[str, Any], missing: Missing) -> Log:
+def _read_csv(path: Path, named: dict[str, Any], reading: Reading) -> Log:
     """Read CSV or TSV, gzipped or not; ids are read as text first, so that 007 and 7 stay different ids."""
     compression, delimiter, names = csv_form(path)
     columns = resolve_columns(pa.schema([(name, pa.float64()) for name in names]), where=path, **named)
     ids = [*csv_ids(columns), *columns.categorical]
-    settings = csv_settings(delimiter, names, dict.fromkeys(ids, pa.string()), include=columns.used)
+    included = reading.names(columns, names, path)
+    settings = csv_settings(delimiter, names, dict.fromkeys(ids, pa.string()), include=included)
     with as_data_error(path, "CSV"):
         table = pa.csv.read_csv(pa.input_stream(str(path), compression=compression), **settings)
     for name in ids:
         place = table.schema.get_field_index(name)
         table = table.set_column(place, name, whole_numbers(table[name]))
-    return log_from_table(table, columns, where=path, missing=missing, unused=columns.unused(names))
+    return log_from_table(table, columns, where=path, reading=reading, unused=columns.unused(names))
 
 
 def csv_ids(columns: Columns) -> list[str]:
@@ -193,10 +247,10 @@ def as_table(source: object) -> pa.Table:
     raise DataError(what, got=type(source).__name__, hint="convert it to one of these")
 
 
-def _from_table(table: pa.Table, named: dict[str, Any], *, where: object, missing: Missing) -> Log:
+def _from_table(table: pa.Table, named: dict[str, Any], *, where: object, reading: Reading) -> Log:
     columns = resolve_columns(table.schema, where=where, **named)
-    unused = columns.unused(table.schema.names)
-    return log_from_table(table, columns, where=where, missing=missing, unused=unused)
+    table, unused = table.select(reading.names(columns, table.column_names, where)), columns.unused(table.column_names)
+    return log_from_table(table, columns, where=where, reading=reading, unused=unused)
 
 
 def parquet_files(folder: Path) -> list[Path]:
@@ -236,15 +290,16 @@ def check_schemas(paths: Sequence[Path], schemas: Sequence[pa.Schema], names: Se
             raise ColumnError(f"the column '{missing[0]}' of the first file is missing", where=path, hint=hint)
 
 
-def _read_parquet(paths: list[Path], named: dict[str, Any], *, where: Path, missing: Missing) -> Log:
+def _read_parquet(paths: list[Path], named: dict[str, Any], *, where: Path, reading: Reading) -> Log:
     schemas = read_schemas(paths)
     columns = resolve_columns(schemas[0], where=paths[0], **named)
-    check_schemas(paths, schemas, columns.used)
+    names = reading.names(columns, schemas[0].names, where)
+    check_schemas(paths, schemas, names)
     tables = []
     for path in paths:
         with as_data_error(path, "Parquet"):
-            tables.append(pq.read_table(path, columns=columns.used, memory_map=True, partitioning=None))
+            tables.append(pq.read_table(path, columns=names, memory_map=True, partitioning=None))
     with as_data_error(where, "shards of one log"):
         table = tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")
     table, unused = table.replace_schema_metadata(schemas[0].metadata), columns.unused(schemas[0].names)
-    return log_from_table(table, columns, where=where, missing=missing, unused=unused)
+    return log_from_table(table, columns, where=where, reading=reading, unused=unused)

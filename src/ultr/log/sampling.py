@@ -11,9 +11,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ultr.log import Log, read_log
-from ultr.log.build import as_data_error
+from ultr.log.duplicates import OnDuplicates
 from ultr.log.readers import file_kind, parquet_files
 from ultr.log.schema import resolve_columns
+from ultr.log.values import as_data_error
 
 SAMPLE_ROWS = 200_000  # rows in a sample, at most about
 SAMPLE_VALUES = 40_000_000  # rows times features in a sample, at most about
@@ -35,7 +36,12 @@ def sample_log(log: Log, rows: int, *, seed: int = 0) -> Log:
 
 
 def read_for_audit(
-    source: str | Path, *, sample_rows: int = SAMPLE_ROWS, seed: int = 0, **columns: Any
+    source: str | Path,
+    *,
+    sample_rows: int = SAMPLE_ROWS,
+    seed: int = 0,
+    on_duplicates: OnDuplicates = "error",
+    **columns: Any,
 ) -> tuple[Log, Log | None]:
     """Return the whole log without features, and a sample of its requests with features (None if it has no features).
 
@@ -47,11 +53,11 @@ def read_for_audit(
     with as_data_error(Path(source), "Parquet"):
         rows = sum(pq.ParquetFile(shard).metadata.num_rows for shard in shards)
     if rows <= WHOLE_ROWS:
-        log = read_log(source, **columns)
+        log = read_log(source, on_duplicates=on_duplicates, **columns)
         if not log.feature_names:
             return log, None
         return log.without_features(), log.select(_sample(log, len(log.feature_names), sample_rows, seed))
-    light = read_log(source, **{**columns, "features": [], "categorical": []})
+    light = read_log(source, on_duplicates=on_duplicates, **{**columns, "features": [], "categorical": []})
     resolved = resolve_columns(pq.read_schema(shards[0]), where=source, **columns)
     if not resolved.features and not resolved.categorical:
         return light, None
@@ -67,7 +73,8 @@ def read_for_audit(
             chosen_rows = np.flatnonzero(pc.is_in(rows[resolved.request], ids).to_numpy())
             parts.append(rows.take(pa.array(chosen_rows)))
     table = pa.concat_tables(parts, promote_options="permissive").combine_chunks()
-    return light, read_log(table.replace_schema_metadata(pq.read_schema(shards[0]).metadata), **columns)
+    table = table.replace_schema_metadata(pq.read_schema(shards[0]).metadata)
+    return light, read_log(table, on_duplicates=on_duplicates, **columns)
 
 
 def _shards(path: Path) -> list[Path]:

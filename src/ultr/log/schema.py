@@ -6,14 +6,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 import pyarrow as pa
 
 from ultr.errors import ColumnError, OptionError, nearest
-from ultr.log.table import ACTIONS_KEY, CATEGORICAL_KEY
+from ultr.log.table import ACTIONS_KEY, CATEGORICAL_KEY, FEATURE_NAMES_KEY
 
 # The common names of each role, best first; case is ignored. `query` is not a name of a request, because queries recur.
 NAMES = {
@@ -51,6 +51,22 @@ class Columns:
     weight: str | None
     item: str | None
     context: Mapping[str, str]  # query, segment or randomised -> its column, if the table has one
+    absent: Mapping[str, str] = field(default_factory=dict)  # role -> its column in training, if the table lacks it
+
+    @property
+    def by_role(self) -> dict[str, Any]:
+        """The column of each role that has one; a list of columns for actions, features and categorical."""
+        single = {role: getattr(self, role) for role in ("request", "position", "item", "relevance", "weight")}
+        several = {role: list(getattr(self, role)) for role in SEVERAL}
+        return {role: names for role, names in {**single, **self.context, **several}.items() if names}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A message for each column of training that the table does not have."""
+        return tuple(
+            f"there is no column '{name}', which was the {role} in training; to use another one, name it with --{role}"
+            for role, name in self.absent.items()
+        )
 
     @property
     def used(self) -> list[str]:
@@ -62,12 +78,16 @@ class Columns:
         return [name for name in names if name not in used]
 
 
-def resolve_columns(schema: pa.Schema, *, where: object, **named: Any) -> Columns:
+def resolve_columns(
+    schema: pa.Schema, *, where: object, trained: Mapping[str, Any] | None = None, **named: Any
+) -> Columns:
     """Return the column of each role: the one that the caller named, or else the first common name in the schema.
 
-    `named` maps the roles in `ROLES` to a column name, or to several for actions, features and categorical. Features
-    may be named by patterns (`emb_*`). If the caller names none, features are columns called `features`, `feature_...`,
-    `f1` or `x_1`. Other columns are not taken as features, because any of them may be an action or an id.
+    `named` maps the roles in `ROLES` to a column name, or to several for actions, features and categorical; an empty
+    name means that no column has this role. Features may be named by patterns (`emb_*`). If the caller names none,
+    features are columns called `features`, `feature_...`, `f1` or `x_1`. Other columns are not taken as features,
+    because any of them may be an action or an id. `trained` has the columns of a training log (`Log.columns`), which
+    are used for the roles that are not named. No other column takes their place if they are missing.
     """
     if unknown := next((role for role in named if role not in ROLES), None):
         raise OptionError(f"a log has no column for {unknown!r}", hint=nearest(unknown, ROLES))
@@ -75,6 +95,7 @@ def resolve_columns(schema: pa.Schema, *, where: object, **named: Any) -> Column
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise ColumnError("column names must be unique", where=where, got=f"'{twice}' twice", hint="rename one of them")
+    named, absent = _as_in_training(named, trained or {}, schema, where)
     listed = [name for role in SEVERAL if named.get(role) is not None for name in _as_list(named[role])]
     named_columns = {*listed, *(named.get(role) for role in NAMES)} & set(names)
     # A column that the caller names for one role is not considered for any other.
@@ -84,6 +105,8 @@ def resolve_columns(schema: pa.Schema, *, where: object, **named: Any) -> Column
         name: str | None = named.get(role)
         if name is None:
             return next((by_lower[common] for common in NAMES[role].split() if common in by_lower), None)
+        if not name:
+            return None
         if name not in names:
             raise ColumnError(f"no column '{name}' for the {role}", where=where, hint=nearest(str(name), names))
         return name
@@ -110,9 +133,37 @@ def resolve_columns(schema: pa.Schema, *, where: object, **named: Any) -> Column
         weight=single["weight"],
         item=single["item"],
         context={role: name for role in CONTEXT if (name := single[role]) is not None},
+        absent=absent,
     )
     _check(columns, names, where)
     return columns
+
+
+def _as_in_training(
+    named: Mapping[str, Any], trained: Mapping[str, Any], schema: pa.Schema, where: object
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return `named` with the columns of training for all other roles, and the single columns that are missing.
+
+    Raise ColumnError if a request or feature column is missing. Actions may be missing: labels say which they need.
+    """
+    present, chosen, absent = set(schema.names), dict(named), dict[str, str]()
+    for role, columns in trained.items():
+        if chosen.get(role) is not None:
+            continue
+        missing = [name for name in ([columns] if isinstance(columns, str) else columns) if name not in present]
+        if role == "features" and missing and set(missing) <= set(saved_names(schema, FEATURE_NAMES_KEY)):
+            continue  # the names of training are in a column of lists
+        if role == "actions":
+            chosen[role] = [name for name in columns if name in present]
+        elif not missing:
+            chosen[role] = columns
+        elif role in ("request", "features", "categorical"):
+            what = f"there is no column '{missing[0]}', which was {'the request' if role == 'request' else 'a feature'}"
+            hint = f"name the columns of this file with --{role}" if role != "request" else "name it with --request"
+            raise ColumnError(f"{what} in training", where=where, hint=hint)
+        else:
+            chosen[role], absent[role] = "", columns
+    return chosen, absent
 
 
 def _check(columns: Columns, names: Sequence[str], where: object) -> None:
@@ -135,10 +186,11 @@ def _common_actions(schema: pa.Schema, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _as_list(columns: Sequence[str] | str) -> list[str]:
-    names = columns.split(",") if isinstance(columns, str) else columns
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+    if isinstance(columns, str):
+        return [name.strip() for name in columns.split(",")]
+    if not isinstance(columns, Sequence) or not all(isinstance(name, str) for name in columns):
         raise OptionError("columns must be names, or a list of names", got=repr(columns))
-    return [name.strip() for name in names]
+    return list(columns)
 
 
 def _holds_numbers(kind: pa.DataType) -> bool:

@@ -25,9 +25,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ultr.errors import DataError, OptionError
-from ultr.log.build import as_data_error, check_features
 from ultr.log.schema import CONTEXT
 from ultr.log.table import Log
+from ultr.log.values import as_data_error, check_features
 from ultr.utils.arguments import check_fields
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import add_checksum, load_description
@@ -304,6 +304,7 @@ def _log_of(table: pa.Table, manifest: Manifest, *, where: str) -> Log:
         item_ids=of_rows("item") if "item" in names else None,
         vocabularies=vocabularies,
         context={name: single(name) for name in CONTEXT if name in names},
+        columns=dict(manifest.about.get("columns") or {}),
     )
 
 

@@ -46,7 +46,9 @@ class Log:
     item_ids: Any = None  # [rows] Arrow array of any type
     vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> values; code is index + 1
     context: Mapping[str, Any] = field(default_factory=dict)  # query, segment, randomised: [requests] Arrow array
+    columns: Mapping[str, Any] = field(default_factory=dict)  # role -> its column (or columns) of the source
     unused_columns: tuple[str, ...] = ()  # columns of the source that were not read
+    notes: tuple[str, ...] = ()  # changes made on reading, such as missing actions that count as 0
     came_in_order: bool = False  # whether the rows of the source were in order of request and position
 
     def __post_init__(self) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ultr.errors import DataError, OptionError
 from ultr.log import Log
-from ultr.log.build import Missing
 from ultr.log.labels import Label
+from ultr.log.schema import ROLES, SEVERAL
+from ultr.log.values import Missing
 from ultr.rankers import FeatureEncoder, Hurdle, Product, Synthesised, WithConstants, make_ranker, score_rows
 from ultr.rankers.boosters import BOOSTERS, TreeRanker, is_trees
 from ultr.rankers.hurdle import HURDLE_OUTPUTS, make_hurdle
@@ -40,6 +41,7 @@ class Model:
     feature_names: tuple[str, ...]
     label: str
     vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> its values, as for Log
+    columns: Mapping[str, Any] = field(default_factory=dict)  # role -> its column in the training log, as in Log
 
     @property
     def missing(self) -> Missing:
@@ -113,6 +115,7 @@ def save_model(
         "vocabularies": {name: values.to_pylist() for name, values in log.vocabularies.items()},
         "label": label,
         "data": data,
+        "columns": dict(log.columns),
     }
     with atomic_path(folder, overwrite=True, folder=True) as temporary:
         if isinstance(ranker, TreeRanker):
@@ -203,10 +206,11 @@ def load_model(run: str | Path) -> Model:
     try:
         names, constants = tuple(about["feature_names"]), int(about.get("constants", 0))
         vocabularies = {name: pa.array(values, pa.string()) for name, values in about["vocabularies"].items()}
+        columns = _checked_columns(about.get("columns", {}))  # models of older versions have none
         categories = {names.index(name): len(values) + 1 for name, values in vocabularies.items()}
         if is_trees(about["ranker"]):
             trees = _load_trees(folder, about, tuple(sorted(categories)))
-            return Model(trees.eval(), names, str(about["label"]), vocabularies)
+            return Model(trees.eval(), names, str(about["label"]), vocabularies, columns)
         weights = load_tensors(folder / "weights.safetensors")
         if not all(isinstance(name, str) for name in about["feature_names"]) or len(names) + constants < 1:
             raise TypeError("feature_names must be a list of names")
@@ -220,4 +224,13 @@ def load_model(run: str | Path) -> Model:
         ranker.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OptionError, OverflowError) as error:
         raise DataError(f"the model cannot be loaded ({error})", where=folder, hint="train again") from error
-    return Model(ranker.eval(), names, str(about["label"]), vocabularies)
+    return Model(ranker.eval(), names, str(about["label"]), vocabularies, columns)
+
+
+def _checked_columns(columns: Any) -> dict[str, Any]:
+    """Return the columns of training from model.json; raise TypeError if a role has no column or list of columns."""
+    for role, names in columns.items():
+        listed = names if role in SEVERAL else [names]
+        if role not in ROLES or not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+            raise TypeError(f"'columns' must map roles to names of columns, got {role}")
+    return dict(columns)

@@ -34,8 +34,7 @@ from ultr.serving.exported import (
 )
 from ultr.serving.model_card import model_card
 from ultr.serving.onnx_trees import NotInOnnxError, trees_to_onnx
-from ultr.training.config import RunConfig
-from ultr.training.data import read_rows
+from ultr.training.data import columns_for_run, read_rows
 from ultr.utils.arguments import checked
 from ultr.utils.files import atomic_path, check_output
 from ultr.utils.jsonfiles import add_checksum, content_errors, read_json
@@ -103,10 +102,9 @@ def _describe(run: Path, model: Model) -> dict[str, Any]:
 def _sample_rows(run: Path, model: Model, rows: str | None) -> np.ndarray:
     """Return real rows with the features of the model, in its order."""
     if rows is not None:
-        config = RunConfig.from_json(read_json(run / "config.json"), where=run)
-        named = {name: config.columns[name] for name in ("request", "features") if name in config.columns}
-        columns = {**named, "categorical": list(model.vocabularies) or None, "actions": [], "missing": model.missing}
-        log, _ = read_rows(rows, split="validation", data_dir=config.data_dir, columns=columns)
+        data_dir = read_json(run / "config.json").get("data_dir")
+        columns = {**columns_for_run(run, model, {"actions": [], "segment": None}), "on_duplicates": "first"}
+        log, _ = read_rows(rows, split="validation", data_dir=data_dir, columns=columns)
         return np.asarray(model.columns_of(log)[spread(log.rows, ROWS_KEPT)])
     sample = kept_rows(run)
     hint = f"pass a log with its features: ultr export {run} --out DIR --rows LOG"

@@ -36,17 +36,21 @@ def score_file(
     out: str | Path,
     *,
     request: str | None = None,
+    position: str | None = None,
+    item: str | None = None,
     features: Sequence[str] | str | None = None,
     overwrite: bool = False,
     device: str = "auto",
     on_progress: Callable[[int, int | None], None] = lambda _done, _rows: None,
+    on_start: Callable[[Log], None] = lambda _first: None,
 ) -> int:
     """Score the rows of any source that `read_log` reads, and write their keys and scores to a Parquet or CSV file.
 
     The output has the rows of the source, in the same order. Keys are the request and, if the source has them, the
-    item, position, true relevance, query and mark of random order. Without `features`, the columns with the names of
-    the model's features are used. Memory does not grow with the file. `on_progress` gets the number of rows done, and
-    the number of all rows if it is known. Return the number of scores.
+    item, position, true relevance, query and mark of random order. Columns that are not named are those of training.
+    Without `features`, the columns with the names of the model's features are used. Memory does not grow with the file.
+    `on_start` gets the first rows, `on_progress` the number of rows done, and the number of all rows if it is known.
+    Return the number of scores.
     """
     out = Path(out)
     if out.suffix.lower() not in WRITERS:
@@ -59,9 +63,12 @@ def score_file(
         source,
         feature_names=model.feature_names,
         categorical=tuple(model.vocabularies),
-        request=request,
-        features=features,
+        columns=model.columns,
         missing=model.missing,
+        request=request,
+        position=position,
+        item=item,
+        features=features,
     )
     done = scores = 0
     with (
@@ -70,6 +77,8 @@ def score_file(
         closing(_read_ahead(batches)) as ahead,
     ):
         for log, rows_read in ahead:
+            if not done:
+                on_start(log)
             writer.write(_keys(log).append_column("score", pa.array(model.score(log, device=device))))
             done, scores = done + rows_read, scores + log.rows
             on_progress(done, rows)

@@ -10,7 +10,8 @@ from ultr.rankers.boosters import is_trees
 from ultr.training.config import RunConfig, default_training
 
 USER_OPTIONS = ("eta", "epsilon")  # options of simulated users that `ultr train` can set
-SAME_NAME = ("learn_from", "select", "sessions", "bias", "stream", "workers")  # in RunConfig and `ultr train`
+# Options with the same name in RunConfig and `ultr train`.
+SAME_NAME = ("learn_from", "select", "sessions", "bias", "stream", "workers", "on_duplicates", "split", "time")
 
 
 def train_command(config: RunConfig, *, out: str = "run") -> tuple[str, list[str]]:
@@ -32,6 +33,7 @@ def train_command(config: RunConfig, *, out: str = "run") -> tuple[str, list[str
         if config.data_dir is not None:
             options.append(("data-dir", config.data_dir))
     options += [(name, _text(value)) for name, value in config.columns.items()]
+    options += [("where", condition) for condition in config.where]
     training = default_training(config.ranker)
     for field in fields(config.training):
         value = getattr(config.training, field.name)

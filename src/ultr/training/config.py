@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from ultr._version import __version__
 from ultr.datasets.initial import Logging
 from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, parse_any_metric
+from ultr.log.duplicates import OnDuplicates
 from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.log.schema import ROLES
 from ultr.rankers.boosters import is_trees, library_version
@@ -91,6 +92,10 @@ class RunConfig:
     ranker: str = "mlp"
     ranker_options: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)  # role -> column of the log, as for read_log
+    on_duplicates: OnDuplicates = "error"  # repeated rows of a log, as for read_log
+    where: Sequence[str] = ()  # conditions on the rows of a log, as for read_log
+    split: Literal["random", "time"] = "random"  # requests that are held out: random ones, or the last ones
+    time: str | None = None  # column of the log with the time, for a split by time
     users: str | None = None  # kind of simulated users, such as pbm; None: the data are a log with feedback
     user_options: Mapping[str, Any] = field(default_factory=dict)
     propensities: Mapping[str, float] | None = None  # position, or `position@segment` -> probability that it is seen
@@ -111,6 +116,9 @@ class RunConfig:
         check_fields(self)
         for name in ("data", "data_dir", "bias"):
             check_value(name, getattr(self, name), str | Path | None)
+        if (self.split == "time") != (self.time is not None):
+            hint = "pass --split time --time COLUMN"
+            raise OptionError("a split by time needs both --split time and the column of the times", hint=hint)
         if unknown := next((name for name in self.columns if name not in ROLES), None):
             raise OptionError(f"'columns' has an unknown role {unknown!r}", hint=nearest(unknown, ROLES))
         if not (self.held_out > 0 and self.judged >= 0 and self.held_out + self.judged < 1):

@@ -21,20 +21,22 @@ from ultr.errors import DataError, OptionError
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY
 from ultr.lists import ListBatches
 from ultr.log import Log, read_log
-from ultr.log.build import Missing
 from ultr.log.labels import Label
-from ultr.log.queries import split_by_query
+from ultr.log.queries import split_by_query, split_by_time
 from ultr.log.sampling import sample_log
 from ultr.log.segments import by_segment
 from ultr.log.shards import Shards, is_lists
+from ultr.log.values import Missing
 from ultr.methods import MethodInputs
 from ultr.rankers.boosters import is_trees
+from ultr.rankers.model import Model
 from ultr.training.config import DEFAULT_METHOD, RunConfig, TrainingOptions
 from ultr.training.feed import Feed, Feeding
 from ultr.training.stream import Stream
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import local_size
 from ultr.utils.files import fingerprint
+from ultr.utils.jsonfiles import read_json
 from ultr.utils.memory import available_memory
 
 MAX_VALIDATION_ROWS = 100_000  # validation requests are evaluated often, so more rows would take too long
@@ -182,7 +184,8 @@ def _read_training_log(config: RunConfig) -> RunData:
         raise OptionError("only prepared lists can be streamed", got=config.data, hint="run ultr prepare on it first")
     _check_fits_in_memory(Path(config.data))
     missing: Missing = "keep" if is_trees(config.ranker) else "reject"
-    run_data = split_log(read_log(config.data, missing=missing, **config.columns), config)
+    rows: dict[str, Any] = {"on_duplicates": config.on_duplicates, "where": config.where, "time": config.time}
+    run_data = split_log(read_log(config.data, missing=missing, **rows, **config.columns), config)
     return replace(run_data, fingerprint=fingerprint(Path(config.data)))
 
 
@@ -203,6 +206,9 @@ def _read_lists(config: RunConfig) -> RunData:
     """Read prepared lists: the training lists into memory, or only a sample of them and a stream of all."""
     shards = Shards(config.data)
     shards.check_names(config.columns)
+    if config.where or config.split == "time":
+        what = "the rows and splits of prepared lists cannot be changed"
+        raise OptionError(what, where=config.data, hint="pass --where and --split time to ultr prepare")
     about, seed = shards.manifest, config.training.seed
     rows = min(SAMPLE_ROWS, SAMPLE_BYTES // shards.row_bytes)
     validation = sample_log(Shards(config.data, "validation").sample(MAX_VALIDATION_ROWS, 0), MAX_VALIDATION_ROWS)
@@ -243,20 +249,21 @@ def _fits(shards: Shards) -> bool:
 
 
 def split_log(log: Log, config: RunConfig) -> RunData:
-    """Split the queries of a log at random into training, validation and test requests.
+    """Split a log into training, validation and test requests: its queries at random, or its requests by time.
 
-    Training and validation follow from the seed. Test requests are the same for all seeds, so that no seed can choose a
-    setting on them.
+    A random split into training and validation follows from the seed. Test requests are the same for all seeds, so that
+    no seed can choose a setting on them. In a split by time, the last requests are for testing, and those before them
+    for validation.
     """
     log, segments = by_segment(log) if config.columns.get("segment") else (log, ())
-    wanted = [max(1, round(share * len(log))) if share else 0 for share in (config.held_out, config.judged)]
-    judged, others = split_by_query(log, wanted[1:], seed=0) if config.judged else (np.arange(0), np.arange(len(log)))
-    chosen, rest = split_by_query(log.select(others) if len(judged) else log, wanted[:1], seed=config.training.seed)
-    held_out, learned = others[chosen], others[rest]
-    if not len(learned):
+    if config.split == "time":
+        learned, held_out, judged = split_by_time(log, config.held_out, config.judged)
+    else:
+        learned, held_out, judged = _split_at_random(log, config)
+    if not (len(learned) and len(held_out)):
         count = len(held_out) + len(judged)
         what = f"a log needs more than {count} requests, because {count} are held out from training"
-        hint = "collect more requests; all requests of a query are on one side of the split"
+        hint = "collect more requests; all requests of a query, or of a time, are on one side of the split"
         raise DataError(what, where=config.data or None, got=len(log), hint=hint)
     validation = sample_log(log.select(held_out), MAX_VALIDATION_ROWS)
     test = log.select(judged) if config.judged else None
@@ -264,6 +271,27 @@ def split_log(log: Log, config: RunConfig) -> RunData:
     if config.learn_from == "feedback":
         _check_label(train, config)
     return RunData(train, validation, f"{len(log)}-{log.rows}", test=test, segments=segments)
+
+
+def _split_at_random(log: Log, config: RunConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    wanted = [max(1, round(share * len(log))) if share else 0 for share in (config.held_out, config.judged)]
+    judged, others = split_by_query(log, wanted[1:], seed=0) if config.judged else (np.arange(0), np.arange(len(log)))
+    chosen, rest = split_by_query(log.select(others) if len(judged) else log, wanted[:1], seed=config.training.seed)
+    return others[rest], others[chosen], judged
+
+
+def columns_for_run(run: Path, model: Model, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `read_log` for data that a model is used on: the columns of its training log, by name.
+
+    `named` are the columns that the user names, by role; they replace those of training.
+    """
+    config = RunConfig.from_json(read_json(run / "config.json"), where=run)
+    columns: dict[str, Any] = {"columns": model.columns, "categorical": list(model.vocabularies) or None}
+    if config.users is None:
+        # The models of older versions have no columns.
+        columns |= {role: config.columns[role] for role in ("segment",) if role in config.columns}
+        columns |= {} if model.columns else config.columns
+    return {**columns, "missing": model.missing, "on_duplicates": config.on_duplicates, **named}
 
 
 def _check_label(log: Log, config: RunConfig) -> None:

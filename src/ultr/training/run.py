@@ -45,6 +45,7 @@ def run_training(
     shared: str | Path | None = None,
     log: Log | None = None,
     checkpoint_seconds: float = 10.0,
+    on_note: Callable[[str], None] = lambda _: None,
     on_bias_progress: Callable[[Progress], None] = lambda _: None,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
@@ -55,6 +56,7 @@ def run_training(
     - `warm_start` is another run directory; training starts with the weights of its ranker.
     - `log` is a log in memory, which is used in place of `config.data`.
     - `shared` is a folder for bias models, used by all runs with the same data, seed and bias options.
+    - `on_note` gets a message for each change that was made to the log on reading it (`Log.notes`).
 
     Under torchrun all processes train and rank 0 writes. Processes that torchrun restarts resume their run.
     """
@@ -70,6 +72,8 @@ def run_training(
             config = RunConfig.from_json(read_json(place.folder / "config.json"), where=place.folder)
         # Data and options are checked before anything is written.
         config, run_data = _load_data(config, log)
+        for note in run_data.train.notes:
+            on_note(note)
         torch.manual_seed(config.training.seed)
         run = make_run(config, run_data, warm_start)
         with _writing(place, config) as finished_elsewhere:

@@ -10,14 +10,17 @@ import pyarrow as pa
 
 from ultr.errors import ColumnError, DataError
 from ultr.log.build import MAX_WEIGHT, MIN_WEIGHT
-from ultr.log.queries import LARGEST_QUERY
+from ultr.log.queries import LARGEST_QUERY, time_bounds
 
 LARGEST = float(np.finfo(np.float32).max)  # the largest number that lists can hold
 Fetch = Callable[[Any], pa.Table]
 
 
-def check_rows(rows: Any, names: Mapping[str, str], *, fetch: Fetch, where: object) -> int:
-    """Return the number of rows; raise ColumnError for missing and bad values. `names` maps roles to column names."""
+def check_rows(rows: Any, names: Mapping[str, str], *, fetch: Fetch, where: object) -> tuple[int, dict[str, int]]:
+    """Return the number of rows, and of missing values by action column; raise ColumnError for other bad values.
+
+    `names` maps roles to column names.
+    """
     position = rows.position
     counts = {
         "rows": rows.count(),
@@ -32,9 +35,13 @@ def check_rows(rows: Any, names: Mapping[str, str], *, fetch: Fetch, where: obje
         value = rows[name]
         low, high = (MIN_WEIGHT, MAX_WEIGHT) if name == "weight" else (0, LARGEST)
         fine = (value >= low) & (value <= high)
+        gap = value.isnull()
         if value.type().is_floating():
             fine = fine & ~value.isnan()
-        counts[f"{name} missing"] = value.isnull().sum()
+            gap = gap | value.isnan() if name.startswith("action_") else gap
+        if name.startswith("action_"):
+            fine = fine | gap
+        counts[f"{name} missing"] = gap.sum()
         counts[f"{name} bad"] = (~fine).sum()
     for name in ("randomised", "time"):
         if name in rows.columns:
@@ -46,10 +53,13 @@ def check_rows(rows: Any, names: Mapping[str, str], *, fetch: Fetch, where: obje
     total = int(bad_rows.pop("rows"))
     if not total:
         raise DataError("there are no rows", where=where, hint="check --where, or the query that made the data")
+    missing = {}
     for what, count in bad_rows.items():
-        if count:
+        if count and what.startswith("action_") and what.endswith("missing"):
+            missing[names[what.split()[0]]] = count
+        elif count:
             raise _column_error(*what.split(), names=names, count=count, where=where)
-    return total
+    return total, missing
 
 
 def _column_error(role: str, problem: str, *, names: Mapping[str, str], count: int, where: object) -> ColumnError:
@@ -97,15 +107,8 @@ def reject_differing(counts: Mapping[str, int], names: Mapping[str, str], *, whe
         raise ColumnError(what, where=where, got=f"several in {count:,} requests", hint="correct or drop it")
 
 
-def time_bounds(rows: Any, validation: float, test: float, *, fetch: Fetch) -> tuple[float, float]:
+def bounds_by_time(rows: Any, validation: float, test: float, *, fetch: Fetch) -> tuple[float, float]:
     """Return the times at which the validation and the test split start, so that they have these shares of requests."""
     first = rows.group_by("request").aggregate(time=rows.time.min())
     counts = fetch(first.group_by("time").aggregate(count=first.count())).sort_by("time")
-    times, requests = counts["time"].to_numpy(), counts["count"].to_numpy()
-    later = requests[::-1].cumsum()[::-1]  # requests at each time or after it
-
-    def bound(share: float) -> float:
-        return float(times[np.abs(later - share * later[0]).argmin()]) if share > 0 else float("inf")
-
-    test_from = bound(test)
-    return (min(bound(validation + test), test_from) if validation > 0 else test_from), test_from
+    return time_bounds(counts["time"].to_numpy(), counts["count"].to_numpy(), validation, test)

@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ultr.errors import ColumnError, DataError
-from ultr.log.build import MAX_CATEGORIES
 from ultr.log.shards import SPLITS
+from ultr.log.values import MAX_CATEGORIES
 
 
 @dataclass

@@ -4,36 +4,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
-from ultr.errors import ColumnError, OptionError, nearest
+from ultr.errors import ColumnError
+from ultr.log.conditions import Condition, parse_conditions, utc_time
 from ultr.log.schema import Columns, not_numbers
 
-CONDITION = re.compile(r"\s*(?P<column>.+?)\s*(?P<op>==|!=|<=|>=|=|<|>)\s*(?P<value>.*?)\s*", re.DOTALL)
-COMPARE = {"==": "__eq__", "=": "__eq__", "!=": "__ne__", "<": "__lt__", "<=": "__le__", ">": "__gt__", ">=": "__ge__"}
+# Arrow's names of comparisons -> those of Python, which Ibis uses.
+COMPARE = {
+    "equal": "__eq__",
+    "not_equal": "__ne__",
+    "less": "__lt__",
+    "less_equal": "__le__",
+    "greater": "__gt__",
+    "greater_equal": "__ge__",
+}
 
 
 def filtered(table: Any, conditions: Iterable[str]) -> Any:
     """Return the rows that meet every condition, such as `country = de`; a missing value meets no condition."""
-    for condition in conditions:
-        match = CONDITION.fullmatch(condition)
-        if match is None:
-            hint = "write for example 'country = de'"
-            raise OptionError("a condition must be COLUMN OP VALUE", got=f"'{condition}'", hint=hint)
-        name = match["column"]
-        if name not in table.columns:
-            raise ColumnError(f"no column '{name}' for the condition '{condition}'", hint=nearest(name, table.columns))
-        column, value = _comparable(table[name], match["value"], condition)
-        table = table.filter(getattr(column, COMPARE[match["op"]])(value))
+    for condition in parse_conditions(conditions, table.columns):
+        column, value = _comparable(table[condition.column], condition)
+        table = table.filter(getattr(column, COMPARE[condition.compare])(value))
     return table
 
 
-def _comparable(column: Any, text: str, condition: str) -> tuple[Any, Any]:
+def _comparable(column: Any, condition: Condition) -> tuple[Any, Any]:
     """Return the column and the value of a condition in types that can be compared."""
-    kind = column.type()
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        text = text[1:-1]
+    kind, text = column.type(), condition.value
     try:
         if kind.is_string():
             return column, text
@@ -47,14 +45,8 @@ def _comparable(column: Any, text: str, condition: str) -> tuple[Any, Any]:
             return column.cast("timestamp"), utc_time(text)
     except (KeyError, ValueError) as error:
         value = "true or false" if kind.is_boolean() else "a number" if kind.is_numeric() else "a time like 2024-05-31"
-        raise OptionError(f"the value in condition '{condition}' must be {value}", got=f"'{text}'") from error
-    raise OptionError(f"condition '{condition}' is on a column that cannot be compared", got=f"type {kind}")
-
-
-def utc_time(text: str) -> datetime:
-    """Return a time in ISO 8601 as a UTC datetime without a time zone; a text without a zone is UTC."""
-    time = datetime.fromisoformat(text)
-    return time if time.tzinfo is None else time.astimezone(UTC).replace(tzinfo=None)
+        raise condition.bad_value(value) from error
+    raise condition.bad_type(kind)
 
 
 def id_column(column: Any, *, what: str, where: object) -> Any:
@@ -143,6 +135,12 @@ def _features(table: Any, names: Sequence[str], where: object) -> Any:
             scalars.append(column.cast("float32"))
     parts += [ibis.array(scalars)] if scalars else []
     return parts[0] if len(parts) == 1 else parts[0].concat(*parts[1:])
+
+
+def without_missing_actions(rows: Any) -> Any:
+    """Return rows with 0 in place of missing actions."""
+    names = [name for name in rows.columns if name.startswith("action_")]
+    return rows.mutate(**{n: rows[n].isnan().ifelse(0.0, rows[n]).coalesce(0.0) for n in names})
 
 
 def rounded(rows: Any) -> Any:

@@ -20,7 +20,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ultr.log.duplicates import find_duplicates
 from ultr.log.shards import SPLITS
+from ultr.log.values import item_codes
 
 SHARD_BYTES = 256 << 20  # raw bytes of a shard
 GROUP_BYTES = 4 << 20  # raw bytes of a row group, which is the smallest unit that training reads
@@ -53,14 +55,18 @@ class Nesting:
     keep_clickless: float
     min_items: int
     max_items: int | None
+    on_duplicates: str = "keep"  # rows of a request with the same item or position: keep, error, first or sum
 
     @property
     def row_bytes(self) -> int:
         """The approximate size of a row in bytes, before compression."""
         return 4 * (len(self.features) + len(self.actions) + 2) + 16 * (len(self.categorical) + len(self.of_rows))
 
-    def lists(self, rows: pa.Table) -> tuple[dict[str, pa.Table], int]:
-        """Return split -> table of lists, and the number of requests in `rows`, including those that are dropped."""
+    def lists(self, rows: pa.Table) -> tuple[dict[str, pa.Table], int, int]:
+        """Return split -> table of lists, and the numbers of requests and of rows after the merging of repeated rows.
+
+        The numbers include requests that are dropped.
+        """
         digests = _digests(rows["digest"])
         starts = np.concatenate([[0], np.flatnonzero((digests[1:] != digests[:-1]).any(axis=1)) + 1])
         positions = rows["position"].to_numpy()
@@ -68,12 +74,15 @@ class Nesting:
         order = _order_of_ties(positions, starts, columns)
         if order is not None:
             columns = {name: _take(values, order) for name, values in columns.items()}
-        lengths = np.diff(np.append(starts, len(digests)))
+        firsts, lengths = starts, np.diff(np.append(starts, len(digests)))  # `firsts`: of `columns`, which change
+        if self.on_duplicates in ("first", "sum"):
+            columns, firsts, lengths = self._merged({"position": positions, **columns}, lengths)
+            positions = columns.pop("position")
         kept = lengths if self.max_items is None else np.minimum(lengths, self.max_items)
         if self.label is not None:
             columns["label"] = self.label({name: columns[name] for name in self.actions})
         feedback = [columns["label"]] if self.label is not None else [columns[name] for name in self.actions]
-        clicked = _any_positive(feedback, starts, kept)
+        clicked = _any_positive(feedback, firsts, kept)
         letters = digests[starts].view(np.uint8)
         sampled = _as_numbers(letters[:, SAMPLE_DIGITS]) < self.keep_clickless * HASH_RANGE
         chosen = (lengths >= self.min_items) & (clicked | sampled)
@@ -89,8 +98,26 @@ class Nesting:
         lists = {}
         for code, name in enumerate(SPLITS):
             if len(requests := np.flatnonzero(chosen & (split == code))):
-                lists[name] = _nested(single, columns, starts[requests], kept[requests], requests)
-        return lists, len(starts)
+                lists[name] = _nested(single, columns, firsts[requests], kept[requests], requests)
+        return lists, len(starts), len(positions)
+
+    def _merged(self, columns: dict[str, Any], lengths: np.ndarray) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+        """Merge rows that repeat an item or a position of their request.
+
+        Return the columns of the rows that stay, and the first row and the number of rows of each request.
+        """
+        request_of_row = np.repeat(np.arange(len(lengths)), lengths)
+        keys = {"item": ("item", item_codes(columns["item"]))} if "item" in columns else {}
+        keys["position"] = ("position", columns["position"])
+        target, _ = find_duplicates(request_of_row, keys, self.on_duplicates, requests=None, where=None)
+        kept = np.flatnonzero(target == np.arange(len(target)))
+        merged = {name: _take(values, kept) for name, values in columns.items()}
+        if self.on_duplicates == "sum":
+            for name in self.actions:
+                totals = np.bincount(target, columns[name], minlength=len(target))
+                merged[name] = totals[kept].astype(np.float32)
+        lengths = np.bincount(request_of_row[kept], minlength=len(lengths))
+        return merged, np.cumsum(lengths) - lengths, lengths
 
     def _row_columns(self, rows: pa.Table) -> dict[str, Any]:
         """Return all columns of rows except the position: numbers as NumPy arrays, the others as Arrow arrays."""
@@ -301,7 +328,7 @@ class ShardWriter:
 def write_shards(
     batches: Iterable[pa.RecordBatch], nesting: Nesting, folder: str, name: str, *, attempt: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """Write sorted rows as shards; yield the numbers of requests and rows in each table of lists.
+    """Write sorted rows as shards; yield the numbers of requests and rows in each table, without repeated rows.
 
     A second thread writes while the next lists are made. This saves time because Arrow releases Python's global lock.
     """
@@ -310,11 +337,11 @@ def write_shards(
     try:
         with ThreadPoolExecutor(max_workers=1) as pool:
             for rows in whole_requests(batches):
-                lists, requests = nesting.lists(rows)
+                lists, requests, count = nesting.lists(rows)
                 writing.append(pool.submit(writer.write, lists))
                 if len(writing) > MAX_WAITING:
                     writing.popleft().result()
-                yield requests, len(rows)
+                yield requests, count
             for future in writing:
                 future.result()
         writer.close()

@@ -13,18 +13,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ultr.errors import ColumnError, OptionError, nearest
-from ultr.log.build import as_data_error
+from ultr.log.conditions import utc_time
+from ultr.log.duplicates import HINT, MERGED
 from ultr.log.labels import Label
-from ultr.log.prepare.checks import check_rows, count_differing, divides, reject_differing, time_bounds
+from ultr.log.prepare.checks import bounds_by_time, check_rows, count_differing, divides, reject_differing
 from ultr.log.prepare.engines import Engine, EngineName, engine_errors, start_engine
 from ultr.log.prepare.events import EventColumns, action_names, actions_by_item, event_columns, event_notes, with_events
 from ultr.log.prepare.facts import shard_facts
-from ultr.log.prepare.impressions import filtered, impressions, rounded, utc_time
+from ultr.log.prepare.impressions import filtered, impressions, rounded, without_missing_actions
 from ultr.log.prepare.nesting import HASH_RANGE, Nesting
 from ultr.log.prepare.sources import Source, find_source
 from ultr.log.schema import ROLES, Columns, resolve_columns, saved_names
 from ultr.log.shards import SPLITS, Manifest, footer_sum
 from ultr.log.table import FEATURE_NAMES_KEY, RESERVED
+from ultr.log.values import as_data_error, missing_note
 from ultr.utils.arguments import check_fields, checked
 from ultr.utils.files import atomic_path
 from ultr.utils.memory import available_memory
@@ -60,6 +62,7 @@ class Preparation:
     event_value: str | None = None
     label: str | None = None
     where: Sequence[str] = ()
+    on_duplicates: Literal["keep", "error", "first", "sum"] = "keep"
     min_items: int = 1
     max_items: int | None = None
     keep_clickless: float = 1.0
@@ -109,9 +112,9 @@ def prepare_lists(
 ) -> Manifest:
     """Group an impression log by request, and write it to the folder `out` as Parquet files with one row per request.
 
-    The log is Parquet or CSV with one row per item shown, in any order. It is sorted on disk, so it may be larger than
-    memory. The result does not depend on the order of the rows or on the engine. `options` are the fields of
-    `Preparation`.
+    The log is Parquet, CSV or JSON Lines with one row per item shown, in any order. It is sorted on disk, so it may be
+    larger than memory. The result does not depend on the order of the rows or on the engine. `options` are the fields
+    of `Preparation`.
     """
     known = [f.name for f in fields(Preparation)]
     if unknown := next((name for name in options if name not in known), None):
@@ -170,14 +173,19 @@ class _Work:
         names = {"request": columns.request, "position": str(columns.position), **columns.context}
         names |= {role: name for role in ("relevance", "weight") if (name := getattr(columns, role)) is not None}
         names |= {f"action_{i}": name for i, name in enumerate(actions)} | {"time": self.chosen.time or ""}
-        total = check_rows(rows, names, fetch=self.engine.fetch, where=self.where)
+        total, missing = check_rows(rows, names, fetch=self.engine.fetch, where=self.where)
+        self.notes += [missing_note(name, count) for name, count in missing.items()]
+        rows = without_missing_actions(rows) if missing else rows
         columns = self._check_requests(rows, columns, names)
         nesting = self._nesting(rows, columns, actions)
         self.progress("sorting", 0, total)
-        requests, _ = self.engine.write(
+        requests, kept = self.engine.write(
             rounded(rows), nesting, folder, total=total, progress=lambda done: self.progress("writing", done, total)
         )
-        return self._manifest(folder, nesting, requests=requests, rows=total)
+        if kept < total:
+            what = f"{total - kept:,} rows repeat the item or position of another row of their request"
+            self.notes.append(f"{what}; {MERGED[self.chosen.on_duplicates]}")
+        return self._manifest(folder, nesting, columns, requests=requests, rows=total)
 
     def _columns(self) -> tuple[Columns, list[str] | None]:
         """Return the columns of the source, and the actions to take from the table of events (None: all)."""
@@ -276,6 +284,7 @@ class _Work:
             keep_clickless=chosen.keep_clickless,
             min_items=chosen.min_items,
             max_items=chosen.max_items,
+            on_duplicates=chosen.on_duplicates,
         )
 
     def _bounds(self, rows: Any) -> tuple[float, float]:
@@ -283,7 +292,7 @@ class _Work:
         if chosen.split == "hash":
             return HASH_RANGE * (1 - chosen.validation - chosen.test), HASH_RANGE * (1 - chosen.test)
         if chosen.validation_from is None and chosen.test_from is None:
-            return time_bounds(rows, chosen.validation, chosen.test, fetch=self.engine.fetch)
+            return bounds_by_time(rows, chosen.validation, chosen.test, fetch=self.engine.fetch)
         test_from = float("inf") if chosen.test_from is None else _as_number(chosen.test_from)
         validation_from = test_from if chosen.validation_from is None else _as_number(chosen.validation_from)
         if validation_from > test_from:
@@ -291,16 +300,20 @@ class _Work:
             raise OptionError("--validation-from must not be later than --test-from", got=got)
         return validation_from, test_from
 
-    def _manifest(self, folder: Path, nesting: Nesting, *, requests: int, rows: int) -> Manifest:
+    def _manifest(self, folder: Path, nesting: Nesting, columns: Columns, *, requests: int, rows: int) -> Manifest:
         self.progress("counting", rows, rows)
         chosen, label = self.chosen, self.label
         _number(folder)
         actions = (*nesting.actions, *(("label",) if label is not None else ()))
         feedback = actions if label is None else ("label",)
         facts = shard_facts(folder, actions=actions, categorical=nesting.categorical, feedback=feedback)
+        if facts.tied and chosen.on_duplicates == "error":
+            what = f"{facts.tied:,} items have the same position as another item of their request"
+            raise ColumnError(what, where=self.where, got=f"column '{columns.position}'", hint=HINT)
         if facts.tied:
             note = f"{facts.tied:,} items have the same position as another item of their request"
-            self.notes.append(f"{note}; such items are ordered by their ids, and then by their other columns")
+            order = "such items are ordered by their ids, and then by their other columns"
+            self.notes.append(f"{note}; {order}; --on-duplicates first or sum merges them")
         split: dict[str, Any] = {"by": chosen.split}
         if chosen.split == "hash":
             split |= {"validation": chosen.validation, "test": chosen.test}
@@ -310,9 +323,11 @@ class _Work:
         kept = sum(counts["requests"] for counts in facts.splits.values())
         about = {
             "source": self.where,
+            "columns": {**columns.by_role, "actions": list(nesting.actions)},
             "engine": chosen.engine,
             "events": None if chosen.events is None else str(chosen.events),
             "where": list(chosen.where),
+            "on_duplicates": chosen.on_duplicates,
             "min_items": chosen.min_items,
             "max_items": chosen.max_items,
             "keep_clickless": chosen.keep_clickless,

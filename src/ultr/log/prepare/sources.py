@@ -13,8 +13,9 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from ultr.errors import DataError
-from ultr.log.build import as_data_error
+from ultr.log.jsonlines import json_blocks, json_schema, streaming_schema
 from ultr.log.readers import check_schemas, csv_form, csv_settings, file_kind, parquet_files, read_schemas
+from ultr.log.values import as_data_error
 from ultr.utils.files import existing_file
 
 BLOCK_BYTES = 16 << 20  # bytes of CSV text that are parsed at a time
@@ -30,7 +31,7 @@ class Source:
 
 
 def find_source(source: str | Path, *, scratch: Path, ids: Callable[[pa.Schema], Iterable[str | None]]) -> Source:
-    """Return the files of a path, a folder or a pattern such as `logs/*.csv`; CSV is converted to Parquet in `scratch`.
+    """Return the files of a path, a folder or a pattern; CSV and JSON Lines are converted to Parquet in `scratch`.
 
     `ids` returns the columns of a schema that hold ids. In a CSV file they are read as text, so that 007 and 7 stay
     different ids.
@@ -48,17 +49,29 @@ def find_source(source: str | Path, *, scratch: Path, ids: Callable[[pa.Schema],
     else:
         files = [existing_file(path)]
     kinds = {file_kind(existing_file(file)) for file in files}
-    if kinds == {"CSV"}:
-        files = [_converted(file, scratch / f"{i:05}.parquet", ids) for i, file in enumerate(files)]
+    if len(kinds) == 1 and kinds < {"CSV", "JSON Lines"}:
+        convert = _from_csv if kinds == {"CSV"} else _from_json
+        files = [convert(file, scratch / f"{i:05}.parquet", ids) for i, file in enumerate(files)]
     elif kinds != {"Parquet"}:
-        got = " and ".join(sorted(kinds))
-        raise DataError("the files must be Parquet or CSV", where=source, got=got, hint="convert them to Parquet")
+        got, hint = " and ".join(sorted(kinds)), "convert them to Parquet"
+        raise DataError("the files must be Parquet, CSV or JSON Lines", where=source, got=got, hint=hint)
     schemas = read_schemas(files)
     check_schemas(files, schemas, schemas[0].names)
     return Source(str(source), tuple(file.resolve() for file in files), schemas[0])
 
 
-def _converted(path: Path, target: Path, ids: Callable[[pa.Schema], Iterable[str | None]]) -> Path:
+def _from_json(path: Path, target: Path, ids: Callable[[pa.Schema], Iterable[str | None]]) -> Path:
+    """Convert JSON Lines to Parquet, block by block; the columns are those of the first block."""
+    schema = json_schema(path)
+    schema = streaming_schema(schema, {name for name in ids(schema) if name is not None})
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with pq.ParquetWriter(target, schema, compression="snappy") as writer:
+        for table in json_blocks(path, schema):
+            writer.write_table(table)
+    return target
+
+
+def _from_csv(path: Path, target: Path, ids: Callable[[pa.Schema], Iterable[str | None]]) -> Path:
     """Convert a CSV file to Parquet, block by block."""
     compression, delimiter, names = csv_form(path)
     texts = ids(pa.schema([(name, pa.float64()) for name in names]))

@@ -86,6 +86,14 @@ class Scorer:
         return scores
 
 
+def _target(folder: Path) -> Path:
+    """Return the folder that a link leads to, or the folder itself."""
+    try:
+        return folder.resolve()
+    except RuntimeError as error:
+        raise DataError("the link leads to itself", where=folder, hint="point it to a run") from error
+
+
 def load_scorer(folder: Path, *, stopped: threading.Event | None = None) -> Scorer:
     """Load the model of a finished run or of an exported folder, and score a few rows with it.
 
@@ -142,7 +150,7 @@ class Served:
         self._identity = identity(folder)
         self._deleted = False
         self.stopped = threading.Event()  # set when the server stops, to end a reload
-        self.scorer = load_scorer(folder.resolve())
+        self.scorer = load_scorer(_target(folder))
         self.on_reload: Callable[[bool], None] = lambda _: None  # called for each newer model: True if it was loaded
 
     def reload(self) -> None:
@@ -175,7 +183,7 @@ class Served:
         self.on_reload(newer is not None)
 
     def _newer(self) -> Scorer:
-        newer = load_scorer(self.folder.resolve(), stopped=self.stopped)
+        newer = load_scorer(_target(self.folder), stopped=self.stopped)
         change = newer.misreads(self.scorer)
         if change is not None and not self.any_schema:
             hint = "change the clients and start the server again, or pass --allow-schema-change"
@@ -192,12 +200,12 @@ def _model_folder(folder: Path) -> Path | None:
 def identity(folder: Path) -> tuple[object, ...] | None:
     """Return values that change when the model's files change, without reading them; None if there is no model."""
     try:
-        files = _model_folder(folder.resolve())
+        files = _model_folder(_target(folder))
         if files is None:
             return None
         entries = sorted((entry.name, entry.stat()) for entry in os.scandir(files))
         return (str(files), *((name, stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in entries))
-    except OSError:
+    except (OSError, DataError):
         return None
 
 

@@ -1,0 +1,69 @@
+"""Read JSON Lines: a file with one JSON object per line, also gzipped, whole or in blocks of lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.json
+
+from ultr.errors import DataError
+from ultr.log.values import as_data_error
+
+BLOCK_BYTES = 16 << 20  # bytes of text that are parsed at a time; a line may be longer
+KIND = "JSON Lines"
+
+
+def read_json_lines(path: Path) -> pa.Table:
+    """Read a whole file; a key becomes a column, and a line without the key has a missing value there."""
+    tables = list(json_blocks(path, None))
+    if not tables:
+        raise DataError("there are no rows", where=path, hint="create the file again")
+    with as_data_error(path, KIND):
+        return pa.concat_tables(tables, promote_options="permissive")
+
+
+def json_schema(path: Path) -> pa.Schema:
+    """Return the columns of the first lines of a file."""
+    first = next(json_blocks(path, None), None)
+    return pa.schema([]) if first is None else first.schema
+
+
+def json_blocks(path: Path, schema: pa.Schema | None) -> Iterator[pa.Table]:
+    """Yield the lines of a file in tables; with a schema, only its columns, and in its types."""
+    options = None
+    if schema is not None:
+        options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+    compression = "gzip" if path.suffix.lower() == ".gz" else None
+    with as_data_error(path, KIND), pa.input_stream(str(path), compression=compression) as stream:
+        for text in _whole_lines(stream):
+            # The block must hold all of the text, because Arrow does not join lines of two blocks.
+            size = pa.json.ReadOptions(block_size=len(text) + 1, use_threads=False)
+            table = pa.json.read_json(pa.BufferReader(text), read_options=size, parse_options=options)
+            if table.num_rows:
+                yield table if schema is None else table.select(schema.names)
+
+
+def streaming_schema(schema: pa.Schema, ids: set[str]) -> pa.Schema:
+    """Return a schema for all blocks of a file, from that of the first: numbers, except ids, may have fractions."""
+    return pa.schema([column if column.name in ids else column.with_type(_wide(column.type)) for column in schema])
+
+
+def _wide(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_list(kind):
+        return pa.list_(_wide(kind.value_type))
+    return pa.float64() if pa.types.is_integer(kind) or pa.types.is_null(kind) else kind
+
+
+def _whole_lines(stream: Any) -> Iterator[bytes]:
+    rest = b""
+    while block := stream.read(BLOCK_BYTES):
+        text = rest + block
+        end = text.rfind(b"\n") + 1
+        text, rest = text[:end], text[end:]
+        if text.strip():
+            yield text
+    if rest.strip():
+        yield rest
