@@ -8,6 +8,7 @@ differs. So
 2. rows are grouped into strata by that score and by its mean over their list (which affects the position of an item);
 3. in P(c>0) = θ_k β_s, relevance β is free in each stratum s, and `estimators.position_based` gives examination θ.
 
+Positions with few clicks share one θ with their neighbours (`estimators.pools`).
 Items that occur in several requests can be strata themselves. Memory depends on strata and positions, not on rows.
 """
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from ultr.bias.counts import check_positions, count_cells, item_codes
-from ultr.bias.estimators import SMALLEST, fill_gaps, fit_conditional, fit_trust
+from ultr.bias.estimators import fit_conditional, fit_trust, largest_one, pools
 from ultr.bias.logging_policy import logging_score, strata_of
 from ultr.datasets.users import User
 from ultr.errors import DataError
@@ -34,7 +35,7 @@ MAX_TRAINED_POSITIONS = 5_000  # a bias model has tables with an entry for each 
 class Examination:
     """θ_k = P(c>0 | relevant, k) and ζ_k = P(c>0 | irrelevant, k) by position id, and the counts behind them.
 
-    Clicks determine only ratios of θ. By convention its largest value is 1.
+    Clicks determine only ratios of θ. By convention its largest value, among those with enough clicks, is 1.
     """
 
     positions: tuple[int, ...]
@@ -82,13 +83,17 @@ def estimate_examination(
     else:
         strata = strata_of(log, logging_score(log, seed=seed, device=device).score, clicks=float(clicked.sum()))
     cells = count_cells(strata, places, shown, clicked, width=len(ids))
+    compared = np.bincount(cells.strata)[cells.strata] > 1  # a stratum at one position says nothing about θ
+    unit = 1.0 if log.weights is None else min(1.0, float(log.weights.mean()))  # weights may be shares of requests
+    clicks_behind = np.bincount(cells.places, cells.clicked * compared, len(ids)) / unit
+    pool = pools(clicks_behind, ids)
+    cells = count_cells(cells.strata, pool[cells.places], cells.shown, cells.clicked, width=int(pool[-1]) + 1)
     if trust:
         fit = fit_trust(cells)
-        theta, zeta, moved = fit.theta, fit.zeta, fit.moved
+        theta, zeta, moved = fit.theta[pool], fit.zeta[pool], fit.moved
     else:
         conditional = fit_conditional(cells)
-        theta = fill_gaps(conditional.theta)
-        theta = (theta / theta.max()).clip(SMALLEST, 1)
+        theta = largest_one(conditional.theta, np.bincount(pool, clicks_behind))[pool]
         zeta, moved = np.zeros(len(ids)), conditional.moved
     impressions, clicks = (np.bincount(places, rows, len(ids)) for rows in (shown, clicked))
     return Examination(tuple(ids.tolist()), theta, zeta, impressions, clicks, moved, cells.size[0])
