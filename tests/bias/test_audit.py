@@ -154,7 +154,7 @@ def test_the_report_says_what_intervals_cover():
 
 def test_rare_positions_do_not_rule_the_propensities():
     """Positions 6 to 41 are shown twice, and positions 39 to 41 are clicked each time."""
-    log = with_rare_positions(world("random", requests=3000))
+    log = replace(with_rare_positions(world("random", requests=3000, features=3)), item_ids=None, context={})
     for bootstrap in (0, 30):
         report = audit(log, bootstrap=bootstrap)
         found = np.array(list(report.propensities().values()))
