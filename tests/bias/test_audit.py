@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bias.worlds import THETA, small_log, world
+from bias.worlds import THETA, small_log, with_rare_positions, world
 from ultr.bias import counts, logging_policy
 from ultr.bias.audit import audit
 from ultr.bias.identification import CARE, IDENTIFIED, NOT
@@ -81,9 +81,98 @@ def test_items_that_never_recur_without_features_do_not_identify_examination():
     assert report.links is None
 
 
-def test_features_identify_examination_if_they_explain_clicks_and_not_the_order():
+def with_order(seen: float, unseen: float, chance: float, *, requests: int = 3000):
+    """Make a log ordered by a feature, by something that is not a feature and by chance; clicks depend on both."""
+    rng, shown = np.random.default_rng(0), len(THETA)
+    x, hidden, noise = rng.normal(size=(3, requests, shown))
+    order = np.argsort(-(seen * x + unseen * hidden + chance * noise), axis=1)
+    x, hidden = (np.take_along_axis(values, order, axis=1) for values in (x, hidden))
+    clicked = rng.random((requests, shown)) < THETA / (1 + np.exp(1 - x - hidden))
+    return replace(
+        world("fresh", requests=requests, features=1),
+        features=x.reshape(-1, 1).astype(np.float32),
+        actions={"click": clicked.reshape(-1).astype(np.float32)},
+        item_ids=None,
+        context={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("order", "wrong"),
+    [((0, 1, 0), True), ((1, 1, 0), True), ((1, 0, 1), False), ((0, 0, 1), False)],
+    ids=["unseen", "seen and unseen", "seen and chance", "chance"],
+)
+def test_features_alone_do_not_identify_examination_whatever_decided_the_order(order, wrong):
+    report = audit(with_order(*order), bootstrap=20)
+    assert report.verdict.status == NOT
+    error = np.abs(report.estimates["strata"].theta / RELATIVE - 1).mean()
+    assert error > 0.3 if wrong else error < 0.1
+
+
+def test_an_order_by_something_unseen_looks_like_chance():
+    """No rule could tell these two logs apart: features explain as much of both orders."""
+    unseen, chance = (audit(with_order(1, *order), bootstrap=0).explained for order in ((1, 0), (0, 1)))
+    assert unseen == pytest.approx(chance, abs=0.05)
+    assert 0.1 < unseen < 0.3
+
+
+def with_bots(log, share: float = 0.01):
+    bots = np.random.default_rng(0).random(len(log)) < share
+    clicks = np.maximum(log.actions["click"], np.repeat(bots, log.lengths))
+    return replace(log, actions={"click": clicks.astype(np.float32)}), int(bots.sum())
+
+
+LONG = 0.9 / np.arange(1, 9)
+
+
+def test_bots_are_left_out_of_the_estimates():
+    log, number = with_bots(world("random", requests=4000, theta=LONG, features=3))
+    part = log.select(np.arange(1000))
+    report = audit(log.without_features(), sample=part, bootstrap=30)
+    assert report.left_out == pytest.approx(number, abs=3)  # users may click everywhere too
+    assert report.requests == 4000 - report.left_out
+    assert 980 < report.sampled_requests < 1000
+    assert report.verdict.status == IDENTIFIED
+    assert covers(report.anchor, LONG / LONG[0])
+    assert f"The estimates leave out {report.left_out} suspicious requests" in report.notes[0]
+    assert "impossible click rates" in [pitfall.name for pitfall in report.pitfalls]
+    assert strict_json(report)["left_out"] == report.left_out
+
+
+def test_an_estimate_with_bots_is_not_identified_without_care():
+    log, _ = with_bots(world("random", requests=4000, theta=LONG))
+    report = audit(log, bootstrap=30, keep_suspicious=True)
+    assert (report.requests, report.left_out) == (4000, 0)
+    assert not covers(report.anchor, LONG / LONG[0])
+    assert report.verdict.status == CARE
+    assert any("suspicious requests" in reason for reason in report.verdict.reasons)
+
+
+def test_the_report_says_what_intervals_cover():
+    assert "sampling error only" in strict_json(audit(world("random", requests=300), bootstrap=5))["intervals"]
+
+
+def test_rare_positions_do_not_rule_the_propensities():
+    """Positions 6 to 41 are shown twice, and positions 39 to 41 are clicked each time."""
+    log = replace(with_rare_positions(world("random", requests=3000, features=3)), item_ids=None, context={})
+    for bootstrap in (0, 30):
+        report = audit(log, bootstrap=bootstrap)
+        found = np.array(list(report.propensities().values()))
+        assert len(found) == 41
+        assert found.max() == found[0] == pytest.approx(0.7)
+        np.testing.assert_allclose(found[:5] / found[0], RELATIVE, rtol=0.2)
+        np.testing.assert_allclose(found[5:], found[4], rtol=0.3)
+
+
+def test_known_propensities_of_rare_positions_are_kept():
+    known = {k: 1 / k for k in range(1, 42)}
+    report = audit(with_rare_positions(world("random", requests=500)), known=known, bootstrap=10)
+    np.testing.assert_allclose(list(report.propensities().values()), 0.7 / np.arange(1, 42), rtol=1e-6)
+
+
+def test_features_that_explain_clicks_estimate_examination_in_random_order():
     report = audit(world("fresh", features=3, noise=0), bootstrap=20)
-    assert (report.verdict.status, report.verdict.anchor) == (IDENTIFIED, "strata")
+    assert (report.verdict.status, report.verdict.anchor) == (NOT, "strata")
     assert abs(report.explained) < 0.02
     assert covers(report.estimates["strata"])
     assert covers(report.estimates["regression"])

@@ -18,13 +18,44 @@ from ultr.bias.estimators import (
     bradley_terry,
     fitted_regression,
     harvest,
+    largest_one,
     pair_clicks,
+    pools,
     position_based,
     regression,
 )
 
 RELATIVE = THETA / THETA[0]
 seeds = st.integers(0, 10**6)
+
+
+def test_neighbouring_positions_are_pooled_until_they_have_25_clicks():
+    clicks = np.array([90, 25, 10, 10, 10, 30, 0, 2])
+    np.testing.assert_array_equal(pools(clicks, np.arange(1, 9)), [0, 1, 2, 2, 2, 3, 3, 3])
+    np.testing.assert_array_equal(pools(np.array([3, 2, 0]), np.arange(3)), [0, 0, 0])
+    np.testing.assert_array_equal(pools(np.array([5]), np.array([1])), [0])
+
+
+def test_positions_of_different_segments_are_not_pooled():
+    phone = 1 << 20
+    positions = np.array([1, 2, 3, phone + 1, phone + 2])
+    np.testing.assert_array_equal(pools(np.array([90, 5, 5, 5, 5]), positions), [0, 0, 0, 1, 1])
+    np.testing.assert_array_equal(pools(np.array([5, 5, 90, 5, 30]), positions), [0, 0, 0, 1, 1])
+
+
+@given(clicks=st.lists(st.integers(0, 60), min_size=1, max_size=20))
+def test_pools_are_neighbours_with_enough_clicks(clicks):
+    pool = pools(np.array(clicks), np.arange(len(clicks)))
+    assert pool[0] == 0
+    assert set(np.diff(pool)) <= {0, 1}
+    assert len(set(pool)) == 1 or np.bincount(pool, clicks).min() >= 25
+
+
+def test_the_largest_theta_with_enough_clicks_is_one():
+    theta = np.array([0.5, np.nan, 0.25, 2.0])
+    np.testing.assert_allclose(largest_one(theta, np.array([100, 0, 30, 3])), [1, 0.5**0.5, 0.5, 1])
+    np.testing.assert_allclose(largest_one(theta, np.array([10, 0, 9, 3])), [1, 0.5**0.5, 0.5, 1])
+    np.testing.assert_allclose(largest_one(np.full(2, np.nan), np.zeros(2)), [1, 1])
 
 
 def table(shown: np.ndarray, clicked: np.ndarray) -> Counts:

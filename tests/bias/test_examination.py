@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bias.worlds import THETA as WORLD_THETA
+from bias.worlds import with_rare_positions, world
 from ultr.bias import examination, logging_policy
 from ultr.bias.counts import Cells
 from ultr.bias.estimators import fit_conditional, fit_trust
@@ -203,6 +205,31 @@ def test_clicks_of_a_log_and_items_that_recur_are_used():
         estimate_examination(replace(drawn, item_ids=None), Label("click"), theta_from="items")
     with pytest.raises(DataError, match="needs positions"):
         estimate_examination(replace(drawn, positions=None), Label("click"))
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("weight", [None, 0.001])
+def test_positions_with_two_impressions_do_not_rule_theta(trust, weight, monkeypatch):
+    """Their clicks made θ largest at position 41, so that θ was below 0.4 at position 1."""
+    monkeypatch.setattr(logging_policy, "MUCH_OPEN", np.inf)
+    log = with_rare_positions(world("random", requests=3000, features=3))
+    weights = None if weight is None else np.full(len(log), weight, np.float32)
+    found = estimate_examination(replace(log, weights=weights), Label("click"), trust=trust)
+    assert found.positions == tuple(range(1, 42))
+    assert found.theta[0] == pytest.approx(1)
+    np.testing.assert_allclose(found.theta[5:], found.theta[4], rtol=1e-6)
+    slope = (found.theta - found.zeta)[:5]
+    np.testing.assert_allclose(slope / slope[0], WORLD_THETA / WORLD_THETA[0], rtol=0.25)
+
+
+def test_rare_items_at_a_position_are_pooled_by_item_too():
+    """Position 5 has clicks, but hardly any on items that were shown elsewhere."""
+    log = world("random", requests=3000)
+    items = np.array(log.item_ids)
+    alone = (log.positions == 5) & (np.arange(log.rows) > 400)
+    items[alone] = items.max() + 1 + np.arange(alone.sum())
+    found = estimate_examination(replace(log, item_ids=items, context={}), Label("click"), theta_from="items")
+    assert found.theta[4] == found.theta[3]
 
 
 def test_request_weights_count_like_repeated_requests():

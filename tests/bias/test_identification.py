@@ -218,25 +218,47 @@ def test_an_estimate_without_values_is_never_an_anchor():
     assert found.anchor != "harvest"
 
 
-def test_features_that_explain_clicks_and_not_the_order_identify():
-    found = judge([features("strata"), features("regression")], explained=0.01, explain_clicks=True)
-    assert (found.status, found.anchor) == (IDENTIFIED, "strata")
-    assert "as good as random" in found.reasons[0]
-
-
-def test_features_that_leave_the_order_open_need_care():
-    found = judge([features("strata")], explained=0.3, explain_clicks=True)
-    assert (found.status, found.anchor) == (CARE, "strata")
-
-
-def test_features_that_explain_neither_the_order_nor_clicks_identify_nothing():
-    assert judge([features("strata")], explained=0.01, explain_clicks=False).status == NOT
-
-
-def test_an_order_that_features_explain_does_not_identify():
-    found = judge([features("strata")], explained=0.9, explain_clicks=True)
+@pytest.mark.parametrize("explained", [-0.1, 0.01, 0.3, 0.9])
+@pytest.mark.parametrize("explain_clicks", [False, True])
+def test_features_alone_never_identify(explained, explain_clicks):
+    """The rest of the order may be chance, or may follow something that is not a feature; a log cannot tell which."""
+    options = {"explained": explained, "explain_clicks": explain_clicks}
+    found = judge([features("strata"), features("regression")], **options)
     assert (found.status, found.advice) == (NOT, "show some requests in random order first")
-    assert "Features explain 90% of the logged order" in found.reasons[0]
+    assert found.anchor == ("strata" if explained > 0.02 or explain_clicks else None)
+    assert all(what in found.reasons[-1] for what in ("--randomised", "--item", "--propensities"))
+
+
+def test_the_reason_says_how_much_of_the_order_features_explain():
+    reasons = judge([features("strata")], explained=0.9, explain_clicks=True).reasons
+    assert reasons[0].startswith("Features explain 90% of the logged order, the log has no item ids")
+    assert "this log cannot separate the two" in reasons[1]
+    assert "nothing but these features and chance decided the order" in reasons[2]
+
+
+def test_suspicious_requests_in_the_estimates_need_care():
+    found = verdict(
+        {"items": precise("items")},
+        [],
+        impressions=np.full(4, 100.0),
+        requests=100,
+        rate=RATE,
+        explained=None,
+        features_explain_clicks=False,
+        no_links="",
+        suspicious=1200,
+        best="items",
+    )
+    assert found.status == CARE
+    assert "The estimates use 1,200 suspicious requests (see the warnings)." in found.reasons
+
+
+def test_precision_is_about_the_number_of_clicks():
+    clicks = np.random.default_rng(0).poisson([1000, 400, 50], (2001, 3))
+    found = estimate("randomised", np.column_stack([np.full(2001, 1000.0), clicks[:, 1:]]), 0)
+    np.testing.assert_allclose(found.precision[1:], [400, 50], rtol=0.1)
+    assert found.precision[0] > 1e6
+    assert estimate("randomised", np.array([[1.0, 0.5]]), 0).precision.max() < 1
 
 
 def test_no_estimates_identify_nothing():

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ultr.bias.pitfalls
-from ultr.bias.pitfalls import CHECKS, Pitfall, find_pitfalls
+from ultr.bias.pitfalls import CHECKS, Pitfall, find_pitfalls, suspicious_requests
 from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import make_user
 from ultr.errors import DataError
@@ -254,6 +254,9 @@ def test_requests_with_everything_clicked_are_noticed():
     planted = with_clicks(log, (log.actions["click"] > 0) | np.repeat(bot, log.lengths))
     assert names(planted) == {"impossible click rates"}
     assert f"{bot.sum()} requests" in found(planted)["impossible click rates"].what
+    np.testing.assert_array_equal(suspicious_requests(planted, planted.actions["click"] > 0), bot)
+    assert not suspicious_requests(log, log.actions["click"] > 0).any()
+    assert suspicious_requests(log.select([]), np.zeros(0, bool)).shape == (0,)
 
 
 @pytest.mark.parametrize(("a", "b"), [(0.1, 1.9), (0.1, 0.9), (0.02, 0.98), (0.5, 2), (2, 2)])

@@ -25,6 +25,7 @@ def test_propensities_are_read_and_checked(tmp_path):
         "position,propensity\nfirst,0.5\n": "numbers",
         "position,propensity\n1,0.5\n1,0.6\n": "once",
         "position,propensity\n1,\n": "from 1e-06",
+        "position,propensity\n": "no rows",
         "": "empty",
     }.items():
         path.write_text(text)
@@ -52,6 +53,7 @@ def test_theta_is_read_from_a_bias_file_and_its_segments(tmp_path):
         ({"positions": [1], "theta": [0.5], "segments": [1]}, "no examination by position"),
         ({"positions": [1], "theta": [1.5]}, "at most 1, got 1.5 at position 1"),
         ({"positions": [1], "theta": [0.0]}, "above 0"),
+        ({"positions": [1, 2], "theta": [None, None]}, "could not be estimated.*train without --bias"),
     ],
 )
 def test_a_bias_file_without_usable_theta_is_rejected(content, match, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 
@@ -47,6 +49,19 @@ def world(
         item_ids=pa.array((queries[:, None] * CANDIDATES + chosen).reshape(-1)),
         context={"query": pa.array(queries)},
     )
+
+
+def with_rare_positions(log: Log) -> Log:
+    """Append 36 items to the first two requests, at positions 6 to 41; those at positions 39 to 41 are clicked."""
+    extra, rng = 36, np.random.default_rng(1)
+    rows = np.arange(log.rows)
+    source = np.concatenate([rows[:5], rng.integers(0, log.rows, extra), rows[5:10], rng.integers(0, log.rows, extra)])
+    source = np.concatenate([source, rows[10:]])
+    lengths = log.lengths + extra * (np.arange(len(log)) < 2)
+    long = log.regroup(source, np.concatenate([[0], np.cumsum(lengths)]))
+    positions = np.concatenate([np.arange(1, n + 1) for n in lengths])
+    clicks = np.where(positions > 5, positions > 38, long.actions["click"]).astype(np.float32)
+    return replace(long, positions=positions, actions={"click": clicks})
 
 
 def small_log(seed: int, *, requests: int = 12, weights: bool = False, queries: bool = False) -> Log:

@@ -37,6 +37,7 @@ def test_a_verdict_is_printed_with_its_reasons(ultr, path):
     assert "items shown at several positions link all positions" in done.stderr
     assert "requests in random order" in done.stderr
     assert "Examination relative to position 1" in done.stdout
+    assert "95% intervals cover sampling error only" in done.stderr
     for heading in ("position", "shown", "rate", "harvest", "items", "held-out"):
         assert heading in done.stdout
 
@@ -98,8 +99,35 @@ def test_a_log_that_does_not_identify_examination_gets_that_verdict(ultr, tmp_pa
     assert done.returncode == 0, done.stderr
     assert "verdict: not identified - show some requests in random order first." in done.stderr
     assert "next:" not in done.stderr
-    assert (out / "propensities.csv").read_text() == "position,propensity\n"
+    assert not (out / "propensities.csv").exists()
+    assert "note: propensities.csv is not written, because examination could not be estimated" in done.stderr
     assert json.loads((out / "bias.json").read_text())["verdict"]["anchor"] is None
+    for what in ("--randomised", "--item", "--propensities"):
+        assert what in done.stderr
+
+
+def test_estimates_that_the_log_cannot_confirm_are_marked(ultr, tmp_path):
+    path, out = tmp_path / "log.parquet", tmp_path / "bias"
+    write_log(replace(world("fresh", requests=600, features=3), item_ids=None, context={}), path)
+    done = ultr("bias", path, *FAST, "--out", out)
+    assert "verdict: not identified" in done.stderr
+    assert "note: propensities.csv has estimates that this log cannot confirm" in done.stderr
+    assert "next:" not in done.stderr
+    assert len(read_propensities(out / "propensities.csv")) == 5
+
+
+def test_suspicious_requests_are_left_out_unless_they_are_kept(ultr, tmp_path):
+    log = world("random", requests=2000, theta=0.9 / np.arange(1, 9))
+    clicks = np.maximum(log.actions["click"], np.repeat(np.arange(2000) % 80 == 0, 8))
+    write_log(replace(log, actions={"click": clicks.astype(np.float32)}), tmp_path / "log.parquet")
+    done = ultr("bias", tmp_path / "log.parquet", *FAST, "--models", "pbm")
+    assert "note: The estimates leave out 25 suspicious requests (--keep-suspicious keeps them)." in done.stderr
+    assert "verdict: identified - " in done.stderr
+    assert "Click models on 400 held-out requests" not in done.stdout  # a fifth of all 2,000 requests
+    kept = ultr("bias", tmp_path / "log.parquet", *FAST, "--keep-suspicious")
+    assert "leave out" not in kept.stderr
+    assert "verdict: identified with care - " in kept.stderr
+    assert "The estimates use 25 suspicious requests (see the warnings)." in kept.stderr
 
 
 def test_estimates_from_features_are_printed(ultr, tmp_path):

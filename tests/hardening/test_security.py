@@ -586,7 +586,6 @@ def add_other_folders(run: Path, log) -> None:
         "compared/comparison.json": compared,
         "exported/model.json": {**about, "keeps_missing": False, "files": files},
         "audited/bias.json": {"format": 1, **audit(log, bootstrap=0).to_json()},
-        "audited/propensities.csv": "",
     }
     for name, content in contents.items():
         (run / name).parent.mkdir(exist_ok=True)

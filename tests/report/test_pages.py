@@ -15,10 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bias.worlds import with_rare_positions, world
 from pages import plots_of
 from ultr.errors import AbsentError, DataError, OptionError, OutputError, UltrError
 from ultr.evaluation.scores import mean_with_interval, paired_test
+from ultr.log import write_log
 from ultr.report import write_comparison_page, write_report
+from ultr.report.bias import bias_section
 from ultr.report.page import page
 from ultr.report.parts import Card, Cards, Code, Folded, Grid, Heading, Notes, Plot, Section, Table, Text
 from ultr.report.plots import bar_plot, dot_plot, heat_map, histogram, interval_plot, line_plot
@@ -395,6 +398,35 @@ def test_the_command(ultr, runs, tmp_path):
     assert "--overwrite" in again.stderr
     assert ultr("report", runs["em"], "--out", out, "--overwrite").returncode == 0
     assert ultr("report", tmp_path / "no", "--out", tmp_path / "b.html").returncode == 1
+
+
+def test_curves_by_position_do_not_fold_back(ultr, tmp_path):
+    """The band of an estimator lacks the positions without an interval; it must not decide the order of the axis."""
+    write_log(with_rare_positions(world("random", requests=500, features=3)), tmp_path / "log.parquet")
+    done = ultr("bias", tmp_path / "log.parquet", "--bootstrap", 10, "--out", tmp_path / "bias")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "bias" / "bias.html").read_text()
+    assert "95% intervals cover sampling error only" in text
+    figure = plots_of(text)[0]
+    assert figure["layout"]["xaxis"]["categoryarray"] == [str(k) for k in range(1, 42)]
+    assert any(len(set(trace["x"])) < 41 for trace in figure["data"])
+
+
+def test_runs_with_different_positions_share_a_sorted_axis():
+    def run(positions, theta):
+        return {
+            "positions": positions,
+            "theta": theta,
+            "theta_from": "strata",
+            "theta_scale": "1",
+            "warnings": [],
+        }, None
+
+    short, long = run(["1", "3", "10"], [1, 0.5, 0.2]), run(["1", "2", "10"], [1, 0.6, 0.3])
+    plot = bias_section({"a": short, "b": long}).parts[0]
+    assert plot.figure["layout"]["xaxis"]["categoryarray"] == ["1", "2", "3", "10"]
+    assert [trace["x"] for trace in plot.figure["data"]] == [["1", "3", "10"], ["1", "2", "10"]]
+    assert plot.figure["data"][1]["y"] == [1, 0.6, 0.3]
 
 
 def test_the_bias_of_a_log_has_its_page(ultr, log_path, tmp_path):

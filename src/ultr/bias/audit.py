@@ -17,12 +17,12 @@ import torch
 
 from ultr.bias import estimators
 from ultr.bias.counts import Impressions, counted, impressions, replicates
-from ultr.bias.estimators import SCALE, SMALLEST, fill_gaps
+from ultr.bias.estimators import SCALE, SMALLEST, largest_one, pools
 from ultr.bias.evidence import best_source, evidence, items_comparable
-from ultr.bias.identification import Agreement, Estimate, Verdict, agreement, estimate, links, verdict
+from ultr.bias.identification import INTERVALS, Agreement, Estimate, Verdict, agreement, estimate, links, verdict
 from ultr.bias.likelihood import TUNED, HeldOut
 from ultr.bias.logging_policy import logging_score, strata_of
-from ultr.bias.pitfalls import Pitfall, find_pitfalls
+from ultr.bias.pitfalls import Pitfall, find_pitfalls, suspicious_requests
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.labels import Label
@@ -44,6 +44,7 @@ class BiasReport:
     requests: int
     positions: np.ndarray
     impressions: np.ndarray
+    clicks: np.ndarray  # number of rows with positive feedback at each position
     rate: np.ndarray  # share of the impressions at each position with positive feedback
     reference: int  # the position that θ is relative to: θ is 1 there
     estimates: Mapping[str, Estimate]
@@ -53,6 +54,7 @@ class BiasReport:
     links: Mapping[str, Any] | None = None  # groups of positions that shared items link (`identification.links`)
     explained: float | None = None  # share of the logged order that features explain
     sampled_requests: int = 0  # number of requests that estimates from features use
+    left_out: int = 0  # number of suspicious requests that no estimate uses
     notes: tuple[str, ...] = ()
     segments: Mapping[str, BiasReport] = field(default_factory=dict)
 
@@ -62,14 +64,22 @@ class BiasReport:
         return None if self.verdict.anchor is None else self.estimates[self.verdict.anchor]
 
     def propensities(self) -> dict[int, float]:
-        """Return examination by position, at most 0.7, interpolated where unknown; {} if no estimate is recommended."""
-        if self.anchor is None:
+        """Return examination by position, at most 0.7; {} if no estimate is recommended.
+
+        Positions with few clicks or imprecise estimates share one with their neighbours (`estimators.pools`). It is
+        Σn / Σ(n/θ), where n is the precision of log θ, but at most the number of clicks. Where θ is unknown, it is
+        interpolated.
+        """
+        if self.anchor is None or not (estimated := np.isfinite(self.anchor.theta)).any():
             return {}
-        theta = self.anchor.theta
-        if not np.isfinite(theta).any():
-            return {}
-        filled = fill_gaps(theta)
-        scaled = np.clip(SCALE * filled / filled.max(), SMALLEST, SCALE)
+        theta, clicks = self.anchor.theta.copy(), np.full(len(self.positions), np.inf)
+        if self.verdict.anchor != "known":
+            precision = self.anchor.precision if np.isfinite(self.anchor.low).any() else self.clicks
+            n = np.minimum(precision, np.maximum(self.clicks, 1))[estimated]
+            pool = pools(n, self.positions[estimated])
+            theta[estimated] = (np.bincount(pool, n) / np.bincount(pool, n / theta[estimated]))[pool]
+            clicks[estimated] = np.bincount(pool, n)[pool]
+        scaled = np.maximum(SCALE * largest_one(theta, clicks), SMALLEST)
         return {int(k): float(v) for k, v in zip(self.positions, scaled, strict=True)}
 
     def to_json(self) -> dict[str, Any]:
@@ -84,6 +94,8 @@ class BiasReport:
             "rate": self.rate.tolist(),
             "reference": self.reference,
             "estimates": {name: _estimate_json(result) for name, result in self.estimates.items()},
+            "intervals": INTERVALS,
+            "left_out": self.left_out,
             "agreements": [asdict(test) for test in self.agreements],
             "links": self.links,
             "order_explained_by_features": self.explained,
@@ -112,6 +124,7 @@ class _Options:
     label: str
     bootstrap: int
     seed: int
+    keep_suspicious: bool
 
 
 @checked
@@ -123,24 +136,45 @@ def audit(
     known: Mapping[Any, float] | None = None,
     bootstrap: Annotated[int, Within(0, MAX_REPLICATES)] = 100,
     seed: Seed = 0,
+    keep_suspicious: bool = False,
 ) -> BiasReport:
     """Estimate examination by position with every estimator that the log allows, and return the results and a verdict.
 
     A row counts as clicked if its `label` is above 0. `sample` is a subset of the log's requests with features, for a
     `log` without them. Keys of `known`, the known propensities, are positions such as 3, or `3@phone` in a segment.
-    `bootstrap` is the number of replicates for intervals.
+    `bootstrap` is the number of replicates for intervals. Suspicious requests, such as those of bots, are left out of
+    the estimates (`pitfalls.suspicious_requests`), unless `keep_suspicious` keeps them.
     """
     if sample is None and log.feature_names:
         sample = log
     known = {str(slot): theta for slot, theta in (known or {}).items()}
     log = log.without_features()
-    labels = np.asarray(Label(label)(log.actions)) > 0
-    pitfalls = find_pitfalls(log, labels, sample=sample)
-    options = _Options(label, bootstrap, seed)
+    pitfalls = find_pitfalls(log, _clicked(log, label), sample=sample)
+    options, left_out = _Options(label, bootstrap, seed, keep_suspicious), 0
+    if not keep_suspicious:
+        log, sample, left_out = without_suspicious(log, sample, label)
+    labels = _clicked(log, label)
     report = _audit(log, labels, sample, known, options)
     if "segment" in log.context:
         report = replace(report, segments=_by_segment(log, labels, sample, known, options))
-    return replace(report, pitfalls=pitfalls)
+    note = f"The estimates leave out {left_out:,} suspicious requests (--keep-suspicious keeps them)."
+    notes = (note, *report.notes) if left_out else report.notes
+    return replace(report, pitfalls=pitfalls, left_out=left_out, notes=notes)
+
+
+def _clicked(log: Log, label: str) -> np.ndarray:
+    return np.asarray(Label(label)(log.actions)) > 0
+
+
+def without_suspicious(log: Log, sample: Log | None, label: str) -> tuple[Log, Log | None, int]:
+    """Return a log and a sample of its requests, both without suspicious requests, and the number of these."""
+    suspicious = suspicious_requests(log, _clicked(log, label))
+    if not suspicious.any():
+        return log, sample, 0
+    if sample is not None:
+        out = pc.is_in(sample.request_ids, value_set=log.request_ids.filter(pa.array(suspicious)))
+        sample = sample.select(~out.to_numpy(zero_copy_only=False))
+    return log.select(~suspicious), sample if sample is not None and len(sample) else None, int(suspicious.sum())
 
 
 def _by_segment(
@@ -207,6 +241,7 @@ def _audit(
         requests=len(log),
         positions=seen.positions,
         impressions=shown,
+        clicks=np.bincount(seen.place[clicked], minlength=width),
         rate=rate,
         reference=int(seen.positions[reference]),
         estimates=estimates,
@@ -221,6 +256,7 @@ def _audit(
             explained=explained,
             features_explain_clicks=explain_clicks,
             no_links=no_links,
+            suspicious=int(suspicious_requests(log, clicked).sum()) if options.keep_suspicious else 0,
         ),
         pitfalls=[],
         links=graph,
@@ -286,7 +322,7 @@ def _feature_estimates(
     Return the share of the logged order that features explain, and True if features explain clicks.
     """
     seed = options.seed
-    clicked = np.asarray(Label(options.label)(sample.actions)) > 0
+    clicked = _clicked(sample, options.label)
     sampled = impressions(sample, clicked, seed=seed)
     if not np.isin(sampled.positions, seen.positions).all():
         got = f"position {np.setdiff1d(sampled.positions, seen.positions)[0]}, which the log does not show"

@@ -21,12 +21,14 @@ from scipy import linalg, sparse
 from scipy.sparse.csgraph import connected_components
 
 from ultr.bias.counts import Cells, Counts, Impressions
+from ultr.log.segments import SHIFT
 
 PAIR_WORK = 30_000_000  # `harvest` samples items if their number times positions squared is above this
 NEWTON = 50  # most iterations of Newton's method
 SETTLED = 1e-6  # EM stops if no θ changes by more than this share
 SMALLEST = 1e-3  # the smallest θ; a lower one cannot be distinguished from 0
 SCALE = 0.7  # the largest θ, a convention that leaves room on either side: clicks determine only ratios of θ
+POOL_CLICKS = 25.0  # clicks of a pool of positions: the standard error of log θ is then 0.2 at most
 RIDGE = 1e-5  # penalty on the squared coefficients of features, per row
 
 
@@ -173,6 +175,33 @@ def _solve(curve: np.ndarray, slope: np.ndarray) -> np.ndarray:
         return np.asarray(linalg.solve(curve, slope, assume_a="pos"))
     except (linalg.LinAlgError, linalg.LinAlgWarning):
         return np.asarray(np.linalg.lstsq(curve, slope, rcond=1e-12)[0])
+
+
+def pools(clicks: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return the index of the pool of each position. The positions of a pool get one θ, which chance does not rule.
+
+    Going down the list, a pool takes positions until it has `POOL_CLICKS` clicks, so that a position with that many is
+    alone unless rare ones are just above it. Positions below the last full pool join it. Segments have separate pools.
+    """
+    segments = positions >> SHIFT
+    pool, total = np.zeros(len(clicks), np.int64), float(clicks[0])
+    for k in range(1, len(clicks)):
+        opens = segments[k] != segments[k - 1]
+        pool[k] = pool[k - 1] + (opens or total >= POOL_CLICKS)
+        total = float(clicks[k]) + (total if pool[k] == pool[k - 1] else 0.0)
+    totals = np.bincount(pool, clicks)
+    of_pool = segments[np.searchsorted(pool, np.arange(len(totals)))]
+    joins = np.append(False, (totals[1:] < POOL_CLICKS) & (of_pool[1:] == of_pool[:-1]))
+    return np.asarray((np.arange(len(totals)) - np.cumsum(joins))[pool])
+
+
+def largest_one(theta: np.ndarray, clicks: np.ndarray) -> np.ndarray:
+    """Return θ with gaps filled, relative to its largest value with `POOL_CLICKS` clicks (or with the most clicks)."""
+    filled, estimated = fill_gaps(theta), np.isfinite(theta)
+    if not estimated.any():
+        return filled
+    anchors = estimated & (clicks >= min(POOL_CLICKS, clicks[estimated].max()))
+    return np.asarray((filled / filled[anchors].max()).clip(SMALLEST, 1))
 
 
 def fill_gaps(theta: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultr.bias.counts import Counts, Impressions, counted_items, counted_random, queries_recur
+from ultr.bias.counts import Cells, Counts, Impressions, counted_items, counted_random, queries_recur
 from ultr.bias.estimators import ConditionalFit, fit_conditional
 from ultr.log import Log
 
@@ -34,7 +34,7 @@ class Source:
     name: str
     fit: ConditionalFit
     error: float  # standard error of log θ: its root mean square over impressions
-    strata: int  # groups of rows that are compared
+    cells: Cells  # the rows that are compared, by stratum and position
     text: str  # the evidence in words, such as "1,000 requests in random order"
 
 
@@ -52,7 +52,8 @@ def best_source(sources: Mapping[str, Counts], seen: Impressions) -> Source | No
     """
     weights, width = seen.row_weights(), len(seen.positions)
     shown, clicks = (np.bincount(seen.place, values, width) for values in (weights, weights * seen.clicked))
-    fits = {name: fit_conditional(counts.weighted(np.ones(counts.shown.shape[1]))) for name, counts in sources.items()}
+    cells = {name: counts.weighted(np.ones(counts.shown.shape[1])) for name, counts in sources.items()}
+    fits = {name: fit_conditional(each) for name, each in cells.items()}
     linked = {name: fit for name, fit in fits.items() if _links_most(fit, shown)}
     if not linked:
         return None
@@ -63,8 +64,7 @@ def best_source(sources: Mapping[str, Counts], seen: Impressions) -> Source | No
         name = "randomised"
     if errors[name] > IMPRECISE:
         return None
-    counts = sources[name]
-    return Source(name, linked[name], errors[name], counts.size[0], _described(name, counts, seen))
+    return Source(name, linked[name], errors[name], cells[name], _described(name, sources[name], seen))
 
 
 def _links_most(fit: ConditionalFit, shown: np.ndarray) -> bool:

@@ -9,7 +9,8 @@ differs. So
 3. in P(c>0) = θ_k β_s, relevance β is free in each stratum s, and `estimators.position_based` gives examination θ.
 
 Requests in random order, and items that were shown at several positions, separate the two without features
-(`evidence`). They are used if the log has enough of them. Memory depends on strata and positions, not on rows.
+(`evidence`). They are used if the log has enough of them. Positions with few clicks share one θ with their neighbours
+(`estimators.pools`). Memory depends on strata and positions, not on rows.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ultr.bias.counts import check_positions, count_cells, impressions, item_codes
-from ultr.bias.estimators import SMALLEST, ConditionalFit, TrustFit, fill_gaps, fit_conditional, fit_trust
+from ultr.bias.counts import Cells, check_positions, count_cells, impressions, item_codes
+from ultr.bias.estimators import fit_conditional, fit_trust, largest_one, pools
 from ultr.bias.evidence import Source, best_source, evidence, items_comparable
 from ultr.bias.logging_policy import logging_score, strata_of
 from ultr.datasets.users import User
@@ -40,7 +41,7 @@ SOURCES = {
 class Examination:
     """θ_k = P(c>0 | relevant, k) and ζ_k = P(c>0 | irrelevant, k) by position id, and the counts behind them.
 
-    Clicks determine only ratios of θ. By convention its largest value is 1.
+    Clicks determine only ratios of θ. By convention its largest value, among those with enough clicks, is 1.
     """
 
     positions: tuple[int, ...]
@@ -87,22 +88,33 @@ def estimate_examination(
         clicked = shown * _simulated_clicks(log, label, user, passes, seed, device)
         shown = shown * passes
     best = _best_source(log, clicked > 0, seed) if theta_from == "auto" and user is None and not trust else None
-    zeta = np.zeros(len(ids))
-    fit: ConditionalFit | TrustFit
     if best is not None:
-        source, error, size, fit = best.text, best.error, best.strata, best.fit
+        source, error, cells = best.text, best.error, best.cells
     else:
         source, error = SOURCES["items" if theta_from == "items" else "strata"], None
         strata = _items(log) if theta_from == "items" else _strata(log, clicked, seed, device)
         cells = count_cells(strata, places, shown, clicked, width=len(ids))
-        size, fit = cells.size[0], fit_trust(cells) if trust else fit_conditional(cells)
-    if isinstance(fit, TrustFit):
-        theta, zeta = fit.theta, fit.zeta
+    cells, pool, clicks_behind = _pooled(cells, ids, log.weights)
+    if trust:
+        fit = fit_trust(cells)
+        theta, zeta, moved = fit.theta[pool], fit.zeta[pool], fit.moved
     else:
-        theta = fill_gaps(fit.theta)
-        theta = (theta / theta.max()).clip(SMALLEST, 1)
+        conditional = fit_conditional(cells)
+        theta = largest_one(conditional.theta, clicks_behind)[pool]
+        zeta, moved = np.zeros(len(ids)), conditional.moved
     shown_at, clicks_at = (np.bincount(places, rows, len(ids)) for rows in (shown, clicked))
-    return Examination(tuple(ids.tolist()), theta, zeta, shown_at, clicks_at, fit.moved, size, source, error)
+    return Examination(tuple(ids.tolist()), theta, zeta, shown_at, clicks_at, moved, cells.size[0], source, error)
+
+
+def _pooled(cells: Cells, ids: np.ndarray, weights: np.ndarray | None) -> tuple[Cells, np.ndarray, np.ndarray]:
+    """Return cells by pool of positions (`estimators.pools`), the pool of each position, and the clicks of pools."""
+    compared = np.bincount(cells.strata)[cells.strata] > 1  # a stratum at one position says nothing about θ
+    unit = 1.0 if weights is None else min(1.0, float(weights.mean()))  # weights may be shares of requests
+    clicks = np.bincount(cells.places, cells.clicked * compared, len(ids)) / unit
+    pool = pools(clicks, ids)
+    width = int(pool[-1]) + 1
+    pooled = count_cells(cells.strata, pool[cells.places], cells.shown, cells.clicked, width=width)
+    return pooled, pool, np.bincount(pool, clicks)
 
 
 def _best_source(log: Log, clicked: np.ndarray, seed: int) -> Source | None:

@@ -17,15 +17,19 @@ PRECISE = 0.3  # relative half-width of an interval that is good enough to corre
 TARGET = 0.10  # relative half-width that the suggested number of requests in random order would reach
 MOST_IMPRESSIONS = 0.9  # share of the impressions that must be at positions with a precise estimate
 MIN_LINK_CLICKS = 10.0  # two positions are linked if each has this many clicks on the items they share
-OPEN_ORDER = 0.5  # if features explain more of the order than this, relevance cannot be separated from position
-RANDOM_ORDER = 0.02  # if features explain less of the order than this, it is treated as random
+SOME_ORDER = 0.02  # features that explain less of the order than this say nothing about it
 IDENTIFIED, CARE, NOT = "identified", "identified with care", "not identified"
 ADVICE = {
     IDENTIFIED: "correct for position bias",
     CARE: "correct for position bias with care",
     NOT: "show some requests in random order first",
 }
-INTERVENED = ("known", "randomised", "items", "harvest")  # most trusted first; the others use features alone
+INTERVALS = "95% intervals cover sampling error only; they do not cover wrong assumptions of an estimator."
+HELP = (
+    "One of these would identify examination: random order in some requests (marked by the column of --randomised), "
+    "ids of items that were shown at several positions (--item), or known examination (--propensities)."
+)
+INTERVENED = ("known", "randomised", "items", "harvest")  # most trusted first; only these can identify examination
 EVIDENCE = {
     "known": "The propensities are known.",
     "randomised": "Some requests were in random order.",
@@ -50,6 +54,12 @@ class Estimate:
         """The half-width of the interval of each position, relative to θ; infinite where there is no interval."""
         width = np.expm1((np.log(self.high) - np.log(self.low)) / 2)
         return np.where(np.isfinite(width), width, np.inf)
+
+    @property
+    def precision(self) -> np.ndarray:
+        """1 / Var(log θ) of each position: about the number of clicks behind θ. It is near 0 if θ has no interval."""
+        spread = (np.log(self.high) - np.log(self.low)) / (2 * NORMAL)
+        return np.where(np.isfinite(spread), 1 / np.maximum(spread, 1e-6) ** 2, 1e-6)
 
 
 def estimate(name: str, draws: np.ndarray, reference: int, held_out: float | None = None) -> Estimate:
@@ -149,12 +159,14 @@ def verdict(
     explained: float | None,
     features_explain_clicks: bool,
     no_links: str,
+    suspicious: int = 0,
 ) -> Verdict:
     """Return a verdict on estimates of examination; `no_links` says why items give no estimate, if they do not.
 
-    Known propensities come first, then `best`: the choice between random order and items at several positions
-    (`evidence.best_source`). Estimates from features alone are used only if features leave enough of the order
-    unexplained.
+    Only known propensities, random order and items at several positions can identify examination; of the last two,
+    `best` is the better one (`evidence.best_source`). Features alone cannot: the rest of the order may be chance, or
+    may follow something that also makes items better. These two cases look the same in a log. `suspicious` is the
+    number of suspicious requests behind the estimates.
     """
     share = impressions / impressions.sum()
     candidates = [name for name in ("known", best) if name is not None and name in estimates]
@@ -171,24 +183,21 @@ def verdict(
             if anchor in (a.first, a.second) and {a.first, a.second} <= {*INTERVENED} and not a.agree:
                 status, names = CARE, f"{a.first} and {a.second}"
                 reasons.append(f"The estimators {names} differ by {a.largest:.0%} at position {a.position}.")
-    elif explained is None or (explained < RANDOM_ORDER and not features_explain_clicks):
+        if suspicious:
+            status = CARE
+            reasons.append(f"The estimates use {suspicious:,} suspicious requests (see the warnings).")
+    elif explained is None or (explained < SOME_ORDER and not features_explain_clicks):
         status = NOT
-        reasons.append(_sentence(*_missing(estimates, no_links), "no features explain clicks"))
-    elif explained < RANDOM_ORDER:
-        status, anchor = IDENTIFIED, _best_of_features(estimates)
-        reasons.append(
-            "Features explain clicks but not the logged order. That order is as good as random, unless something that "
-            "is not a feature decided it."
-        )
-    elif explained < OPEN_ORDER:
-        status, anchor = CARE, _best_of_features(estimates)
-        reasons.append(f"The estimate uses features alone, and they explain {explained:.0%} of the logged order.")
+        reasons += [_sentence(*_missing(estimates, no_links), "no features explain clicks"), HELP]
     else:
         status, anchor = NOT, _best_of_features(estimates)
-        reasons.append(
-            _sentence(f"features explain {explained:.0%} of the logged order", *_missing(estimates, no_links))
-            + " Higher positions may be seen more or may hold better items; this log cannot separate the two."
-        )
+        share_explained = f"features explain {max(0, explained):.0%} of the logged order"
+        reasons += [
+            _sentence(share_explained, *_missing(estimates, no_links)),
+            "Higher positions may be seen more or may hold better items; this log cannot separate the two.",
+            "Estimates from features are right only if nothing but these features and chance decided the order.",
+            HELP,
+        ]
     theta = estimates[anchor].theta if anchor is not None else rate / rate.max()
     return Verdict(status, anchor, tuple(reasons), _requests_needed(theta, rate, impressions / requests))
 

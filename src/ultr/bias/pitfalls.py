@@ -187,7 +187,11 @@ def _rarely_seen(view: _View) -> Iterable[Pitfall]:
         yield Pitfall("positions nearly never seen", what, hint)
 
 
-def _bots(view: _View) -> Iterable[Pitfall]:
+def _suspicious(view: _View) -> tuple[np.ndarray, float]:
+    """Return the indices of requests with more clicks than users make, and their share of all clicks.
+
+    They are empty and 0 if these requests are few, or if eager users explain them.
+    """
     n, m, w = view.lengths, view.clicks_of, view.weights
     middle = int(((n >= BOT_LENGTH) & (m > BOT_MIDDLE * n) & (m <= BOT_SHARE * n)).sum())
     eager = np.flatnonzero((n >= BOT_LENGTH) & (m > BOT_SHARE * n))
@@ -195,8 +199,15 @@ def _bots(view: _View) -> Iterable[Pitfall]:
     # Chernoff's bound, which holds for clicks of unequal rates (Hoeffding 1956): P(m or more) <= exp(-n KL(a, p)).
     kl = a * np.log(a / p) + (1 - a) * np.log(np.maximum(1 - a, TINY) / (1 - p))
     bots = eager[(a > p) & (n[eager] * kl > -np.log(BOT_CHANCE))]
-    share = w[bots] @ m[bots] / max(w @ m, TINY)
-    if len(bots) >= max(BOT_REQUESTS, BOT_BUMP * middle) and share > BOT_CLICKS:
+    share = float(w[bots] @ m[bots] / max(w @ m, TINY))
+    if len(bots) < max(BOT_REQUESTS, BOT_BUMP * middle) or share <= BOT_CLICKS:
+        return bots[:0], 0.0
+    return bots, share
+
+
+def _bots(view: _View) -> Iterable[Pitfall]:
+    bots, share = _suspicious(view)
+    if len(bots):
         many = f"{len(bots):,} requests have more than {BOT_SHARE:.0%} of their items clicked"
         what = f"{many}; they have {share:.1%} of all clicks"
         hint = "drop the requests of bots and tests, and check that one click is not counted for the whole list"
@@ -251,11 +262,25 @@ CHECKS: tuple[Callable[[_View], Iterable[Pitfall]], ...] = (
 
 def find_pitfalls(log: Log, clicked: np.ndarray, *, sample: Log | None = None) -> list[Pitfall]:
     """Return the problems of a log; `clicked` marks rows with a label above 0; `sample` has requests with features."""
+    view = _view_of(log, clicked, sample)
+    return [] if view is None else [pitfall for check in CHECKS for pitfall in check(view)]
+
+
+def suspicious_requests(log: Log, clicked: np.ndarray) -> np.ndarray:
+    """Return a mask [requests] of those that the warning 'impossible click rates' is about, such as those of bots.
+
+    `clicked` marks rows with a label above 0. No request is marked if `find_pitfalls` does not give this warning.
+    """
+    mask = np.zeros(len(log), bool)
+    if (view := _view_of(log, clicked)) is not None:
+        mask[_suspicious(view)[0]] = True
+    return mask
+
+
+def _view_of(log: Log, clicked: np.ndarray, sample: Log | None = None) -> _View | None:
+    """Check the arguments and return a view of the log; None if the log is empty."""
     if log.positions is None:
         raise DataError("the log has no positions", hint="name their column with --position")
     if np.shape(clicked) != (log.rows,):
         raise DataError(f"'clicked' must have {log.rows} values, one per row", got=f"shape {list(np.shape(clicked))}")
-    if not len(log):
-        return []
-    view = _View(log, log.positions, clicked, sample)
-    return [pitfall for check in CHECKS for pitfall in check(view)]
+    return _View(log, log.positions, clicked, sample) if len(log) else None

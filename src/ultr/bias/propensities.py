@@ -58,6 +58,8 @@ def read_propensities(path: str | Path) -> dict[str, float]:
             got = f"{value} at position {position}"
             what = f"a propensity must be from {SMALLEST_KNOWN:g} to 1"
             raise DataError(what, where=path, got=got, hint="correct, clip or drop the row")
+    if not positions:
+        raise DataError("the table of propensities has no rows", where=path, hint="add one row for each position")
     keys = [str(position) for position in positions]
     if names:
         keys = [f"{key}@{name}" if name else key for key, name in zip(keys, names, strict=True)]
@@ -90,6 +92,9 @@ def read_bias_theta(path: Path) -> dict[str, float]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         hint = "name a folder that ultr bias --out wrote, a run of pairwise-em, or its bias.json"
         raise DataError("the file has no examination by position", where=path, hint=hint) from error
+    if not theta:
+        hint = "train without --bias, or give known examination with --propensities"
+        raise DataError("examination could not be estimated: every theta in the file is null", where=path, hint=hint)
     if wrong := [k for k, value in theta.items() if not 0 < value <= 1]:
         got, hint = f"{theta[wrong[0]]} at position {wrong[0]}", "run the command that wrote the file again"
         raise DataError("examination must be above 0 and at most 1", where=path, got=got, hint=hint)

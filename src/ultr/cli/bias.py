@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ultr.bias.click_quality import QualityReport
     from ultr.log import Log
 
+TABLE = "propensities.csv"
 MOST_ROWS = 30  # largest number of positions in a printed table
 
 
@@ -58,11 +59,14 @@ def bias(
     bootstrap: Annotated[int, typer.Option(help="Bootstrap resamples for the confidence intervals.", min=10)] = 100,
     sample: Annotated[int, typer.Option(help="Rows to use in estimators that need features.", min=1000)] = 200_000,
     seed: options.Seed = 0,
+    keep_suspicious: Annotated[
+        bool, typer.Option(help="Keep suspicious requests, such as those of bots, in the estimates.")
+    ] = False,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
 ) -> None:
     """Estimate examination (the probability that a position is seen), and say whether the log identifies it."""
-    from ultr.bias.audit import audit
+    from ultr.bias.audit import audit, without_suspicious
     from ultr.bias.click_models import checked_names
     from ultr.bias.identification import NOT
     from ultr.bias.propensities import read_propensities
@@ -85,10 +89,19 @@ def bias(
         from ultr.bias.click_quality import compare_click_models
 
         with words.status("fitting click models ..."):
-            quality = compare_click_models(whole if sampled is None else sampled, names, label=label, seed=seed)
+            kept = (whole, sampled) if keep_suspicious else without_suspicious(whole, sampled, label)[:2]
+            quality = compare_click_models(kept[1] or kept[0], names, label=label, seed=seed)
     with words.status("estimating examination ..."):
         known = None if propensities is None else read_propensities(propensities)
-        report = audit(whole, label=label, sample=sampled, known=known, bootstrap=bootstrap, seed=seed)
+        report = audit(
+            whole,
+            label=label,
+            sample=sampled,
+            known=known,
+            bootstrap=bootstrap,
+            seed=seed,
+            keep_suspicious=keep_suspicious,
+        )
     content = report.to_json()
     if quality is not None:
         content["click_models"] = quality.to_json()
@@ -106,6 +119,10 @@ def bias(
         _print_models(quality)
     if out is not None:
         words.print(f"wrote {out}", soft_wrap=True)
+        if not (out / TABLE).exists():
+            words.print(f"note: {TABLE} is not written, because examination could not be estimated", soft_wrap=True)
+        elif report.verdict.status == NOT:
+            words.print(f"note: {TABLE} has estimates that this log cannot confirm", soft_wrap=True)
     if out is not None and report.verdict.status != NOT:
         warned = {name for pitfall in report.pitfalls for name in pitfall.features}
         print_next(
@@ -130,7 +147,10 @@ def _features_without(warned: set[str], log: Log | None) -> dict[str, str]:
 
 
 def _print(report: BiasReport) -> None:
+    from ultr.bias.identification import INTERVALS
+
     _print_estimates(report, title=f"Examination relative to position {report.reference}, with 95% intervals")
+    words.print(INTERVALS, soft_wrap=True)
     for note in report.notes:
         words.print(f"note: {plain(note)}", soft_wrap=True)
     for test in report.agreements:
@@ -209,7 +229,10 @@ def _cell(theta: float, low: float, high: float) -> str:
 
 
 def _write(report: BiasReport, content: dict[str, Any], out: Path, source: str, *, overwrite: bool) -> None:
-    """Write bias.json (for `ultr train --bias`), propensities.csv (for `--propensities`) and the page bias.html."""
+    """Write bias.json (for `ultr train --bias`), propensities.csv (for `--propensities`) and the page bias.html.
+
+    There is no propensities.csv if there is no estimate.
+    """
     from ultr.bias.propensities import write_bias_file
     from ultr.report import write_bias_page
     from ultr.utils.files import atomic_path
@@ -219,8 +242,9 @@ def _write(report: BiasReport, content: dict[str, Any], out: Path, source: str, 
         tables = {"": report.propensities(), **{name: part.propensities() for name, part in report.segments.items()}}
         rows = [(k, f"{v:.6g}", name) for name, table in tables.items() for k, v in table.items()]
         columns = 3 if report.segments else 2  # an empty segment stands for all segments without own rows
-        with (folder / "propensities.csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerows(row[:columns] for row in [("position", "propensity", "segment"), *rows])
+        if rows:
+            with (folder / TABLE).open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerows(row[:columns] for row in [("position", "propensity", "segment"), *rows])
         if pages_can_be_made():
             write_bias_page(content, folder / "bias.html", source=source)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ultr.bias.propensities import read_bias_file
+from ultr.bias.propensities import BIAS_FILE, read_bias_file
 from ultr.errors import AbsentError, OptionError
 from ultr.report.bias import log_sections
 from ultr.report.comparison import comparison_sections
@@ -31,10 +31,9 @@ def write_report(folders: Sequence[str | Path], out: str | Path, *, overwrite: b
             raise AbsentError("the folder does not exist", where=path, hint="pass a folder that ultr train wrote")
     if len(paths) == 1 and (paths[0] / "comparison.json").is_file():
         return write_comparison_page(paths[0], Path(out), overwrite=overwrite)
-    if len(paths) == 1 and (paths[0] / "propensities.csv").is_file():
-        return write_bias_page(
-            read_bias_file(paths[0] / "bias.json"), Path(out), source=str(paths[0]), overwrite=overwrite
-        )
+    if len(paths) == 1 and (paths[0] / BIAS_FILE).is_file() and not (paths[0] / "config.json").is_file():
+        content = read_bias_file(paths[0] / BIAS_FILE)
+        return write_bias_page(content, Path(out), source=str(paths[0]), overwrite=overwrite)
     runs = load_runs(paths)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     lede = ", ".join(dict.fromkeys(f"{run.config.method} on {run.config.data}" for run in runs))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ultr.bias.identification import INTERVALS
 from ultr.report.parts import Card, Cards, Folded, Grid, Heading, Notes, Part, Plot, Section, Table, Text
 from ultr.report.plots import bar_plot, heat_map, line_plot
 
@@ -51,17 +52,27 @@ def _together(estimated: Mapping[str, tuple[Mapping[str, Any], Truth]]) -> list[
 def _by_position(
     title: str, lines: Mapping[str, tuple[Sequence[Any], Sequence[Any]]], *, caption: str, y: str = ""
 ) -> Plot:
-    as_text = {name: ([str(k) for k in at], values) for name, (at, values) in lines.items()}
+    """Return a plot of lines by position, in ascending order within a segment."""
+    ordered = {}
+    for name, (at, values) in lines.items():
+        points = sorted(zip(map(str, at), values, strict=True), key=lambda point: _place(point[0]))
+        ordered[name] = [k for k, _ in points], [value for _, value in points]
     return line_plot(
         title,
-        as_text,
+        ordered,
         x="position",
         y=y or "relative to the first",
         caption=caption,
         dashed=["true"],
         from_zero=True,
-        categories=True,
+        categories=sorted({k for at, _ in ordered.values() for k in at}, key=_place),
     )
+
+
+def _place(slot: str) -> tuple[str, int]:
+    """Return the segment and the position of a slot such as `3` or `3@phone`."""
+    position, _, segment = slot.partition("@")
+    return segment, int(position)
 
 
 def _bias_of_run(bias: Mapping[str, Any], truth: Truth) -> list[Part]:
@@ -228,7 +239,7 @@ def _estimates(report: Mapping[str, Any], title: str) -> Plot:
         lines,
         x="position",
         y="relative",
-        caption="With 95% intervals. If the feedback rate falls more than θ, the difference is due to relevance.",
+        caption=f"{INTERVALS} If the feedback rate falls more than θ, the difference is due to relevance.",
         bands=bands,
         from_zero=True,
         categories=True,

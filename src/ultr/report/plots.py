@@ -24,12 +24,13 @@ def line_plot(
     dashed: Sequence[str] = (),
     bands: Mapping[str, tuple[Numbers, Numbers]] | None = None,
     from_zero: bool = False,
-    categories: bool = False,
+    categories: bool | Sequence[str] = False,
     order: Sequence[str] = (),
 ) -> Plot:
     """Return a plot of lines: name -> (x values, y values); `bands` has (low, high) values around some of them.
 
-    Colours follow the order of the names in `order`, so that a name can have the same colour in several plots.
+    Colours follow the order of the names in `order`, so that a name can have the same colour in several plots. With
+    `categories`, x values are names, in the order given or else of their first appearance in a line.
     """
     order = list(order or lines)
     data: list[dict[str, Any]] = []
@@ -42,13 +43,22 @@ def line_plot(
             {"type": "scatter", "mode": "lines+markers", "name": name, "x": list(xs), "y": list(ys), "line": style}
         )
     layout = {
-        "xaxis": {"title": {"text": x}, **({"type": "category"} if categories else {})},
+        "xaxis": {"title": {"text": x}, **(_category_axis(lines, categories) if categories else {})},
         "yaxis": {"title": {"text": y}, **({"rangemode": "tozero"} if from_zero else {})},
         "hovermode": "x unified",
         "hoverdistance": -1,
         "showlegend": len(lines) > 1,
     }
     return Plot(title, {"data": data, "layout": layout}, caption)
+
+
+def _category_axis(
+    lines: Mapping[str, tuple[Sequence[Any], Numbers]], categories: bool | Sequence[str]
+) -> dict[str, Any]:
+    """Return an axis of names. Its order is fixed here, because bands lack the names that have no interval."""
+    appearing = (x for xs, _ in lines.values() for x in xs)
+    names = list(dict.fromkeys(appearing) if isinstance(categories, bool) else categories)
+    return {"type": "category", "categoryorder": "array", "categoryarray": names}
 
 
 def _colour(place: int) -> str:

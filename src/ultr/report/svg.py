@@ -70,10 +70,11 @@ def svg(title: str, figure: Mapping[str, Any], height: int) -> str:
 
 
 def _categories(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any], axis: str) -> list[str]:
-    """Return the names on an axis, in order of appearance; empty for an axis of numbers."""
+    """Return the names on an axis, in the order of the layout or of appearance; empty for an axis of numbers."""
     if layout[f"{axis}axis"].get("type") != "category":
         return []
-    return list(dict.fromkeys(str(value) for trace in traces for value in trace[axis]))
+    listed = layout[f"{axis}axis"].get("categoryarray", ())
+    return list(dict.fromkeys(map(str, (*listed, *(value for trace in traces for value in trace[axis])))))
 
 
 def _axis(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any], axis: str, start: float, end: float) -> Axis:
