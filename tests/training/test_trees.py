@@ -69,6 +69,7 @@ def test_a_run_has_all_files_and_the_library_reads_its_model(ranker, method, opt
     run = run_training(config(log_path, ranker, method=method, method_options=options), tmp_path / "run")
     model = {"model/model.json", "model/rows.safetensors", f"model/{FILES[ranker]}"}
     common = {".lock", "config.json", "metrics.jsonl", "outcome/outcome.json", "outcome/requests.parquet"}
+    common |= {"outcome/used.safetensors"}
     others = files_of(run) - common - model
     assert not common - files_of(run)
     assert ("bias.json" in others) == (method in ("pairwise-em", "direct"))

@@ -41,7 +41,8 @@ def _summary(runs: Sequence[Run]) -> Section:
         metric, value, step = run.selected
         lines = [f"{metric} on validation, at step {step:,}"]
         if _difference(runs, metric) is None and (test := _against_logged(run, metric)) is not None:
-            lines.append(f"{test.difference:+.4f} compared with {LOGGED_RANKING} (p = {test.p:.2g})")
+            p = f" (p = {test.p:.2g} over requests)" if len(runs) == 1 else ""
+            lines.append(f"{test.difference:+.4f} compared with {LOGGED_RANKING}{p}")
         lines += [f"{run.config.method}, {run.config.ranker}", f"label: {run.config.label}"]
         cards.append(Card(run.name, f"{value:.4f}", lines))
     metrics = list(dict.fromkeys(run.selected[0] for run in runs))
