@@ -1,13 +1,14 @@
 """Check whether rankers are judged in their true order: five rankers on simulated logs, under a θ that is estimated.
 
-    python benchmarks/judgement.py [--logs 100] [--sessions 6000] [--randomised 0.0] [--users pbm,trust] [--eta 0.5,1,1.5]
+    python benchmarks/judgement.py [--logs 100] [--sessions 6000] [--randomised 0.0] [--users pbm,trust]
+        [--eta 0.75,1,1.5]
 
 Every log is a new world: the taste of its users, its production ranker (which orders the items by features that the log
-has, plus noise) and its items differ. Five rankers are judged by `judge_rankers`, which is the judge of `ultr evaluate`:
+has, plus noise) and its items differ. `judge_rankers`, the judge of `ultr evaluate`, judges five rankers:
 
-- `good`: the users' taste plus little noise; `fair`: plus more noise
-- `naive`: the clicks that an item gets where it was shown, with noise. A ranker that learns from clicks as they are
-  gives such scores. Without a correction, it would be judged to be the best.
+- `good`: the users' taste; `fair`: the taste plus noise
+- `naive`: the click rate of the position where an item was shown, with some of the users' taste. A ranker that learns
+  from clicks as they are gives such scores.
 - the logged ranking, and `random`
 
 The truth is the exact expected reward of the rankings. The output has, for each kind of user, as JSON:
@@ -16,7 +17,7 @@ The truth is the exact expected reward of the rankings. The output has, for each
 - `gaps`: the mean true differences between neighbours, in % of the reward of the logged ranking
 - `errors`: the mean and the standard deviation of the estimated minus the true value of each ranker, in %
 - `covered`: how often the 95% interval of the difference to the logged ranking has the true difference
-- `clicks`: how often the order by clicks without a correction (θ = 1) is true
+- `clicks`: how often the order by clicks without a correction (`feedback-dcg@10`) is true
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,7 +53,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=6000, help="requests per log")
     parser.add_argument("--randomised", type=float, default=0.0, help="share of the requests in random order")
     parser.add_argument("--users", default="pbm,trust", help="kinds of users, comma-separated")
-    parser.add_argument("--eta", default="0.5,1,1.5", help="severities of the position bias, comma-separated")
+    parser.add_argument("--eta", default="0.75,1,1.5", help="severities of the position bias, comma-separated")
     options = parser.parse_args()
     torch.set_num_threads(1)
     begun = time.perf_counter()
@@ -132,7 +134,7 @@ def _summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     names = _order({name: np.mean([each["truth"][name] for each in found]) for name in found[0]["truth"]})
     truth, value = (np.array([[each[what][name] for name in names] for each in found]) for what in ("truth", "value"))
     logged = truth[:, names.index(LOGGED_RANKING)].mean()
-    neighbours = [f"{a} - {b}" for a, b in zip(names, names[1:], strict=False)]
+    neighbours = [f"{a} - {b}" for a, b in pairwise(names)]
     right = (np.diff(truth, axis=1) * np.diff(value, axis=1) > 0).sum(0).tolist()
     gaps = (-100 * np.diff(truth, axis=1).mean(0) / logged).round(1).tolist()
     errors = 100 * (value / truth - 1)

@@ -107,7 +107,8 @@ def evaluate(
     source = _Source(data, split, data_dir, options.named_columns(locals()))
     logs = {name: source.read(_columns_of(name, model, metrics), model.missing) for name, model in models.items()}
     rankers = {name: models[name].score(log, device=device) for name, log in logs.items()}
-    log = max(logs.values(), key=lambda each: len(each.feature_names)) if logs else source.read({}, "keep")
+    views = {name: models[name].view(log) for name, log in logs.items()}
+    log = max(views.values(), key=lambda each: len(each.feature_names)) if views else source.read({}, "keep")
     if columns:
         scores = source.scores(columns, log)
         rankers |= {name: scores.features[:, i] for i, name in enumerate(scores.feature_names)}
@@ -118,8 +119,8 @@ def evaluate(
         log, segments = by_segment(log)
     fresh, warnings = None, list[str]()
     if folders:
-        views = {name: (Path(name), models[name].view(each)) for name, each in logs.items()}
-        fresh, warnings = fresh_requests(views, split_of(data, split, data_dir))
+        seen = {name: (Path(name), view) for name, view in views.items()}
+        fresh, warnings = fresh_requests(seen, split_of(data, split, data_dir))
     judged = judge_rankers(
         log,
         rankers,
