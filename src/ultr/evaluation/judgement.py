@@ -98,7 +98,7 @@ def judge_rankers(
     chosen = np.ones(len(log), bool) if judged is None else judged
     rows, on = np.repeat(chosen, log.lengths), log.select(chosen)
     if not len(on):
-        raise DataError("there are no requests to judge", hint="pass a log with other requests")
+        raise DataError("there are no requests to judge", hint="pass other requests with --data")
     logged = logged_scores(on)
     scores = {} if logged is None else {LOGGED_RANKING: logged}
     scores |= {name: log.check_scores(values)[rows] for name, values in rankers.items()}
@@ -182,5 +182,5 @@ def _parts(log: Log, chosen: np.ndarray, seed: int) -> list[np.ndarray]:
     halves = [requests[half] for half in split_by_query(log.select(requests), [len(requests) // 2], seed=seed)]
     if min(map(len, halves)) == 0:
         what = "an off-policy metric needs at least two requests, with different queries"
-        raise DataError(what, got=len(requests), hint="pass a log with more requests")
+        raise DataError(what, got=len(requests), hint="pass more requests with --data")
     return halves
