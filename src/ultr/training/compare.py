@@ -259,8 +259,8 @@ class Plan:
     def shared_tasks(self) -> list[SharedTask | LoggedTask]:
         """Return the tasks that make what runs share, for seeds that no run has used; on a log, the test judge."""
         if self.base.users is None:
-            config = with_training(self.base, seed=0).to_json()
-            return [LoggedTask(config, str(self.out / LOGGED), self._shared, tuple(self.metrics))]
+            first = replace(with_training(self.base, seed=0), ranker=self.entries[0].ranker or self.base.ranker)
+            return [LoggedTask(first.to_json(), str(self.out / LOGGED), self._shared, tuple(self.metrics))]
         seeds = [*self.tuning, *range(self.seeds)] if any(map(self.choices, self.entries)) else [*range(self.seeds)]
         new = [s for s in seeds if not any((self.out / "runs").glob(f"*/*/seed-{s}/model"))]
         return [SharedTask(with_training(self.base, seed=s).to_json(), self._shared) for s in new]
