@@ -78,7 +78,7 @@ def test_evaluation_uses_the_columns_of_training(ultr, trained, tmp_path):
     visits(60, seed=2).to_json(tmp_path / "new.jsonl", orient="records", lines=True)
     done = ultr("evaluate", trained, tmp_path / "new.jsonl", "--metrics", "feedback-ndcg@10", "--json")
     assert done.returncode == 0, done.stderr
-    assert 0 < json.loads(done.stdout)["feedback-ndcg@10"] <= 1
+    assert 0 < json.loads(done.stdout)["rankers"][str(trained)]["feedback-ndcg@10"]["mean"] <= 1
     other = ultr("evaluate", trained, tmp_path / "new.jsonl", "--metrics", "feedback-ndcg@10", "--position", "rank")
     assert "two items of one request have the same position in column 'rank'" in other.stderr
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from html import unescape
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from bias.worlds import with_rare_positions, world
 from pages import plots_of
 from ultr.errors import AbsentError, DataError, OptionError, OutputError, UltrError
-from ultr.evaluation.scores import mean_with_interval, paired_test
+from ultr.evaluation.scores import holm, mean_with_interval, paired_test
 from ultr.log import write_log
 from ultr.report import write_comparison_page, write_report
 from ultr.report.bias import bias_section
@@ -81,11 +82,21 @@ def test_the_page_shows_the_metrics_of_the_run(five, runs):
     metric = "off-policy-reward@10"
     mean = mean_with_interval(outcome.results[metric], outcome.weights)
     test = paired_test(outcome.results[metric], outcome.results[LOGGED + metric], outcome.weights)
-    for text in (f"{mean.mean:.4f}", f"{mean.low:.4f} to {mean.high:.4f}", f"{test.difference:+.4f}", f"{test.p:.2g}"):
+    for text in (f"{mean.mean:.4f}", f"{mean.low:.4f} to {mean.high:.4f}", f"{test.difference:+.4f}"):
         assert f"<td>{text}</td>" in five
     other = read_outcome(runs["plain"])
     between = paired_test(other.results[metric], outcome.results[metric], outcome.weights)
     assert f"plain minus em</th><td>{between.difference:+.4f}</td>" in five
+
+
+def test_p_values_of_a_page_are_corrected_for_the_number_of_tests(runs, tmp_path):
+    metric = "off-policy-reward@10"
+    a, b = (read_outcome(runs[name]) for name in ("em", "plain"))
+    pairs = [(a, LOGGED + metric, a), (b, LOGGED + metric, b), (b, metric, a)]
+    raw = [paired_test(new.results[metric], old.results[name], a.weights).p for new, name, old in pairs]
+    text = write_report([runs["em"], runs["plain"]], tmp_path / "page.html").read_text()
+    table = text.split("p over requests</th>")[1].split("</table>")[0]
+    assert [row[-1] for row in re.findall(r"(<td>([^<]*)</td>)\n?</tr>", table)] == [f"{p:.2g}" for p in holm(raw)]
 
 
 def test_bias_is_drawn(five, runs):
@@ -236,7 +247,21 @@ def test_metrics_of_other_requests_are_not_compared(runs, changed, five, tmp_pat
     text = write_report([runs["em"], other], tmp_path / "page.html").read_text()
     assert "plain minus em" not in text
     assert "the logged ranking (plain)" in text
+    assert "em and plain have different data" in text
+    assert "p over requests" not in text
     assert "plain minus em" in five
+
+
+def test_runs_that_were_judged_under_different_examination_are_not_compared(runs, log_path, tmp_path):
+    shutil.copytree(runs["plain"], tmp_path / "own theta")
+    judge = read_json(tmp_path / "own theta" / "judge" / "judge.json")
+    write_json(tmp_path / "own theta" / "judge" / "judge.json", {**judge, "theta": dict.fromkeys(judge["theta"], 1.0)})
+    text = write_report([runs["em"], tmp_path / "own theta"], tmp_path / "page.html").read_text()
+    assert "em and own theta were judged under different estimates of examination" in text
+    assert text.count("p over requests") == 1  # of ndcg@10, which uses true labels
+    assert "(p = " not in text
+    command = shlex.join(["ultr", "evaluate", str(runs["em"]), f"{tmp_path}/own theta", "--data", str(log_path)])
+    assert command in unescape(text)
 
 
 def test_runs_have_different_names():

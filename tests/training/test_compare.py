@@ -16,9 +16,11 @@ from conftest import make_shown_log
 from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import User
 from ultr.errors import OptionError, UltrError, UnfinishedError
-from ultr.evaluation.scores import paired_test
+from ultr.evaluation.judge import load_judge
+from ultr.evaluation.scores import holm, paired_test
 from ultr.log import write_log
 from ultr.rankers.model import load_model
+from ultr.report import write_comparison_page
 from ultr.training import workers as working
 from ultr.training.compare import FIRST_TUNING_SEED, Difference, Plan, Row, compare, compare_all, with_tests
 from ultr.training.config import RunConfig, TrainingOptions
@@ -26,9 +28,9 @@ from ultr.training.data import load_run_data
 from ultr.training.entries import Entry, Setting, run_folder
 from ultr.training.run import run_training
 from ultr.training.selection import mean_metrics
-from ultr.training.tasks import RunTask, read_requests
+from ultr.training.tasks import ONE_JUDGE, RunTask, read_requests
 from ultr.training.workers import Workers
-from ultr.utils.jsonfiles import write_json
+from ultr.utils.jsonfiles import read_json, write_json
 
 BASE = RunConfig(
     data="synthetic",
@@ -95,6 +97,42 @@ def test_methods_on_a_log_are_judged_on_requests_that_selection_never_saw(tmp_pa
     scores = load_model(run).score(test)
     expected = mean_metrics(test, scores, ["feedback-ndcg@10"], user=None, label=config.label)
     assert result.rows[0].results["feedback-ndcg@10"] == [pytest.approx(expected["feedback-ndcg@10"])]
+
+
+def test_one_judge_judges_all_runs_and_the_logged_ranking(tmp_path):
+    log = replace(simulate_log(make_shown_log(requests=120), User())[0], relevance=None)
+    weights = np.random.default_rng(0).integers(1, 4, len(log)).astype(np.float32)
+    write_log(replace(log, weights=weights), tmp_path / "log.parquet")
+    base = replace(BASE, data=str(tmp_path / "log.parquet"), users=None, select="auto")
+    metric = base.selection
+    result = compare(base, ["pointwise", "lambdarank"], tmp_path / "out", seeds=2, rates=[0.1], jobs=1)
+    runs = {seed: next((tmp_path / "out" / "runs" / "pointwise").glob(f"*/seed-{seed}")) for seed in (0, 1)}
+    judges = [load_judge(run / "judge") for run in runs.values()]
+    assert judges[0].theta != judges[1].theta  # each seed has its own training requests
+    test = load_run_data(RunConfig.from_json(read_json(runs[1] / "config.json"))).test
+    for run in runs.values():
+        value = judges[0].value(test, load_model(run).score(test), metric, label=base.label)
+        np.testing.assert_allclose(read_requests(run)[metric], value.per_request)
+    logged = judges[0].value(test, -test.positions, metric, label=base.label)
+    assert result.logged[metric].mean == pytest.approx(logged.value)
+    for row in result.rows:
+        expected = paired_test(row.by_request[metric], logged.per_request, test.weights)
+        assert row.against_logged[metric].requests.p == pytest.approx(expected.p)
+    tests = [row.against_logged[metric] for row in result.rows]
+    assert [test.holm for test in tests] == holm([test.requests.p for test in tests])
+    saved = read_json(tmp_path / "out" / "comparison.json")
+    assert saved["logged"][metric]["mean"] == result.logged[metric].mean
+    page = write_comparison_page(tmp_path / "out", tmp_path / "page.html").read_text()
+    assert "minus the logged ranking" in page
+
+
+def test_values_by_a_judge_of_the_run_itself_are_judged_again(tmp_path):
+    task = RunTask({}, str(tmp_path), "", ("off-policy-reward@10", "ndcg@10"))
+    values = {"off-policy-reward@10": 1.0, "ndcg@10": 0.5}
+    write_json(tmp_path / "test.json", values)  # as older versions wrote it
+    assert not task.finished
+    write_json(tmp_path / "test.json", {**values, ONE_JUDGE: True})
+    assert task.finished
 
 
 def test_processes_side_by_side_give_the_same_figures(tmp_path):

@@ -48,7 +48,7 @@ def test_a_run_has_all_files_and_scores(method, log_path, tmp_path):
     run = run_training(config(log_path, method=method), tmp_path / "run")
     written = {".lock", "config.json", "metrics.jsonl", "model/model.json", "model/weights.safetensors"}
     written |= {"judge/judge.json", "judge/direct.safetensors", "model/rows.safetensors"}
-    written |= {"outcome/outcome.json", "outcome/requests.parquet"}
+    written |= {"outcome/outcome.json", "outcome/requests.parquet", "outcome/used.safetensors"}
     learns_bias = method not in ("pointwise", "lambdarank", "position-feature")
     written |= {"bias.json"} if learns_bias else set()
     written |= {"bias/weights.safetensors", "bias/evidence.json"} if METHODS[method].has_bias_stage({}) else set()

@@ -105,7 +105,11 @@ def compare(
     precision: shared.Precision = "auto",
     as_json: options.Json = False,
 ) -> None:
-    """Compare methods: tune each on validation requests, train with the same seeds, and evaluate on test requests."""
+    """Compare methods: tune each on validation requests, train with the same seeds, and evaluate on test requests.
+
+    A method differs from the reference if paired tests over seeds and over test requests both have p < 0.05. On a log,
+    one judge, with one estimate of examination, judges all runs and the logged ranking on the same test requests.
+    """
     from ultr.rankers.boosters import is_trees
     from ultr.report import write_comparison_page
     from ultr.training.compare import LONGEST, PATIENCE, SESSIONS
@@ -163,17 +167,25 @@ def _numbers(option: str, text: str) -> list[float]:
 
 
 def _print_comparison(result: Comparison) -> None:
+    from ultr.evaluation.judgement import LOGGED_RANKING
     from ultr.report.comparison import setting_text
 
-    title = f"Mean ± standard deviation over seeds; * differs from {result.reference}, p < 0.05 (corrected by Holm)"
+    title = f"Mean ± standard deviation over seeds; * differs from {result.reference}, p < 0.05 over seeds and requests"
+    if result.logged:
+        title += f"; † differs from {LOGGED_RANKING}, p < 0.05 over requests"
+    title += " (corrected by Holm)"
     table = Table(title=title, title_justify="left")
     table.add_column("method", no_wrap=True)
     for heading in ("setting", *result.metrics):
         table.add_column(heading, justify="right")
+    if result.logged:
+        table.add_row(LOGGED_RANKING, "", *(f"{mean.mean:.4f}{'':11}" for mean in result.logged.values()))
     for row in result.rows:
         cells = []
         for metric, summary in row.to_json()["figures"].items():
-            star = "*" if metric in row.against and row.against[metric].significant else " "
-            cells.append(f"{summary['mean']:.4f} ± {summary['deviation']:.4f}{star}")
+            marks = "*" if metric in row.against and row.against[metric].significant else " "
+            if result.logged:
+                marks += "†" if metric in row.against_logged and row.against_logged[metric].holm < 0.05 else " "
+            cells.append(f"{summary['mean']:.4f} ± {summary['deviation']:.4f}{marks}")
         table.add_row(row.entry, setting_text(row.setting.to_json()), *cells)
     print_table(table)

@@ -1,28 +1,64 @@
-"""`ultr evaluate`: evaluate the model of a run on a log or data set."""
+"""`ultr evaluate`: judge the models of runs, and score columns, on a log or data set."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from ultr.cli import options
-from ultr.cli.options import named_columns, print_notes, print_table, words
+from ultr.cli import training_options as shared
+from ultr.cli.options import named_columns, plain, print_notes, print_table, words
+from ultr.errors import DataError, OptionError
+
+SHOWN_POSITIONS = 20  # positions whose examination is printed, at most
+
+if TYPE_CHECKING:
+    from ultr.evaluation.judgement import Judgement
+    from ultr.log import Log
+    from ultr.rankers.model import Model
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A finished run.")],
-    data: Annotated[str, typer.Argument(help="A log with true labels or feedback, or a data set.")],
+    runs: Annotated[
+        list[str] | None, typer.Argument(help="Finished runs. Without --data, the last argument is the data.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="A log with feedback or true labels, prepared lists, or a data set.")
+    ] = None,
+    score_column: Annotated[
+        list[str] | None,
+        typer.Option(help="A column of the log with scores to judge next to the runs; may be repeated."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="The run or score column that the others are tested against.", show_default="the logged ranking"
+        ),
+    ] = None,
     metrics: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Metrics, comma-separated. ndcg@10 uses true labels, feedback-ndcg@10 logged feedback, and "
-            "off-policy-reward@10 logged feedback corrected for bias."
+            "off-policy-reward@10 logged feedback corrected for bias.",
+            show_default="ndcg@10 with true labels, else off-policy-reward@10",
         ),
-    ] = "ndcg@10",
+    ] = None,
+    propensities: Annotated[
+        Path | None,
+        typer.Option(
+            help="CSV or Parquet file of known examination, for off-policy metrics: columns position,propensity. "
+            "Default: one estimate, from requests of the log that are not judged."
+        ),
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option(help="Label of off-policy and feedback metrics.", show_default="that of the runs")
+    ] = None,
     split: Annotated[str, typer.Option(help="Split of a data set: train, validation or test.")] = "test",
     users: Annotated[
         str, typer.Option(help="Simulated users for reward metrics: pbm, trust, cascade, clickbait or watch.")
@@ -33,50 +69,160 @@ def evaluate(
     position: options.PositionColumn = None,
     item: options.ItemColumn = None,
     features: options.FeatureColumns = None,
+    categorical: options.CategoricalColumns = None,
     actions: options.ActionColumns = None,
     query: options.QueryColumn = None,
     segment: options.SegmentColumn = None,
+    randomised: options.RandomisedColumn = None,
     relevance: options.RelevanceColumn = None,
     data_dir: options.DataDir = None,
     device: options.Device = "auto",
     as_json: options.Json = False,
 ) -> None:
-    """Evaluate the model of a run on data: print the mean of each metric over requests, with its 95% interval.
+    """Judge runs and score columns on the same requests, next to the logged ranking.
 
-    The columns of a log have the names of the training log, unless options name others.
+    For each, print the mean of each metric over requests with its 95% interval, and the difference to the logged
+    ranking (or to --against). p values are from paired tests over requests, corrected by Holm's method for the number
+    of rankers. Off-policy metrics use one estimate of examination for all rankers. Requests that a run was trained on
+    are left out. Intervals do not include errors of examination. The columns of a log have the names of the training
+    log, unless options name others.
     """
+    from ultr.bias.propensities import read_propensities
     from ultr.datasets.users import make_user
-    from ultr.evaluation.judge import evaluate_requests, load_judge
-    from ultr.evaluation.scores import OFF_POLICY, Mean, mean_with_interval
+    from ultr.evaluation.judgement import judge_rankers
     from ultr.log.segments import by_segment
     from ultr.rankers.model import load_model
-    from ultr.training.data import columns_for_run, read_data
+    from ultr.training.data import columns_for_run
+    from ultr.training.fresh import fresh_requests, split_of
 
     named = named_columns(locals())
-    model = load_model(run)
-    names = [name.strip() for name in metrics.split(",")]
-    columns = columns_for_run(run, model, named)
-    log, max_grade = read_data(data, split=split, data_dir=data_dir, columns=columns)
-    print_notes(log.notes)
-    user = make_user(users, eta=eta, epsilon=epsilon, max_grade=max_grade)
-    log = model.view(log)  # off-policy metrics need the features in the order of the model
-    scores, judge = model.score(log, device=device), load_judge(run / "judge")
+    folders = list(runs or [])
+    if data is None:
+        if not folders:
+            raise OptionError("there are no data to judge on", hint="pass a log with --data")
+        data = folders.pop()
+    columns = list(score_column or [])
+    names = [*folders, *columns]
+    if not names:
+        raise OptionError("there is nothing to judge", hint="pass a run, or --score-column")
+    if len(set(names)) < len(names):
+        raise OptionError("each run and score column must be given once", got=", ".join(names))
+    models = {name: load_model(name) for name in folders}
+    source = _Source(data, split, data_dir)
+    logs = {name: source.read(columns_for_run(Path(name), model, named)) for name, model in models.items()}
+    rankers = {name: models[name].score(log, device=device) for name, log in logs.items()}
+    views = {name: models[name].view(log) for name, log in logs.items()}
+    log = (
+        max(views.values(), key=lambda each: len(each.feature_names))
+        if views
+        else source.read({"missing": "keep", **named})
+    )
+    if columns:
+        scores = source.scores(columns, log, named)
+        rankers |= {name: scores.features[:, i] for i, name in enumerate(scores.feature_names)}
+        if not log.feature_names:
+            log = replace(log, features=scores.features, feature_names=scores.feature_names)
     segments: tuple[str, ...] = ()
-    if columns.get("segment"):
+    if "segment" in log.context:
         log, segments = by_segment(log)
-    results = evaluate_requests(log, scores, names, user=user, label=model.label, judge=judge, segments=segments)
-    means = {name: mean_with_interval(values, log.weights) for name, values in results.items()}
-    for name in names:
-        if name.startswith(OFF_POLICY) and judge is not None:
-            value = judge.value(log, scores, name, label=model.label, segments=segments)
-            means[name] = Mean(value.value, value.low, value.high, len(log))
-            words.print(f"{name}: the effective sample size is {value.effective_clicks:,.0f} clicks")
+    fresh, warnings = None, list[str]()
+    if folders:
+        seen = {name: (Path(name), view) for name, view in views.items()}
+        fresh, warnings = fresh_requests(seen, split_of(data, split, data_dir))
+    judged = judge_rankers(
+        log,
+        rankers,
+        [name.strip() for name in (metrics or _default_metric(log)).split(",")],
+        label=label or _label(models, data, named),
+        judged=fresh,
+        known=None if propensities is None else read_propensities(propensities),
+        segments=segments,
+        user=make_user(users, eta=eta, epsilon=epsilon, max_grade=source.max_grade),
+        against=against,
+    )
+    print_notes(log.notes)
+    for warning in warnings:
+        words.print(plain(f"warning: {warning}"), soft_wrap=True)
     if as_json:
-        print(json.dumps({name: mean.mean for name, mean in means.items()}))
+        print(json.dumps({"data": data, **judged.to_json(), "warnings": warnings}))
         return
-    table = Table(title=f"{run} on {data} ({len(log):,} requests)", title_justify="left")
-    for heading in ("metric", "mean", "95% interval"):
+    _print(judged, data)
+
+
+class _Source:
+    """The data to judge on, which runs with different columns read differently; their rows are the same."""
+
+    def __init__(self, data: str, split: str, data_dir: Path | None) -> None:
+        self._data, self._split, self._data_dir = data, split, data_dir
+        self._logs: dict[str, Log] = {}
+        self._columns: Mapping[str, Any] = {}  # of the first run
+        self.max_grade = 4
+
+    def read(self, columns: Mapping[str, Any]) -> Log:
+        from ultr.training.data import read_data
+
+        key = json.dumps(columns, sort_keys=True, default=dict)
+        if key not in self._logs:
+            log, self.max_grade = read_data(self._data, split=self._split, data_dir=self._data_dir, columns=columns)
+            first = next(iter(self._logs.values()), log)
+            if log.rows != first.rows or not log.request_ids.equals(first.request_ids):
+                what = "the runs read different requests or positions from the log"
+                raise DataError(what, where=self._data, hint="name the columns with --request and --position")
+            self._logs[key], self._columns = log, self._columns or columns
+        return self._logs[key]
+
+    def scores(self, names: Sequence[str], log: Log, named: Mapping[str, Any]) -> Log:
+        """Return a log whose features are the columns of scores with these names."""
+        if set(names) <= set(log.feature_names):
+            place = [log.feature_names.index(name) for name in names]
+            return replace(log, features=log.features[:, place], feature_names=tuple(names), vocabularies={})
+        others = {"features": list(names), "categorical": [], "missing": "reject"}
+        return self.read({**(self._columns or named), **others})
+
+
+def _default_metric(log: Log) -> str:
+    return "off-policy-reward@10" if log.relevance is None else "ndcg@10"
+
+
+def _label(models: Mapping[str, Model], data: str, named: Mapping[str, Any]) -> str:
+    """Return the label of the runs, or the default label of the data if there are no runs."""
+    labels = {model.label for model in models.values()}
+    if len(labels) > 1:
+        raise OptionError(
+            "the runs have different labels", got=", ".join(sorted(labels)), hint="choose one with --label"
+        )
+    return labels.pop() if labels else shared.label_for(data, named, users=None)
+
+
+def _print(judged: Judgement, data: str) -> None:
+    """Print a table with a row for each metric and ranker."""
+    if judged.theta:
+        theta = " ".join(f"{value:.3g}" for value in list(judged.theta.values())[:SHOWN_POSITIONS])
+        more = " ..." if len(judged.theta) > SHOWN_POSITIONS else ""
+        how = "as given" if judged.known else "estimated from requests that are not judged; check it with ultr bias"
+        words.print(f"one examination for all rankers: {theta}{more} ({how})", soft_wrap=True)
+    tested = any(value.difference for values in judged.rankers.values() for value in values.values())
+    title = f"{data}: {judged.requests:,} requests"
+    if tested:
+        title += f". Differences to {judged.against}: paired tests over requests, p corrected by Holm's method"
+    table = Table(title=plain(title), title_justify="left")
+    table.add_column("metric", no_wrap=True)
+    table.add_column("ranker", no_wrap=True)
+    for heading in ("mean", "95% interval", *(("difference", "95% interval", "p over requests") if tested else ())):
         table.add_column(heading, justify="right")
-    for name, mean in means.items():
-        table.add_row(name, f"{mean.mean:.4f}", f"{mean.low:.4f} to {mean.high:.4f}")
+    for metric in next(iter(judged.rankers.values())):
+        for name, values in judged.rankers.items():
+            value, test = values[metric], values[metric].difference
+            cells = [f"{value.mean.mean:.4f}", f"{value.mean.low:.4f} to {value.mean.high:.4f}"]
+            if test is not None:
+                cells += [f"{test.difference:+.4f}", f"{test.low:+.4f} to {test.high:+.4f}", f"{value.holm:.2g}"]
+            table.add_row(metric, plain(name), *cells)
     print_table(table)
+    clicks = [
+        f"{value.effective_clicks:,.0f} ({plain(name)}, {metric})"
+        for name, values in judged.rankers.items()
+        for metric, value in values.items()
+        if value.effective_clicks is not None
+    ]
+    if clicks:
+        words.print(f"effective sample sizes, in clicks: {', '.join(clicks)}", soft_wrap=True)

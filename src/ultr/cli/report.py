@@ -15,7 +15,11 @@ def report(
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
     overwrite: Overwrite = False,
 ) -> None:
-    """Write one HTML page about runs: data, learning curves, metrics, bias and changed rankings."""
+    """Write one HTML page about runs: data, learning curves, metrics, bias and changed rankings.
+
+    p values are from paired tests over validation requests, for runs with the same requests and the same estimate of
+    examination. To compare other runs, use ultr evaluate.
+    """
     from ultr.report import write_report
     from ultr.utils.files import check_output
 

@@ -55,11 +55,14 @@ class Judge:
         kind, k = parse_any_metric(metric)
         if log.positions is None:
             raise DataError(f"'{metric}' needs the positions of items", hint="name their column with --position")
-        least = min(self.theta.values())  # examination of positions that are not in the training requests
-        ids = np.unique(log.positions).tolist()
-        theta = {position: self.theta.get(slot(position, segments), least) for position in ids}
+        theta = self.theta_of(np.unique(log.positions).tolist(), segments)
         direct = _direct_values(self.direct, log)
         return OffPolicy(log, theta=theta, label=label, kind=kind, k=k or 10, direct=direct, device=device)
+
+    def theta_of(self, positions: Sequence[int], segments: Sequence[str] = ()) -> dict[int, float]:
+        """Return examination by position id; positions that the judge does not know have its lowest examination."""
+        least = min(self.theta.values())
+        return {position: self.theta.get(slot(position, segments), least) for position in positions}
 
     def value(
         self, log: Log, scores: np.ndarray, metric: str, *, label: str, segments: Sequence[str] = ()

@@ -364,7 +364,7 @@ def fit_direct(
     weight = np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths).astype(np.float64)
     total = float(weight @ (c := _labels(log, label, zeta)))
     if not total > 0:
-        raise DataError("a direct model needs positive labels, and there are none", hint="choose another label")
+        raise DataError("a direct model needs positive labels, and there are none", hint="choose another --label")
     exposure, response = weight * slope[place], weight * (c - lift[place])
     penalty = PENALTY * float(weight @ c**2) / total
     encoder = FeatureEncoder(width, only=[i for i, n in enumerate(log.feature_names) if n not in log.vocabularies])

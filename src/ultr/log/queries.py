@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultr.errors import DataError
+from ultr.log.hashes import sums_of_hashes
 from ultr.log.table import Log
 
 MOST_ALIKE = 0.1  # share of the requests that may have equal features; if more have, equal features do not show a query
 LARGEST_QUERY = 0.5  # share of the requests that one query may have; if one has more, the column cannot divide the log
-ROWS_AT_ONCE = 1 << 18  # rows whose features are hashed at once
 
 
 def codes(values: pa.Array) -> np.ndarray:
@@ -38,7 +38,7 @@ def queries_of(log: Log) -> np.ndarray:
     by_id = np.unique(codes(log.request_ids), return_inverse=True)[1]
     if not log.features.shape[1]:
         return by_id
-    alike = np.unique(_sums_of_hashes(log), return_inverse=True)[1]
+    alike = np.unique(sums_of_hashes(log), return_inverse=True)[1]
     if np.bincount(alike).max() > max(1, MOST_ALIKE * len(log)):
         return by_id
     return _joined(by_id, alike)
@@ -86,17 +86,6 @@ def time_bounds(times: np.ndarray, requests: np.ndarray, validation: float, test
 
     test_from = bound(test)
     return (min(bound(validation + test), test_from) if validation > 0 else test_from), test_from
-
-
-def _sums_of_hashes(log: Log) -> np.ndarray:
-    """Return a number for each request that depends on the features of its items, but not on their order."""
-    factors = np.random.default_rng(0).integers(1, 2**63, log.features.shape[1], dtype=np.uint64) | np.uint64(1)
-    hashes = np.empty(log.rows, np.uint64)
-    for first in range(0, log.rows, ROWS_AT_ONCE):
-        bits = np.ascontiguousarray(log.features[first : first + ROWS_AT_ONCE], dtype=np.float32).view(np.uint32)
-        mixed = (bits.astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64)
-        hashes[first : first + len(mixed)] = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    return np.add.reduceat(hashes, log.offsets[:-1])
 
 
 def _joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:

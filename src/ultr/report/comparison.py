@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ultr.evaluation.judgement import LOGGED_RANKING
 from ultr.report.parts import Card, Cards, Part, Plot, Section, Table, Text
 from ultr.report.plots import dot_plot
 from ultr.report.run import Run, load_run
@@ -46,19 +47,31 @@ def _best(result: Mapping[str, Any]) -> list[Card]:
 def _table(result: Mapping[str, Any]) -> Section:
     parts: list[Part] = []
     for metric in result["metrics"]:
-        rows, marked = [], []
+        rows, marked, logged = [], [], result.get("logged", {}).get(metric)
         for i, row in enumerate(result["rows"]):
             summary = row["figures"][metric]
             test = summary["against"]
             cells = [f"{summary['mean']:.4f}", f"{summary['deviation']:.4f}", setting_text(row)]
             p_values = [None, None] if test is None else _p_values(test)
             cells += ["" if test is None else f"{test['difference']:+.4f}"]
-            rows.append([row["method"], *cells, *("" if p is None else f"{p:.2g}" for p in p_values)])
+            cells += ["" if p is None else f"{p:.2g}" for p in p_values]
+            if logged is not None:
+                test_of_logged = summary["against_logged"]
+                cells += (
+                    [f"{test_of_logged['difference']:+.4f}", f"{test_of_logged['holm']:.2g}"]
+                    if test_of_logged
+                    else ["", ""]
+                )
+            rows.append([row["method"], *cells])
             if test is not None and all(p < 0.05 for p in p_values if p is not None):
                 marked.append(i)
         head = ["method", metric, "standard deviation", "setting", f"minus {result['reference']}"]
         head += ["p over runs", "p over requests"]
         caption = "Marked: p < 0.05 in paired tests over runs and over test requests, corrected by Holm's method."
+        if logged is not None:
+            head += [f"minus {LOGGED_RANKING}", "p over requests"]
+            rows.append([LOGGED_RANKING, f"{logged['mean']:.4f}", *[""] * (len(head) - 2)])
+            caption += f" One judge judged all runs and {LOGGED_RANKING}, on the same requests."
         parts.append(Table(head, rows, caption, marked))
     runs = len(result["rows"][0]["figures"][result["metrics"][0]]["seeds"])
     parts.append(Text(f"{runs} runs of each method, with the setting that was best on validation requests."))

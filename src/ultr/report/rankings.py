@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ultr.evaluation.judgement import LOGGED_RANKING
 from ultr.report.parts import Folded, Grid, Heading, Part, Plot, Section, Table, Text
 from ultr.report.plots import heat_map, histogram
-from ultr.report.run import BEFORE, OLDER, Run
+from ultr.report.run import OLDER, Run
 from ultr.training.outcome import RunOutcome
 
 
@@ -23,7 +24,7 @@ def ranking_section(runs: Sequence[Run]) -> Section:
     caption = "Kendall's τ by request: 1 is the same order, 0 is unrelated, -1 is reversed."
     agreement = {name: outcome.agreement for name, outcome in outcomes.items()}
     parts: list[Part] = [
-        Text(f"The new ranking of the validation requests, compared with {BEFORE}."),
+        Text(f"The new ranking of the validation requests, compared with {LOGGED_RANKING}."),
         histogram("Agreement", agreement, np.linspace(-1, 1, 21), x="τ", caption=caption),
         Table(
             ["run", "mean τ", "same first item", "same order of all items"],

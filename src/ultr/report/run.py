@@ -15,7 +15,7 @@ from ultr.training.outcome import RunOutcome, read_outcome
 from ultr.training.run import best_evaluation
 from ultr.utils.jsonfiles import read_json
 
-BEFORE = "the logged ranking"
+JUDGE_FILE = "judge/judge.json"
 OLDER = "An older version of ultr trained this run and did not save these data; train it again to see them."
 
 
@@ -30,6 +30,7 @@ class Run:
     metrics: list[dict[str, Any]]
     bias: Mapping[str, Any] | None
     outcome: RunOutcome | None
+    judge: Mapping[str, Any] | None = None  # the description of the model that estimated its off-policy metrics
 
     @cached_property
     def selected(self) -> tuple[str, float, int]:
@@ -56,8 +57,8 @@ def load_run(folder: Path, name: str) -> Run:
     content = read_json(folder / "config.json")
     config = RunConfig.from_json(content, where=folder)
     versions: dict[str, str] = {key: content[key] for key in ("ultr", "torch", "lightgbm", "xgboost") if key in content}
-    bias = read_json(folder / "bias.json") if (folder / "bias.json").is_file() else None
-    return Run(name, folder, config, versions, read_metrics(folder), bias, read_outcome(folder))
+    bias, judge = (read_json(path) if path.is_file() else None for path in (folder / "bias.json", folder / JUDGE_FILE))
+    return Run(name, folder, config, versions, read_metrics(folder), bias, read_outcome(folder), judge)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
-from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, Mean, PairedTest, mean_with_interval, paired_test
+from ultr.evaluation.judgement import LOGGED_RANKING
+from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, Mean, PairedTest, holm, mean_with_interval, paired_test
 from ultr.report.bias import bias_section
 from ultr.report.parts import Card, Cards, Code, Grid, Heading, Notes, Part, Plot, Section, Table, Text
 from ultr.report.plots import interval_plot, line_plot
 from ultr.report.rankings import ranking_section
-from ultr.report.run import BEFORE, OLDER, Run
+from ultr.report.run import OLDER, Run
 from ultr.training.command import train_command
 from ultr.training.outcome import LOGGED
 
@@ -38,8 +40,9 @@ def _summary(runs: Sequence[Run]) -> Section:
     for run in runs:
         metric, value, step = run.selected
         lines = [f"{metric} on validation, at step {step:,}"]
-        if (test := _against_logged(run, metric)) is not None:
-            lines.append(f"{test.difference:+.4f} compared with {BEFORE} (p = {test.p:.2g})")
+        if _difference(runs, metric) is None and (test := _against_logged(run, metric)) is not None:
+            p = f" (p = {test.p:.2g} over requests)" if len(runs) == 1 else ""
+            lines.append(f"{test.difference:+.4f} compared with {LOGGED_RANKING}{p}")
         lines += [f"{run.config.method}, {run.config.ranker}", f"label: {run.config.label}"]
         cards.append(Card(run.name, f"{value:.4f}", lines))
     metrics = list(dict.fromkeys(run.selected[0] for run in runs))
@@ -176,18 +179,29 @@ def _metrics(runs: Sequence[Run]) -> Section:
     parts: list[Part] = []
     metrics = list(dict.fromkeys(m for run in evaluated if run.outcome for m in run.outcome.about["metrics"]))
     for metric in metrics:
-        rows, tests = _means(evaluated, metric), _tests(evaluated, metric)
+        rows, difference = _means(evaluated, metric), _difference(evaluated, metric)
+        tests = [] if difference else _tests(evaluated, metric)
         parts.append(_interval_plot(evaluated, metric))
         cells = [[name, f"{m.mean:.4f}", f"{m.low:.4f} to {m.high:.4f}", f"{m.requests:,}"] for name, m in rows.items()]
         parts.append(Table(["", metric, "95% interval", "requests"], cells))
         if tests:
+            corrected = holm([test.p for _, _, test in tests])
             differences = [
-                [f"{a} minus {b}", f"{t.difference:+.4f}", f"{t.low:+.4f} to {t.high:+.4f}", f"{t.p:.2g}"]
-                for a, b, t in tests
+                [f"{a} minus {b}", f"{t.difference:+.4f}", f"{t.low:+.4f} to {t.high:+.4f}", f"{p:.2g}"]
+                for (a, b, t), p in zip(tests, corrected, strict=True)
             ]
-            marked = [i for i, (_, _, t) in enumerate(tests) if t.significant]
-            caption = "Two rankings of the same requests. Marked: p < 0.05, not corrected for the number of tests."
-            parts.append(Table(["pair", "difference", "95% interval", "p"], differences, caption, marked))
+            marked = [i for i, p in enumerate(corrected) if p < 0.05]
+            caption = "Two rankings of the same requests, paired tests over requests. Marked: p < 0.05. "
+            caption += "p is corrected for the number of tests by Holm's method."
+            parts.append(Table(["pair", "difference", "95% interval", "p over requests"], differences, caption, marked))
+        elif difference:
+            parts.append(
+                Text(
+                    f"The values of {metric} cannot be compared: {difference}. This command judges the runs "
+                    "on the same requests, under one estimate of examination:"
+                )
+            )
+            parts.append(Code(_evaluate_command(evaluated)))
     selected = "The step of each run was selected on these requests, so its selection metric is slightly too good."
     parts.append(Text(" ".join([*_explanations(metrics), selected])))
     if len(evaluated) < len(runs):
@@ -200,12 +214,34 @@ def _interval_plot(runs: Sequence[Run], metric: str) -> Plot:
     return interval_plot(metric, rows, x=metric, caption="Mean over validation requests, 95% interval.")
 
 
-def _comparable(a: Run, b: Run) -> bool:
-    """Return whether two runs can be compared: evaluated on the same requests with the same label."""
+def _difference(runs: Sequence[Run], metric: str) -> str | None:
+    """Return why a metric of several runs cannot be compared, in words; None if it can be."""
+    evaluated = [run for run in runs if run.outcome is not None and metric in run.outcome.results]
+    return next((why for a, b in pairwise(evaluated) if (why := _differ(a, b, metric)) is not None), None)
+
+
+def _differ(a: Run, b: Run, metric: str) -> str | None:
+    """Return in what the evaluations of two runs differ, in words; None if they can be compared."""
     if a.outcome is None or b.outcome is None:
-        return False
+        return "the evaluation of a run was not saved"
     first, second = (outcome.about["data"]["fingerprint"] for outcome in (a.outcome, b.outcome))
-    return bool(first == second and a.config.label == b.config.label and a.outcome.requests == b.outcome.requests)
+    reasons = {
+        "have different data": first != second,
+        "have different labels": a.config.label != b.config.label,
+        "were evaluated on different requests": a.outcome.requests != b.outcome.requests,
+        "were judged under different estimates of examination": metric.startswith(OFF_POLICY) and a.judge != b.judge,
+    }
+    why = next((why for why, differs in reasons.items() if differs), None)
+    return None if why is None else f"{a.name} and {b.name} {why}"
+
+
+def _evaluate_command(runs: Sequence[Run]) -> str:
+    """Return the command that judges runs on the same requests; `LOG` stands for them if the runs have several logs."""
+    data = {run.config.data for run in runs}
+    labels = {run.config.label for run in runs}
+    label = ["--label", "LABEL"] if len(labels) > 1 else []
+    words = ["ultr", "evaluate", *(str(run.folder) for run in runs), "--data", data.pop() if len(data) == 1 else "LOG"]
+    return shlex.join([*words, *label])
 
 
 def _means(runs: Sequence[Run], metric: str) -> dict[str, Mean]:
@@ -216,8 +252,8 @@ def _means(runs: Sequence[Run], metric: str) -> dict[str, Mean]:
         outcome = run.outcome
         if outcome is None or metric not in outcome.results:
             continue
-        if LOGGED + metric in outcome.results and not any(_comparable(run, other) for other in logged):
-            name = BEFORE if not logged else f"{BEFORE} ({run.name})"
+        if LOGGED + metric in outcome.results and all(_differ(run, other, metric) for other in logged):
+            name = LOGGED_RANKING if not logged else f"{LOGGED_RANKING} ({run.name})"
             means[name] = mean_with_interval(outcome.results[LOGGED + metric], outcome.weights)
             logged.append(run)
         means[run.name] = mean_with_interval(outcome.results[metric], outcome.weights)
@@ -225,13 +261,12 @@ def _means(runs: Sequence[Run], metric: str) -> dict[str, Mean]:
 
 
 def _tests(runs: Sequence[Run], metric: str) -> list[tuple[str, str, PairedTest]]:
-    """Return (name, other name, paired test): runs against the logged ranking, and pairs of comparable runs."""
-    against_logged = ((run.name, BEFORE, _against_logged(run, metric)) for run in runs)
+    """Return (name, other name, paired test): runs, which can be compared, against the logged ranking and in pairs."""
+    against_logged = ((run.name, LOGGED_RANKING, _against_logged(run, metric)) for run in runs)
     tests = [(name, before, test) for name, before, test in against_logged if test is not None]
     evaluated = [(run, run.outcome) for run in runs if run.outcome is not None and metric in run.outcome.results]
     for (a, first), (b, second) in combinations(evaluated, 2):
-        if _comparable(a, b):
-            tests.append((b.name, a.name, paired_test(second.results[metric], first.results[metric], first.weights)))
+        tests.append((b.name, a.name, paired_test(second.results[metric], first.results[metric], first.weights)))
     return tests
 
 

@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 
 from ultr.errors import OptionError, UltrError, UnfinishedError, nearest
-from ultr.evaluation.scores import PairedTest, holm, paired_test
+from ultr.evaluation.scores import Mean, PairedTest, holm, mean_with_interval, paired_test
 from ultr.methods import METHODS
 from ultr.rankers.boosters import is_trees
 from ultr.training.checkpoints import read_metrics
 from ultr.training.config import RunConfig, with_training
 from ultr.training.entries import Entry, Setting, run_folder
+from ultr.training.logged import LOGGED, LoggedTest, against_logged, read_logged
 from ultr.training.run import best_evaluation
 from ultr.training.selection import less_is_better
-from ultr.training.tasks import TEST, RunTask, SharedTask, grouped, read_requests
+from ultr.training.tasks import TEST, LoggedTask, RunTask, SharedTask, grouped, read_requests
 from ultr.training.workers import OnDone, Stage, Workers, default_jobs
 from ultr.utils.files import output_errors
 from ultr.utils.jsonfiles import read_json, write_json
@@ -87,6 +88,8 @@ class Row:
     by_request: Mapping[str, np.ndarray] = field(default_factory=dict)  # metric -> means over seeds by test request
     steps: Steps | None = None
     sessions: int = 0  # sessions that each run learned from, its bias model included
+    weights: np.ndarray | None = None  # of the test requests
+    against_logged: Mapping[str, LoggedTest] = field(default_factory=dict)  # by metric; empty if there is no log
 
     def tested(self, other: Row) -> dict[str, Difference]:
         """Return metric -> paired tests of this method against the method of another row."""
@@ -94,7 +97,7 @@ class Row:
         for metric, values in self.results.items():
             requests = None
             if metric in self.by_request and metric in other.by_request:
-                requests = paired_test(self.by_request[metric], other.by_request[metric])
+                requests = paired_test(self.by_request[metric], other.by_request[metric], self.weights)
             tests[metric] = Difference(paired_test(np.array(values), np.array(other.results[metric])), requests)
         return tests
 
@@ -105,6 +108,7 @@ class Row:
                 "deviation": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0,
                 "seeds": values,
                 "against": self.against[metric].to_json() if metric in self.against else None,
+                "against_logged": self.against_logged[metric].to_json() if metric in self.against_logged else None,
             }
             for metric, values in self.results.items()
         }
@@ -132,12 +136,14 @@ class Comparison:
     rows: list[Row]
     metrics: list[str]
     reference: str
+    logged: Mapping[str, Mean] = field(default_factory=dict)  # metric -> mean of the logged ranking; only for logs
 
     def to_json(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "metrics": self.metrics,
             "reference": self.reference,
+            "logged": {metric: asdict(mean) for metric, mean in self.logged.items()},
             "rows": [row.to_json() for row in self.rows],
         }
 
@@ -250,10 +256,11 @@ class Plan:
             numbered.append((seen[entry.method], entry))
         return [entry for _, entry in sorted(numbered, key=lambda pair: pair[0])]
 
-    def shared_tasks(self) -> list[SharedTask]:
-        """Return the tasks that make what runs share, for the seeds that no run has used yet."""
+    def shared_tasks(self) -> list[SharedTask | LoggedTask]:
+        """Return the tasks that make what runs share, for seeds that no run has used; on a log, the test judge."""
         if self.base.users is None:
-            return []
+            first = replace(with_training(self.base, seed=0), ranker=self.entries[0].ranker or self.base.ranker)
+            return [LoggedTask(first.to_json(), str(self.out / LOGGED), self._shared, tuple(self.metrics))]
         seeds = [*self.tuning, *range(self.seeds)] if any(map(self.choices, self.entries)) else [*range(self.seeds)]
         new = [s for s in seeds if not any((self.out / "runs").glob(f"*/*/seed-{s}/model"))]
         return [SharedTask(with_training(self.base, seed=s).to_json(), self._shared) for s in new]
@@ -305,8 +312,13 @@ class Plan:
     def result(self) -> Comparison:
         """Read the test metrics of the finished runs, and return them with paired tests."""
         reference = self.reference or self.entries[0].text
-        rows = [self._row(entry) for entry in self.entries]
-        return Comparison(with_tests(rows, reference) if self.seeds > 1 else rows, list(self.metrics), reference)
+        logged, weights = read_logged(self.out)
+        rows = [replace(self._row(entry), weights=weights) for entry in self.entries]
+        for i, tests in enumerate(against_logged([row.by_request for row in rows], logged, weights)):
+            rows[i] = replace(rows[i], against_logged=tests)
+        means = {m: mean_with_interval(logged[m], weights) for m in self.metrics if m in logged}
+        rows = with_tests(rows, reference) if self.seeds > 1 else rows
+        return Comparison(rows, list(self.metrics), reference, means)
 
     def _row(self, entry: Entry) -> Row:
         setting = self.setting(entry)
@@ -380,7 +392,7 @@ def compare_all(plans: Sequence[Plan], workers: Workers, on_done: OnDone = lambd
         with output_errors(plan.out):
             plan.out.mkdir(parents=True, exist_ok=True)
     shared = [task for plan in plans for task in plan.shared_tasks()]
-    if len(shared) > 1:
+    if len(shared) > 1 or any(isinstance(task, LoggedTask) for task in shared):
         with suppress(UnfinishedError):  # the next call raises it, with the number of runs
             workers.run(shared, lambda *_: None)
     stages = [stage for plan in plans for stage in plan.stages()]

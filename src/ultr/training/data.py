@@ -18,6 +18,7 @@ from ultr.datasets import DATASETS, Dataset, highest_grade, initial_ranker, load
 from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import User, make_user
 from ultr.errors import DataError, OptionError
+from ultr.evaluation.judgement import logged_scores
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY
 from ultr.lists import ListBatches
 from ultr.log import Log, read_log
@@ -71,10 +72,9 @@ class RunData:
 
     def logged_scores(self) -> np.ndarray | None:
         """Return scores of the validation rows that reproduce the logged order; None if there is no logged order."""
-        log = self.validation
-        if log.positions is not None:  # rows are sorted by position
-            return np.repeat(log.offsets[:-1], log.lengths) - np.arange(log.rows, dtype=np.float64)
-        return None if self.initial is None else self.initial(log.features)
+        log, initial = self.validation, self.initial
+        scores = logged_scores(log)
+        return initial(log.features) if scores is None and initial is not None else scores
 
     def feed(self, options: TrainingOptions, lists: ListBatches | None = None) -> Feeding:
         """Return the source of training batches; `lists` are the training requests, if the device has them."""

@@ -16,6 +16,7 @@ from ultr.errors import DataError
 from ultr.evaluation.judge import Judge, evaluate_requests
 from ultr.evaluation.metrics import MAX_GRADE
 from ultr.log import Log
+from ultr.log.hashes import as_texts, request_hashes
 from ultr.log.labels import Label
 from ultr.log.segments import slot
 from ultr.log.summary import by_position
@@ -24,9 +25,11 @@ from ultr.training.data import RunData
 from ultr.utils.devices import choose_device
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import check_format, file_checksum, read_json, write_json
+from ultr.utils.tensors import load_tensors, save_tensors
 
 FORMAT = 1
 FOLDER, REQUESTS = "outcome", "requests.parquet"  # folder of the outcome in a run, and a file in it
+USED = "used.safetensors"  # file of the outcome with hashes of the requests that the run has used
 LOGGED = "logged "  # prefix of the metrics of the logged ranking
 SHOWN_POSITIONS = 50  # statistics by position cover only the first positions
 DEEPEST = 20  # moves between ranks are counted for the ranks from 1 to this one
@@ -45,6 +48,7 @@ class RunOutcome:
     weights: np.ndarray
     agreement: np.ndarray  # Kendall's τ between the logged ranking and the new one; NaN for requests with one item
     results: Mapping[str, np.ndarray]  # metric -> value per request; `LOGGED` + metric: of the logged ranking
+    used: Mapping[str, np.ndarray] | None = None  # hashes of the requests that it `trained` on and was `selected` on
 
 
 def write_outcome(config: RunConfig, run_data: RunData, scores: np.ndarray, judge: Judge | None, out: Path) -> None:
@@ -66,7 +70,7 @@ def write_outcome(config: RunConfig, run_data: RunData, scores: np.ndarray, judg
             device=choose_device(config.training.device),
         )
 
-    columns: dict[str, Any] = {"request": _texts(log.request_ids), "weight": _weights(log), **evaluate(scores)}
+    columns: dict[str, Any] = {"request": as_texts(log.request_ids), "weight": _weights(log), **evaluate(scores)}
     about: dict[str, Any] = {
         "format": FORMAT,
         "data": _facts(run_data),
@@ -81,6 +85,8 @@ def write_outcome(config: RunConfig, run_data: RunData, scores: np.ndarray, judg
         about["examples"] = _examples(config, log, scores, before, after, columns["agreement"])
     with atomic_path(out / FOLDER, overwrite=True, folder=True) as folder:
         pq.write_table(pa.table(columns), folder / REQUESTS)
+        if run_data.stream is None:  # streamed requests are not in memory
+            save_tensors(folder / USED, {name: _hashes(log) for name, log in _used(run_data).items()})
         write_json(folder / "outcome.json", {**about, "sum": file_checksum(folder / REQUESTS)})
 
 
@@ -103,17 +109,22 @@ def read_outcome(run: Path) -> RunOutcome | None:
             if name in table.column_names
         }
         agreement = table["agreement"].to_numpy() if "agreement" in table.column_names else np.full(len(table), np.nan)
-        return RunOutcome(about, table["request"].to_pylist(), table["weight"].to_numpy(), agreement, results)
+        used = None
+        if (folder / USED).is_file():
+            tensors = load_tensors(folder / USED)
+            used = {name: tensors[name].numpy() for name in ("trained", "selected")}
+        return RunOutcome(about, table["request"].to_pylist(), table["weight"].to_numpy(), agreement, results, used)
     except (KeyError, TypeError, OSError, pa.ArrowException) as error:
         what = f"the outcome of the run cannot be read ({error})"
         raise DataError(what, where=folder, hint="train again") from error
 
 
-def _texts(ids: Any) -> Any:
-    try:
-        return ids.cast(pa.string())
-    except pa.ArrowException:  # the bytes are not UTF-8
-        return pa.array([str(value) for value in ids.to_pylist()], pa.string())
+def _used(run_data: RunData) -> dict[str, Log]:
+    return {"trained": run_data.train, "selected": run_data.validation}
+
+
+def _hashes(log: Log) -> torch.Tensor:
+    return torch.from_numpy(np.unique(request_hashes(log)))
 
 
 def _weights(log: Log) -> np.ndarray:

@@ -19,8 +19,9 @@ from ultr.datasets.users import User
 from ultr.evaluation.judge import Judge, evaluate_requests, load_judge, make_judge
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, ScoreMetrics
 from ultr.log import Log
-from ultr.training.config import DEFAULT_METHOD, RunConfig
-from ultr.training.data import RunData, cached_run_data, known_theta
+from ultr.rankers.boosters import is_trees
+from ultr.training.config import DEFAULT_METHOD, RunConfig, with_training
+from ultr.training.data import RunData, cached_run_data, known_theta, load_run_data
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import barrier, is_main
 
@@ -56,17 +57,37 @@ def share_judge(config: RunConfig, shared: Path) -> None:
     _new_judge(config, run_data, None, shared, known_theta(config, run_data))
 
 
+def common_judge(config: RunConfig, shared: Path) -> Judge:
+    """Return the judge of the test requests of a log, which all runs of a comparison share, whatever their seeds.
+
+    It is the judge of the runs with seed 0, in the folder `shared`. Test requests are the same for all seeds.
+    """
+    first = with_training(config, seed=0)
+    if (judge := load_judge(_stored(first, shared))) is not None:
+        return judge
+    run_data = load_run_data(first) if is_trees(config.ranker) else cached_run_data(first)
+    return _new_judge(first, run_data, None, shared, known_theta(first, run_data))
+
+
+def _common(config: RunConfig) -> RunConfig:
+    """Return a configuration that is the same for all runs with the same judge."""
+    return replace(config, method=DEFAULT_METHOD, ranker="mlp", sessions=config.sessions_drawn, learn_from="feedback")
+
+
+def _stored(config: RunConfig, shared: Path) -> Path:
+    return shared / f"judge-{_common(config).shared_key({})}"
+
+
 def _new_judge(
     config: RunConfig, run_data: RunData, out: Path | None, shared: Path | None, known: Mapping[int, float] | None
 ) -> Judge:
-    common = replace(config, method=DEFAULT_METHOD, ranker="mlp", sessions=config.sessions_drawn, learn_from="feedback")
-    stored = None if shared is None else shared / f"judge-{common.shared_key({})}"
+    stored = None if shared is None else _stored(config, shared)
     if stored is not None and (judge := load_judge(stored)) is not None:
         if out is not None:
             judge.save(out / JUDGE)
         return judge
     if config.learn_from == "no-bias":
-        run_data = cached_run_data(common)  # a judge knows only feedback as it is logged
+        run_data = cached_run_data(_common(config))  # a judge knows only feedback as it is logged
     if shared is not None:
         share_logging_score(run_data.train, shared)
     judge = make_judge(

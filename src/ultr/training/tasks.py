@@ -14,13 +14,15 @@ import torch
 from ultr.datasets.users import make_user
 from ultr.errors import OptionError
 from ultr.evaluation.judge import evaluate_requests, load_judge
+from ultr.evaluation.judgement import logged_scores
 from ultr.evaluation.scores import OFF_POLICY
+from ultr.log import Log
 from ultr.rankers.boosters import is_trees
 from ultr.rankers.model import load_model
 from ultr.training.config import RunConfig, with_training
 from ultr.training.data import cached_dataset, load_run_data
 from ultr.training.run import run_together, run_training
-from ultr.training.selection import share_judge
+from ultr.training.selection import common_judge, share_judge
 from ultr.utils.devices import choose_device
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import read_json, write_json
@@ -28,6 +30,8 @@ from ultr.utils.tensors import load_tensors, save_tensors
 
 MOST_TOGETHER = 12  # runs that are trained together on a GPU
 TEST, REQUESTS = "test.json", "test.safetensors"  # files of a run: means of test metrics, and metrics by request
+WEIGHTS = "weights"  # name, among the metrics by request of the logged ranking, of the weights of the requests
+ONE_JUDGE = "one judge"  # key of a run's means if the judge of its off-policy metrics is that of the whole comparison
 
 
 @dataclass(frozen=True)
@@ -47,20 +51,41 @@ class RunTask:
     def finished(self) -> bool:
         if not self.metrics:
             return (Path(self.folder) / "model").is_dir()
-        path = Path(self.folder) / TEST
-        return path.is_file() and set(self.metrics) <= set(read_json(path))
+        return set(self.metrics) <= set(_tested(Path(self.folder)))
 
     def perform(self) -> str:
         folder, config = Path(self.folder), RunConfig.from_json(self.config)
         run_training(config, folder, resume=True, shared=Path(self.shared))
-        results = read_json(folder / TEST) if (folder / TEST).is_file() else {}
-        if missing := [metric for metric in self.metrics if metric not in results]:
-            found, weights = evaluate_run(config, folder, missing)
-            by_request = {**read_requests(folder), **found}
-            with atomic_path(folder / REQUESTS, overwrite=True) as temporary:
-                save_tensors(temporary, {name: torch.from_numpy(values) for name, values in by_request.items()})
-            means = {name: float(np.average(values, weights=weights)) for name, values in found.items()}
-            write_json(folder / TEST, {**results, **means})
+        if missing := [metric for metric in self.metrics if metric not in _tested(folder)]:
+            found, weights = evaluate_run(config, folder, missing, Path(self.shared))
+            _write_tested(folder, found, weights)
+        return self.folder
+
+
+@dataclass(frozen=True)
+class LoggedTask:
+    """The task to evaluate the logged ranking on the test requests of a log, by the judge that judges all runs."""
+
+    config: dict[str, Any]
+    folder: str
+    shared: str
+    metrics: tuple[str, ...]
+    runs: ClassVar[int] = 0
+
+    def __str__(self) -> str:
+        return self.folder
+
+    @property
+    def finished(self) -> bool:
+        return set(self.metrics) <= set(_tested(Path(self.folder)))
+
+    def perform(self) -> str:
+        config = RunConfig.from_json(self.config)
+        log, segments = _test_requests(config, Path(self.folder))
+        if (scores := logged_scores(log)) is not None:
+            found = _evaluate(config, log, scores, list(self.metrics), segments, Path(self.shared))
+            of_requests = {} if log.weights is None else {WEIGHTS: log.weights}
+            _write_tested(Path(self.folder), {**found, **of_requests}, log.weights)
         return self.folder
 
 
@@ -134,25 +159,55 @@ def grouped(tasks: Sequence[RunTask], seeds: int = 0) -> list[RunTask | RunsTask
 
 
 def evaluate_run(
-    config: RunConfig, folder: Path, metrics: list[str]
+    config: RunConfig, folder: Path, metrics: list[str], shared: Path
 ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
     """Return metrics [requests] of a run on the test requests of its data set or log, and the requests' weights."""
     model = load_model(folder)
-    segments: tuple[str, ...] = ()
     if config.users is None:
-        run_data = load_run_data(config)
-        log, user, segments = run_data.test, None, run_data.segments
-        if log is None:
-            what, hint = "the run did not hold out test requests of its log", "pass another --out to train it again"
-            raise OptionError(what, where=folder, hint=hint)
-    else:
-        dataset = cached_dataset(config.data, config.data_dir)
-        log = dataset.test
-        user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
-    scores = model.score(log, device=config.training.device)
-    options: dict[str, Any] = {"user": user, "label": config.label, "judge": load_judge(folder / "judge")}
-    options |= {"segments": segments, "device": choose_device(config.training.device)}
-    return evaluate_requests(log, scores, metrics, **options), log.weights
+        log, segments = _test_requests(config, folder)
+        scores = model.score(log, device=config.training.device)
+        return _evaluate(config, log, scores, metrics, segments, shared), log.weights
+    dataset = cached_dataset(config.data, config.data_dir)
+    user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
+    scores, device = model.score(dataset.test, device=config.training.device), choose_device(config.training.device)
+    judge = load_judge(folder / "judge")
+    options: dict[str, Any] = {"user": user, "label": config.label, "judge": judge, "device": device}
+    return evaluate_requests(dataset.test, scores, metrics, **options), dataset.test.weights
+
+
+def _test_requests(config: RunConfig, folder: Path) -> tuple[Log, tuple[str, ...]]:
+    """Return the test requests of a run's log, and the names of their segments."""
+    run_data = load_run_data(config)
+    if run_data.test is None:
+        what, hint = "the run did not hold out test requests of its log", "pass another --out to train it again"
+        raise OptionError(what, where=folder, hint=hint)
+    return run_data.test, run_data.segments
+
+
+def _evaluate(
+    config: RunConfig, log: Log, scores: np.ndarray, metrics: list[str], segments: tuple[str, ...], shared: Path
+) -> dict[str, np.ndarray]:
+    """Return metrics [requests] of scores of the test requests of a log; all rankers have the same judge."""
+    judge = common_judge(config, shared) if any(name.startswith(OFF_POLICY) for name in metrics) else None
+    options: dict[str, Any] = {"label": config.label, "judge": judge, "segments": segments}
+    return evaluate_requests(log, scores, metrics, device=choose_device(config.training.device), **options)
+
+
+def _tested(folder: Path) -> dict[str, float]:
+    """Return metric -> mean over test requests; those by another judge than that of the comparison are left out."""
+    results = read_json(folder / TEST) if (folder / TEST).is_file() else {}
+    one_judge = results.pop(ONE_JUDGE, False)
+    return {name: value for name, value in results.items() if one_judge or not name.startswith(OFF_POLICY)}
+
+
+def _write_tested(folder: Path, found: dict[str, np.ndarray], weights: np.ndarray | None) -> None:
+    """Add metrics by test request, and their means, to the files of a run."""
+    by_request = {**read_requests(folder), **found}
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_path(folder / REQUESTS, overwrite=True) as temporary:
+        save_tensors(temporary, {name: torch.from_numpy(values) for name, values in by_request.items()})
+    means = {name: float(np.average(values, weights=weights)) for name, values in found.items() if name != WEIGHTS}
+    write_json(folder / TEST, {**_tested(folder), **means, ONE_JUDGE: True})
 
 
 def read_requests(folder: Path) -> dict[str, np.ndarray]:

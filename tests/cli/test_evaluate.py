@@ -1,0 +1,111 @@
+"""`ultr evaluate`: several runs and score columns on the same requests of a log."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from conftest import make_shown_log
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User
+from ultr.evaluation.judgement import LOGGED_RANKING
+from ultr.evaluation.scores import holm
+from ultr.log import write_log
+from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.run import run_training
+
+REWARD = "off-policy-reward@10"
+TRAINING = TrainingOptions(steps=2, batch=16, evaluate_every=2, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder with the log that two runs were trained on, and a log of other requests with a column of scores."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    for name, seed in (("log", 0), ("new", 1)):
+        log = simulate_log(make_shown_log(requests=200, features=4, seed=seed), User(), seed=seed)[0]
+        table = log.to_table().drop_columns(["relevance"])
+        scores = pa.array(np.random.default_rng(seed).normal(size=log.rows))
+        pq.write_table(table.append_column("production_score", scores), folder / f"{name}.parquet")
+    for name, label in (("a", "click"), ("b", "click"), ("other label", "click + dwell / exp(3)")):
+        config = RunConfig(
+            data=str(folder / "log.parquet"),
+            method="lambdarank" if name == "b" else "pointwise",
+            ranker="linear",
+            label=label,
+            training=TRAINING,
+        )
+        run_training(config, folder / name)
+    (folder / "theta.csv").write_text("position,propensity\n" + "".join(f"{k},{1 / k}\n" for k in range(1, 13)))
+    return folder
+
+
+def test_runs_and_score_columns_are_judged_next_to_the_logged_ranking(ultr, here):
+    arguments = (here / "a", here / "b", "--data", here / "new.parquet", "--score-column", "production_score")
+    found = json.loads(ultr("evaluate", *arguments, "--json").stdout)
+    names = [str(here / "a"), str(here / "b"), "production_score"]
+    assert list(found["rankers"]) == [LOGGED_RANKING, *names]
+    assert (found["requests"], found["against"], found["warnings"]) == (200, LOGGED_RANKING, [])
+    assert found["judge"]["source"] == "estimated from the log"
+    assert set(found["judge"]["theta"]) == {str(k) for k in range(1, 13)}
+    values = [found["rankers"][name][REWARD] for name in names]
+    assert all(value["low"] < value["mean"] < value["high"] for value in values)
+    assert [value["holm"] for value in values] == holm([value["difference"]["p"] for value in values])
+    alone = json.loads(ultr("evaluate", here / "b", here / "new.parquet", "--json").stdout)
+    assert alone["rankers"][names[1]][REWARD]["mean"] == values[1]["mean"]  # the judge is not that of a run
+    done = ultr("evaluate", *arguments, "--against", "production_score", "--propensities", here / "theta.csv")
+    assert done.returncode == 0, done.stderr
+    title = "Differences to production_score: paired tests over requests, p corrected by Holm's method"
+    assert title in " ".join(done.stdout.split())
+    assert "p over requests" in done.stdout
+    assert "one examination for all rankers: 1 0.5 0.333" in done.stderr
+    assert "(as given)" in done.stderr
+
+
+def test_requests_that_a_run_was_trained_on_are_left_out(ultr, here):
+    done = ultr("evaluate", here / "a", here / "b", "--data", here / "log.parquet", "--json")
+    found = json.loads(done.stdout)
+    assert found["requests"] == 40
+    assert f"warning: {here}/b was trained on 160 of the 200 requests." in done.stderr
+    assert "All rankers are judged on the other 40 requests." in found["warnings"]
+
+
+def test_score_columns_need_no_run_and_no_features(ultr, here, tmp_path):
+    bare = pq.read_table(here / "new.parquet").drop_columns(["features"]).replace_schema_metadata(None)
+    pq.write_table(bare, tmp_path / "bare.parquet")
+    scores = ("--score-column", "production_score", "--label", "click", "--json")
+    found = json.loads(ultr("evaluate", tmp_path / "bare.parquet", *scores).stdout)
+    assert list(found["rankers"]) == [LOGGED_RANKING, "production_score"]
+    renamed = bare.rename_columns([{"request": "search", "position": "place"}.get(n, n) for n in bare.column_names])
+    pq.write_table(renamed, tmp_path / "renamed.parquet")
+    columns = ("--request", "search", "--position", "place")
+    again = json.loads(ultr("evaluate", tmp_path / "renamed.parquet", *columns, *scores).stdout)
+    assert again["rankers"] == found["rankers"]
+
+
+def test_true_labels_are_used_if_there_are_any(ultr, here, tmp_path):
+    write_log(simulate_log(make_shown_log(requests=50, features=4, seed=2), User())[0], tmp_path / "true.parquet")
+    found = json.loads(ultr("evaluate", here / "a", tmp_path / "true.parquet", "--json").stdout)
+    assert found["judge"] is None
+    assert list(found["rankers"][str(here / "a")]) == ["ndcg@10"]
+
+
+def test_what_cannot_be_judged_is_an_error(ultr, here):
+    log = here / "new.parquet"
+    for arguments, message in [
+        ([here / "a"], "there is nothing to judge; pass a run, or --score-column"),
+        (["--score-column", "s"], "there are no data to judge on; pass a log with --data"),
+        ([here / "a", here / "a", log], "each run and score column must be given once"),
+        ([here / "a", here / "other label", log], "the runs have different labels"),
+        ([here / "a", log, "--score-column", "production"], "did you mean 'production_score'"),
+        ([here / "a", log, "--against", "b"], "'b' is not among the rankers"),
+    ]:
+        done = ultr("evaluate", *arguments)
+        assert done.returncode != 0
+        assert message in done.stderr
+    done = ultr("evaluate", here / "a", here / "other label", log, "--label", "click")
+    assert done.returncode == 0, done.stderr
