@@ -92,6 +92,8 @@ def compare(
     categorical: options.CategoricalColumns = None,
     actions: options.ActionColumns = None,
     segment: options.SegmentColumn = None,
+    allow_leaks: shared.AllowLeaks = False,
+    drop_suspicious: shared.DropSuspicious = False,
     stream: shared.Stream = "auto",
     workers: shared.Workers = 0,
     device: options.Device = "auto",
@@ -136,6 +138,7 @@ def compare(
             reference=reference,
             jobs=jobs,
             on_done=show,
+            on_warning=shared.print_warning,
         )
     if has_page := pages_can_be_made():
         write_comparison_page(out, out / "comparison.html", overwrite=True)

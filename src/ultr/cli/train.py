@@ -59,6 +59,8 @@ def train(
     categorical: options.CategoricalColumns = None,
     actions: options.ActionColumns = None,
     segment: options.SegmentColumn = None,
+    allow_leaks: shared.AllowLeaks = False,
+    drop_suspicious: shared.DropSuspicious = False,
     stream: shared.Stream = "auto",
     workers: shared.Workers = 0,
     device: options.Device = "auto",
@@ -101,6 +103,7 @@ def train(
             overwrite=overwrite,
             warm_start=warm_start,
             checkpoint_seconds=checkpoint_seconds,
+            on_warning=shared.print_warning,
             on_bias_progress=show_bias_progress,
             on_progress=show,
         )

@@ -98,6 +98,7 @@ class Method(Learner):
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {}  # keyword options, each with a parser from text
     CLICKS_ALONE: ClassVar[bool] = False  # True if every label above zero counts as 1
+    LEARNS_ALONE: ClassVar[bool] = False  # True if the ranker learns from requests with one item
 
     @classmethod
     def has_bias_stage(cls, options: Mapping[str, Any]) -> bool:

@@ -39,7 +39,8 @@ class Run:
 
     @property
     def warnings(self) -> list[str]:
-        return [f"{w['name']}: {w['what']}" for w in (self.bias or {}).get("warnings", [])]
+        of_data = [] if self.outcome is None else self.outcome.about.get("warnings", [])
+        return [f"{w['name']}: {w['what']}" for w in [*of_data, *(self.bias or {}).get("warnings", [])]]
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:

@@ -7,7 +7,7 @@ resumed with the same call, and extended by more methods or seeds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ultr.bias.pitfalls import Pitfall
 from ultr.errors import OptionError, UltrError, UnfinishedError, nearest
 from ultr.evaluation.scores import PairedTest, holm, paired_test
 from ultr.methods import METHODS
@@ -25,6 +26,7 @@ from ultr.training.entries import Entry, Setting, run_folder
 from ultr.training.run import best_evaluation
 from ultr.training.selection import less_is_better
 from ultr.training.tasks import TEST, RunTask, SharedTask, grouped, read_requests
+from ultr.training.traps import traps_of_log
 from ultr.training.workers import OnDone, Stage, Workers, default_jobs
 from ultr.utils.files import output_errors
 from ultr.utils.jsonfiles import read_json, write_json
@@ -339,10 +341,12 @@ def compare(
     reference: str | None = None,
     jobs: int = 0,
     on_done: OnDone = lambda *_: None,
+    on_warning: Callable[[Pitfall], None] = lambda _: None,
 ) -> Comparison:
     """Compare methods as `Plan` says, and write the results to comparison.json in the folder `out`.
 
-    `rates` are the learning rates to choose from; if empty, `DEFAULT_RATES`, or `TREE_RATES` for trees.
+    `rates` are the learning rates to choose from; if empty, `DEFAULT_RATES`, or `TREE_RATES` for trees. `on_warning` is
+    called with each problem of a log, before any run starts.
     """
     base = replace(base, select=base.selection)  # one selection metric for all methods, also upper bounds
     metrics = list(metrics or ([base.select] if base.users is None else ["ndcg@10", "reward@10"]))
@@ -361,6 +365,10 @@ def compare(
         metrics=metrics,
         reference=reference or "",
     )
+    if base.users is None and not (out / "comparison.json").is_file():
+        configs = [entry.config(base, Setting(plan.rates_for(entry)[0]), 0) for entry in plan.entries]
+        for pitfall in traps_of_log(configs):
+            on_warning(pitfall)
     existed = out.exists()
     try:
         with Workers(jobs or default_jobs()) as workers:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ultr.evaluation.judge import Judge
 from ultr.lists import Lists
+from ultr.log.suspicious import write_suspicious
 from ultr.rankers.model import save_model
 from ultr.training.bias_stage import write_bias_report
 from ultr.training.config import RunConfig
@@ -47,6 +48,8 @@ def finish_run(
 
     `ranker_options` are those of the ranker, which a method may have changed.
     """
+    if run_data.suspicious is not None:
+        write_suspicious(out, run_data.suspicious)
     write_outcome(config, run_data, scores, judge, out)
     write_bias_report(config, run_data, bias, feed, out)
     save_model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ def write_outcome(config: RunConfig, run_data: RunData, scores: np.ndarray, judg
         "data": _facts(run_data),
         "validation": {"requests": len(log), "rows": log.rows},
         "metrics": metrics,
+        "warnings": [asdict(warning) for warning in run_data.warnings],
     }
     if logged is not None:
         columns |= {LOGGED + name: values for name, values in evaluate(logged).items()}

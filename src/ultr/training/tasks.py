@@ -52,7 +52,7 @@ class RunTask:
 
     def perform(self) -> str:
         folder, config = Path(self.folder), RunConfig.from_json(self.config)
-        run_training(config, folder, resume=True, shared=Path(self.shared))
+        run_training(config, folder, resume=True, shared=Path(self.shared), on_warning=None)
         results = read_json(folder / TEST) if (folder / TEST).is_file() else {}
         if missing := [metric for metric in self.metrics if metric not in results]:
             found, weights = evaluate_run(config, folder, missing)

@@ -15,7 +15,14 @@ import pyarrow.parquet as pq
 from ultr.errors import ColumnError, OptionError, nearest
 from ultr.log.build import as_data_error
 from ultr.log.labels import Label
-from ultr.log.prepare.checks import check_rows, count_differing, divides, reject_differing, time_bounds
+from ultr.log.prepare.checks import (
+    check_rows,
+    count_differing,
+    divides,
+    reject_differing,
+    suspicious_ids,
+    time_bounds,
+)
 from ultr.log.prepare.engines import Engine, EngineName, engine_errors, start_engine
 from ultr.log.prepare.events import EventColumns, action_names, actions_by_item, event_columns, event_notes, with_events
 from ultr.log.prepare.facts import shard_facts
@@ -24,6 +31,7 @@ from ultr.log.prepare.nesting import HASH_RANGE, Nesting
 from ultr.log.prepare.sources import Source, find_source
 from ultr.log.schema import ROLES, Columns, resolve_columns, saved_names
 from ultr.log.shards import SPLITS, Manifest, footer_sum
+from ultr.log.suspicious import SUSPICIOUS_FILE, write_suspicious
 from ultr.log.table import FEATURE_NAMES_KEY, RESERVED
 from ultr.utils.arguments import check_fields, checked
 from ultr.utils.files import atomic_path
@@ -63,6 +71,7 @@ class Preparation:
     min_items: int = 1
     max_items: int | None = None
     keep_clickless: float = 1.0
+    drop_suspicious: bool = False
     split: Literal["hash", "time"] = "hash"
     time: str | None = None
     validation: float = 0.1
@@ -172,6 +181,9 @@ class _Work:
         names |= {f"action_{i}": name for i, name in enumerate(actions)} | {"time": self.chosen.time or ""}
         total = check_rows(rows, names, fetch=self.engine.fetch, where=self.where)
         columns = self._check_requests(rows, columns, names)
+        if self.chosen.drop_suspicious:
+            rows = self._without_suspicious(rows, actions, folder)
+            total = int(self.engine.fetch(rows.aggregate(rows=rows.count()))["rows"][0].as_py())
         nesting = self._nesting(rows, columns, actions)
         self.progress("sorting", 0, total)
         requests, _ = self.engine.write(
@@ -257,6 +269,14 @@ class _Work:
             del counts["query"]
         reject_differing(counts, names, where=self.where)
         return columns
+
+    def _without_suspicious(self, rows: Any, actions: tuple[str, ...], folder: Path) -> Any:
+        """Return the rows without those of requests with impossible click rates, whose ids are written to a file."""
+        ids = suspicious_ids(rows, len(actions), fetch=self.engine.fetch)
+        write_suspicious(folder, ids)
+        what = f"{len(ids):,} requests with impossible click rates are left out"
+        self.notes.append(f"{what}; their ids are in {SUSPICIOUS_FILE}" if len(ids) else what)
+        return rows.filter(rows.request.notin(ids.to_pylist())) if len(ids) else rows
 
     def _nesting(self, rows: Any, columns: Columns, actions: tuple[str, ...]) -> Nesting:
         chosen = self.chosen
