@@ -92,6 +92,7 @@ def compare(
     categorical: options.CategoricalColumns = None,
     actions: options.ActionColumns = None,
     segment: options.SegmentColumn = None,
+    missing: shared.MissingOption = "error",
     allow_leaks: shared.AllowLeaks = False,
     drop_suspicious: shared.DropSuspicious = False,
     stream: shared.Stream = "auto",

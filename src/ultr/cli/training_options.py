@@ -100,6 +100,13 @@ Propensities = Annotated[
     Path | None,
     typer.Option("--propensities", help="CSV or Parquet file of known examination: columns position,propensity."),
 ]
+MissingOption = Annotated[
+    str,
+    typer.Option(
+        "--missing",
+        help="Missing values in features, for networks: error, or mean (the mean of training rows, and an indicator).",
+    ),
+]
 AllowLeaks = Annotated[
     bool, typer.Option("--allow-leaks", help="Train also with features that follow the feedback on their item.")
 ]
@@ -177,6 +184,7 @@ def run_config(options: dict[str, Any]) -> RunConfig:
         select=options["select"],
         stream=options["stream"],
         workers=options["workers"],
+        missing=options["missing"],
         allow_leaks=options["allow_leaks"],
         drop_suspicious=options["drop_suspicious"],
         training=replace(default_training(options["ranker"]), **training),

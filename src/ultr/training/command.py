@@ -10,7 +10,15 @@ from ultr.rankers.boosters import is_trees
 from ultr.training.config import RunConfig, default_training
 
 USER_OPTIONS = ("eta", "epsilon")  # options of simulated users that `ultr train` can set
-SAME_NAME = ("learn_from", "select", "sessions", "bias", "stream", "workers")  # in RunConfig and `ultr train`
+SAME_NAME = (
+    "learn_from",
+    "select",
+    "sessions",
+    "bias",
+    "stream",
+    "workers",
+    "missing",
+)  # in RunConfig and `ultr train`
 FLAGS = ("allow_leaks", "drop_suspicious")  # options without a value
 
 

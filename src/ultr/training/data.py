@@ -185,7 +185,7 @@ def _read_training_log(config: RunConfig) -> RunData:
     if config.stream == "yes":
         raise OptionError("only prepared lists can be streamed", got=config.data, hint="run ultr prepare on it first")
     _check_fits_in_memory(Path(config.data))
-    missing: Missing = "keep" if is_trees(config.ranker) else "reject"
+    missing: Missing = "keep" if is_trees(config.ranker) or config.missing == "mean" else "reject"
     run_data = split_log(read_log(config.data, missing=missing, **config.columns), config)
     return replace(run_data, fingerprint=fingerprint(Path(config.data)))
 
@@ -317,6 +317,17 @@ def known_theta(config: RunConfig, run_data: RunData) -> dict[int, float] | None
     return None if theta is None else theta_by_id(theta, run_data.positions, run_data.segments)
 
 
+def missing_features(config: RunConfig, log: Log) -> tuple[int, ...] | None:
+    """Return the indices of features with missing values, which a network recognises; None if it rejects such values.
+
+    Categories have a code for a missing value, and trees recognise missing values themselves.
+    """
+    if config.missing == "error" or is_trees(config.ranker):
+        return None
+    missing = np.isnan(log.features).any(axis=0)
+    return tuple(i for i in np.flatnonzero(missing).tolist() if i not in log.categories)
+
+
 def method_inputs(config: RunConfig, run_data: RunData) -> MethodInputs:
     """Return the inputs of a method: its label, ranker, features, positions and known examination."""
     log = run_data.train
@@ -331,5 +342,6 @@ def method_inputs(config: RunConfig, run_data: RunData) -> MethodInputs:
         propensities=known_theta(config, run_data),
         feature_names=log.feature_names,
         binary=run_data.binary,
+        indicators=missing_features(config, run_data.train) or (),
         user=run_data.user,
     )
