@@ -65,8 +65,8 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
     `ranker="lightgbm"` or `"xgboost"` trains trees, with `ranker_options` as parameters of the library. If `steps` and
     `lr` are None, networks train for 1000 steps with learning rate 0.02, and trees for up to 500 rounds with 0.1.
 
-    - `propensities` are known probabilities that positions are seen: a dict, a Series with positions as its index, or the
-      frame of propensities.csv, which `ultr bias` writes.
+    - `propensities` are known probabilities that positions are seen: a dict, a Series with positions as its index, or
+      the frame of propensities.csv, which `ultr bias` writes.
     - `segment` is a column of X, such as the device. Examination is estimated for each of its values.
     - `missing="mean"` lets a network take missing values: as the mean of training rows, and with an indicator.
     - `drop_suspicious` leaves out requests with impossible click rates. Features that follow the feedback on their item

@@ -63,7 +63,7 @@ def changed(runs, tmp_path):
 
 def test_every_section_is_there(five):
     titles = re.findall(r"<h2>(.*?)</h2>", five)
-    assert titles == ["Summary", "Data", "Learning", "Metrics", "Bias", "Rankings", "Configuration"]
+    assert titles == ["Summary", "Data", "Learning", "Metrics", "Bias", "Features", "Rankings", "Configuration"]
     for run in NAMES:
         assert f">{run}<" in five
 
@@ -83,6 +83,17 @@ def test_the_page_shows_the_metrics_of_the_run(five, runs):
     other = read_outcome(runs["plain"])
     between = paired_test(other.results[metric], outcome.results[metric], outcome.weights)
     assert f"plain minus em</th><td>{between.difference:+.4f}</td>" in five
+
+
+def test_the_importance_of_features_is_drawn(five, runs):
+    found = read_outcome(runs["em"]).about["importance"]
+    assert found["metric"] == "off-policy-reward@10"
+    drops = [each["drop"] for each in found["features"]]
+    assert len(drops) == 4
+    assert drops == sorted(drops, reverse=True)
+    bars = [trace for figure in plots_of(five) for trace in figure["data"] if trace.get("orientation") == "h"]
+    assert len(bars) == len(NAMES)
+    assert any(trace["x"] == pytest.approx(drops) for trace in bars)
 
 
 def test_bias_is_drawn(five, runs):
@@ -390,6 +401,8 @@ def test_the_command(ultr, runs, tmp_path):
     assert done.returncode == 0, done.stderr
     assert out.is_file()
     assert "open it in a browser" in done.stderr
+    assert done.stdout.count("Importance of features in") == 2
+    assert read_outcome(runs["em"]).about["importance"]["features"][0]["feature"] in done.stdout
     again = ultr("report", runs["em"], "--out", out)
     assert again.returncode == 1
     assert "--overwrite" in again.stderr
