@@ -35,7 +35,7 @@ def test_the_drop_is_that_of_a_ranker_without_the_feature():
     log, worth = world()
     found = permutation_importance(log, lambda x: x @ WEIGHTS, first_item(worth), repeats=20)
     assert [each.feature for each in found[:3]] == ["f0", "f1", "f2"]
-    # The first of `ITEMS` items has an expected maximum of normal numbers m times the part of the worth it was chosen by.
+    # The maximum of `ITEMS` standard normal numbers has the mean m.
     m, norm = 1.2672, np.linalg.norm(WEIGHTS)
     for place, each in enumerate(found[:3]):
         kept = WEIGHTS @ WEIGHTS - WEIGHTS[place] ** 2  # the covariance of the permuted score with the worth

@@ -11,7 +11,6 @@ from ultr.log import read_log
 from ultr.rankers import FeatureEncoder
 from ultr.rankers.model import load_model
 from ultr.serving.export import export_run
-from ultr.serving.exported import load_exported
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.run import run_training
 
@@ -45,4 +44,4 @@ def test_a_model_that_takes_missing_values_is_saved_and_exported(tmp_path):
     assert model.missing == "keep"
     scores = model.score(log)
     assert np.isfinite(scores).all()
-    assert load_exported(export_run(run, tmp_path / "exported")).keeps_missing
+    assert export_run(run, tmp_path / "exported").keeps_missing

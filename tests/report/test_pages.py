@@ -93,7 +93,7 @@ def test_the_importance_of_features_is_drawn(five, runs):
     assert drops == sorted(drops, reverse=True)
     bars = [trace for figure in plots_of(five) for trace in figure["data"] if trace.get("orientation") == "h"]
     assert len(bars) == len(NAMES)
-    assert any(trace["x"] == pytest.approx(drops) for trace in bars)
+    assert any(trace["x"] == pytest.approx(drops, abs=1e-4) for trace in bars)
 
 
 def test_bias_is_drawn(five, runs):
