@@ -17,7 +17,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from ultr.methods import METHODS
-from ultr.training.compare import Comparison, compare
+from ultr.training.compare import compare
+from ultr.training.comparison import Comparison
 from ultr.training.config import Precision, RunConfig, TrainingOptions
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bf16")

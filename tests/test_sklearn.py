@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import pickle
 
 import numpy as np
@@ -16,6 +17,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import estimator_checks
 
+import ultr
 from bias.shop import shop
 from ultr import UnbiasedRanker
 from ultr.errors import UltrError
@@ -451,3 +453,121 @@ def test_columns_of_the_evidence_about_bias_are_named_in_the_constructor():
     ranker = UnbiasedRanker(**options, **named).fit(data)
     assert ranker.bias_["theta_from"].endswith("items shown at several positions for the same query")
     assert np.isfinite(ranker.score(data))
+
+
+# --- Propensities, segments, missing values ---------------------------------------------------------------------------
+
+
+def test_propensities_may_be_a_dict_a_series_or_a_frame():
+    data = frame(40)
+    theta = {k: 1 / k for k in range(1, 6)}
+    table = pd.DataFrame({"position": [*theta], "propensity": [*theta.values()]})
+    expected = quick(method="ipw-pointwise", propensities=theta).fit(data)
+    others = (
+        {str(k): value for k, value in theta.items()},
+        pd.Series(theta),
+        table,
+        table.set_index("position"),
+        table.assign(segment=None),
+        pl.from_pandas(table),
+        pa.Table.from_pandas(table),
+    )
+    for known in others:
+        model = quick(method="ipw-pointwise", propensities=known).fit(data)
+        np.testing.assert_array_equal(model.predict(data), expected.predict(data))
+        assert model.score(data) == expected.score(data)
+    for wrong, message in (({1: 2.0}, "from 1e-06 to 1"), ({"a": 0.5}, "whole numbers"), ([0.5], "cannot be read")):
+        with pytest.raises(UltrError, match=message):
+            quick(method="ipw-pointwise", propensities=wrong).fit(data)
+
+
+def test_examination_is_estimated_or_known_for_each_segment():
+    data = frame(60).assign(device=lambda rows: np.where(rows["request"] % 2, "phone", "desktop"))
+    model = quick(method="ipw-pointwise", segment="device").fit(data)
+    assert {key.partition("@")[2] for key in model.theta_} == {"phone", "desktop"}
+    known = pd.Series({(k, d): 1 / k for k in range(1, 6) for d in ("phone", "desktop")})
+    model = quick(method="ipw-pointwise", segment="device", propensities=known).fit(data)
+    assert model.theta_["2@phone"] == pytest.approx(0.5)
+    assert np.isfinite(model.score(data))
+
+
+def test_networks_take_missing_values_as_the_mean_and_an_indicator():
+    data = frame(200)
+    # A missing value says that the item is good, which its mean cannot say.
+    holes = data.assign(feature_noise=data["feature_noise"].where(data["feature_good"] < 0.5))
+    with pytest.raises(UltrError, match="missing='mean'"):
+        quick().fit(holes)
+    only = {"missing": "mean", "features": ["feature_noise"], "steps": 60}
+    model = quick(**only).fit(holes)
+    scores, good = model.predict(holes), holes["feature_noise"].isna()
+    assert scores[good].mean() > scores[~good].mean() + 0.3
+    same = quick(missing="mean").fit(data)
+    np.testing.assert_array_equal(same.predict(data), quick().fit(data).predict(data))  # without missing values
+    assert np.isfinite(same.predict(holes)).all()
+
+
+# --- Save, load, progress and importance ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"ranker": "lightgbm", "lr": None}, {"missing": "mean"}], ids=str)
+def test_a_saved_ranker_is_loaded_equal(options, tmp_path):
+    data = frame(60)
+    model = quick(propensities=pd.Series({k: 1 / k for k in range(1, 6)}), random_state=3, **options).fit(data)
+    loaded = UnbiasedRanker.load(model.save(tmp_path / "saved"))
+    np.testing.assert_array_equal(loaded.predict(data), model.predict(data))
+    assert loaded.score(data) == model.score(data)
+    assert loaded.get_params()["random_state"] == 3
+    assert loaded.feature_names_in_.tolist() == FEATURES
+    assert loaded.importance_ == model.importance_
+    assert [line["step"] for line in loaded.history_] == [line["step"] for line in model.history_]
+    np.testing.assert_array_equal(ultr.load_model(tmp_path / "saved").score(ultr.read_log(data)).size, len(data))
+    with pytest.raises(UltrError, match="exists"):
+        loaded.save(tmp_path / "saved")
+    loaded.save(tmp_path / "saved", overwrite=True)
+
+
+def test_a_damaged_ranker_is_not_loaded(tmp_path):
+    folder = quick().fit(frame(40)).save(tmp_path / "saved")
+    about = json.loads((folder / "ranker.json").read_text())
+    for wrong in ({"params": {"depth": 3}}, {"_named": 3}, {"format": 99}, {"n_features_in_": "two"}):
+        (folder / "ranker.json").write_text(json.dumps({**about, **wrong}))
+        with pytest.raises(UltrError, match=r"ranker|format"):
+            UnbiasedRanker.load(folder)
+    (folder / "ranker.json").unlink()
+    with pytest.raises(UltrError, match=r"has no ranker\.json"):
+        UnbiasedRanker.load(folder)
+
+
+def test_evaluations_are_printed_if_verbose(capsys):
+    quick().fit(frame(40))
+    assert not capsys.readouterr().out
+    quick(verbose=1, steps=30).fit(frame(40))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["step 15", "step 30"]
+
+
+@pytest.mark.parametrize("kind", ["linear", "lightgbm", "xgboost"])
+def test_the_feature_that_decides_clicks_is_the_most_important(kind):
+    def seen(requests: int, seed: int) -> pd.DataFrame:
+        data = frame(requests, seed)
+        looked = np.random.default_rng(seed).random(len(data)) < 1 / data["position"]
+        return data.assign(click=data["click"] * looked)
+
+    theta = {k: 1 / k for k in range(1, 6)}
+    model = quick(ranker=kind, steps=30, propensities=theta, method="direct").fit(seen(600, 0))
+    for found in (model.importance_, model.feature_importance(seen(300, 1))):
+        assert [each.feature for each in found] == FEATURES
+        best, noise = found
+        assert best.low > 0.1
+        assert noise.low < 0.02
+        assert (best.gain is None) == (kind == "linear")
+        assert best.gain is None or best.gain > 0.8
+
+
+def test_leaks_and_traps_are_errors_and_warnings():
+    data = frame(100)
+    leak = data.assign(feature_noise=data["click"] * 3)
+    with pytest.raises(UltrError, match="allow_leaks=True"):
+        quick().fit(leak)
+    with pytest.warns(UserWarning, match="features that follow feedback"):
+        quick(allow_leaks=True).fit(leak)

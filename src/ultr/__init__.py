@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ultr.serving.scoring import score_file
     from ultr.sklearn import UnbiasedRanker
     from ultr.training.config import RunConfig, TrainingOptions
+    from ultr.training.importance import feature_importance
     from ultr.training.run import run_training
 
 _MODULE_OF = {
@@ -50,6 +51,7 @@ _MODULE_OF = {
     "compare_values": "evaluation.off_policy",
     "evaluate_scores": "evaluation.scores",
     "export_run": "serving.export",
+    "feature_importance": "training.importance",
     "fit_direct": "evaluation.off_policy",
     "load_dataset": "datasets",
     "load_exported": "serving.exported",
@@ -88,6 +90,7 @@ __all__ = [
     "compare_values",
     "evaluate_scores",
     "export_run",
+    "feature_importance",
     "fit_direct",
     "load_dataset",
     "load_exported",

@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,35 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 
 from ultr.bias.examination import estimate_examination
-from ultr.errors import DataError, OptionError, nearest
+from ultr.bias.pitfalls import Pitfall
+from ultr.bias.propensities import as_propensities, theta_by_id
+from ultr.errors import AbsentError, DataError, OptionError, nearest
+from ultr.evaluation.importance import REPEATS, FeatureImportance
 from ultr.evaluation.off_policy import off_policy_value
 from ultr.evaluation.scores import evaluate_scores
 from ultr.log import Log, read_log
+from ultr.log.frames import ROW, frame_table, is_frame, joined, numbered, row_values, with_columns, with_feedback
 from ultr.log.labels import DEFAULT_LABEL, Label
-from ultr.log.readers import as_table
 from ultr.log.schema import Columns, resolve_columns
+from ultr.log.segments import by_segment
 from ultr.methods import thresholds
 from ultr.rankers.boosters import is_trees
 from ultr.rankers.model import load_model
+from ultr.training.checkpoints import read_metrics
 from ultr.training.config import AUTO, DEFAULT_METHOD, RunConfig, TrainingOptions, default_training
+from ultr.training.importance import feature_importance
 from ultr.training.loop import Progress
-from ultr.training.outcome import ranks
+from ultr.training.outcome import ranks, read_outcome
 from ultr.training.run import run_training
 from ultr.utils.arguments import check_value
-from ultr.utils.jsonfiles import read_json
+from ultr.utils.files import atomic_path
+from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
 
+FORMAT, FITTED = 1, "ranker.json"  # the file that `save` adds to the files of a run
+FITTED_TYPES = {"_features": dict, "_named": dict, "_y_is_feedback": bool, "n_features_in_": int}
+# Options of `RunConfig` with the same names here.
+SAME_NAME = ("method", "label", "ranker", "held_out", "select", "missing", "allow_leaks", "drop_suspicious")
 CLIP = 10.0  # in `score`, feedback is weighted by 1 / P(seen), at most by this
-ROW = "ultr.row"  # column with the row numbers of X, because a log has its rows in another order
 
 
 class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
@@ -54,6 +65,14 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
     `ranker="lightgbm"` or `"xgboost"` trains trees, with `ranker_options` as parameters of the library. If `steps` and
     `lr` are None, networks train for 1000 steps with learning rate 0.02, and trees for up to 500 rounds with 0.1.
 
+    - `propensities` are known probabilities that positions are seen: a dict, a Series with positions as its index, or
+      the frame of propensities.csv, which `ultr bias` writes.
+    - `segment` is a column of X, such as the device. Examination is estimated for each of its values.
+    - `missing="mean"` lets a network take missing values: as the mean of training rows, and with an indicator.
+    - `drop_suspicious` leaves out requests with impossible click rates. Features that follow the feedback on their item
+      are an error, unless `allow_leaks` is true.
+    - `verbose=1` prints each evaluation.
+
     In cross-validation, keep all rows of a request in one fold (`cv=GroupKFold(5)`, `groups=frame["request"]`). `score`
     needs request and position as columns of X, or by metadata routing (`set_score_request(request=True, ...)`).
 
@@ -61,6 +80,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
 
     - `bias_`: all estimates of position bias, as in bias.json of `ultr train`; None if the method estimates none
     - `theta_`: position -> estimated probability that users see it; None if the method does not estimate it
+    - `importance_`: the importance of the most important features on held-out requests, as `feature_importance` returns
     - `history_`: one dict per evaluation, with the step, the loss and the selection metric
     - `model_`: the trained model
     - `n_features_in_` and, for frames, `feature_names_in_`: the features of the ranker
@@ -71,7 +91,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         *,
         method: str = DEFAULT_METHOD,
         method_options: Mapping[str, Any] | None = None,
-        propensities: Mapping[int, float] | None = None,
+        propensities: Any = None,
         label: str = DEFAULT_LABEL,
         ranker: str = "mlp",
         ranker_options: Mapping[str, Any] | None = None,
@@ -97,6 +117,11 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         item: str | int | None = None,
         query: str | int | None = None,
         randomised: str | int | None = None,
+        segment: str | int | None = None,
+        missing: str = "error",
+        allow_leaks: bool = False,
+        drop_suspicious: bool = False,
+        verbose: int = 0,
     ) -> None:
         self.method, self.method_options, self.propensities, self.label = method, method_options, propensities, label
         self.ranker, self.ranker_options, self.hidden, self.dropout = ranker, ranker_options, hidden, dropout
@@ -104,8 +129,10 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         self.evaluate_every, self.patience, self.bias_steps = evaluate_every, patience, bias_steps
         self.select, self.held_out, self.device, self.random_state = select, held_out, device, random_state
         self.request, self.position, self.actions = request, position, actions
-        self.features, self.categorical = features, categorical
+        self.features, self.categorical, self.segment = features, categorical, segment
         self.item, self.query, self.randomised = item, query, randomised
+        self.missing, self.verbose = missing, verbose
+        self.allow_leaks, self.drop_suspicious = allow_leaks, drop_suspicious
 
     def fit(
         self,
@@ -128,27 +155,28 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         check_value("ranker", self.ranker, str)
         roles = dict(request=request, position=position, actions=actions, features=features, categorical=categorical)
         sources = {role: getattr(self, role) if value is None else value for role, value in roles.items()}
-        sources |= {"weight": sample_weight, "item": self.item, "query": self.query, "randomised": self.randomised}
-        table, named = _joined(X, sources)
+        sources |= {role: getattr(self, role) for role in ("segment", "item", "query", "randomised")}
+        sources["weight"] = sample_weight
+        table, named = joined(X, sources)
         if y is not None:
-            table, named["actions"] = _with_feedback(table, y, Label(self.label))
+            table, named["actions"] = with_feedback(table, y, Label(self.label))
         columns = resolve_columns(table.schema, where=f"the {type(X).__name__}", **named)
-        log = read_log(table, missing="keep" if is_trees(self.ranker) else "reject", **named)
-        self._train(log)
+        keeps = is_trees(self.ranker) or self.missing == "mean"
+        self._train(read_log(table, missing="keep" if keeps else "reject", **named), named["segment"])
         self._features: dict[str, Any] = {"features": list(columns.features), "categorical": list(columns.categorical)}
-        self._named = {role: value for role, value in sources.items() if _values(role, value) is None}
+        self._named = {role: value for role, value in sources.items() if row_values(role, value) is None}
         self._y_is_feedback = y is not None
-        self.n_features_in_ = len(log.feature_names) if _is_frame(X) else np.shape(X)[1]
+        self.n_features_in_ = len(self.model_.feature_names) if is_frame(X) else np.shape(X)[1]
         self.__dict__.pop("feature_names_in_", None)
-        if _is_frame(X):
-            self.feature_names_in_ = np.array(log.feature_names, dtype=object)
+        if is_frame(X):
+            self.feature_names_in_ = np.array(self.model_.feature_names, dtype=object)
         return self
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the score of each row, in the order of the rows."""
         check_is_fitted(self)
-        table, model, features = _table(X), self.model_, dict(self._features)
-        if not _is_frame(X):  # an array has the columns of the array passed to fit, or the features of the frame
+        table, model, features = frame_table(X), self.model_, dict(self._features)
+        if not is_frame(X):  # an array has the columns of the array passed to fit, or the features of the frame
             if table.num_columns != self.n_features_in_:
                 raise DataError(f"X must have {self.n_features_in_} columns, as in fit", got=table.num_columns)
             table = table.rename_columns(list(getattr(self, "feature_names_in_", table.column_names)))
@@ -158,25 +186,25 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         if missing := [name for name in used if name not in table.column_names]:
             what = f"the frame has no column '{missing[0]}', which is a feature of the model"
             raise DataError(what, hint=nearest(missing[0], table.column_names))
-        log = read_log(_numbered(table.select(used)), request=ROW, actions=[], missing=model.missing, **features)
+        log = read_log(numbered(table.select(used)), request=ROW, actions=[], missing=model.missing, **features)
         return model.score(replace(log, feature_names=model.feature_names), device=self.device)
 
     def rank(self, X: Any, *, request: Any = None) -> Any:
         """Return the frame with the columns `score` and `rank` (1: best of its request); rows keep their order."""
         scores = self.predict(X)
-        if not _is_frame(X):
+        if not is_frame(X):
             raise DataError("rank needs a frame", got=type(X).__name__, hint="use predict for arrays")
         table, columns, _ = self._as_fitted(X, request=request)
         if existing := {"score", "rank"} & set(table.column_names):
             raise DataError(f"the frame already has a column '{min(existing)}'", hint="rename or drop this column")
-        log = read_log(_numbered(table.select([columns.request])), request=columns.request, item=ROW)
+        log = read_log(numbered(table.select([columns.request])), request=columns.request, item=ROW)
         rows = np.asarray(log.item_ids)
         rank = np.empty_like(rows)
         rank[rows] = 1 + ranks(log, scores[rows])
         if isinstance(X, pa.Table):
             return X.append_column("score", pa.array(scores)).append_column("rank", pa.array(rank))
-        with_columns = X.with_columns if hasattr(X, "with_columns") else X.assign
-        return with_columns(score=scores, rank=rank)
+        assign = X.with_columns if hasattr(X, "with_columns") else X.assign
+        return assign(score=scores, rank=rank)
 
     def score(
         self,
@@ -199,22 +227,33 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         """
         scores = self.predict(X)
         table, columns, named = self._as_fitted(
-            X, request=request, position=position, actions=actions, weight=sample_weight, query=None, randomised=None
+            X,
+            request=request,
+            position=position,
+            actions=actions,
+            weight=sample_weight,
+            segment=None,
+            query=None,
+            randomised=None,
         )
         label = Label(self.label)
         if y is not None and self._y_is_feedback and columns.position is not None:
-            (table, named["actions"]), y = _with_feedback(table, y, label), None
+            (table, named["actions"]), y = with_feedback(table, y, label), None
         if y is None and columns.relevance is not None:
             y = table[columns.relevance]
         if y is not None:
             needed = [name for name in (columns.request, columns.weight) if name is not None]
-            labelled = _numbered(_with(table.select(needed), {"relevance": y}))
+            labelled = numbered(with_columns(table.select(needed), {"relevance": y}))
             log = read_log(labelled, request=columns.request, weight=columns.weight, relevance="relevance", item=ROW)
             ndcg = evaluate_scores(log, scores[np.asarray(log.item_ids)], "ndcg@10")["ndcg@10"]
             return float(np.average(ndcg, weights=log.weights))
-        log = read_log(_numbered(table), missing=self.model_.missing, **{**named, **self._features, "item": ROW})
-        known = {int(k): float(v) for k, v in self._propensities().items()}
-        theta = known or estimate_examination(log, label).by_position()
+        log = read_log(numbered(table), missing=self.model_.missing, **{**named, **self._features, "item": ROW})
+        log, segments = by_segment(log) if named.get("segment") else (log, ())
+        positions = log.shown_positions("score")
+        if self.propensities is None:
+            theta = estimate_examination(log, label).by_position()
+        else:
+            theta = theta_by_id(as_propensities(self.propensities), tuple(np.unique(positions).tolist()), segments)
         scores = scores[np.asarray(log.item_ids)]
         return off_policy_value(log, scores, theta=theta, label=label, estimator="clipped", clip=CLIP).value
 
@@ -224,17 +263,14 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         A source is a column of X or values by row, which become a column; without one, it is the column named in `fit`.
         """
         sources = {role: self._named.get(role) if value is None else value for role, value in sources.items()}
-        table, named = _joined(X, sources)
+        table, named = joined(X, sources)
         single = named | {"actions": [], "features": [], "categorical": []}
         return table, resolve_columns(table.schema, where=f"the {type(X).__name__}", **single), named
 
     def _options(self, name: str) -> Mapping[str, Any]:
         return check_value(name, getattr(self, name), Mapping[str, Any] | None) or {}
 
-    def _propensities(self) -> Mapping[Any, float]:
-        return check_value("propensities", self.propensities, Mapping[Any, float] | None) or {}
-
-    def _train(self, log: Log) -> None:
+    def _train(self, log: Log, segment: str | None) -> None:
         seed = self.random_state
         if isinstance(seed, int | np.integer):
             seed = int(seed)
@@ -251,102 +287,98 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         config = RunConfig(
             data="",
             method_options=dict(self._options("method_options")),
-            propensities={str(k): float(v) for k, v in self._propensities().items()} or None,
+            propensities=None if self.propensities is None else as_propensities(self.propensities),
+            columns={} if segment is None else {"segment": segment},
             ranker_options={**network, **self._options("ranker_options")},
             training=replace(default_training(self.ranker), **training, seed=seed),
-            **{name: getattr(self, name) for name in ("method", "label", "ranker", "held_out", "select")},
+            **{name: getattr(self, name) for name in SAME_NAME},
         )
         if thresholds(config.method, config.label, config.method_options, ranker=config.ranker):
             what = f"'{config.method}' is a method for clicks: it uses 1 if '{config.label}' is above zero, else 0"
             warnings.warn(what, stacklevel=3)
-        evaluations: list[Progress] = []
+        listeners: dict[str, Any] = {"on_warning": _warn, "on_progress": self._show}
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
-            run_training(config, run, log=log, checkpoint_seconds=float("inf"), on_progress=evaluations.append)
-            self.model_ = load_model(run)
-            self.bias_ = read_json(run / "bias.json") if (run / "bias.json").is_file() else None
-        bias = self.bias_ or {}
+            self._read_run(run_training(config, run, log=log, checkpoint_seconds=float("inf"), **listeners))
+
+    def _show(self, progress: Progress) -> None:
+        if check_value("verbose", self.verbose, int):
+            metrics = ", ".join(f"{name} {value:.4f}" for name, value in progress.metrics.items())
+            print(f"step {progress.step}: {metrics}")
+
+    def _read_run(self, run: Path) -> None:
+        """Set what is learned from a run directory, and keep its files in memory."""
+        self.model_ = load_model(run)
+        self.bias_ = read_json(run / "bias.json") if (run / "bias.json").is_file() else None
+        bias, outcome = self.bias_ or {}, read_outcome(run)
         self.theta_ = dict(zip(bias["positions"], bias["theta"], strict=True)) if "theta" in bias else None
-        self.history_ = [{"step": p.step, "loss": p.loss, **p.metrics} for p in evaluations]
+        self.history_ = [{**line, "loss": nan if line["loss"] is None else line["loss"]} for line in read_metrics(run)]
+        saved = {} if outcome is None else outcome.about.get("importance", {})
+        self.importance_ = [FeatureImportance(**each) for each in saved.get("features", [])]
+        files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.name not in (".lock", FITTED)]
+        self._files = {path.relative_to(run).as_posix(): path.read_bytes() for path in files}
+
+    def _write_run(self, folder: Path) -> None:
+        for name, content in self._files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the fitted ranker to a folder, which `load` and the commands of `ultr` read as a run; return it."""
+        check_is_fitted(self)
+        params = self.get_params(deep=False)
+        params["propensities"] = None if self.propensities is None else as_propensities(self.propensities)
+        if not isinstance(self.random_state, int | None):
+            params["random_state"] = None
+        about = {
+            "format": FORMAT,
+            "params": params,
+            **{name: getattr(self, name) for name in FITTED_TYPES},
+            "is_frame": hasattr(self, "feature_names_in_"),
+        }
+        with atomic_path(folder, overwrite=overwrite, folder=True) as temporary:
+            self._write_run(temporary)
+            write_json(temporary / FITTED, about)
+        return Path(folder)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> UnbiasedRanker:
+        """Load a ranker from a folder that `save` wrote."""
+        run = Path(folder)
+        if not (run / FITTED).is_file():
+            hint = "pass a folder that save wrote; ultr.load_model reads the model of a run"
+            raise AbsentError(f"the folder has no {FITTED}", where=run, hint=hint)
+        about = read_json(run / FITTED)
+        check_format(about, FORMAT, what="the ranker", where=run, hint="fit and save it again")
+        with content_errors("the ranker cannot be read", where=run, hint="fit and save it again"):
+            ranker = cls(**about["params"])
+            for name, kind in FITTED_TYPES.items():
+                setattr(ranker, name, check_value(name, about[name], kind))
+            ranker._read_run(run)
+            if about["is_frame"]:
+                ranker.feature_names_in_ = np.array(ranker.model_.feature_names, dtype=object)
+        return ranker
+
+    def feature_importance(
+        self, X: Any, *, rows: int | None = None, repeats: int = REPEATS, seed: int = 0, **columns: Any
+    ) -> list[FeatureImportance]:
+        """Return how much the selection metric falls on X if a feature is permuted, the most important feature first.
+
+        X must have requests that the ranker was not fitted to, with request, position and feedback, as columns or as
+        arguments (`request`, `position`, `actions`). See `ultr.feature_importance`. `importance_` is the result on
+        the requests that `fit` held out.
+        """
+        check_is_fitted(self)
+        roles = {role: columns.pop(role, None) for role in ("request", "position", "actions")}
+        if columns:
+            raise OptionError(f"no argument '{min(columns)}'", hint=nearest(min(columns), roles))
+        table, _, named = self._as_fitted(X, **roles, segment=None)
+        log = read_log(table, missing=self.model_.missing, **{**named, **self._features})
+        log = replace(log, feature_names=self.model_.feature_names)
+        with tempfile.TemporaryDirectory() as folder:
+            self._write_run(Path(folder))
+            return feature_importance(folder, log, rows=rows, repeats=repeats, seed=seed)
 
 
-def _is_frame(X: Any) -> bool:
-    return hasattr(X, "columns")
-
-
-def _array(name: str, values: Any) -> np.ndarray:
-    try:
-        return np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"'{name}' cannot be read ({error})", hint="pass an array with values of one type") from error
-
-
-def _column(name: str, values: Any, rows: int) -> pa.Array:
-    array = _array(name, values)
-    try:
-        if array.shape == (rows,):
-            return pa.array(array)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"'{name}' cannot be read ({error})", hint="pass an array with values of one type") from error
-    raise DataError(f"'{name}' must have one value for each of {rows} rows", got=f"shape {list(array.shape)}")
-
-
-def _table(X: Any) -> pa.Table:
-    """Return a frame or an array as a table; the columns of an array are called feature_0, feature_1, ..."""
-    if _is_frame(X):
-        return as_table(X)
-    array = _array("X", X)
-    if array.ndim != 2:
-        raise DataError("X must be a frame or an array [rows, columns]", got=f"shape {list(array.shape)}")
-    return pa.table({f"feature_{i}": _column(f"feature_{i}", v, len(array)) for i, v in enumerate(array.T)})
-
-
-def _values(role: str, value: Any) -> Mapping[str, Any] | None:
-    """Return column name -> values if `value` holds values by row; None if it names columns of X."""
-    if role in ("request", "position", "weight"):
-        return None if value is None or isinstance(value, str | int) else {role: value}
-    if _is_frame(value):
-        table = as_table(value)
-        return dict(zip(table.column_names, table.columns, strict=True))
-    return value if isinstance(value, Mapping) else None
-
-
-def _with(table: pa.Table, columns: Mapping[str, Any]) -> pa.Table:
-    others = {name: table[name] for name in table.column_names if name not in columns}
-    added = {name: _column(name, values, table.num_rows) for name, values in columns.items()}
-    return pa.table({**others, **added}).replace_schema_metadata(table.schema.metadata)
-
-
-def _joined(X: Any, sources: Mapping[str, Any]) -> tuple[pa.Table, dict[str, Any]]:
-    """Return X as a table and role -> column name; sources that hold values by row become columns of the table."""
-    table, named = _table(X), dict(sources)
-    for role, value in sources.items():
-        if (columns := _values(role, value)) is not None:
-            table, named[role] = _with(table, columns), list(columns) if role == "actions" else role
-        elif isinstance(value, int):
-            named[role] = f"feature_{value}"
-    if not _is_frame(X) and named["request"] is None:
-        hint = "pass request and position as arrays or column numbers; in cross-validation, use metadata routing"
-        raise DataError("X is an array, and the request of each row is not given", hint=hint)
-    return table, named
-
-
-def _with_feedback(table: pa.Table, y: Any, label: Label) -> tuple[pa.Table, list[str]]:
-    """Add y to the table, as the actions of the label that are not columns yet; return all actions of the label too."""
-    missing = [name for name in label.actions if name not in table.column_names]
-    if not missing:
-        hint = "leave out y; for score, put true labels into a column 'relevance'"
-        raise DataError(f"feedback is given twice, in X ({', '.join(label.actions)}) and in y", hint=hint)
-    columns = _values("actions", y)
-    if columns is None:
-        array = _array("y", y)
-        values = array[:, None] if array.ndim == 1 else array
-        if values.ndim != 2 or values.shape[1] != len(missing):
-            got = f"shape {list(array.shape)}"
-            raise DataError(f"y must have one column for each of {', '.join(missing)}", got=got)
-        columns = dict(zip(missing, values.T, strict=True))
-    return _with(table, columns), list(label.actions)
-
-
-def _numbered(table: pa.Table) -> pa.Table:
-    return table.append_column(ROW, pa.array(np.arange(table.num_rows)))
+def _warn(pitfall: Pitfall) -> None:
+    warnings.warn(f"{pitfall.name}: {pitfall.what}; {pitfall.hint}", stacklevel=2)

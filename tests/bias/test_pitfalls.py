@@ -378,3 +378,22 @@ def test_any_small_log_can_be_checked(log, share, with_sample):
     pitfalls = find_pitfalls(log.without_features(), marks, sample=log if with_sample else None)
     assert len({pitfall.name for pitfall in pitfalls}) == len(pitfalls)
     assert len(CHECKS) == 9
+
+
+@pytest.mark.parametrize("requests", [15, 40, 400, 4000])
+def test_a_noisy_score_of_the_logging_ranker_is_named_whatever_the_size_of_the_log(requests):
+    rng = np.random.default_rng(0)
+    log = clicked(show(requests, shortest=8))
+    noisy = -log.positions + 0.5 * rng.normal(size=log.rows)
+    assert "features that order as positions do" in names(log, sample=with_feature(log, noisy))
+    weaker = -log.positions + 2.5 * rng.normal(size=log.rows)
+    assert "features that order as positions do" not in names(log, sample=with_feature(log, weaker))
+
+
+def test_suspicious_requests_are_those_of_the_warning():
+    log = clicked(show(shortest=8))
+    bot = np.random.default_rng(0).random(len(log)) < 0.01
+    planted = (log.actions["click"] > 0) | np.repeat(bot, log.lengths)
+    np.testing.assert_array_equal(suspicious_requests(log, planted), bot)
+    assert not suspicious_requests(log, log.actions["click"] > 0).any()
+    assert len(suspicious_requests(log.select([]), np.zeros(0, bool))) == 0

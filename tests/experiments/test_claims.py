@@ -26,7 +26,7 @@ from ultr.experiments.claims import (
     verdict_of,
 )
 from ultr.report.parts import Heading, Notes
-from ultr.training.compare import Comparison, Row
+from ultr.training.comparison import Comparison, Row
 from ultr.training.entries import Setting
 
 SEEDS = st.lists(st.floats(-10, 10, allow_nan=False).map(lambda v: round(v, 3)), min_size=4, max_size=4)

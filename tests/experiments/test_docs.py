@@ -20,7 +20,7 @@ from ultr.experiments.tables import table_section
 from ultr.report.bias import pair_map
 from ultr.report.parts import Code, Grid, Heading, Notes, Section, Table, Text
 from ultr.report.plots import dot_plot, heat_map, line_plot
-from ultr.training.compare import Comparison, Row, with_tests
+from ultr.training.comparison import Comparison, Row, with_tests
 from ultr.training.entries import Setting
 from ultr.training.workers import Workers
 from ultr.utils.jsonfiles import load_json, read_json

@@ -21,7 +21,7 @@ from ultr.experiments.claims import DIRECTION, HELD, NOT
 from ultr.experiments.figures import figure3, figure4, figure5
 from ultr.experiments.lab import FULL, QUICK, Lab
 from ultr.experiments.paper import BAYES, DEFAULT, OPT
-from ultr.training.compare import Comparison, Row
+from ultr.training.comparison import Comparison, Row
 from ultr.training.entries import Entry, Setting, run_folder
 from ultr.training.workers import Workers
 from ultr.utils.jsonfiles import write_json

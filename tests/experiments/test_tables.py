@@ -33,7 +33,7 @@ from ultr.experiments.paper import (
     UPPER,
 )
 from ultr.experiments.tables import table1, table2
-from ultr.training.compare import Comparison, Row, Steps, with_tests
+from ultr.training.comparison import Comparison, Row, Steps, with_tests
 from ultr.training.entries import Entry, Setting
 from ultr.training.tasks import RunTask
 from ultr.training.workers import Workers

@@ -11,7 +11,7 @@ from ultr.experiments import trees as experiment
 from ultr.experiments.claims import HELD, REVERSED
 from ultr.experiments.lab import FULL, QUICK, Lab, World
 from ultr.experiments.trees import OUR_ROWS, OURS, baselines, tree_tables
-from ultr.training.compare import Comparison, Row, with_tests
+from ultr.training.comparison import Comparison, Row, with_tests
 from ultr.training.entries import Entry, Setting
 from ultr.training.workers import Workers
 

@@ -23,7 +23,7 @@ from ultr.report import write_report
 from ultr.serving import exported
 from ultr.serving.exported import load_exported, onnx_scores
 from ultr.training import checkpoints as checkpoint
-from ultr.training import compare
+from ultr.training import comparison
 from ultr.training import config as configs
 from ultr.training import outcome as outcomes
 from ultr.training.checkpoints import newest_checkpoint, write_checkpoint
@@ -65,7 +65,7 @@ KINDS = {
     "exported": ("exported/model.json", exported.FORMAT, lambda f: load_exported(f / "exported")),
     "comparison": (
         "compared/comparison.json",
-        compare.FORMAT,
+        comparison.FORMAT,
         lambda f: write_report([f / "compared"], f / "page.html", overwrite=True),
     ),
 }

@@ -280,3 +280,14 @@ def test_a_step_never_waits_for_a_gpu(name):
         with masked(learner, lists, 0, 0):
             learner.loss(lists).backward()
     assert waiting.found == set()
+
+
+def test_a_method_learns_from_requests_with_one_item_if_it_says_so(method, name):
+    log = feedback_log()
+    first = log.regroup(log.offsets[:-1], np.arange(len(log) + 1))
+    first = replace(first, positions=1 + np.arange(len(first)) % 12)
+    lists = Lists.from_log(first)
+    method.update(lists)
+    method.loss(lists).backward()
+    moved = any(p.grad is not None and p.grad.abs().sum() > 1e-6 for p in method.ranker.parameters())
+    assert moved == METHODS[name].LEARNS_ALONE

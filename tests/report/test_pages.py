@@ -27,7 +27,7 @@ from ultr.report.page import page
 from ultr.report.parts import Card, Cards, Code, Folded, Grid, Heading, Notes, Plot, Section, Table, Text
 from ultr.report.plots import bar_plot, dot_plot, heat_map, histogram, interval_plot, line_plot
 from ultr.report.run import _names
-from ultr.training.compare import Comparison, Row, with_tests
+from ultr.training.comparison import Comparison, Row, with_tests
 from ultr.training.entries import Setting
 from ultr.training.outcome import LOGGED, read_outcome
 from ultr.utils.jsonfiles import read_json, write_json
@@ -67,7 +67,7 @@ def changed(runs, tmp_path):
 
 def test_every_section_is_there(five):
     titles = re.findall(r"<h2>(.*?)</h2>", five)
-    assert titles == ["Summary", "Data", "Learning", "Metrics", "Bias", "Rankings", "Configuration"]
+    assert titles == ["Summary", "Data", "Learning", "Metrics", "Bias", "Features", "Rankings", "Configuration"]
     for run in NAMES:
         assert f">{run}<" in five
 
@@ -97,6 +97,17 @@ def test_p_values_of_a_page_are_corrected_for_the_number_of_tests(runs, tmp_path
     text = write_report([runs["em"], runs["plain"]], tmp_path / "page.html").read_text()
     table = text.split("p over requests</th>")[1].split("</table>")[0]
     assert [row[-1] for row in re.findall(r"(<td>([^<]*)</td>)\n?</tr>", table)] == [f"{p:.2g}" for p in holm(raw)]
+
+
+def test_the_importance_of_features_is_drawn(five, runs):
+    found = read_outcome(runs["em"]).about["importance"]
+    assert found["metric"] == "off-policy-reward@10"
+    drops = [each["drop"] for each in found["features"]]
+    assert len(drops) == 4
+    assert drops == sorted(drops, reverse=True)
+    bars = [trace for figure in plots_of(five) for trace in figure["data"] if trace.get("orientation") == "h"]
+    assert len(bars) == len(NAMES)
+    assert any(trace["x"] == pytest.approx(drops, abs=1e-4) for trace in bars)
 
 
 def test_bias_is_drawn(five, runs):
@@ -418,6 +429,8 @@ def test_the_command(ultr, runs, tmp_path):
     assert done.returncode == 0, done.stderr
     assert out.is_file()
     assert "open it in a browser" in done.stderr
+    assert done.stdout.count("Importance of features in") == 2
+    assert read_outcome(runs["em"]).about["importance"]["features"][0]["feature"] in done.stdout
     again = ultr("report", runs["em"], "--out", out)
     assert again.returncode == 1
     assert "--overwrite" in again.stderr

@@ -22,7 +22,8 @@ from ultr.log import write_log
 from ultr.rankers.model import load_model
 from ultr.report import write_comparison_page
 from ultr.training import workers as working
-from ultr.training.compare import FIRST_TUNING_SEED, Difference, Plan, Row, compare, compare_all, with_tests
+from ultr.training.compare import FIRST_TUNING_SEED, Plan, compare, compare_all
+from ultr.training.comparison import Difference, Row, with_tests
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.data import load_run_data
 from ultr.training.entries import Entry, Setting, run_folder

@@ -10,6 +10,7 @@ import numpy as np
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.sampling import sample_log
+from ultr.log.suspicious import BOT_SHARE, suspicious_of
 
 MIN_REQUESTS, SIGMAS = 100, 5.0  # fewest requests for a check; standard errors beyond which chance is excluded
 FAR_BELOW = 0.2  # warn below this part of the expected share; 0.3 is normal if nine users in ten click exactly once
@@ -17,13 +18,10 @@ FLAT, FLAT_SIGMAS, RISE = 0.15, 3.0, 0.3  # change of the click rate over a list
 SEEN_WHOLE = 4  # users may see lists up to this length at one glance, without position bias
 GAP_SHARE, SHOWN_MOSTLY = 0.05, 0.5  # share of requests with a gap; it is at a position that most requests show
 RARE_IMPRESSIONS, RARE_CLICKS = 0.001, 100  # share of rows, and clicks, below which a position is rare
-BOT_LENGTH, BOT_SHARE, BOT_CHANCE = 5, 0.8, 1e-6  # items, share of them clicked, largest probability by chance
-BOT_MIDDLE, BOT_BUMP = 0.6, 3  # eager users have more requests between BOT_MIDDLE and BOT_SHARE than above; bots do not
-BOT_REQUESTS, BOT_CLICKS = 10, 0.01  # fewest requests, and smallest share of all clicks, for a warning
 UNCLICKED_SHARE, TWICE_SHARE = 0.001, 0.01  # share of dwell times without a click; of requests with an item twice
-FEATURE_REQUESTS, FEATURE_ROWS, ITEM_ROWS = 50, 50_000, 1_000_000  # fewest requests, and most rows, that are checked
+FEATURE_REQUESTS, FEATURE_ROWS, ITEM_ROWS = 10, 50_000, 1_000_000  # fewest requests, and most rows, that are checked
 SAME_VALUE, SAME_RATIO, VARIES = 0.02, 0.1, 0.01  # shares of neighbours that differ: at a position, ratio, in a list
-ORDERED_REQUESTS, ORDERED_PAIRS, STRICT_PAIRS = 0.99, 0.95, 0.5  # least shares in the order of positions
+OWN_SCORE, RANKED_ROWS = 0.9, 10_000  # least rank correlation with position; most rows for it
 LARGEST_TABLE, NAMED, TINY = 1 << 20, 10, 1e-12  # entries of a table by position id; names in a message; almost 0
 
 
@@ -133,11 +131,12 @@ def _encoded_positions(view: _View) -> Iterable[Pitfall]:
     if view.sample is None or view.sample.positions is None or len(view.sample) < FEATURE_REQUESTS:
         return
     part = sample_log(view.sample, FEATURE_ROWS)
-    positions, starts, pairs = np.asarray(part.positions), part.offsets[:-1], part.lengths - 1
+    ranked = sample_log(part.select(part.lengths >= 3), RANKED_ROWS)
+    positions, starts = np.asarray(part.positions), part.offsets[:-1]
     inside, order = np.ones(part.rows, bool), np.argsort(positions, kind="stable")
     inside[starts] = False
-    listed, same = pairs >= 2, np.diff(positions[order]) == 0
-    encode, follow = [], []
+    same = np.diff(positions[order]) == 0
+    encode, others = [], []
     for column, name in enumerate(part.feature_names):
         x = np.nan_to_num(part.features[:, column], nan=-3e38)
         above, at_place = np.roll(x, 1), x[order]
@@ -146,19 +145,42 @@ def _encoded_positions(view: _View) -> Iterable[Pitfall]:
         if in_list >= VARIES and at_one <= min(SAME_VALUE, SAME_RATIO * in_list):
             encode.append(name)
         elif name not in part.vocabularies:  # codes of categories are in order of appearance, which is by position
-            up, down = (np.add.reduceat(way & inside, starts, dtype=np.int64) for way in (x > above, x < above))
-            right, wrong = (up, down) if up.sum() >= down.sum() else (down, up)
-            ordered = (right >= STRICT_PAIRS * pairs) & (wrong <= (1 - ORDERED_PAIRS) * pairs)
-            if ordered[listed].sum() >= max(FEATURE_REQUESTS, ORDERED_REQUESTS * listed.sum()):
-                follow.append(name)
+            others.append(column)
+    follow = [part.feature_names[i] for i in others if _orders_as_positions(ranked, ranked.features[:, i])]
     if encode:
-        what = f"{len(encode)} features have the same value at a position, whatever item is there: {_names(encode)}"
+        what = f"{len(encode)} features have the same value at a position, whatever item is there: {names_of(encode)}"
         hint = "train without them: they are not known before ranking"
         yield Pitfall("features that encode position", what, hint, tuple(encode))
     if follow:
-        what = f"{len(follow)} features sort items in the order of positions in 99% of the requests: {_names(follow)}"
+        many = f"{len(follow)} features have a rank correlation above {OWN_SCORE} with position within requests"
+        what = f"{many}: {names_of(follow)}"
         hint = "train without features made after ranking; the logging ranker's score leaves examination unidentified"
         yield Pitfall("features that order as positions do", what, hint, tuple(follow))
+
+
+def _orders_as_positions(log: Log, values: np.ndarray) -> bool:
+    """Return whether Spearman's correlation of a feature with position within requests is above `OWN_SCORE`.
+
+    It is a mean over requests, and must exceed the threshold by two standard errors. So more requests make the decision
+    surer, and do not change the threshold.
+    """
+    if len(log) < FEATURE_REQUESTS:
+        return False
+    request, starts = log.request_of_row, log.offsets[:-1]
+    x = np.nan_to_num(values, nan=-3e38)
+    order = np.lexsort((x, request))
+    differs = np.flatnonzero(x[order][1:] != x[order][:-1]) + 1
+    first = np.union1d(differs, starts)  # the first row of each group of tied rows, in order
+    sizes = np.diff(first, append=log.rows)
+    ranks = np.empty(log.rows)
+    ranks[order] = np.repeat(first + (sizes - 1) / 2, sizes) - starts[request]
+    middle = (log.lengths[request] - 1) / 2
+    shown = np.arange(log.rows) - starts[request] - middle
+    ranks -= middle
+    products, squares, shown_squares = (np.add.reduceat(z, starts) for z in (ranks * shown, ranks**2, shown**2))
+    correlation = products / np.sqrt(np.maximum(squares * shown_squares, TINY))  # 0 for a feature of the request
+    error = correlation.std() / np.sqrt(len(log))
+    return bool(abs(correlation.mean()) - 2 * error >= OWN_SCORE)
 
 
 def _reranked(view: _View) -> Iterable[Pitfall]:
@@ -182,36 +204,24 @@ def _rarely_seen(view: _View) -> Iterable[Pitfall]:
     rare = (view.impressions < RARE_IMPRESSIONS * view.log.rows) | (view.clicks < RARE_CLICKS)
     if len(rare_ids := view.ids[rare & (view.impressions > 0)]):
         count = f"{len(rare_ids)} of {len(view.shown)}"
-        what = f"{count} positions have fewer than 0.1% of the rows or 100 clicks: {_names(rare_ids)}"
+        what = f"{count} positions have fewer than 0.1% of the rows or 100 clicks: {names_of(rare_ids)}"
         hint = "examination is uncertain there: log more requests, or drop the rows at these positions"
         yield Pitfall("positions nearly never seen", what, hint)
 
 
-def _suspicious(view: _View) -> tuple[np.ndarray, float]:
-    """Return the indices of requests with more clicks than users make, and their share of all clicks.
-
-    They are empty and 0 if these requests are few, or if eager users explain them.
-    """
-    n, m, w = view.lengths, view.clicks_of, view.weights
-    middle = int(((n >= BOT_LENGTH) & (m > BOT_MIDDLE * n) & (m <= BOT_SHARE * n)).sum())
-    eager = np.flatnonzero((n >= BOT_LENGTH) & (m > BOT_SHARE * n))
-    a, p = m[eager] / n[eager], np.clip(view.sums(view.rates)[eager] / n[eager], TINY, 1 - TINY)
-    # Chernoff's bound, which holds for clicks of unequal rates (Hoeffding 1956): P(m or more) <= exp(-n KL(a, p)).
-    kl = a * np.log(a / p) + (1 - a) * np.log(np.maximum(1 - a, TINY) / (1 - p))
-    bots = eager[(a > p) & (n[eager] * kl > -np.log(BOT_CHANCE))]
-    share = float(w[bots] @ m[bots] / max(w @ m, TINY))
-    if len(bots) < max(BOT_REQUESTS, BOT_BUMP * middle) or share <= BOT_CLICKS:
-        return bots[:0], 0.0
-    return bots, share
-
-
-def _bots(view: _View) -> Iterable[Pitfall]:
-    bots, share = _suspicious(view)
-    if len(bots):
-        many = f"{len(bots):,} requests have more than {BOT_SHARE:.0%} of their items clicked"
+def find_bots(view: _View) -> Iterable[Pitfall]:
+    bots = _suspicious(view)
+    if bots.any():
+        share = view.weights[bots] @ view.clicks_of[bots] / (view.weights @ view.clicks_of)
+        many = f"{bots.sum():,} requests have more than {BOT_SHARE:.0%} of their items clicked"
         what = f"{many}; they have {share:.1%} of all clicks"
-        hint = "drop the requests of bots and tests, and check that one click is not counted for the whole list"
+        hint = "leave them out with --drop-suspicious, and check that one click is not counted for the whole list"
         yield Pitfall("impossible click rates", what, hint)
+
+
+def _suspicious(view: _View) -> np.ndarray:
+    clicks = view.clicks_of
+    return suspicious_of(view.lengths, clicks, view.sums(view.rates), view.weights, float(view.weights @ clicks))
 
 
 def _dwell_and_clicks(view: _View) -> Iterable[Pitfall]:
@@ -250,35 +260,37 @@ def _items_twice(view: _View) -> Iterable[Pitfall]:
         yield Pitfall("items twice in a request", what, hint)
 
 
-def _names(values: list[str] | np.ndarray) -> str:
+def names_of(values: list[str] | np.ndarray) -> str:
     return ", ".join(str(value) for value in values[:NAMED]) + (", ..." if len(values) > NAMED else "")
 
 
-CHECKS: tuple[Callable[[_View], Iterable[Pitfall]], ...] = (
+Check = Callable[[_View], Iterable[Pitfall]]
+CHECKS: tuple[Check, ...] = (
     *(_one_place, _clickless_dropped, _row_order, _encoded_positions, _reranked),
-    *(_rarely_seen, _bots, _dwell_and_clicks, _items_twice),
+    *(_rarely_seen, find_bots, _dwell_and_clicks, _items_twice),
 )
+TRAINING_CHECKS: tuple[Check, ...] = (_encoded_positions, find_bots, _items_twice)  # what `ultr train` warns of
 
 
-def find_pitfalls(log: Log, clicked: np.ndarray, *, sample: Log | None = None) -> list[Pitfall]:
+def find_pitfalls(
+    log: Log, clicked: np.ndarray, *, sample: Log | None = None, checks: Iterable[Check] = CHECKS
+) -> list[Pitfall]:
     """Return the problems of a log; `clicked` marks rows with a label above 0; `sample` has requests with features."""
-    view = _view_of(log, clicked, sample)
-    return [] if view is None else [pitfall for check in CHECKS for pitfall in check(view)]
+    view = _view(log, clicked, sample)
+    return [] if view is None else [pitfall for check in checks for pitfall in check(view)]
 
 
 def suspicious_requests(log: Log, clicked: np.ndarray) -> np.ndarray:
-    """Return a mask [requests] of those that the warning 'impossible click rates' is about, such as those of bots.
+    """Return the mask [requests] of requests with impossible click rates, such as those of bots.
 
-    `clicked` marks rows with a label above 0. No request is marked if `find_pitfalls` does not give this warning.
+    `clicked` marks rows with a label above 0. No request is marked if `find_pitfalls` does not warn of them.
     """
-    mask = np.zeros(len(log), bool)
-    if (view := _view_of(log, clicked)) is not None:
-        mask[_suspicious(view)[0]] = True
-    return mask
+    view = _view(log, clicked, None)
+    return np.zeros(0, bool) if view is None else _suspicious(view)
 
 
-def _view_of(log: Log, clicked: np.ndarray, sample: Log | None = None) -> _View | None:
-    """Check the arguments and return a view of the log; None if the log is empty."""
+def _view(log: Log, clicked: np.ndarray, sample: Log | None) -> _View | None:
+    """Return what checks share; None for a log without requests."""
     if log.positions is None:
         raise DataError("the log has no positions", hint="name their column with --position")
     if np.shape(clicked) != (log.rows,):

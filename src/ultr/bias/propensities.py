@@ -22,11 +22,13 @@ import pyarrow.parquet as pq
 from pyarrow import csv
 
 from ultr.errors import DataError
+from ultr.log.readers import as_table
 from ultr.log.segments import slot
 from ultr.log.values import as_data_error
 from ultr.utils.files import content_kind, existing_file
 from ultr.utils.jsonfiles import check_format, read_json, write_json
 
+COLUMNS = ["position", "propensity", "segment"]  # of a table of propensities; the last one is optional
 BIAS_FORMAT = 1
 BIAS_FILE = "bias.json"
 SMALLEST_KNOWN = 1e-6  # smaller propensities would give weights above a million
@@ -41,32 +43,70 @@ def read_propensities(path: str | Path) -> dict[str, float]:
     with as_data_error(path, "a table"):
         table = pq.read_table(path) if content_kind(path) == "Parquet" else csv.read_csv(path)
         columns = table.column_names
-    if columns not in (["position", "propensity"], ["position", "propensity", "segment"]):
-        got = ", ".join(columns[:5])
+    return _from_table(table, columns, where=path)
+
+
+def as_propensities(values: Any) -> dict[str, float]:
+    """Return known examination as `read_propensities` does, from values in memory.
+
+    - a mapping from positions (3 or "3"), or from `3@phone` or (3, "phone") if examination differs by segment
+    - a pandas Series with such an index
+    - a frame (pandas, polars, Arrow) as of propensities.csv; `position` and `segment` may be the index
+    """
+    if isinstance(values, Mapping):
+        return _checked([_key(key) for key in values], list(values.values()), where="propensities")
+    if hasattr(values, "index") and hasattr(values, "to_numpy") and not hasattr(values, "columns"):
+        return as_propensities(dict(zip(values.index.tolist(), values.to_numpy().tolist(), strict=True)))
+    if hasattr(values, "reset_index") and "position" not in values.columns:
+        values = values.rename_axis(["position", "segment"][: values.index.nlevels]).reset_index()
+    if not isinstance(values, pa.Table) and not hasattr(values, "columns"):
+        hint = "pass a dict, a Series with positions as its index, or the frame of propensities.csv"
+        raise DataError("propensities cannot be read", got=type(values).__name__, hint=hint)
+    table = as_table(values)
+    return _from_table(table, [name for name in COLUMNS if name in table.column_names], where="propensities")
+
+
+def _key(key: Any) -> str:
+    """Return the key of a position, such as 3 or 3.0, or of a position and a segment: `3`, or `3@phone`."""
+    if isinstance(key, tuple) and len(key) == 2:
+        return f"{_key(key[0])}@{key[1]}" if key[1] is not None and key[1] == key[1] else _key(key[0])
+    text = str(int(key)) if isinstance(key, float) and key.is_integer() else str(key)
+    if not text.partition("@")[0].isdecimal():
+        raise DataError("positions of propensities must be whole numbers", got=repr(key), hint="count from 0 or 1")
+    return text
+
+
+def _from_table(table: pa.Table, columns: list[str], *, where: object) -> dict[str, float]:
+    if sorted(columns) not in (sorted(COLUMNS[:2]), sorted(COLUMNS)):
+        got = ", ".join(table.column_names[:5])
         what = "a table of propensities needs the columns position, propensity and, optionally, segment"
-        raise DataError(what, where=path, got=got, hint="rename the columns, and put them in this order")
+        raise DataError(what, where=where, got=got, hint="rename the columns, and drop others")
     try:
         positions = table["position"].cast(pa.int64()).to_pylist()
         values = table["propensity"].cast(pa.float64()).to_pylist()
-        names = table["segment"].cast(pa.string()).to_pylist() if "segment" in columns else ()
+        names = table["segment"].cast(pa.string()).to_pylist() if "segment" in columns else [None] * len(positions)
     except (pa.ArrowException, UnicodeDecodeError) as error:
         brief = " ".join(str(error).split())[:200]
         what = f"positions must be whole numbers and propensities must be numbers ({brief})"
-        raise DataError(what, where=path, hint="correct or drop the rows with other values") from error
-    for position, value in zip(positions, values, strict=True):
-        if position is None or value is None or not SMALLEST_KNOWN <= value <= 1:
-            got = f"{value} at position {position}"
+        raise DataError(what, where=where, hint="correct or drop the rows with other values") from error
+    keys = [f"{position}@{name}" if name else str(position) for position, name in zip(positions, names, strict=True)]
+    return _checked(keys, values, where=where)
+
+
+def _checked(keys: list[str], values: list[Any], *, where: object) -> dict[str, float]:
+    """Return key -> propensity; raise DataError if a key is missing or repeated, or if a value is out of range."""
+    for key, value in zip(keys, values, strict=True):
+        number = value if isinstance(value, int | float) or hasattr(value, "__float__") else None
+        if key.startswith("None") or number is None or not SMALLEST_KNOWN <= float(number) <= 1:
+            got = f"{value} at position {key}"
             what = f"a propensity must be from {SMALLEST_KNOWN:g} to 1"
-            raise DataError(what, where=path, got=got, hint="correct, clip or drop the row")
-    if not positions:
-        raise DataError("the table of propensities has no rows", where=path, hint="add one row for each position")
-    keys = [str(position) for position in positions]
-    if names:
-        keys = [f"{key}@{name}" if name else key for key, name in zip(keys, names, strict=True)]
+            raise DataError(what, where=where, got=got, hint="correct, clip or drop the row")
+    if not keys:
+        raise DataError("the table of propensities has no rows", where=where, hint="add one row for each position")
     if len(set(keys)) < len(keys):
         what = "each position must occur once, or once per segment"
-        raise DataError(what, where=path, hint="drop the rows that repeat a position")
-    return dict(zip(keys, values, strict=True))
+        raise DataError(what, where=where, hint="drop the rows that repeat a position")
+    return {key: float(value) for key, value in zip(keys, values, strict=True)}
 
 
 def write_bias_file(folder: Path, content: Mapping[str, Any]) -> None:

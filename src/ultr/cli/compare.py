@@ -15,7 +15,7 @@ from ultr.cli.options import pages_can_be_made, print_table, progress_bar, words
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
-    from ultr.training.compare import Comparison
+    from ultr.training.comparison import Comparison
 
 
 def compare(
@@ -99,6 +99,9 @@ def compare(
     where: options.Where = None,
     split: shared.Split = "random",
     time: shared.Time = None,
+    missing: shared.MissingOption = "error",
+    allow_leaks: shared.AllowLeaks = False,
+    drop_suspicious: shared.DropSuspicious = False,
     stream: shared.Stream = "auto",
     workers: shared.Workers = 0,
     device: options.Device = "auto",
@@ -148,6 +151,7 @@ def compare(
             reference=reference,
             jobs=jobs,
             on_done=show,
+            on_warning=shared.print_warning,
         )
     if has_page := pages_can_be_made():
         write_comparison_page(out, out / "comparison.html", overwrite=True)

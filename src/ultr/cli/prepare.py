@@ -59,6 +59,13 @@ def prepare(
     keep_clickless: Annotated[
         float, typer.Option(help="Share of requests without feedback to keep; they get the weight 1/share.")
     ] = 1.0,
+    drop_suspicious: Annotated[
+        bool,
+        typer.Option(
+            "--drop-suspicious",
+            help="Leave out requests with impossible click rates (bots); their ids are written to suspicious.csv.",
+        ),
+    ] = False,
     split: Annotated[
         str, typer.Option(help="hash: split by the id of the request; time: hold out the latest requests.")
     ] = "hash",

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from ultr.cli.options import Overwrite, words
+from ultr.cli.options import Overwrite, plain, print_table, words
 
 
 def report(
@@ -25,4 +26,22 @@ def report(
 
     check_output(out, overwrite=overwrite)
     write_report(runs, out, overwrite=overwrite)
+    for run in runs:
+        _print_importance(run)
     words.print(f"wrote {out} ({out.stat().st_size / 2**20:.1f} MB): open it in a browser", soft_wrap=True)
+
+
+def _print_importance(folder: Path) -> None:
+    """Print the importance of the features of a run, if it has saved it."""
+    from ultr.report.run import load_run
+
+    if not (folder / "model").is_dir() or not (run := load_run(folder, folder.name)).importance:
+        return
+    table = Table(title=f"Importance of features in {folder}: fall of {run.selected[0]}", title_justify="left")
+    has_gain = run.importance[0].gain is not None
+    for heading in ("feature", "fall", "95% interval", *(("gain",) if has_gain else ())):
+        table.add_column(heading, justify="left" if heading == "feature" else "right")
+    for each in run.importance:
+        gain = (f"{each.gain or 0:.1%}",) if has_gain else ()
+        table.add_row(plain(each.feature), f"{each.drop:+.4f}", f"{each.low:+.4f} to {each.high:+.4f}", *gain)
+    print_table(table)

@@ -66,6 +66,9 @@ def train(
     where: options.Where = None,
     split: shared.Split = "random",
     time: shared.Time = None,
+    missing: shared.MissingOption = "error",
+    allow_leaks: shared.AllowLeaks = False,
+    drop_suspicious: shared.DropSuspicious = False,
     stream: shared.Stream = "auto",
     workers: shared.Workers = 0,
     device: options.Device = "auto",
@@ -109,6 +112,7 @@ def train(
             warm_start=warm_start,
             checkpoint_seconds=checkpoint_seconds,
             on_note=lambda note: print_notes([note]),
+            on_warning=shared.print_warning,
             on_bias_progress=show_bias_progress,
             on_progress=show,
         )

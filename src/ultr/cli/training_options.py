@@ -13,6 +13,7 @@ from ultr.cli.options import named_columns, plain, print_notes, words
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
+    from ultr.bias.pitfalls import Pitfall
     from ultr.training.config import RunConfig
 
 Data = Annotated[
@@ -104,7 +105,29 @@ Propensities = Annotated[
     Path | None,
     typer.Option("--propensities", help="CSV or Parquet file of known examination: columns position,propensity."),
 ]
+MissingOption = Annotated[
+    str,
+    typer.Option(
+        "--missing",
+        help="Missing values in features, for networks: error, or mean (the mean of training rows, and an indicator).",
+    ),
+]
+AllowLeaks = Annotated[
+    bool, typer.Option("--allow-leaks", help="Train also with features that follow the feedback on their item.")
+]
+DropSuspicious = Annotated[
+    bool,
+    typer.Option(
+        "--drop-suspicious",
+        help="Leave out requests with impossible click rates (bots); their ids are written to suspicious.csv.",
+    ),
+]
 SELECT = "auto"
+
+
+def print_warning(pitfall: Pitfall) -> None:
+    """Print a problem of the data, and what to do."""
+    words.print(f"[yellow]warning:[/] {plain(f'{pitfall.name}: {pitfall.what}; {pitfall.hint}')}", soft_wrap=True)
 
 
 def print_thresholds(label: str, methods: Mapping[str, tuple[str, Mapping[str, Any], str]]) -> None:
@@ -180,6 +203,9 @@ def run_config(options: dict[str, Any]) -> RunConfig:
         select=options["select"],
         stream=options["stream"],
         workers=options["workers"],
+        missing=options["missing"],
+        allow_leaks=options["allow_leaks"],
+        drop_suspicious=options["drop_suspicious"],
         training=replace(default_training(options["ranker"]), **training),
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ultr.evaluation.scores import holm
 from ultr.report.parts import Heading, Notes, Part
-from ultr.training.compare import Comparison, Difference, Row
+from ultr.training.comparison import Comparison, Difference, Row
 
 HELD, DIRECTION, NOT, REVERSED = "held", "in direction only", "did not hold", "reversed"
 

@@ -15,7 +15,7 @@ from ultr.experiments.paper import BAYES, DEFAULT, DELTAS, ETAS, FIGURE_METHODS,
 from ultr.report.bias import pair_map
 from ultr.report.parts import Grid, Section, Table, Text
 from ultr.report.plots import line_plot
-from ultr.training.compare import Comparison
+from ultr.training.comparison import Comparison
 from ultr.training.entries import Entry, run_folder
 from ultr.utils.jsonfiles import read_json
 

@@ -14,15 +14,8 @@ from ultr.experiments.claims import Claim, claim_parts, claims_text
 from ultr.experiments.paper import CUTOFFS
 from ultr.report.page import write_page
 from ultr.report.parts import Notes, Section, Table, Text
-from ultr.training.compare import (
-    DEFAULT_RATES,
-    LIMITS,
-    LONGEST,
-    SESSIONS,
-    Comparison,
-    Plan,
-    compare_all,
-)
+from ultr.training.compare import DEFAULT_RATES, LIMITS, LONGEST, SESSIONS, Plan, compare_all
+from ultr.training.comparison import Comparison
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.entries import Entry
 from ultr.training.workers import Workers

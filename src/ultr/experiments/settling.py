@@ -18,7 +18,8 @@ from ultr.experiments.tables import table_section
 from ultr.report.parts import Section, Table, Text
 from ultr.report.plots import line_plot
 from ultr.training.checkpoints import read_metrics
-from ultr.training.compare import Comparison, Plan, compare_all
+from ultr.training.compare import Plan, compare_all
+from ultr.training.comparison import Comparison
 from ultr.training.config import with_training
 from ultr.training.entries import Entry, Setting, run_folder
 from ultr.training.tasks import grouped

@@ -24,7 +24,7 @@ from ultr.experiments.paper import (
 )
 from ultr.report.comparison import comparison_plots, setting_text
 from ultr.report.parts import Section, Table, Text
-from ultr.training.compare import Comparison, Row
+from ultr.training.comparison import Comparison, Row
 
 BASELINES1 = [row.entry for row in TABLE1 if row.entry not in (OPT, BAYES, IPW)]
 BASELINES2 = ["dla", "regression-em", "pairwise-debias"]

@@ -10,7 +10,8 @@ from ultr.experiments.lab import QUICK, ExperimentResult, Lab, World
 from ultr.experiments.paper import TableRow
 from ultr.experiments.tables import table_section
 from ultr.report.parts import Section
-from ultr.training.compare import TREE_RATES, Comparison, Plan, compare_all
+from ultr.training.compare import TREE_RATES, Plan, compare_all
+from ultr.training.comparison import Comparison
 from ultr.training.config import TREE_TRAINING
 from ultr.training.entries import Entry
 

@@ -33,6 +33,7 @@ __all__ = [
     "Method",
     "MethodInputs",
     "TreeMethod",
+    "learns_alone",
     "make_method",
     "make_tree_method",
     "parse_options",
@@ -76,6 +77,11 @@ def _method(name: str, ranker: str = "mlp") -> type[Method] | type[TreeMethod]:
         what = f"no method '{name}'" + (f" for {ranker}" if name in METHODS else "")
         raise OptionError(what, hint=nearest(name, table))
     return table[name]
+
+
+def learns_alone(name: str, *, ranker: str = "mlp") -> bool:
+    """Return True if the method `name` can learn from requests with one item, as pointwise methods do."""
+    return _method(name, ranker).LEARNS_ALONE
 
 
 def thresholds(name: str, label: str, options: Mapping[str, Any], *, ranker: str = "mlp") -> bool:

@@ -21,6 +21,7 @@ class Affine(WeightedClicks):
     order of items. 1/α is at most `max_weight`.
     """
 
+    LEARNS_ALONE = True
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         "theta": one_of("theta", "auto", "strata", "items"),
         "max_weight": weight_limit,

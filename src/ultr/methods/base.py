@@ -39,10 +39,11 @@ class MethodInputs:
     propensities: Mapping[int, float] | None = None  # known examination by position id
     feature_names: tuple[str, ...] = ()
     binary: tuple[str, ...] = ()  # the actions that are 0 or 1
+    indicators: tuple[int, ...] = ()  # features whose missing values the ranker recognises, by index
     user: User | None = None  # the simulated user, whom only an oracle knows
 
     def make_ranker(self, *, extra_features: int = 0, outputs: int = 1) -> nn.Module:
-        encoder = FeatureEncoder(self.features + extra_features, self.categories)
+        encoder = FeatureEncoder(self.features + extra_features, self.categories, indicators=self.indicators)
         return make_ranker(self.ranker, encoder, outputs=outputs, **self.ranker_options)
 
     def as_released(self) -> MethodInputs:
@@ -98,6 +99,7 @@ class Method(Learner):
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {}  # keyword options, each with a parser from text
     CLICKS_ALONE: ClassVar[bool] = False  # True if every label above zero counts as 1
+    LEARNS_ALONE: ClassVar[bool] = False  # True if the ranker learns from requests with one item
 
     @classmethod
     def has_bias_stage(cls, options: Mapping[str, Any]) -> bool:

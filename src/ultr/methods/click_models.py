@@ -32,6 +32,7 @@ class ClickModelMethod(ClickMethod):
     attraction alone has the score logit(a).
     """
 
+    LEARNS_ALONE = True
     MODEL: ClassVar[str]
 
     def __init__(self, inputs: MethodInputs) -> None:

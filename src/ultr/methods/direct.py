@@ -42,6 +42,7 @@ class Direct(WithPositions):
     items are watched, as in a feed that plays by itself, β is 1 and only the values are learned.
     """
 
+    LEARNS_ALONE = True
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         "likelihood": one_of("likelihood", "hurdle", "binary", "poisson", "tweedie"),
         "theta": one_of("theta", "auto", "strata", "items"),

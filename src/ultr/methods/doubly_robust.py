@@ -29,6 +29,7 @@ class DoublyRobust(WithPositions):
     optimised; least squares has the same optimum, because it is linear in r̂ but for a constant.
     """
 
+    LEARNS_ALONE = True
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         "estimator": one_of("estimator", "dr", "dm", "ips"),
         "theta": one_of("theta", "auto", "strata", "items"),

@@ -67,6 +67,8 @@ class IPWLambdaLoss(IPW):
 class IPWPointwise(IPW):
     """Σ_i (s_i - c_i/θ_k)²: least squares on an unbiased label."""
 
+    LEARNS_ALONE = True
+
     def loss(self, lists: Lists) -> Tensor:
         scores = self.score(lists.features)
         return pointwise_loss(scores, self.weighted(lists), where=lists.where, weights=lists.weights)

@@ -12,5 +12,7 @@ from ultr.methods.losses import pointwise_loss
 class Pointwise(Method):
     """Least squares Σ_i (s_i - c_i)² of the scores s as predictions of the labels c."""
 
+    LEARNS_ALONE = True
+
     def loss(self, lists: Lists) -> Tensor:
         return pointwise_loss(self.score(lists.features), self.labels(lists), where=lists.where, weights=lists.weights)

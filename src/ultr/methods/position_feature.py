@@ -19,6 +19,8 @@ class PositionFeature(Method):
     The network can combine position and features in any way, so fixing the position may not rank by relevance.
     """
 
+    LEARNS_ALONE = True
+
     def __init__(self, inputs: MethodInputs) -> None:
         super().__init__(inputs)
         self.ranker = inputs.make_ranker(extra_features=DIMENSIONS)

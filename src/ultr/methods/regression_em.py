@@ -30,6 +30,7 @@ class RegressionEM(ClickMethod):
     0.9 and is not scaled, and each batch moves θ_k by 0.05 towards the mean of P(examined | c) at position k.
     """
 
+    LEARNS_ALONE = True
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         "targets": one_of("targets", "soft", "sampled"),
         "scale": scale_option,

@@ -136,6 +136,7 @@ class Adversary(nn.Module):
 class _Towers(FeedbackMethod):
     """The base class of methods with towers, which multiply the prediction or add to it."""
 
+    LEARNS_ALONE = True
     MULTIPLIES: ClassVar[bool]
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {"context": _names, "position_dropout": _share}
 

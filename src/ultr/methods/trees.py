@@ -39,6 +39,7 @@ class TreeMethod:
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {}
     CLICKS_ALONE: ClassVar[bool] = False
+    LEARNS_ALONE: ClassVar[bool] = False  # from requests with one item
 
     def __init__(self, inputs: MethodInputs) -> None:
         self.inputs = inputs
@@ -198,6 +199,8 @@ def bucketed(label: np.ndarray) -> tuple[np.ndarray, list[float]]:
 class TreePointwise(TreeMethod):
     """Least squares: the score predicts the label, with the objective of LightGBM or XGBoost."""
 
+    LEARNS_ALONE = True
+
     def task(self, log: Log) -> TreeTask:
         label = self.labels(log)
         weights = None if log.weights is None else np.repeat(log.weights, log.lengths)
@@ -214,6 +217,7 @@ class TreeDirect(TreeMethod):
     log θ is the offset of the regression. The default is Poisson for a label that is 0 or 1, and else Tweedie.
     """
 
+    LEARNS_ALONE = True
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         "likelihood": one_of("likelihood", "poisson", "tweedie"),
         "theta": one_of("theta", "auto", "strata", "items"),

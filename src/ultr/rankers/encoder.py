@@ -18,15 +18,22 @@ class FeatureEncoder(nn.Module):
     """Standardise numbers, (x - mean) / deviation, and clip them; a missing one counts as the mean. Embed categories.
 
     A categorical feature is a column of codes from 0 to its size - 1. Code 0 is for values that were not in training.
-    `categories` maps the index of a categorical feature to its size. `only` selects features by their index.
+    `categories` maps the index of a categorical feature to its size. `only` selects features by their index. For each
+    feature in `indicators`, one more input is 1 where the feature is missing, and else 0.
     """
 
     mean: Tensor
     inverse_deviation: Tensor
     numeric: Tensor
+    indicators: Tensor
 
     def __init__(
-        self, features: int, categories: Mapping[int, int] | None = None, *, only: Collection[int] | None = None
+        self,
+        features: int,
+        categories: Mapping[int, int] | None = None,
+        *,
+        only: Collection[int] | None = None,
+        indicators: Collection[int] = (),
     ) -> None:
         super().__init__()
         selected = range(features) if only is None else sorted(set(only))
@@ -37,11 +44,12 @@ class FeatureEncoder(nn.Module):
         self.register_buffer("mean", torch.zeros(len(numeric)))
         self.register_buffer("inverse_deviation", torch.ones(len(numeric)))
         self.register_buffer("numeric", torch.tensor(numeric, dtype=torch.int64), persistent=False)
+        self.register_buffer("indicators", torch.tensor(sorted(indicators), dtype=torch.int64), persistent=False)
         dimensions = {i: min(32, 2 + round(1.6 * size**0.4)) for i, size in categories.items()}
         self.embeddings = nn.ModuleDict({str(i): nn.Embedding(size, dimensions[i]) for i, size in categories.items()})
         for embedding in self.embeddings.values():
             nn.init.zeros_(embedding.weight[0])  # type: ignore[index]  # an unseen value has no effect on the score
-        self.width = len(numeric) + sum(dimensions.values())
+        self.width = len(numeric) + len(indicators) + sum(dimensions.values())
 
     def fit(self, matrix: np.ndarray) -> None:
         """Compute mean and deviation of the columns of `matrix` [rows, features], in double precision and in blocks.
@@ -80,6 +88,8 @@ class FeatureEncoder(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         numbers = features if len(self.numeric) == self.features else features[..., self.numeric]
         numbers = ((numbers - self.mean) * self.inverse_deviation).nan_to_num(nan=0.0).clamp(-LIMIT, LIMIT)
+        if len(self.indicators):
+            numbers = torch.cat([numbers, features[..., self.indicators].isnan().to(numbers.dtype)], dim=-1)
         if not self.categories:
             return numbers
         embedded = [

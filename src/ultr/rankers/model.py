@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,12 @@ class Model:
     label: str
     vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> its values, as for Log
     columns: Mapping[str, Any] = field(default_factory=dict)  # role -> its column in the training log, as in Log
+    takes_missing: bool = False  # whether a network was trained to take missing values
 
     @property
     def missing(self) -> Missing:
-        """How a log for this model treats missing values in features: trees accept them, networks do not."""
-        return "keep" if isinstance(self.ranker, TreeRanker) else "reject"
+        """How a log for this model treats missing values: trees accept them, and networks trained with `missing`."""
+        return "keep" if self.takes_missing or isinstance(self.ranker, TreeRanker) else "reject"
 
     @checked
     def score(self, log: Log, *, device: str = "cpu") -> np.ndarray:
@@ -102,11 +103,13 @@ def save_model(
     label: str,
     data: str,
     held_out: Log | None = None,
+    indicators: Sequence[int] | None = None,
 ) -> None:
     """Write a model for scoring: the weights of a network or the library's file of trees, and a description.
 
     The names of features come from `log`. `name` and `options` are those of the ranker, `data` names its data. Rows of
-    `held_out` are saved too, so that the model can be checked wherever it is used.
+    `held_out` are saved too, so that the model can be checked wherever it is used. `indicators` are the features whose
+    missing values a network recognises; None if it takes no missing values.
     """
     about: dict[str, Any] = {
         "format": FORMAT,
@@ -132,6 +135,8 @@ def save_model(
                 "duration": getattr(ranker, "duration", None),
                 "product": isinstance(ranker, Product),
             }
+            if indicators is not None:
+                about["missing"] = list(indicators)
         _save_rows(temporary, held_out)
         write_json(temporary / "model.json", about)
 
@@ -181,7 +186,11 @@ def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int
     hurdle, duration, is_product = about.get("hurdle"), about.get("duration"), about.get("product") is True
     hurdle = Hurdle.KIND if hurdle is True else hurdle  # as models said when there was only this kind
     outputs = HURDLE_OUTPUTS[hurdle] if hurdle else 2 if is_product else 1 if binary is None else len(label.actions)
-    ranker = make_ranker(about["ranker"], FeatureEncoder(inputs, categories), outputs=outputs, **options)
+    indicators = [int(i) for i in about.get("missing") or ()]
+    if not all(0 <= i < inputs and i not in categories for i in indicators):
+        raise ValueError(f"'missing' must be indices of numeric features, got {indicators[:5]}")
+    encoder = FeatureEncoder(inputs, categories, indicators=indicators)
+    ranker = make_ranker(about["ranker"], encoder, outputs=outputs, **options)
     if binary is not None:
         ranker = Synthesised(ranker, label, binary)
     if hurdle:
@@ -224,7 +233,7 @@ def load_model(run: str | Path) -> Model:
         ranker.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OptionError, OverflowError) as error:
         raise DataError(f"the model cannot be loaded ({error})", where=folder, hint="train again") from error
-    return Model(ranker.eval(), names, str(about["label"]), vocabularies, columns)
+    return Model(ranker.eval(), names, str(about["label"]), vocabularies, columns, takes_missing="missing" in about)
 
 
 def _checked_columns(columns: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ultr.report.comparison import comparison_sections
 from ultr.report.page import write_page
 from ultr.report.run import load_runs
 from ultr.report.runs import run_sections
-from ultr.training.compare import FORMAT
+from ultr.training.comparison import FORMAT
 from ultr.utils.arguments import check_value, checked
 from ultr.utils.jsonfiles import check_format, content_errors, read_json
 

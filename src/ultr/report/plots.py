@@ -186,6 +186,15 @@ def bar_plot(
     return Plot(title, {"data": data, "layout": layout}, caption)
 
 
+def drop_plot(title: str, rows: Mapping[str, tuple[float, float, float]], *, x: str, caption: str = "") -> Plot:
+    """Return a plot of horizontal bars with intervals, the first on top; `rows` maps names to (value, low, high)."""
+    plot = interval_plot(title, rows, x=x, caption=caption)
+    (trace,) = plot.figure["data"]
+    bars = {**trace, "type": "bar", "orientation": "h", "marker": {"color": COLOURS[0]}}
+    del bars["mode"]
+    return Plot(title, {"data": [bars], "layout": plot.figure["layout"]}, caption, height=120 + 24 * len(rows))
+
+
 def dot_plot(title: str, rows: Mapping[str, Sequence[float]], *, x: str, caption: str = "") -> Plot:
     """Return a plot of values as dots, with the mean and its 95% interval; `rows` maps names to values."""
     dots = {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ultr.errors import AbsentError
+from ultr.evaluation.importance import FeatureImportance
 from ultr.training.checkpoints import read_metrics
 from ultr.training.config import RunConfig
 from ultr.training.outcome import RunOutcome, read_outcome
@@ -40,7 +41,14 @@ class Run:
 
     @property
     def warnings(self) -> list[str]:
-        return [f"{w['name']}: {w['what']}" for w in (self.bias or {}).get("warnings", [])]
+        of_data = [] if self.outcome is None else self.outcome.about.get("warnings", [])
+        return [f"{w['name']}: {w['what']}" for w in [*of_data, *(self.bias or {}).get("warnings", [])]]
+
+    @property
+    def importance(self) -> list[FeatureImportance]:
+        """The most important features, most important first; empty if the run has not saved them."""
+        saved = {} if self.outcome is None else self.outcome.about.get("importance", {})
+        return [FeatureImportance(**each) for each in saved.get("features", [])]
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:

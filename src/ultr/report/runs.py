@@ -12,7 +12,7 @@ from ultr.evaluation.judgement import LOGGED_RANKING
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, Mean, PairedTest, holm, mean_with_interval, paired_test
 from ultr.report.bias import bias_section
 from ultr.report.parts import Card, Cards, Code, Grid, Heading, Notes, Part, Plot, Section, Table, Text
-from ultr.report.plots import interval_plot, line_plot
+from ultr.report.plots import drop_plot, interval_plot, line_plot
 from ultr.report.rankings import ranking_section
 from ultr.report.run import OLDER, Run
 from ultr.training.command import train_command
@@ -27,6 +27,7 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
         learning_section(runs),
         _metrics(runs),
         bias_of_runs(runs),
+        *_features(runs),
         ranking_section(runs),
         _configuration(runs),
     ]
@@ -268,6 +269,26 @@ def _tests(runs: Sequence[Run], metric: str) -> list[tuple[str, str, PairedTest]
     for (a, first), (b, second) in combinations(evaluated, 2):
         tests.append((b.name, a.name, paired_test(second.results[metric], first.results[metric], first.weights)))
     return tests
+
+
+# --- Features ---------------------------------------------------------------------------------------------------------
+
+
+def _features(runs: Sequence[Run]) -> list[Section]:
+    """Return a section with the importance of features; none if no run has it."""
+    parts: list[Part] = []
+    for run in runs:
+        if not run.importance:
+            continue
+        metric = run.selected[0]
+        rows = {each.feature: (each.drop, each.low, each.high) for each in run.importance}
+        title = "Importance" if len(runs) == 1 else run.name
+        caption = f"Fall of {metric} if the values of a feature are permuted on validation requests, 95% interval."
+        parts.append(drop_plot(title, rows, x=f"fall of {metric}", caption=caption))
+        if any(each.gain is not None for each in run.importance):
+            table = [[each.feature, f"{each.gain or 0:.1%}"] for each in run.importance]
+            parts.append(Table(["feature", "share of the gain of all splits"], table))
+    return [Section("Features", parts)] if parts else []
 
 
 # --- Configuration ----------------------------------------------------------------------------------------------------

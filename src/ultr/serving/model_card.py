@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY
+from ultr.rankers.boosters import is_trees
 from ultr.serving.exported import ABOUT, INPUT, ONNX, OUTPUT
 from ultr.training.command import train_command
 from ultr.training.config import RunConfig
@@ -156,13 +157,19 @@ def _is_column(bias: Mapping[str, Any], values: object) -> bool:
     return isinstance(values, list) and len(values) == len(bias.get("positions", ()))
 
 
+_MISSING = {
+    True: "- A missing value is NaN, and follows the branches that training chose for it.",
+    False: "- A missing value is NaN, and counts as the mean of training rows; an indicator says that it is missing.",
+}
+
+
 def _limits(config: RunConfig, about: Mapping[str, Any], bias: Mapping[str, Any] | None) -> list[str]:
     lines = [
         "## Limits",
         "",
         "- Scores are comparable only within one request. They are not probabilities.",
         "- Features must be computed as for training, and be in the order below.",
-        "- A missing value is NaN, and follows the branches that training chose for it."
+        _MISSING[is_trees(config.ranker)]
         if about["keeps_missing"]
         else "- Numbers more than 10 standard deviations from the mean in training are clipped.",
         "- A category that was not in the training data has code 0.",

@@ -11,7 +11,11 @@ from ultr.training.config import RunConfig, default_training
 
 USER_OPTIONS = ("eta", "epsilon")  # options of simulated users that `ultr train` can set
 # Options with the same name in RunConfig and `ultr train`.
-SAME_NAME = ("learn_from", "select", "sessions", "bias", "stream", "workers", "on_duplicates", "split", "time")
+SAME_NAME = (
+    *("learn_from", "select", "sessions", "bias", "stream", "workers"),
+    *("on_duplicates", "split", "time", "missing"),
+)
+FLAGS = ("allow_leaks", "drop_suspicious")  # options without a value
 
 
 def train_command(config: RunConfig, *, out: str = "run") -> tuple[str, list[str]]:
@@ -26,6 +30,7 @@ def train_command(config: RunConfig, *, out: str = "run") -> tuple[str, list[str
         options += [("ranker-option", f"{name}={_text(value)}") for name, value in config.ranker_options.items()]
     else:
         options += [(name, _text(value)) for name, value in config.ranker_options.items()]
+    options += [(name, None) for name in FLAGS if getattr(config, name)]
     options += [(name, getattr(config, name)) for name in SAME_NAME if getattr(config, name) != getattr(default, name)]
     if config.users is not None:
         options.append(("users", config.users))
@@ -39,7 +44,9 @@ def train_command(config: RunConfig, *, out: str = "run") -> tuple[str, list[str
         value = getattr(config.training, field.name)
         if value != getattr(training, field.name):
             options.append((field.name, value))
-    words = [part for name, value in options for part in (f"--{name.replace('_', '-')}", _text(value))]
+    words = []
+    for name, value in options:
+        words += [f"--{name.replace('_', '-')}", *(() if value is None else (_text(value),))]
     return shlex.join(["ultr", "train", config.data, *words]), _notes(config, default)
 
 

@@ -7,30 +7,32 @@ resumed with the same call, and extended by more methods or seeds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ultr.bias.pitfalls import Pitfall
 from ultr.errors import OptionError, UltrError, UnfinishedError, nearest
-from ultr.evaluation.scores import Mean, PairedTest, holm, mean_with_interval, paired_test
+from ultr.evaluation.scores import mean_with_interval
 from ultr.methods import METHODS
 from ultr.rankers.boosters import is_trees
 from ultr.training.checkpoints import read_metrics
+from ultr.training.comparison import Comparison, Row, Steps, with_tests
 from ultr.training.config import RunConfig, with_training
 from ultr.training.entries import Entry, Setting, run_folder
-from ultr.training.logged import LOGGED, LoggedTest, against_logged, read_logged
+from ultr.training.logged import LOGGED, against_logged, read_logged
 from ultr.training.run import best_evaluation
 from ultr.training.selection import less_is_better
 from ultr.training.tasks import TEST, LoggedTask, RunTask, SharedTask, grouped, read_requests
+from ultr.training.traps import traps_of_log
 from ultr.training.workers import OnDone, Stage, Workers, default_jobs
 from ultr.utils.files import output_errors
 from ultr.utils.jsonfiles import read_json, write_json
 
-FORMAT = 1
 TEST_SHARE = 0.2  # share of a log's requests that are held out for the final test
 SESSIONS = 30_000  # simulated sessions of the log that all methods of a run learn from
 PATIENCE = 10  # evaluations without improvement after which a run of a comparison stops
@@ -39,113 +41,6 @@ TREE_RATES = (0.05, 0.1)  # learning rates to choose from, for trees
 LIMITS = (2.0, 3.0, 5.0, "none")  # largest weights to choose from, besides the default of a method
 FIRST_TUNING_SEED = 1000  # seeds from here on choose settings; those from 0 on are tested
 LONGEST = 4  # times the given steps that a method may have if it still improves at its last step
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The difference of two methods in a metric, tested over seeds and over test requests.
-
-    A p value of `holm` is corrected by Holm's method for the number of methods that are compared with the reference.
-    """
-
-    seeds: PairedTest
-    requests: PairedTest | None = None  # of the means over seeds; None if they are not known
-    holm: tuple[float, float] | None = None  # corrected p values over seeds and over requests
-
-    @property
-    def p(self) -> float:
-        """The larger p value of the two tests."""
-        return max(self.seeds.p, 0.0 if self.requests is None else self.requests.p)
-
-    @property
-    def significant(self) -> bool:
-        """Whether both tests, corrected if they are, have p < 0.05."""
-        return (self.p if self.holm is None else max(self.holm)) < 0.05
-
-    def to_json(self) -> dict[str, Any]:
-        requests = None if self.requests is None else asdict(self.requests)
-        return {**asdict(self.seeds), "over_requests": requests, "holm": self.holm and list(self.holm)}
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The training of a method's runs: medians of the best and the last step, and the runs that took all steps."""
-
-    best: float
-    last: float
-    bound: int
-    at_bound: int  # runs that were still improving when they had taken all steps
-
-
-@dataclass(frozen=True)
-class Row:
-    """The results of one method: its setting, its metrics by seed, and tests against the reference method."""
-
-    entry: str
-    setting: Setting
-    results: dict[str, list[float]]  # metric -> one value per seed
-    against: dict[str, Difference] = field(default_factory=dict)  # by metric; empty for the reference method
-    by_request: Mapping[str, np.ndarray] = field(default_factory=dict)  # metric -> means over seeds by test request
-    steps: Steps | None = None
-    sessions: int = 0  # sessions that each run learned from, its bias model included
-    weights: np.ndarray | None = None  # of the test requests
-    against_logged: Mapping[str, LoggedTest] = field(default_factory=dict)  # by metric; empty if there is no log
-
-    def tested(self, other: Row) -> dict[str, Difference]:
-        """Return metric -> paired tests of this method against the method of another row."""
-        tests = {}
-        for metric, values in self.results.items():
-            requests = None
-            if metric in self.by_request and metric in other.by_request:
-                requests = paired_test(self.by_request[metric], other.by_request[metric], self.weights)
-            tests[metric] = Difference(paired_test(np.array(values), np.array(other.results[metric])), requests)
-        return tests
-
-    def to_json(self) -> dict[str, Any]:
-        summary = {
-            metric: {
-                "mean": float(np.mean(values)),
-                "deviation": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0,
-                "seeds": values,
-                "against": self.against[metric].to_json() if metric in self.against else None,
-                "against_logged": self.against_logged[metric].to_json() if metric in self.against_logged else None,
-            }
-            for metric, values in self.results.items()
-        }
-        about = {"steps": self.steps and asdict(self.steps), "sessions": self.sessions}
-        return {"method": self.entry, **self.setting.to_json(), **about, "figures": summary}
-
-
-def with_tests(rows: Sequence[Row], reference: str) -> list[Row]:
-    """Return rows with tests against the row `reference`, p values corrected for the number of other rows."""
-    other = next(row for row in rows if row.entry == reference)
-    tests = {row.entry: row.tested(other) for row in rows if row is not other}
-    for metric in other.results if tests else ():
-        found = [test[metric] for test in tests.values()]
-        over_seeds = holm([each.seeds.p for each in found])
-        over_requests = holm([0.0 if each.requests is None else each.requests.p for each in found])
-        for test, each, *corrected in zip(tests.values(), found, over_seeds, over_requests, strict=True):
-            test[metric] = replace(each, holm=(corrected[0], corrected[1]))
-    return [replace(row, against=tests.get(row.entry, {})) for row in rows]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The results of a comparison, one row per method; `reference` is the method that the others are tested against."""
-
-    rows: list[Row]
-    metrics: list[str]
-    reference: str
-    logged: Mapping[str, Mean] = field(default_factory=dict)  # metric -> mean of the logged ranking; only for logs
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "metrics": self.metrics,
-            "reference": self.reference,
-            "logged": {metric: asdict(mean) for metric, mean in self.logged.items()},
-            "rows": [row.to_json() for row in self.rows],
-        }
 
 
 @dataclass(frozen=True)
@@ -351,10 +246,12 @@ def compare(
     reference: str | None = None,
     jobs: int = 0,
     on_done: OnDone = lambda *_: None,
+    on_warning: Callable[[Pitfall], None] = lambda _: None,
 ) -> Comparison:
     """Compare methods as `Plan` says, and write the results to comparison.json in the folder `out`.
 
-    `rates` are the learning rates to choose from; if empty, `DEFAULT_RATES`, or `TREE_RATES` for trees.
+    `rates` are the learning rates to choose from; if empty, `DEFAULT_RATES`, or `TREE_RATES` for trees. `on_warning` is
+    called with each problem of a log, before any run starts.
     """
     base = replace(base, select=base.selection)  # one selection metric for all methods, also upper bounds
     metrics = list(metrics or ([base.select] if base.users is None else ["ndcg@10", "reward@10"]))
@@ -373,6 +270,10 @@ def compare(
         metrics=metrics,
         reference=reference or "",
     )
+    if base.users is None and not (out / "comparison.json").is_file():
+        configs = [entry.config(base, Setting(plan.rates_for(entry)[0]), 0) for entry in plan.entries]
+        for pitfall in traps_of_log(configs):
+            on_warning(pitfall)
     existed = out.exists()
     try:
         with Workers(jobs or default_jobs()) as workers:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from ultr._version import __version__
+from ultr.bias.propensities import as_propensities
 from ultr.datasets.initial import Logging
 from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, parse_any_metric
@@ -29,6 +30,7 @@ LearnFrom = Literal["feedback", "truth", "no-bias"]
 DEFAULT_METHOD = "pairwise-em"
 AUTO = "auto"  # selection metric: off-policy-reward@10 on a log, else feedback-ndcg@10
 Streaming = Literal["auto", "yes", "no"]
+MissingValues = Literal["error", "mean"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
 TREE_SESSIONS = 20_000  # simulated sessions for trees if `sessions` is 0
 
@@ -110,9 +112,14 @@ class RunConfig:
     sessions: int = 0  # sessions simulated once before training; 0: new feedback at each step (trees: TREE_SESSIONS)
     bias: str | None = None  # a run, `ultr bias` folder or bias.json to take the estimated bias from
     workers: int = 0  # threads that read streamed lists; 0: chosen by the number of cores
+    missing: MissingValues = "error"  # of features of a network; mean: the mean of training rows, and an indicator
+    allow_leaks: bool = False  # train also with features that follow the feedback on their item
+    drop_suspicious: bool = False  # leave out requests with impossible click rates, such as those of bots
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
     def __post_init__(self) -> None:
+        if self.propensities is not None:
+            object.__setattr__(self, "propensities", as_propensities(self.propensities))
         check_fields(self)
         for name in ("data", "data_dir", "bias"):
             check_value(name, getattr(self, name), str | Path | None)

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ultr.bias.pitfalls import Pitfall, suspicious_requests
 from ultr.bias.propensities import read_bias_theta, theta_by_id
 from ultr.datasets import DATASETS, Dataset, highest_grade, initial_ranker, load_dataset, show
 from ultr.datasets.simulate import simulate_log
@@ -43,6 +44,7 @@ from ultr.utils.memory import available_memory
 MAX_VALIDATION_ROWS = 100_000  # validation requests are evaluated often, so more rows would take too long
 SAMPLE_ROWS, SAMPLE_BYTES = 1_000_000, 256 << 20  # largest sample of streamed lists, used in place of the whole log
 LARGEST_LABEL = 1e12  # largest label, because labels are squared in single precision
+GROUPED = 10  # held-out requests with one item that are ranked as one list
 MEMORY_SHARE = 0.5  # lists that need more than this share of the available memory are streamed
 
 
@@ -68,6 +70,8 @@ class RunData:
     all_positions: tuple[int, ...] | None = None  # of all prepared lists; `train` may be a sample of them
     all_binary: tuple[str, ...] | None = None  # actions that are only 0 or 1 in all prepared lists
     stream: StreamedLists | None = None  # the training lists if they are streamed; `train` is then a sample of them
+    suspicious: Any = None  # ids of the requests that `drop_suspicious` left out, as an Arrow array; None: not dropped
+    warnings: tuple[Pitfall, ...] = ()  # problems of the data that training reported
     initial: Callable[[np.ndarray], np.ndarray] | None = None  # features -> scores that simulated users saw items by
 
     def logged_scores(self) -> np.ndarray | None:
@@ -183,7 +187,7 @@ def _read_training_log(config: RunConfig) -> RunData:
     if config.stream == "yes":
         raise OptionError("only prepared lists can be streamed", got=config.data, hint="run ultr prepare on it first")
     _check_fits_in_memory(Path(config.data))
-    missing: Missing = "keep" if is_trees(config.ranker) else "reject"
+    missing: Missing = "keep" if is_trees(config.ranker) or config.missing == "mean" else "reject"
     rows: dict[str, Any] = {"on_duplicates": config.on_duplicates, "where": config.where, "time": config.time}
     run_data = split_log(read_log(config.data, missing=missing, **rows, **config.columns), config)
     return replace(run_data, fingerprint=fingerprint(Path(config.data)))
@@ -204,6 +208,9 @@ def _check_fits_in_memory(path: Path) -> None:
 
 def _read_lists(config: RunConfig) -> RunData:
     """Read prepared lists: the training lists into memory, or only a sample of them and a stream of all."""
+    if config.drop_suspicious:
+        hint = "pass --drop-suspicious to ultr prepare, and leave it out here"
+        raise OptionError("suspicious requests are left out when lists are prepared", got=config.data, hint=hint)
     shards = Shards(config.data)
     shards.check_names(config.columns)
     if config.where or config.split == "time":
@@ -221,7 +228,7 @@ def _read_lists(config: RunConfig) -> RunData:
     if config.columns.get("segment"):
         train, segments = by_segment(train)
     view = partial(_view_segments, segments=segments)
-    validation = view(validation)
+    validation = in_groups(view(validation))
 
     def feed(options: TrainingOptions) -> Feeding:
         device = choose_device(options.device)
@@ -231,7 +238,7 @@ def _read_lists(config: RunConfig) -> RunData:
         train,
         validation,
         shards.fingerprint,
-        test=None if test is None else view(test),
+        test=None if test is None else in_groups(view(test)),
         segments=segments,
         all_positions=None if segments else about.positions,
         all_binary=about.binary,
@@ -255,6 +262,7 @@ def split_log(log: Log, config: RunConfig) -> RunData:
     no seed can choose a setting on them. In a split by time, the last requests are for testing, and those before them
     for validation.
     """
+    log, suspicious = _without_suspicious(log, config) if config.drop_suspicious else (log, None)
     log, segments = by_segment(log) if config.columns.get("segment") else (log, ())
     if config.split == "time":
         learned, held_out, judged = split_by_time(log, config.held_out, config.judged)
@@ -265,12 +273,36 @@ def split_log(log: Log, config: RunConfig) -> RunData:
         what = f"a log needs more than {count} requests, because {count} are held out from training"
         hint = "collect more requests; all requests of a query, or of a time, are on one side of the split"
         raise DataError(what, where=config.data or None, got=len(log), hint=hint)
-    validation = sample_log(log.select(held_out), MAX_VALIDATION_ROWS)
-    test = log.select(judged) if config.judged else None
+    validation = in_groups(sample_log(log.select(held_out), MAX_VALIDATION_ROWS))
+    test = in_groups(log.select(judged)) if config.judged else None
     train = log.select(learned)
     if config.learn_from == "feedback":
         _check_label(train, config)
-    return RunData(train, validation, f"{len(log)}-{log.rows}", test=test, segments=segments)
+    name = f"{len(log)}-{log.rows}"
+    return RunData(train, validation, name, test=test, segments=segments, suspicious=suspicious)
+
+
+def _without_suspicious(log: Log, config: RunConfig) -> tuple[Log, Any]:
+    """Return the log without requests with impossible click rates, and their ids."""
+    dropped = suspicious_requests(log, np.asarray(Label(config.label)(log.actions)) > 0)
+    return (log.select(~dropped) if dropped.any() else log), log.request_ids.filter(pa.array(dropped))
+
+
+def in_groups(log: Log) -> Log:
+    """Return a log whose requests all have one item as lists of `GROUPED` items, and any other log as it is.
+
+    The order of one item is always right. Scores of pointwise methods are comparable across requests, so held-out
+    requests of one item are ranked together, as if they had been shown as one list at their positions.
+    """
+    if log.positions is None or len(log) < 2 or log.lengths.max() > 1:
+        return log
+    group = np.arange(len(log)) // GROUPED
+    rows, first = np.lexsort((log.positions, group)), np.flatnonzero(np.diff(group, prepend=-1))
+    weights = None if log.weights is None else np.add.reduceat(log.weights, first)
+    context = {name: values.take(pa.array(first)) for name, values in log.context.items()}
+    offsets, ids = np.append(first, len(log)), log.request_ids.take(pa.array(first))
+    ordered = log.regroup(rows, log.offsets)
+    return replace(ordered, offsets=offsets, request_ids=ids, weights=weights, context=context)
 
 
 def _split_at_random(log: Log, config: RunConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -313,6 +345,17 @@ def known_theta(config: RunConfig, run_data: RunData) -> dict[int, float] | None
     return None if theta is None else theta_by_id(theta, run_data.positions, run_data.segments)
 
 
+def missing_features(config: RunConfig, log: Log) -> tuple[int, ...] | None:
+    """Return the indices of features with missing values, which a network recognises; None if it rejects such values.
+
+    Categories have a code for a missing value, and trees recognise missing values themselves.
+    """
+    if config.missing == "error" or is_trees(config.ranker):
+        return None
+    missing = np.isnan(log.features).any(axis=0)
+    return tuple(i for i in np.flatnonzero(missing).tolist() if i not in log.categories)
+
+
 def method_inputs(config: RunConfig, run_data: RunData) -> MethodInputs:
     """Return the inputs of a method: its label, ranker, features, positions and known examination."""
     log = run_data.train
@@ -327,5 +370,6 @@ def method_inputs(config: RunConfig, run_data: RunData) -> MethodInputs:
         propensities=known_theta(config, run_data),
         feature_names=log.feature_names,
         binary=run_data.binary,
+        indicators=missing_features(config, run_data.train) or (),
         user=run_data.user,
     )

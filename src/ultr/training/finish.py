@@ -13,11 +13,13 @@ from torch import nn
 
 from ultr.evaluation.judge import Judge
 from ultr.lists import Lists
+from ultr.log.suspicious import write_suspicious
 from ultr.rankers.model import save_model
 from ultr.training.bias_stage import write_bias_report
 from ultr.training.config import RunConfig
-from ultr.training.data import RunData
+from ultr.training.data import RunData, missing_features
 from ultr.training.feed import Feeding
+from ultr.training.importance import importance_of_run
 from ultr.training.loop import Progress
 from ultr.training.outcome import write_outcome
 
@@ -47,7 +49,10 @@ def finish_run(
 
     `ranker_options` are those of the ranker, which a method may have changed.
     """
-    write_outcome(config, run_data, scores, judge, out)
+    if run_data.suspicious is not None:
+        write_suspicious(out, run_data.suspicious)
+    importance = importance_of_run(config, run_data, ranker, judge)
+    write_outcome(config, run_data, scores, judge, out, importance=importance)
     write_bias_report(config, run_data, bias, feed, out)
     save_model(
         out / "model",
@@ -58,5 +63,6 @@ def finish_run(
         label=config.label,
         data=run_data.fingerprint,
         held_out=run_data.validation,
+        indicators=missing_features(config, run_data.train),
     )
     shutil.rmtree(out / "checkpoints", ignore_errors=True)

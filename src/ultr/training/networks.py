@@ -21,6 +21,7 @@ from ultr.training.data import RunData, method_inputs
 from ultr.training.finish import Listeners, finish_run
 from ultr.training.loop import Progress, check_has_features, start, train
 from ultr.training.selection import evaluator, judge_of, less_is_better
+from ultr.training.traps import check_pairs
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import barrier, check_equal, gather_shares, is_main, own_share
 from ultr.utils.tensors import load_tensors
@@ -31,6 +32,7 @@ class NetworkRun:
 
     def __init__(self, config: RunConfig, run_data: RunData, warm_start: Path | None = None) -> None:
         check_has_features(run_data.train)  # first, as torch warns about networks without inputs
+        check_pairs(config, run_data.train)
         self.config, self.run_data = config, run_data
         self.method: Method = make_method(config.method, method_inputs(config, run_data), **config.method_options)
         if warm_start is not None:

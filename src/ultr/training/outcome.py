@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,19 @@ class RunOutcome:
     used: Mapping[str, np.ndarray] | None = None  # hashes of the requests that it `trained` on and was `selected` on
 
 
-def write_outcome(config: RunConfig, run_data: RunData, scores: np.ndarray, judge: Judge | None, out: Path) -> None:
-    """Evaluate `scores` (of the validation rows) and the logged ranking on each request, and write the outcome."""
+def write_outcome(
+    config: RunConfig,
+    run_data: RunData,
+    scores: np.ndarray,
+    judge: Judge | None,
+    out: Path,
+    *,
+    importance: Mapping[str, Any] | None = None,
+) -> None:
+    """Evaluate `scores` (of the validation rows) and the logged ranking on each request, and write the outcome.
+
+    `importance` is that of the features, from `importance_of_run`.
+    """
     log, logged = run_data.validation, run_data.logged_scores()
     metrics = [config.selection]
     if log.relevance is not None and log.relevance.max() <= MAX_GRADE:
@@ -76,6 +87,8 @@ def write_outcome(config: RunConfig, run_data: RunData, scores: np.ndarray, judg
         "data": _facts(run_data),
         "validation": {"requests": len(log), "rows": log.rows},
         "metrics": metrics,
+        "importance": importance or {},
+        "warnings": [asdict(warning) for warning in run_data.warnings],
     }
     if logged is not None:
         columns |= {LOGGED + name: values for name, values in evaluate(logged).items()}

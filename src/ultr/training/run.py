@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ultr.bias.pitfalls import Pitfall
 from ultr.errors import DataError, LabelError, OptionError, OutputError
 from ultr.log import Log
 from ultr.log.shards import is_lists
@@ -25,6 +26,7 @@ from ultr.training.networks import NetworkRun
 from ultr.training.replace import begin_successor, is_being_replaced, settle, successor, take_place
 from ultr.training.selection import less_is_better
 from ultr.training.together import can_train_together, make_network_run, train_together
+from ultr.training.traps import find_traps
 from ultr.training.trees import TreeRun
 from ultr.utils.arguments import checked
 from ultr.utils.distributed import barrier, check_equal, is_main, job_id, main_decides, process_group, restarts, size
@@ -46,6 +48,7 @@ def run_training(
     log: Log | None = None,
     checkpoint_seconds: float = 10.0,
     on_note: Callable[[str], None] = lambda _: None,
+    on_warning: Callable[[Pitfall], None] | None = lambda _: None,
     on_bias_progress: Callable[[Progress], None] = lambda _: None,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
@@ -57,6 +60,7 @@ def run_training(
     - `log` is a log in memory, which is used in place of `config.data`.
     - `shared` is a folder for bias models, used by all runs with the same data, seed and bias options.
     - `on_note` gets a message for each change that was made to the log on reading it (`Log.notes`).
+    - `on_warning` is called with each problem of the data; None if the data were checked before.
 
     Under torchrun all processes train and rank 0 writes. Processes that torchrun restarts resume their run.
     """
@@ -75,6 +79,10 @@ def run_training(
         for note in run_data.train.notes:
             on_note(note)
         torch.manual_seed(config.training.seed)
+        if on_warning is not None:
+            run_data = replace(run_data, warnings=tuple(find_traps(config, run_data)))
+            for warning in run_data.warnings:
+                on_warning(warning)
         run = make_run(config, run_data, warm_start)
         with _writing(place, config) as finished_elsewhere:
             if not finished_elsewhere:
@@ -96,7 +104,7 @@ def run_together(
     folders = [places[number].folder for number in left]
     if len(runs) < 2 or not can_train_together(runs, folders):
         for number in left:
-            run_training(configs[number], outs[number], resume=True, shared=shared)
+            run_training(configs[number], outs[number], resume=True, shared=shared, on_warning=None)
         return
     with ExitStack() as writing:
         for number in left:

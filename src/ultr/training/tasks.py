@@ -55,7 +55,7 @@ class RunTask:
 
     def perform(self) -> str:
         folder, config = Path(self.folder), RunConfig.from_json(self.config)
-        run_training(config, folder, resume=True, shared=Path(self.shared))
+        run_training(config, folder, resume=True, shared=Path(self.shared), on_warning=None)
         if missing := [metric for metric in self.metrics if metric not in _tested(folder)]:
             found, weights = evaluate_run(config, folder, missing, Path(self.shared))
             _write_tested(folder, found, weights)

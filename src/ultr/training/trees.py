@@ -29,6 +29,7 @@ from ultr.training.feed import Feed
 from ultr.training.finish import Listeners, finish_run
 from ultr.training.loop import Progress, RunState, as_numbers
 from ultr.training.selection import evaluator, judge_of, less_is_better
+from ultr.training.traps import check_pairs
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import size
 from ultr.utils.jsonfiles import file_checksum
@@ -49,6 +50,7 @@ class TreeRun:
         check_parameters(config.ranker, config.ranker_options, features=features.shape[1])
         if (features.min(axis=0) == features.max(axis=0)).all():  # a column with missing values is not equal
             raise DataError("there is no feature to split rows by", hint="check that features vary; all are constant")
+        check_pairs(config, run_data.train)
         self.config, self.run_data = config, run_data
         self.method: TreeMethod = make_tree_method(
             config.method, method_inputs(config, run_data), **config.method_options

@@ -11,6 +11,7 @@ import pyarrow as pa
 from ultr.errors import ColumnError, DataError
 from ultr.log.build import MAX_WEIGHT, MIN_WEIGHT
 from ultr.log.queries import LARGEST_QUERY, time_bounds
+from ultr.log.suspicious import BOT_LENGTH, BOT_MIDDLE, suspicious_of
 
 LARGEST = float(np.finfo(np.float32).max)  # the largest number that lists can hold
 Fetch = Callable[[Any], pa.Table]
@@ -105,6 +106,32 @@ def reject_differing(counts: Mapping[str, int], names: Mapping[str, str], *, whe
     for role, count in counts.items():
         what = f"column '{names[role]}' ({role}) must have one value per request"
         raise ColumnError(what, where=where, got=f"several in {count:,} requests", hint="correct or drop it")
+
+
+def suspicious_ids(rows: Any, actions: int, *, fetch: Fetch) -> Any:
+    """Return the ids of requests with impossible click rates, as an Arrow array; any action counts as a click.
+
+    The engine counts items, clicks and expected clicks of requests; only those with many clicks are fetched.
+    """
+    import ibis
+
+    clicked = ibis.or_(*(rows[f"action_{i}"] > 0 for i in range(actions))) if actions else ibis.literal(False)
+    weight = rows.weight if "weight" in rows.columns else ibis.literal(1.0)
+    shown = rows.select("request", "position", clicked=clicked.cast("float64"), weight=weight)
+    of_position = shown.group_by("position").aggregate(
+        rate=(shown.clicked * shown.weight).sum() / shown.weight.sum(), got=(shown.clicked * shown.weight).sum()
+    )
+    all_clicks = fetch(of_position.aggregate(clicks=of_position.got.sum()))["clicks"][0].as_py()
+    joined = shown.join(of_position.select("position", "rate"), "position")
+    of_request = joined.group_by("request").aggregate(
+        items=joined.count(), clicks=joined.clicked.sum(), expected=joined.rate.sum(), weight=joined.weight.max()
+    )
+    many = (of_request["items"] >= BOT_LENGTH) & (of_request.clicks > BOT_MIDDLE * of_request["items"])
+    eager = fetch(of_request.filter(many)).sort_by("request").combine_chunks()
+    names = ("items", "clicks", "expected", "weight")
+    items, clicks, expected, weights = (eager[name].to_numpy().astype(np.float64) for name in names)
+    mask = suspicious_of(items, clicks, expected, weights, all_clicks or 0.0)
+    return eager["request"].combine_chunks().filter(pa.array(mask))
 
 
 def bounds_by_time(rows: Any, validation: float, test: float, *, fetch: Fetch) -> tuple[float, float]:

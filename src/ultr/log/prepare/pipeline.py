@@ -10,23 +10,30 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ultr.errors import ColumnError, OptionError, nearest
 from ultr.log.conditions import utc_time
 from ultr.log.duplicates import HINT, MERGED
 from ultr.log.labels import Label
-from ultr.log.prepare.checks import bounds_by_time, check_rows, count_differing, divides, reject_differing
+from ultr.log.prepare.checks import (
+    bounds_by_time,
+    check_rows,
+    count_differing,
+    divides,
+    reject_differing,
+    suspicious_ids,
+)
 from ultr.log.prepare.engines import Engine, EngineName, engine_errors, start_engine
 from ultr.log.prepare.events import EventColumns, action_names, actions_by_item, event_columns, event_notes, with_events
 from ultr.log.prepare.facts import shard_facts
 from ultr.log.prepare.impressions import filtered, impressions, rounded, without_missing_actions
 from ultr.log.prepare.nesting import HASH_RANGE, Nesting
-from ultr.log.prepare.sources import Source, find_source
-from ultr.log.schema import ROLES, Columns, resolve_columns, saved_names
+from ultr.log.prepare.sources import Source, feature_names, find_source
+from ultr.log.schema import ROLES, Columns, resolve_columns
 from ultr.log.shards import SPLITS, Manifest, footer_sum
-from ultr.log.table import FEATURE_NAMES_KEY, RESERVED
-from ultr.log.values import as_data_error, missing_note
+from ultr.log.suspicious import SUSPICIOUS_FILE, write_suspicious
+from ultr.log.table import RESERVED
+from ultr.log.values import missing_note
 from ultr.utils.arguments import check_fields, checked
 from ultr.utils.files import atomic_path
 from ultr.utils.memory import available_memory
@@ -66,6 +73,7 @@ class Preparation:
     min_items: int = 1
     max_items: int | None = None
     keep_clickless: float = 1.0
+    drop_suspicious: bool = False
     split: Literal["hash", "time"] = "hash"
     time: str | None = None
     validation: float = 0.1
@@ -177,6 +185,9 @@ class _Work:
         self.notes += [missing_note(name, count) for name, count in missing.items()]
         rows = without_missing_actions(rows) if missing else rows
         columns = self._check_requests(rows, columns, names)
+        if self.chosen.drop_suspicious:
+            rows = self._without_suspicious(rows, actions, folder)
+            total = int(self.engine.fetch(rows.aggregate(rows=rows.count()))["rows"][0].as_py())
         nesting = self._nesting(rows, columns, actions)
         self.progress("sorting", 0, total)
         requests, kept = self.engine.write(
@@ -266,11 +277,19 @@ class _Work:
         reject_differing(counts, names, where=self.where)
         return columns
 
+    def _without_suspicious(self, rows: Any, actions: tuple[str, ...], folder: Path) -> Any:
+        """Return the rows without those of requests with impossible click rates, whose ids are written to a file."""
+        ids = suspicious_ids(rows, len(actions), fetch=self.engine.fetch)
+        write_suspicious(folder, ids)
+        what = f"{len(ids):,} requests with impossible click rates are left out"
+        self.notes.append(f"{what}; their ids are in {SUSPICIOUS_FILE}" if len(ids) else what)
+        return rows.filter(rows.request.notin(ids.to_pylist())) if len(ids) else rows
+
     def _nesting(self, rows: Any, columns: Columns, actions: tuple[str, ...]) -> Nesting:
         chosen = self.chosen
         validation_from, test_from = self._bounds(rows)
         return Nesting(
-            features=_feature_names(self.source, columns.features),
+            features=feature_names(self.source, columns.features),
             actions=actions,
             categorical=columns.categorical,
             of_rows=tuple(role for role in ("item", "relevance") if getattr(columns, role) is not None),
@@ -370,26 +389,3 @@ def _as_number(time: str) -> float:
     except ValueError as error:
         hint = "write 2024-05-31, 2024-05-31T12:00 or a number"
         raise OptionError("--validation-from and --test-from must be times", got=f"'{time}'", hint=hint) from error
-
-
-def _feature_names(source: Source, columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of all features; a column of lists has as many features as its first list has values."""
-    names: list[str] = []
-    saved = saved_names(source.schema, FEATURE_NAMES_KEY)
-    for name in columns:
-        if not hasattr(source.schema.field(name).type, "value_field"):
-            names.append(name)
-            continue
-        width = _first_length(source, name)
-        use_saved = len(columns) == 1 and len(saved) == width
-        names += saved if use_saved else [f"{name}[{i}]" for i in range(width)]
-    return tuple(names)
-
-
-def _first_length(source: Source, name: str) -> int:
-    for path in source.files:
-        with as_data_error(path, "Parquet"), pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=16, columns=[name]):
-                if lengths := [len(value) for value in batch.column(name).to_pylist() if value is not None]:
-                    return lengths[0]
-    raise ColumnError(f"feature column '{name}' has no values", where=source.name, hint="drop it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from ultr.errors import DataError
+from ultr.errors import ColumnError, DataError
 from ultr.log.jsonlines import json_blocks, json_schema, streaming_schema
 from ultr.log.readers import check_schemas, csv_form, csv_settings, file_kind, parquet_files, read_schemas
+from ultr.log.schema import saved_names
+from ultr.log.table import FEATURE_NAMES_KEY
 from ultr.log.values import as_data_error
 from ultr.utils.files import existing_file
 
@@ -95,3 +97,26 @@ def _from_csv(path: Path, target: Path, ids: Callable[[pa.Schema], Iterable[str 
             for batch in content:
                 writer.write_batch(batch)
     return target
+
+
+def feature_names(source: Source, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of all features; a column of lists has as many features as its first list has values."""
+    names: list[str] = []
+    saved = saved_names(source.schema, FEATURE_NAMES_KEY)
+    for name in columns:
+        if not hasattr(source.schema.field(name).type, "value_field"):
+            names.append(name)
+            continue
+        width = _first_length(source, name)
+        use_saved = len(columns) == 1 and len(saved) == width
+        names += saved if use_saved else [f"{name}[{i}]" for i in range(width)]
+    return tuple(names)
+
+
+def _first_length(source: Source, name: str) -> int:
+    for path in source.files:
+        with as_data_error(path, "Parquet"), pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=16, columns=[name]):
+                if lengths := [len(value) for value in batch.column(name).to_pylist() if value is not None]:
+                    return lengths[0]
+    raise ColumnError(f"feature column '{name}' has no values", where=source.name, hint="drop it")

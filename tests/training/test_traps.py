@@ -1,0 +1,161 @@
+"""Traps in the data of a run: leaks stop it, bots can be left out, and requests of one item are recognised."""
+
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from ultr.errors import DataError, OptionError
+from ultr.log import read_log
+from ultr.rankers.model import load_model
+from ultr.training.checkpoints import read_metrics
+from ultr.training.compare import compare
+from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.data import GROUPED, in_groups, load_run_data
+from ultr.training.outcome import read_outcome
+from ultr.training.run import run_training
+
+REQUESTS, ITEMS = 300, 10
+
+
+def frame(seed: int = 0) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    rows = REQUESTS * ITEMS
+    data = pd.DataFrame({"request": np.repeat(np.arange(REQUESTS), ITEMS), "f1": rng.normal(size=rows)})
+    data["position"] = np.tile(np.arange(1, ITEMS + 1), REQUESTS)
+    data["f2"] = rng.normal(size=rows)
+    relevance = 1 / (1 + np.exp(1 - data["f1"]))
+    data["click"] = (rng.random(rows) < relevance / np.sqrt(data["position"])).astype(int)
+    return data.assign(dwell=data["click"] * rng.gamma(2, 10, rows))
+
+
+def with_bots(bots: int = 20) -> pd.DataFrame:
+    data = frame()
+    copies = data[data["request"] < bots].assign(request=lambda rows: rows["request"] + 1000, click=1)
+    return pd.concat([data, copies])
+
+
+def config(data: pd.DataFrame, folder, **changes) -> RunConfig:
+    data.to_parquet(folder / "log.parquet", index=False)
+    few = TrainingOptions(steps=10, evaluate_every=5, bias_steps=5, batch=32, device="cpu")
+    options = {"method": "pointwise", "label": "click", "ranker": "linear", "training": few, **changes}
+    return RunConfig(data=str(folder / "log.parquet"), **options)
+
+
+def warnings_of(run_config: RunConfig, out) -> dict[str, str]:
+    found = {}
+    run_training(run_config, out, on_warning=lambda pitfall: found.update({pitfall.name: pitfall.what}))
+    assert {w["name"]: w["what"] for w in read_outcome(out).about["warnings"]} == found
+    return found
+
+
+def test_a_feature_that_follows_a_click_stops_training(tmp_path):
+    leak = {"columns": {"features": "f1,dwell"}}
+    with pytest.raises(DataError, match=r"'dwell' differs .* only in rows with 'click'; leave .*--allow-leaks"):
+        run_training(config(frame(), tmp_path, **leak), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    found = warnings_of(config(frame(), tmp_path, **leak, allow_leaks=True), tmp_path / "run")
+    assert set(found) == {"features that follow feedback"}
+    assert warnings_of(config(frame(), tmp_path), tmp_path / "honest") == {}
+
+
+def test_a_comparison_looks_for_leaks_before_any_run(tmp_path):
+    leak = config(frame(), tmp_path, columns={"features": "f1,dwell"})
+    with pytest.raises(DataError, match="features follow the feedback on their item"):
+        compare(leak, ["pointwise"], tmp_path / "out", seeds=1, rates=[0.1], jobs=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_features_of_the_old_order_bots_and_repeated_items_are_warnings(tmp_path):
+    data = with_bots()
+    data["f3"], data["f4"] = (
+        1 / data["position"],
+        -data["position"] + 0.3 * np.random.default_rng(0).normal(size=len(data)),
+    )
+    data["item"] = np.random.default_rng(0).integers(0, 10, len(data))
+    found = warnings_of(config(data, tmp_path), tmp_path / "run")
+    assert set(found) == {
+        "features that encode position",
+        "features that order as positions do",
+        "impossible click rates",
+        "items twice in a request",
+    }
+    assert found["features that encode position"].endswith(": f3")
+    assert found["features that order as positions do"].endswith(": f4")
+
+
+def test_suspicious_requests_can_be_left_out_and_are_listed(tmp_path):
+    dropping = config(with_bots(), tmp_path, drop_suspicious=True)
+    found = warnings_of(dropping, tmp_path / "run")
+    assert set(found) == {"suspicious requests"}
+    assert found["suspicious requests"].startswith("20 requests")
+    with (tmp_path / "run" / "suspicious.csv").open() as file:
+        assert [row["request"] for row in csv.DictReader(file)] == [str(1000 + i) for i in range(20)]
+    kept = load_run_data(dropping)
+    assert len(kept.train) + len(kept.validation) == REQUESTS
+    run_training(config(frame(), tmp_path, drop_suspicious=True), tmp_path / "clean")
+    assert (tmp_path / "clean" / "suspicious.csv").read_text().split() == ["request"]
+
+
+def test_suspicious_requests_of_lists_are_left_out_when_they_are_prepared(ultr, tmp_path):
+    with_bots().to_parquet(tmp_path / "log.parquet", index=False)
+    done = ultr("prepare", tmp_path / "log.parquet", "--out", tmp_path / "lists", "--drop-suspicious")
+    assert done.returncode == 0, done.stderr
+    assert "20 requests with impossible click rates are left out; their ids are in suspicious.csv" in done.stderr
+    listed = (tmp_path / "lists" / "suspicious.csv").read_text().split()
+    assert sorted(listed[1:]) == sorted(str(1000 + i) for i in range(20))
+    lists = [read_log(tmp_path / "lists" / split) for split in ("train", "validation", "test")]
+    assert sorted(i for part in lists for i in part.request_ids.to_pylist()) == list(range(REQUESTS))
+    of_lists = RunConfig(data=str(tmp_path / "lists"), label="click", drop_suspicious=True)
+    with pytest.raises(OptionError, match="pass --drop-suspicious to ultr prepare"):
+        run_training(of_lists, tmp_path / "run")
+
+
+# --- Requests with one item -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranker", ["linear", "lightgbm"])
+@pytest.mark.parametrize("method", ["pairwise-em", "lambdarank"])
+def test_methods_that_learn_an_order_reject_a_log_of_one_item_per_request(method, ranker, tmp_path):
+    alone = frame().assign(request=np.arange(REQUESTS * ITEMS))
+    with pytest.raises(DataError, match=r"requests have one item.*shows how good the item is, but not which of two"):
+        run_training(config(alone, tmp_path, method=method, ranker=ranker), tmp_path / "run")
+    with pytest.raises(DataError, match="requests have one item"):
+        methods = ["pointwise", method]
+        compare(config(alone, tmp_path, ranker=ranker), methods, tmp_path / "out", seeds=1, rates=[0.1], jobs=1)
+
+
+@pytest.mark.parametrize("ranker", ["linear", "lightgbm"])
+@pytest.mark.parametrize("method", ["pointwise", "direct"])
+def test_pointwise_methods_learn_from_requests_of_one_item(method, ranker, tmp_path):
+    data = frame()
+    alone = data.assign(request=np.arange(len(data)))
+    training = TrainingOptions(steps=60, lr=0.1, evaluate_every=5, batch=256, device="cpu")
+    run = tmp_path / "run"
+    found = warnings_of(config(alone, tmp_path, method=method, ranker=ranker, training=training), run)
+    assert found["requests with one item"].startswith("100.0% of the requests have one item: a request with one item")
+    scores = load_model(run).score(read_log(alone))
+    assert np.corrcoef(scores, data["f1"])[0, 1] > 0.6
+    metric = "off-policy-reward@10"
+    assert len({line[metric] for line in read_metrics(run)}) > 1  # held-out requests are ranked in groups
+
+
+@pytest.mark.parametrize("method", ["pointwise", "lambdarank"])
+def test_some_requests_of_one_item_are_a_note_with_their_share(method, tmp_path):
+    data = frame()
+    some = data[(data["request"] >= 30) | (data["position"] == 1)]
+    found = warnings_of(config(some, tmp_path, method=method), tmp_path / "run")
+    share = float(found["requests with one item"].split("%")[0])
+    assert share == pytest.approx(10, abs=4)
+
+
+def test_held_out_requests_of_one_item_become_lists_in_the_order_of_positions():
+    log = read_log(frame().assign(request=np.arange(REQUESTS * ITEMS), position=lambda rows: 11 - rows["position"]))
+    grouped = in_groups(log)
+    assert grouped.lengths.tolist() == [GROUPED] * REQUESTS
+    assert grouped.positions[:GROUPED].tolist() == list(range(1, 11))
+    np.testing.assert_array_equal(grouped.features[:GROUPED], log.features[:GROUPED][::-1])
+    assert in_groups(grouped) is grouped
