@@ -123,11 +123,11 @@ def bias(
             words.print(f"note: {TABLE} is not written, because examination could not be estimated", soft_wrap=True)
         elif report.verdict.status == NOT:
             words.print(f"note: {TABLE} has estimates that this log cannot confirm", soft_wrap=True)
-    if out is not None and report.verdict.status != NOT:
+    if sampled is not None:  # rankers need features
         warned = {name for pitfall in report.pitfalls for name in pitfall.features}
         print_next(
             *("train", log),
-            bias=out,
+            bias=None if report.verdict.status == NOT else out,
             columns={**columns, **_features_without(warned, sampled)},
             label=trained_label,
             on_duplicates=unless(on_duplicates, "error"),
