@@ -61,12 +61,17 @@ def term(likelihood: str, c: float, theta: float, outputs: list[float]) -> float
     return 2 * mean**0.5 + 2 * c * mean**-0.5
 
 
+@pytest.mark.parametrize("row_power", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("likelihood", ["hurdle", "binary", "poisson", "tweedie"])
-def test_the_loss_is_the_explicit_sum(likelihood):
+def test_the_loss_is_the_explicit_sum(likelihood, row_power):
     torch.manual_seed(0)
     log = log_of()
-    method = make_method("direct", inputs(), likelihood=likelihood)
+    method = make_method("direct", inputs(), likelihood=likelihood, row_power=row_power)
+    method.estimate_bias(log, user=None, sessions=0, seed=0)
     lists = Lists.from_log(log)
+    counts = np.bincount(log.positions, np.repeat(log.weights, log.lengths), 13)[1:]
+    powers = np.maximum([THETA[k] for k in POSITIONS], 0.1) ** -row_power
+    rows = powers * counts.sum() / (counts @ powers)
     with torch.no_grad():
         outputs = method.ranker.ranker(lists.features) if likelihood == "hurdle" else method.score(lists.features)
     outputs = outputs if likelihood == "hurdle" else outputs[..., None]
@@ -74,7 +79,8 @@ def test_the_loss_is_the_explicit_sum(likelihood):
     for u in range(len(lists)):
         for i in range(int(lists.where[u].sum())):
             theta = max(min(THETA[int(lists.positions[u, i])], 1 - 1e-6), 0.01)
-            total += float(lists.weights[u]) * term(likelihood, float(labels[u, i]), theta, outputs[u, i].tolist())
+            weight = float(lists.weights[u]) * rows[int(lists.positions[u, i]) - 1]
+            total += weight * term(likelihood, float(labels[u, i]), theta, outputs[u, i].tolist())
     assert float(method.loss(lists).detach()) == pytest.approx(total / float(lists.weights.sum()), rel=1e-4)
 
 

@@ -39,7 +39,6 @@ from ultr.rankers.hurdle import LARGEST_LOG_VALUE
 from ultr.utils.distributed import summed
 
 NETWORK = {"hidden": (128, 64), "dropout": 0.3}
-MIN_RELATIVE_THETA = 0.1  # rows are weighted by 1/θ, with θ at least this share of the largest θ
 TRUST_PRIOR = (0.95, 0.05)  # ε⁺ and ε⁻ of two positions that no request has together
 PAIR_SHARE = 0.1  # weight of a pair relative to an item in the loss of the networks
 RELEASED_START = 0.2  # θ⁻ before the first update, in the code that the paper's authors released
@@ -85,8 +84,11 @@ class BiasModel(PositionModel):
         pairs: bool = False,
         sampled: bool = False,
         released: bool = False,
+        row_power: float = 1.0,
     ) -> None:
-        super().__init__(inputs, scale=scale, theta_from=theta_from, trust_in_clicks=trust_in_clicks)
+        super().__init__(
+            inputs, scale=scale, theta_from=theta_from, trust_in_clicks=trust_in_clicks, row_power=row_power
+        )
         self.scaled_values, self.pairs, self.sampled, self.released = scaled_values, pairs, sampled, released
         self.network = inputs.make_ranker(outputs=3) if released else _shared(inputs)  # logit of β, log of μ, g
         check_positions(size := len(self.index), MAX_TRAINED_POSITIONS)
@@ -174,17 +176,6 @@ class BiasModel(PositionModel):
 
     def _row_weights(self, place: Tensor, lists: Lists) -> Tensor:
         return torch.where(lists.where, self.row_weights(place), 0.0)
-
-    def row_weights(self, place: Tensor) -> Tensor:
-        """Return the row weights 1/θ_k, with mean 1 over the log: all positions have the same influence on β.
-
-        All rows have weight 1 if θ is regressed: weights that depend on θ would pull it down.
-        """
-        if self.theta_learned:
-            return torch.ones_like(self.theta)[place]
-        weights = 1 / self.theta.clamp(min=MIN_RELATIVE_THETA * self.theta.max())
-        shown = torch.where(self.shown.any(), self.shown, 1.0)
-        return (weights * (shown.sum() / (shown * weights).sum()))[place]
 
     def _pairs(
         self, lists: Lists, labels: Tensor, place: Tensor, beta: Tensor, gap: Tensor

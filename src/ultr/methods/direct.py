@@ -14,7 +14,7 @@ from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.log.labels import Label
-from ultr.methods.base import MethodInputs, at_least_single, one_of
+from ultr.methods.base import MethodInputs, at_least, at_least_single, one_of
 from ultr.methods.losses import product_logistic_loss, reduced
 from ultr.methods.position_model import LEAST_THETA, PositionModel, WithPositions
 from ultr.rankers.hurdle import HURDLE_OUTPUTS, DurationHurdle, Hurdle, OrdinalHurdle, make_hurdle
@@ -39,7 +39,8 @@ class Direct(WithPositions):
 
     It is what a practitioner writes by hand: log θ is an offset of the regression. `values` of a hurdle are fitted by
     the `gamma` deviance, by `ordinal` regression, or by `d2q`, which needs the feature `duration` of items. If all
-    items are watched, as in a feed that plays by itself, β is 1 and only the values are learned.
+    items are watched, as in a feed that plays by itself, β is 1 and only the values are learned. Rows are weighted by
+    θ_k^-`row_power`.
     """
 
     LEARNS_ALONE = True
@@ -48,6 +49,7 @@ class Direct(WithPositions):
         "theta": one_of("theta", "auto", "strata", "items"),
         "values": one_of("values", *HURDLE_OUTPUTS),
         "duration": str,
+        "row_power": at_least("row_power", 0),
     }
 
     def __init__(
@@ -58,11 +60,12 @@ class Direct(WithPositions):
         theta: str = "auto",
         values: str | None = None,
         duration: str | None = None,
+        row_power: float = 0.0,
     ) -> None:
         super().__init__(inputs)
         default = "binary" if is_binary(inputs.label, inputs.binary) and values is None else "hurdle"
         self.likelihood = likelihood or default
-        self.positions = PositionModel(inputs, theta_from=theta)
+        self.positions = PositionModel(inputs, theta_from=theta, row_power=row_power)
         if values is not None and self.likelihood != "hurdle":
             hint = "remove one of them, or use likelihood=hurdle"
             raise OptionError(f"values={values} cannot be used with likelihood={likelihood}", hint=hint)
@@ -82,19 +85,30 @@ class Direct(WithPositions):
 
     def loss(self, lists: Lists) -> Tensor:
         labels, where = self.labels(lists), lists.where
-        theta = self.positions.theta[self.positions.index(lists.shown_positions)].clamp(LEAST_THETA, 1 - 1e-6)
+        place = self.positions.index(lists.shown_positions)
+        theta, rows = self.positions.theta[place].clamp(LEAST_THETA, 1 - 1e-6), self.positions.row_weights(place)
         if self.likelihood in ("poisson", "tweedie"):
             return _mean_deviance(
-                self.score(lists.features), labels, theta, where=where, weights=lists.weights, kind=self.likelihood
+                self.score(lists.features),
+                labels,
+                theta,
+                rows,
+                where=where,
+                weights=lists.weights,
+                kind=self.likelihood,
             )
         clicked = (labels > 0).to(theta.dtype)
         if self.likelihood == "binary":
             logit = self.score(lists.features)
-            return product_logistic_loss(logit, theta.logit(), clicked, where=where, weights=lists.weights)
+            return product_logistic_loss(
+                logit, theta.logit(), clicked, where=where, weights=lists.weights, item_weights=rows
+            )
         assert isinstance(self.ranker, Hurdle)  # noqa: S101 - made in the constructor
         logit, outputs = map(at_least_single, self.ranker.outputs(lists.features))
-        clicks = product_logistic_loss(logit, theta.logit(), clicked, where=where, weights=lists.weights)
-        value_loss = self.ranker.value_loss(outputs, labels, lists.features)
+        clicks = product_logistic_loss(
+            logit, theta.logit(), clicked, where=where, weights=lists.weights, item_weights=rows
+        )
+        value_loss = rows * self.ranker.value_loss(outputs, labels, lists.features)
         return clicks + reduced(torch.where(where & (labels > 0), value_loss, 0.0).sum(-1), lists.weights)
 
 
@@ -115,12 +129,15 @@ def _feature(inputs: MethodInputs, values: str | None, duration: str | None) -> 
 
 
 def _mean_deviance(
-    scores: Tensor, labels: Tensor, theta: Tensor, *, where: Tensor, weights: Tensor, kind: str
+    scores: Tensor, labels: Tensor, theta: Tensor, rows: Tensor, *, where: Tensor, weights: Tensor, kind: str
 ) -> Tensor:
-    """Return the deviance, up to a constant, of labels with the mean θ exp(s), by Poisson or Tweedie."""
+    """Return the deviance, up to a constant, of labels with the mean θ exp(s), by Poisson or Tweedie.
+
+    `rows` has the weight of each row.
+    """
     log_mean = scores.masked_fill(~where, 0.0).clamp(-LARGEST_LOG_RATE, LARGEST_LOG_RATE) + theta.log()
     if kind == "poisson":
         terms = log_mean.exp() - labels * log_mean
     else:
         terms = ((2 - POWER) * log_mean).exp() / (2 - POWER) - labels * ((1 - POWER) * log_mean).exp() / (1 - POWER)
-    return reduced(torch.where(where, terms, 0.0).sum(-1), weights)
+    return reduced(torch.where(where, rows * terms, 0.0).sum(-1), weights)

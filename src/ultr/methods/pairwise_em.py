@@ -27,7 +27,7 @@ from ultr.errors import OptionError
 from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.base import RELEASED_ACCUMULATOR, Method, MethodInputs, as_limit, one_of, weight_limit
+from ultr.methods.base import RELEASED_ACCUMULATOR, Method, MethodInputs, as_limit, at_least, one_of, weight_limit
 from ultr.methods.bias_model import BiasModel, with_clicks
 from ultr.methods.diagnosis import diagnosis
 from ultr.methods.losses import gaps, lambdaloss_weights, lambdarank_weights, pairwise_loss, preferred_pairs
@@ -57,6 +57,7 @@ class PairwiseEM(Method):
     - `trust` is in `pairs` of positions (ε⁺, ε⁻: the default with m_ij), `clicks` (irrelevant items are clicked with
       probability ζ_k), `values` (scaled by ρ_k) or `none`.
     - `delta` is the ΔZ of opt: of `dcg` in f's order, or the weights of `lambdaloss`.
+    - `row_power` p weights the rows of the bias model by θ_k^-p.
     - `scale` is the largest θ, which clicks do not determine; `estimated` fits it together with β.
     - `variant=released` is the code that the authors released. It changes the defaults to loss=opt, em=joint, theta=em,
       delta=lambdaloss and weights without a limit, has m = ε⁺/(ε⁺+ε⁻) and θ⁻_j in the weights and the order of g in ΔZ,
@@ -71,6 +72,7 @@ class PairwiseEM(Method):
         "em": one_of("em", "staged", "joint", "oracle"),
         "theta": one_of("theta", "auto", "strata", "items", "regression", "em"),
         "scale": scale_option,
+        "row_power": at_least("row_power", 0),
         "trust": one_of("trust", "none", "pairs", "clicks", "values"),
         "targets": one_of("targets", "soft", "sampled"),
         "delta": one_of("delta", "dcg", "lambdaloss"),
@@ -87,6 +89,7 @@ class PairwiseEM(Method):
         em: str | None = None,
         theta: str | None = None,
         scale: float | str = SCALE,
+        row_power: float = 1.0,
         trust: str | None = None,
         targets: str = "soft",
         delta: str | None = None,
@@ -123,6 +126,7 @@ class PairwiseEM(Method):
             pairs=not (self.by_value or inputs.truth) and (self.trust == "pairs" or self.weights == "paper"),
             sampled=targets == "sampled",
             released=released,
+            row_power=row_power,
         )
         self.bias_model.accumulator = self.accumulator
         self.train()

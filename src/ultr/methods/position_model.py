@@ -34,6 +34,7 @@ THETA_FROM = {
     "regression": "regression EM, together with the networks",
     "em": "EM as in the paper, together with the networks",
 }
+MIN_RELATIVE_THETA = 0.1  # rows are weighted by powers of 1/θ, with θ at least this share of the largest θ
 LEAST_THETA = 0.01  # weights divide by θ, or by this if θ is smaller
 EM_START = 0.9  # θ before the first update by EM
 
@@ -85,6 +86,9 @@ class PositionModel(Learner):
     They are known, or estimated from the log before training (`theta_from` auto, strata or items), or θ is learned with
     β: by Fisher's scoring with its largest value fixed at `scale` (`regression`), or by the M-step of the paper of
     `pairwise-em`, θ_k = mean of [c>0] + [c=0] t at position k (`em`).
+
+    A method may weight rows by θ_k^-`row_power`: low positions hold the items that are most like those ranked later,
+    but their feedback is the noisiest.
     """
 
     theta: Tensor
@@ -103,9 +107,10 @@ class PositionModel(Learner):
         scale: float | None = SCALE,
         theta_from: str = "auto",
         trust_in_clicks: bool = False,
+        row_power: float = 0.0,
     ) -> None:
         super().__init__()
-        self.inputs, self.scale, self.trust_in_clicks = inputs, scale, trust_in_clicks
+        self.inputs, self.scale, self.trust_in_clicks, self.row_power = inputs, scale, trust_in_clicks, row_power
         self.theta_from = theta_from if inputs.propensities is None else "known"
         self.evidence: dict[str, Any] = {}  # the parts of a report that say how θ was estimated, if it was
         self.index = PositionIndex(inputs.positions)
@@ -133,7 +138,18 @@ class PositionModel(Learner):
         return self.theta_from in ("regression", "em")
 
     def settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("theta_from", "scale", "trust_in_clicks")}
+        return {name: getattr(self, name) for name in ("theta_from", "scale", "trust_in_clicks", "row_power")}
+
+    def row_weights(self, place: Tensor) -> Tensor:
+        """Return the row weights θ_k^-p of positions, p = `row_power`, with mean 1 over the log.
+
+        All rows have weight 1 if θ is regressed: weights that depend on θ would pull it down.
+        """
+        if self.theta_learned or not self.row_power:
+            return torch.ones_like(self.theta)[place]
+        weights = self.theta.clamp(min=MIN_RELATIVE_THETA * self.theta.max()) ** -self.row_power
+        shown = torch.where(self.shown.any(), self.shown, 1.0)
+        return (weights * (shown.sum() / (shown * weights).sum()))[place]
 
     def estimate(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
         """Estimate θ and ζ from the log, unless they are known or are regressed together with the networks."""
