@@ -155,7 +155,8 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         check_value("ranker", self.ranker, str)
         roles = dict(request=request, position=position, actions=actions, features=features, categorical=categorical)
         sources = {role: getattr(self, role) if value is None else value for role, value in roles.items()}
-        sources |= {role: getattr(self, role) for role in ("segment", "item", "query", "randomised")}
+        for role in ("segment", "item", "query", "randomised"):
+            sources[role] = check_value(role, getattr(self, role), str | int | None)
         sources["weight"] = sample_weight
         table, named = joined(X, sources)
         if y is not None:

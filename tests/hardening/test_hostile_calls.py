@@ -177,6 +177,13 @@ CASES: dict[str, Case] = {
         lambda **a: model().score_features(**a), lambda: {"features": np.ones((6, 3))}, {"features": arrays(6, 3)}
     ),
     "load_model": Case(lambda run: ultr.load_model(run).feature_names, lambda: {"run": a_run()}, {"run": PATHS}),
+    "feature_importance": Case(
+        lambda **a: ultr.feature_importance(a_run(), **a),
+        lambda: {"log": make_log(), "metric": None, "rows": None, "repeats": 2, "seed": 0},
+        {**LOG, "metric": TEXTS, "rows": REAL, "repeats": REAL, "seed": SEEDS},
+        examples=8,
+        long=100,
+    ),
     "load_exported": Case(ultr.load_exported, lambda: {"folder": exported()}, {"folder": PATHS}, examples=0, long=100),
     "export_run": Case(
         into(lambda run, out, **options: ultr.export_run(run, out, **options).files, "model"),

@@ -19,7 +19,7 @@ CHROMIUM_OPTIONS = (
     "--disable-component-update",
     "--disable-sync",
 )
-TABS = ["Summary", "Data", "Learning", "Metrics", "Bias", "Rankings", "Configuration"]
+TABS = ["Summary", "Data", "Learning", "Metrics", "Bias", "Features", "Rankings", "Configuration"]
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 
 
