@@ -36,6 +36,13 @@ def click_only(folder):
     return ["describe", "log.csv"]
 
 
+def missing_values(folder):
+    log = impressions()
+    log["feature_age"] = log["feature_age"].where(log.index % 3 > 0)
+    log.to_csv(folder / "log.csv", index=False)
+    return ["describe", "log.csv"]
+
+
 def odd_names(folder):
     names = {"request": "Search ID", "position": "Slot No.", "click": "Was Clicked?", "randomised": "Shuffled?"}
     names |= {"feature_quality": "Item's quality", "feature_age": "age [days]"}
@@ -86,7 +93,7 @@ def run_all(ultr, command):
     return done
 
 
-EXAMPLES = (click_only, odd_names, with_dwell, several_actions, position_among_the_features, prepared)
+EXAMPLES = (click_only, missing_values, odd_names, with_dwell, several_actions, position_among_the_features, prepared)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.__name__)
@@ -102,6 +109,7 @@ def test_every_printed_command_runs_as_it_is(example, ultr, tmp_path, monkeypatc
     label = train[train.index("--label") + 1]
     expected = {"odd_names": "`Was Clicked?`", "with_dwell": "click + dwell / exp(3)", "several_actions": "purchase"}
     assert label == expected.get(example.__name__, "click")
+    assert ("--missing" in train) == (example is missing_values)
     if example is position_among_the_features:
         assert train[train.index("--features") + 1] == "feature_quality,feature_age"
 

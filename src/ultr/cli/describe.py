@@ -23,6 +23,7 @@ from ultr.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from ultr.log import Log
     from ultr.log.summary import ByPosition
 
 
@@ -46,8 +47,8 @@ def describe(
     from ultr.log.summary import by_position
 
     named = named_columns(locals())
-    log = read_log(log_path, on_duplicates=on_duplicates, **named)  # type: ignore[arg-type]  # read_log checks it
-    lengths = log.lengths
+    log = read_log(log_path, on_duplicates=on_duplicates, missing="keep", **named)  # type: ignore[arg-type]  # checked
+    lengths, notes = log.lengths, [*log.notes, *_missing_values(log)]
     facts: dict[str, Any] = {
         "requests": len(log),
         "rows": log.rows,
@@ -57,7 +58,7 @@ def describe(
         "true_relevance": log.relevance is not None,
         "columns": dict(log.columns),
         "unused_columns": list(log.unused_columns),
-        "notes": list(log.notes),
+        "notes": notes,
     }
     table = by_position(log) if log.positions is not None else None
     if table is not None:
@@ -73,7 +74,7 @@ def describe(
     words.print(f"{log!r}, {lengths.min()} to {lengths.max()} items per request", soft_wrap=True)
     if log.columns:
         words.print(plain(f"columns: {columns_text(log.columns)}"), soft_wrap=True)
-    print_notes(log.notes)
+    print_notes(notes)
     if log.unused_columns:
         names = ", ".join(log.unused_columns[:20]) + (" ..." if len(log.unused_columns) > 20 else "")
         words.print(plain(f"unused columns: {names} (use them with --features or --actions)"), soft_wrap=True)
@@ -82,6 +83,18 @@ def describe(
         return
     _print_by_position(table)
     print_next("bias", log_path, columns=named, on_duplicates=unless(on_duplicates, "error"), out=free_path("bias"))
+
+
+def _missing_values(log: Log) -> list[str]:
+    """Return a note about missing values of features, if there are some."""
+    import numpy as np
+
+    shares = dict(zip(log.feature_names, np.isnan(log.features).mean(0).tolist(), strict=True))
+    if not (missing := {name: share for name, share in shares.items() if share}):
+        return []
+    some = ", ".join(f"{name} ({share:.1%})" for name, share in list(missing.items())[:5])
+    more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+    return [f"values of features are missing: {some}{more}; trees accept them, and networks with --missing mean"]
 
 
 def _print_by_position(table: ByPosition, most: int = 20) -> None:
