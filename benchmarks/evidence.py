@@ -1,6 +1,6 @@
 """Measure how well each source of evidence estimates examination, and the one that training chooses.
 
-    python benchmarks/evidence.py [--seeds 5] [--requests 20000] [--strata]
+    python benchmarks/evidence.py [--seeds 5] [--first-seed 0] [--requests 20000] [--strata]
 
 The log is that of `tests/bias/shop.py`: a shop with several production rankers, whose order the features hardly
 explain. For each kind of shop it prints the mean relative error of θ by source, and how often each source is chosen.
@@ -43,6 +43,7 @@ SHOPS: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="logs of each kind")
+    parser.add_argument("--first-seed", type=int, default=0, help="seed of the first log of each kind")
     parser.add_argument("--requests", type=int, default=20_000, help="requests of a log")
     parser.add_argument("--strata", action="store_true", help="also estimate by strata of the logging score")
     options = parser.parse_args()
@@ -50,7 +51,7 @@ def main() -> None:
         errors: dict[str, list[float]] = {}
         chosen: Counter[str] = Counter()
         seconds = 0.0
-        for seed in range(options.seeds):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             log = shop(options.requests, seed=seed, **settings)
             started = time.monotonic()
             seen = impressions(log, log.actions["click"] > 0, seed=seed)

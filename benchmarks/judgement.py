@@ -11,7 +11,7 @@ has, plus noise) and its items differ. `judge_rankers`, the judge of `ultr evalu
   from clicks as they are gives such scores.
 - the logged ranking, and `random`
 
-With `trust` users and an eta of 0.5, the true rewards of `good` and `fair` are equal, so they have no order to find.
+With `trust` users and an eta of 0.5, the true rewards of `good` and `fair` are nearly equal, so their order is chance.
 The truth is the exact expected reward of the rankings. The output has, for each kind of user, as JSON:
 
 - `order`: how often all five are in the true order; `pairs`: how often each pair of neighbours is
