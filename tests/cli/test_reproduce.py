@@ -62,7 +62,7 @@ def strict(text):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("nothing", "use one of all, figure3, figure4, figure5, live, settling, table1, table2, trees"),
+        ("nothing", "use one of all, figure3, figure4, figure5, live, settling, table1, table2, trees, worlds"),
         ("tabel1", "did you mean 'table1'?"),
         ("table1,figur5", "did you mean 'figure5'?"),
         ("", "use one of all"),

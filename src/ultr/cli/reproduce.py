@@ -19,7 +19,7 @@ def reproduce(
     experiments: Annotated[
         str,
         typer.Argument(
-            help="Comma-separated: table1, table2, figure3, figure4, figure5, live, settling, trees; or all."
+            help="Comma-separated: table1, table2, figure3, figure4, figure5, live, settling, trees, worlds; or all."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the results; finished runs in it are not repeated.")] = Path(
@@ -50,7 +50,7 @@ def reproduce(
         ),
     ] = None,
     logging: Annotated[
-        str, typer.Option(help="The ranker that orders what users see: linear, or network (see the docs).")
+        str, typer.Option(help="What orders what users see: linear, network, both or randomised (see the docs).")
     ] = "linear",
     select: Annotated[
         str | None,

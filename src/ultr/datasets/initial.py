@@ -1,4 +1,4 @@
-"""The ranker that orders the items of a simulated log: it is fitted on a few true labels, and linear or a network."""
+"""The rankers that order the items of a simulated log: linear or a network, fitted on a few true labels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from ultr.utils.files import atomic_path
 FORMAT = 1  # format number of the cached file
 MAX_PAIRS = 50_000  # pairs in the fit; if there are more, these are sampled
 UNITS = 32  # of the hidden layer of a network
-Logging = Literal["linear", "network"]
+Logging = Literal["linear", "network", "both", "randomised"]
+RANDOM_SHARE = 0.05  # of sessions in random order, with the logging `randomised`
 MAX_ITEMS = 500  # items of one request that are paired; if there are more, these are sampled
 
 
@@ -109,8 +110,20 @@ def _chosen(log: Log, share: float, seed: int) -> tuple[Log, np.ndarray, np.ndar
     return chosen, features, mean, scale, rng
 
 
-def initial_ranker(
+def initial_rankers(
     dataset: Dataset, *, kind: Logging = "linear", share: float = 0.01, seed: Seed = 0
+) -> list[LinearScorer | NetworkScorer]:
+    """Return the rankers that order what simulated users see: one, or a linear one and a network (`both`)."""
+    fitted = []
+    if kind != "network":
+        fitted.append(initial_ranker(dataset, kind="linear", share=share, seed=seed))
+    if kind in ("network", "both"):
+        fitted.append(initial_ranker(dataset, kind="network", share=share, seed=seed))
+    return fitted
+
+
+def initial_ranker(
+    dataset: Dataset, *, kind: Literal["linear", "network"] = "linear", share: float = 0.01, seed: Seed = 0
 ) -> LinearScorer | NetworkScorer:
     """Return the ranker that orders what simulated users see; it is fitted once, and later read from the cache.
 

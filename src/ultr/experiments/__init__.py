@@ -1,6 +1,6 @@
 """The experiments of `ultr reproduce`, by name.
 
-All but `settling` and `trees` repeat experiments of the paper that pairwise-em comes from (CIKM 2022, see `paper.py`).
+All but `settling`, `trees` and `worlds` repeat experiments of the paper behind pairwise-em (CIKM 2022, see `paper.py`).
 Each trains methods and reports their results, next to the results in the paper if there are any.
 """
 
@@ -14,6 +14,7 @@ from ultr.experiments.lab import FULL, QUICK, SELECTIONS, Budget, ExperimentResu
 from ultr.experiments.settling import settle
 from ultr.experiments.tables import table1, table2
 from ultr.experiments.trees import tree_tables
+from ultr.experiments.worlds import compare_worlds
 
 __all__ = ["EXPERIMENTS", "FULL", "QUICK", "SELECTIONS", "Budget", "ExperimentResult", "Lab"]
 
@@ -26,4 +27,5 @@ EXPERIMENTS: dict[str, Callable[[Lab], ExperimentResult]] = {
     "live": live_test,
     "settling": settle,
     "trees": tree_tables,
+    "worlds": compare_worlds,
 }

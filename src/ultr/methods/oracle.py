@@ -16,18 +16,24 @@ from ultr.methods.bias_model import BiasModel
 MARGIN = 10.0  # difference of g between neighbouring grades, so that γ is nearly 0 or 1
 
 
+def with_known_theta(inputs: MethodInputs, option: str) -> MethodInputs:
+    """Return the inputs of a method with the true θ of simulated users as known propensities."""
+    if inputs.user is None:
+        raise OptionError(f"{option} needs simulated users", hint="pass --users pbm, or another value")
+    theta = inputs.user.theta(torch.tensor(inputs.positions)).tolist()
+    return replace(inputs, propensities=dict(zip(inputs.positions, theta, strict=True)))
+
+
 class OracleModel(BiasModel):
     """The true θ by position, and the true β and μ by grade. ε⁺, ε⁻ and θ⁻ are estimated from these, as by EM."""
 
     by_grade: Tensor
 
     def __init__(self, inputs: MethodInputs, **options: Any) -> None:
-        user = inputs.user
-        if user is None:
-            raise OptionError("em=oracle needs simulated users", hint="pass --users pbm, or use em=staged")
-        positions = torch.tensor(inputs.positions)
-        known = dict(zip(inputs.positions, user.theta(positions).tolist(), strict=True))
-        super().__init__(replace(inputs, propensities=known), **options)
+        known = with_known_theta(inputs, "em=oracle")
+        super().__init__(known, **options)
+        assert known.user is not None  # noqa: S101 - checked by with_known_theta
+        user = known.user
         self.network = nn.Identity()
         grades = torch.arange(user.max_grade + 1.0)
         value = user.value_of_click(grades, torch.ones_like(grades, dtype=torch.int64), inputs.label)

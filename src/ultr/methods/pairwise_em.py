@@ -31,7 +31,7 @@ from ultr.methods.base import RELEASED_ACCUMULATOR, Method, MethodInputs, as_lim
 from ultr.methods.bias_model import BiasModel, with_clicks
 from ultr.methods.diagnosis import diagnosis
 from ultr.methods.losses import gaps, lambdaloss_weights, lambdarank_weights, pairwise_loss, preferred_pairs
-from ultr.methods.oracle import OracleModel
+from ultr.methods.oracle import OracleModel, with_known_theta
 from ultr.methods.position_model import LEAST_THETA, scale_option
 
 MAX_WEIGHT = 10.0  # default of the largest weight of a pair
@@ -51,7 +51,7 @@ class PairwiseEM(Method):
     The first three are the paper's (Eqs. 10 and 14-17), the others are not in it. Training has three stages: θ from the
     log (`theta`: by its best evidence with `auto`, else by `strata` of similar items or by `items`), the bias model
     until the held-out likelihood stops improving, then the ranker. `em=joint` trains all of it at once, as the paper
-    does, with θ by `em`. `em=oracle` is for experiments: it knows θ and β of simulated users.
+    does, with θ by `em`. For experiments, `theta=oracle` knows θ of simulated users, and `em=oracle` θ and β.
 
     - `weights` of the first three are the `paper`'s, or `exact`: then the mean of the loss is right (see `equations`).
     - `trust` is in `pairs` of positions (ε⁺, ε⁻: the default with m_ij), `clicks` (irrelevant items are clicked with
@@ -70,7 +70,7 @@ class PairwiseEM(Method):
         "loss": one_of("loss", "posterior", "opt-posterior", "opt", "bayes-ipw", "ipw"),
         "weights": one_of("weights", "paper", "exact"),
         "em": one_of("em", "staged", "joint", "oracle"),
-        "theta": one_of("theta", "auto", "strata", "items", "regression", "em"),
+        "theta": one_of("theta", "auto", "strata", "items", "regression", "em", "oracle"),
         "scale": scale_option,
         "row_power": at_least("row_power", 0),
         "trust": one_of("trust", "none", "pairs", "clicks", "values"),
@@ -106,6 +106,8 @@ class PairwiseEM(Method):
         em = em or ("joint" if released else "staged")
         self.joint = em != "staged" and not inputs.truth
         theta = theta or ("em" if self.joint else "auto")
+        if theta == "oracle" and not inputs.truth:
+            self.inputs = inputs = with_known_theta(inputs, "theta=oracle")
         if scale == "estimated" and theta != "regression":
             hint = "add theta=regression"
             raise OptionError("scale=estimated needs theta=regression", got=f"theta={theta}", hint=hint)

@@ -93,6 +93,7 @@ def heat_map(
     x: str,
     y: str,
     caption: str = "",
+    smallest: float = 0.0,
     largest: float | None = 1.0,
 ) -> Plot:
     """Return a plot of a matrix as coloured cells, the first row on top; cells that are None are blank."""
@@ -102,7 +103,7 @@ def heat_map(
         "z": [list(row) for row in values],
         "x": list(columns),
         "y": list(rows),
-        "zmin": 0,
+        "zmin": smallest,
         **({} if largest is None else {"zmax": largest}),
         "hovertemplate": f"{y} %{{y}}, {x} %{{x}}: %{{z:.3f}}<extra></extra>",
         **({"texttemplate": "%{z:.2f}", "textfont": {"size": 9}} if few else {}),

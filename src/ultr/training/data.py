@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 
 from ultr.bias.pitfalls import Pitfall, suspicious_requests
 from ultr.bias.propensities import read_bias_theta, theta_by_id
-from ultr.datasets import DATASETS, Dataset, highest_grade, initial_ranker, load_dataset, show
+from ultr.datasets import DATASETS, Dataset, highest_grade, load_dataset, randomise, show
+from ultr.datasets.initial import RANDOM_SHARE, initial_rankers
 from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import User, make_user
 from ultr.errors import DataError, OptionError
@@ -27,7 +28,7 @@ from ultr.log.labels import Label
 from ultr.log.queries import split_by_query, split_by_time
 from ultr.log.sampling import sample_log
 from ultr.log.segments import by_segment
-from ultr.log.shards import Shards, is_lists
+from ultr.log.shards import Shards, concatenate_logs, is_lists
 from ultr.log.values import Missing
 from ultr.methods import MethodInputs
 from ultr.rankers.boosters import is_trees
@@ -112,26 +113,37 @@ def load_run_data(config: RunConfig) -> RunData:
     user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
     feeding: User | None = user.unbiased() if config.learn_from == "no-bias" else user
     seed = config.training.seed
-    initial = initial_ranker(dataset, kind=config.logging, share=config.share, seed=seed)
-    train_log = show(dataset.train, initial(dataset.train.features), items=config.items)
+    rankers = initial_rankers(dataset, kind=config.logging, share=config.share, seed=seed)
+    train_log = _shown(dataset.train, rankers, config)
     validation = _validation(dataset)
     if config.selection.startswith((FEEDBACK, OFF_POLICY)):  # metrics from feedback
-        shown = show(validation, initial(validation.features), items=config.items)
+        shown = _shown(validation, rankers, config)
         if config.sessions_drawn:
             least = max(len(shown), round(config.sessions_drawn * config.held_out / (1 - config.held_out)))
-            shown = _drawn(shown, least, seed + 1)
+            shown = _drawn(shown, least, seed + 1, config)
         seen_by = user if config.selection.startswith(OFF_POLICY) else feeding or user
         validation, _ = simulate_log(shown, seen_by, seed=seed + 1)
     if config.sessions_drawn:
-        drawn = _drawn(train_log, config.sessions_drawn, seed)
+        drawn = _drawn(train_log, config.sessions_drawn, seed, config)
         train_log, feeding = simulate_log(drawn, feeding or user, seed=seed)[0], None
-    return RunData(train_log, validation, dataset.fingerprint, user, feeding, initial=initial)
+    return RunData(train_log, validation, dataset.fingerprint, user, feeding, initial=rankers[0])
 
 
-def _drawn(log: Log, sessions: int, seed: int) -> Log:
+def _shown(log: Log, rankers: Sequence[Callable[[np.ndarray], np.ndarray]], config: RunConfig) -> Log:
+    """Return the requests of a log as each ranker shows them; with several rankers, items have ids."""
+    if config.logging in ("both", "randomised") and not config.sessions_drawn:
+        what = f"logging={config.logging} needs a log that is drawn once"
+        raise OptionError(what, got="new feedback at each step", hint="pass --sessions with a number above 0")
+    if len(rankers) > 1:
+        log = replace(log, item_ids=pa.array(np.arange(log.rows)))
+    shown = [show(log, ranker(log.features), items=config.items) for ranker in rankers]
+    return shown[0] if len(shown) == 1 else concatenate_logs(shown)
+
+
+def _drawn(log: Log, sessions: int, seed: int, config: RunConfig) -> Log:
     """Return a log of this number of sessions: each request as often as any other, up to one, in a random order."""
-    order = np.random.default_rng(seed).permutation(len(log))
-    return log.select(np.resize(order, sessions))
+    drawn = log.select(np.resize(np.random.default_rng(seed).permutation(len(log)), sessions))
+    return randomise(drawn, RANDOM_SHARE, seed=seed) if config.logging == "randomised" else drawn
 
 
 def cached_run_data(config: RunConfig) -> RunData:

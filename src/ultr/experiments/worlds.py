@@ -1,0 +1,270 @@
+"""The experiment `worlds`: which method is best for which users, log and label, and how far the default is from it.
+
+It is a selection of the product of data sets, users, sizes of the log, labels and logging rankers, in which every value
+occurs often. Half of the cells may be used to choose defaults (`may_choose`); the others are only reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ultr.datasets.initial import Logging, initial_rankers
+from ultr.datasets.users import make_user
+from ultr.evaluation.judge import evaluate_requests
+from ultr.experiments.claims import row_of
+from ultr.experiments.lab import OFF_POLICY, QUICK, TITLES, ExperimentResult, Lab, World
+from ultr.experiments.paper import DEFAULT
+from ultr.report.parts import Section, Table, Text
+from ultr.report.plots import heat_map
+from ultr.training.compare import Plan, compare_all
+from ultr.training.comparison import Comparison
+from ultr.training.data import cached_dataset
+
+BOUND = "pairwise-em:theta=oracle"
+METHODS = (
+    DEFAULT,
+    BOUND,
+    "pairwise-em:loss=opt-posterior",
+    "pairwise-em:loss=opt",
+    "pairwise-em:loss=bayes-ipw",
+    "pairwise-em:loss=ipw",
+    "direct",
+    "doubly-robust",
+    "pal-click",
+    "sum-click",
+    "regression-em",
+    "dla",
+    "pairwise-debias",
+    "ubm",
+    "ccm",
+    "pointwise",
+    "lambdarank",
+)
+ONLY_CLICKS = ("regression-em", "dla", "pairwise-debias", "ubm", "ccm")
+ONLY_VALUES = ("sum-click",)
+KNOWN_THETA = ("pbm", "trust", "clickbait", "watch")  # users whose examination does not depend on other clicks
+USERS: tuple[tuple[str, float], ...] = (
+    ("pbm", 0.0),
+    ("pbm", 0.5),
+    ("pbm", 1.0),
+    ("pbm", 2.0),
+    ("trust", 1.0),
+    ("cascade", 1.0),
+    ("watch", 1.0),
+    ("clickbait", 1.0),
+)
+DATA = ("synthetic", "ml-1m", "mq2007")
+LOGGINGS: tuple[Logging, ...] = ("linear", "network", "both", "randomised")
+SIZES = (3_000, 300_000)
+RATES = (0.005, 0.02)  # learning rates that each method chooses from, by one run that is not tested
+SEEDS = 5
+SHOWN = 5.0  # largest difference that has a colour of its own, in %
+CELLS_OF_DATA = 16  # of each data set
+
+
+def cells(data: Sequence[str] = DATA) -> list[World]:
+    """Return the worlds of the grid, in a fixed order."""
+    found = []
+    for place, name in enumerate(data):
+        for number, (users, eta) in enumerate(USERS):
+            logging = LOGGINGS[(number + place) % len(LOGGINGS)]
+            found.append(World(name, clicks=False, eta=eta, users=users, logging=logging))
+        for number, size in enumerate(SIZES):
+            for clicks in (False, True):
+                users = ("pbm", "trust")[(number + clicks + place) % 2]
+                logging = LOGGINGS[(2 * number + clicks + place) % len(LOGGINGS)]
+                found.append(World(name, clicks=clicks, users=users, sessions=size, logging=logging))
+        for number, (users, eta) in enumerate((("pbm", 1.0), ("pbm", 2.0), ("trust", 1.0), ("cascade", 1.0))):
+            logging = LOGGINGS[(number + place + 1) % len(LOGGINGS)]
+            found.append(World(name, clicks=True, eta=eta, users=users, logging=logging))
+    return found
+
+
+def may_choose(place: int) -> bool:
+    """Return whether defaults may be chosen by the cell at this place of the grid: every second one of each data set.
+
+    A cell that chooses has a counterpart that does not, with the same users, in the next data set.
+    """
+    return (place + place // CELLS_OF_DATA) % 2 == 0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The result of a cell: its world, the comparison, and the metric of the logging ranker by seed."""
+
+    world: World
+    compared: Comparison
+    logged: list[float]
+
+    @property
+    def metric(self) -> str:
+        return self.world.metrics[-1]
+
+    def mean(self, entry: str) -> float:
+        return float(np.mean(row_of(self.compared, entry).results[self.metric]))
+
+    def has(self, entry: str) -> bool:
+        return any(row.entry == entry for row in self.compared.rows)
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods that a user could choose, so not the bound."""
+        return [row.entry for row in self.compared.rows if row.entry != BOUND]
+
+    @property
+    def first(self) -> str:
+        return max(self.methods, key=self.mean)
+
+    def behind(self, entry: str) -> float:
+        """Return how far the default is below a method, relative to the default; negative if it is above."""
+        return self.mean(entry) / self.mean(DEFAULT) - 1
+
+    def significantly_behind(self, entry: str) -> bool:
+        """Return whether the default is below a method in a test paired over seeds, with Holm's correction."""
+        if entry == DEFAULT:
+            return False
+        test = row_of(self.compared, entry).against[self.metric]
+        corrected = test.seeds.p if test.holm is None else test.holm[0]
+        return self.behind(entry) > 0 and corrected < 0.05
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the default is first, or not significantly below any method."""
+        return not any(self.significantly_behind(entry) for entry in self.methods)
+
+
+def compare_worlds(lab: Lab) -> ExperimentResult:
+    """Compare all methods with the default in a grid of simulated worlds."""
+    available, absent = lab.find(DATA)
+    grid = cells(available)
+    if lab.budget.name == QUICK.name:
+        grid = [replace(world, sessions=min(world.sessions, QUICK.sessions)) for world in grid[:4]]
+    plans = [_plan(lab, world) for world in grid]
+    compared = compare_all(plans, lab.workers, lab.on_done)
+    found = [
+        Cell(world, result, _logged(lab, world, plan))
+        for world, plan, result in zip(grid, plans, compared, strict=True)
+    ]
+    title = f"Which method is best in which world (budget: {lab.budget.name})"
+    results = {
+        _name(cell.world): {"may_choose": may_choose(i), "logging_ranker": cell.logged, **cell.compared.to_json()}
+        for i, cell in enumerate(found)
+    }
+    sections = [_summary(found), _map(found), _details(found)]
+    return ExperimentResult("worlds", title, _about(lab, len(found)), sections, [], results, absent)
+
+
+def _plan(lab: Lab, world: World) -> Plan:
+    skipped = {*(ONLY_VALUES if world.clicks else ONLY_CLICKS), *(() if world.users in KNOWN_THETA else (BOUND,))}
+    entries = [entry for entry in METHODS if entry not in skipped]
+    plan = lab.plan(replace(world, select=OFF_POLICY), entries, reference=DEFAULT)
+    seeds = lab.runs or min(SEEDS, lab.budget.runs)
+    return replace(plan, seeds=seeds, rates=RATES, dropouts=(), limits=(), tuning_seeds=1, longest=1)
+
+
+def _logged(lab: Lab, world: World, plan: Plan) -> list[float]:
+    """Return the metric of the logging ranker on the test requests, by seed."""
+    dataset = cached_dataset(world.data, lab.data_dir)
+    user = make_user(world.users, **{**plan.base.user_options, "max_grade": dataset.max_grade})
+    metric, found = world.metrics[-1], []
+    for seed in range(plan.seeds):
+        rankers = initial_rankers(dataset, kind=world.logging, share=plan.base.share, seed=seed)
+        values = [
+            evaluate_requests(dataset.test, each(dataset.test.features), [metric], user=user, label=world.label)
+            for each in rankers
+        ]
+        found.append(float(np.mean([by_request[metric].mean() for by_request in values])))
+    return found
+
+
+def _about(lab: Lab, count: int) -> str:
+    return (
+        f"{count} worlds. All methods of a run learn from the same sessions. Each method chooses its learning rate "
+        f"({' or '.join(f'{rate:g}' for rate in RATES)}) without true labels, by a run that is not tested. "
+        f"The bound is the default with the true examination of the users. Tests are paired over {SEEDS} seeds, with "
+        "Holm's correction."
+    )
+
+
+def _name(world: World) -> str:
+    users = f"{world.users} {world.eta:g}" if world.users == "pbm" else world.users
+    label = "clicks" if world.clicks else "values"
+    return f"{TITLES.get(world.data, world.data)}, {users}, {label}, {world.sessions:,}, {world.logging}"
+
+
+def _summary(found: Sequence[Cell]) -> Section:
+    """Return what the default reaches on all cells, on those that may choose defaults, and on the others."""
+    parts: Mapping[str, list[Cell]] = {
+        "all": list(found),
+        "may choose defaults": [cell for i, cell in enumerate(found) if may_choose(i)],
+        "kept apart": [cell for i, cell in enumerate(found) if not may_choose(i)],
+    }
+    head = [
+        "cells",
+        "number",
+        "first or level with it",
+        "below pointwise",
+        "below the logging ranker",
+        "below the bound",
+    ]
+    rows = []
+    for name, part in parts.items():
+        bounded = [cell.behind(BOUND) for cell in part if cell.has(BOUND)]
+        logged = [cell for cell in part if np.mean(cell.logged) > cell.mean(DEFAULT)]
+        rows.append(
+            [
+                name,
+                str(len(part)),
+                str(sum(cell.is_first for cell in part)),
+                str(sum(cell.significantly_behind("pointwise") for cell in part)),
+                str(len(logged)),
+                f"{np.mean(bounded):+.2%}" if bounded else "",
+            ]
+        )
+    return Section("The default", [Table(head, rows), Text("'below' counts cells; the bound is a mean over cells.")])
+
+
+def _map(found: Sequence[Cell]) -> Section:
+    entries = [entry for entry in METHODS if entry != DEFAULT]
+    plot = heat_map(
+        "Difference from the default in %",
+        [[100 * cell.behind(entry) if cell.has(entry) else None for entry in entries] for cell in found],
+        columns=entries,
+        rows=[_name(cell.world) for cell in found],
+        x="method",
+        y="world",
+        caption="Above 0 the method is better than the default.",
+        smallest=-SHOWN,
+        largest=SHOWN,
+    )
+    return Section("Who is first where", [plot])
+
+
+def _details(found: Sequence[Cell]) -> Section:
+    head = [
+        "world",
+        "use",
+        "the default",
+        "logging ranker",
+        "first",
+        "first over the default",
+        "bound over the default",
+    ]
+    rows: list[list[str]] = []
+    for i, cell in enumerate(found):
+        star = "*" if cell.significantly_behind(cell.first) else ""
+        rows.append(
+            [
+                _name(cell.world),
+                "choose" if may_choose(i) else "apart",
+                f"{cell.mean(DEFAULT):.4f}",
+                f"{np.mean(cell.logged):.4f}",
+                cell.first,
+                f"{cell.behind(cell.first):+.2%}{star}",
+                f"{cell.behind(BOUND):+.2%}" if cell.has(BOUND) else "",
+            ]
+        )
+    return Section("Cell by cell", [Table(head, rows)])
