@@ -8,19 +8,23 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import nn
 
 from ultr.bias.equations import exact_above, exact_below
 from ultr.errors import DataError, OptionError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.base import BOUNDS, MethodInputs, one_of
+from ultr.methods.boosted_bias import BoostedOutputs
 from ultr.methods.direct import POWER, is_binary
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.position_model import LEAST_THETA, PositionModel
 from ultr.rankers import score_rows
-from ultr.rankers.boosters import TreeRows
+from ultr.rankers.blend import Blend, Part, spread_within_requests
+from ultr.rankers.boosters import TreeRanker, TreeRows
 from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective
 
+FINAL = ("pairs", "likelihood", "blend")  # what may become the ranker of TreePairwiseEM
 BUCKETS = 4  # quantiles of labels above zero, as LightGBM needs whole numbers
 MAX_LEVEL = 30  # the largest label that LightGBM accepts
 
@@ -55,6 +59,10 @@ class TreeMethod:
         """Return the method that gives pairs their weights, if any; its bias model must be fitted before the trees."""
         return None
 
+    def finals(self, grown: TreeRanker, validation: Log) -> dict[str, nn.Module]:
+        """Return the rankers of which the best on the validation requests is the final one, by name."""
+        return {"trees": grown}
+
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
         return None
 
@@ -74,26 +82,64 @@ class TreePairwiseEM(TreeMethod):
     """The method `pairwise-em` with trees as its ranker: the same weights of the same pairs.
 
     β, μ and g of the bias model are a network (`em=network`), or LightGBM's trees that grow in each EM step
-    (`em=trees`).
+    (`em=trees`, the default of LightGBM). Trees of β and μ are also a ranker of their own, by the likelihood.
+    The `final` ranker is that of the `pairs`, that of the `likelihood`, or the sum of both, each divided by the
+    deviation of its scores within requests (`blend`, the default of `em=trees`); `auto` is the best of them on the
+    validation requests. Rows of trees are not weighted (`row_power` 0).
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
         **{name: read for name, read in PairwiseEM.OPTIONS.items() if name not in ("variant", "delta")},
         "theta": one_of("theta", "auto", "strata", "items", "regression"),
         "em": one_of("em", "network", "trees"),
+        "final": one_of("final", "auto", *FINAL),
     }
 
-    def __init__(self, inputs: MethodInputs, *, em: str = "network", **options: Any) -> None:
+    def __init__(
+        self, inputs: MethodInputs, *, em: str | None = None, final: str | None = None, **options: Any
+    ) -> None:
         super().__init__(inputs)
-        self.em = em
-        if em == "trees" and options.get("targets") == "sampled":
+        sampled = options.get("targets") == "sampled"
+        self.em = em = em or ("trees" if inputs.ranker == "lightgbm" and not (sampled or inputs.truth) else "network")
+        by_value = options.get("loss", "posterior") in ("posterior", "opt-posterior")
+        if final not in (None, "pairs") and not (em == "trees" and by_value):
+            hint = "remove final, or use em=trees with loss=posterior"
+            raise OptionError(f"final={final} needs trees of relevance, and a loss of its values", hint=hint)
+        self.final = final or ("blend" if em == "trees" and by_value else "pairs")
+        if em == "trees" and sampled:
             what = "em=trees cannot be used with targets=sampled"
             raise OptionError(what, hint="remove em=trees or targets=sampled")
         # PairwiseEM always has a network as its ranker. Here it is the smallest kind, and is not trained.
+        options = {**({"row_power": 0.0} if em == "trees" else {}), **options}
         self._pair_model = PairwiseEM(replace(inputs, ranker="linear", ranker_options={}, bias_ranker="mlp"), **options)
 
     def pair_model(self) -> PairwiseEM:
         return self._pair_model
+
+    def finals(self, pairs: TreeRanker, validation: Log) -> dict[str, nn.Module]:
+        """Return the rankers that may be the final one, by name; `pairs` was trained on pairs."""
+        outputs = self._pair_model.bias_model.network
+        if self.final == "pairs" or not isinstance(outputs, BoostedOutputs) or outputs.boosters[0] is None:
+            return {"pairs": pairs}
+        likelihood = [
+            Part(TreeRanker(booster), "lightgbm", link=link, shift=constant)
+            for booster, constant, link in zip(
+                outputs.boosters, outputs.constants, ("log-sigmoid", "identity"), strict=False
+            )
+            if booster is not None
+        ]
+        rows, lengths = torch.from_numpy(validation.features), validation.lengths
+        spreads = [
+            spread_within_requests(ranker(rows).double().numpy(), lengths) for ranker in (pairs, Blend(likelihood))
+        ]
+        blend = [Part(pairs, self.inputs.ranker), *likelihood]
+        weights = [1 / spreads[0], *(1 / spreads[1] for _ in likelihood)]
+        rankers: dict[str, nn.Module] = {
+            "pairs": pairs,
+            "likelihood": Blend(likelihood),
+            "blend": Blend([replace(part, weight=weight) for part, weight in zip(blend, weights, strict=True)]),
+        }
+        return rankers if self.final == "auto" else {self.final: rankers[self.final]}
 
     def task(self, log: Log) -> TreeTask:
         objective = PairwiseObjective(pair_terms(self._pair_model, log, self.labels(log)))

@@ -20,6 +20,7 @@ from ultr.log.labels import Label
 from ultr.log.schema import ROLES, SEVERAL
 from ultr.log.values import Missing
 from ultr.rankers import FeatureEncoder, Hurdle, Product, Synthesised, WithConstants, make_ranker, score_rows
+from ultr.rankers.blend import LINKS, Blend, Part
 from ultr.rankers.boosters import BOOSTERS, TreeRanker, is_trees
 from ultr.rankers.hurdle import HURDLE_OUTPUTS, make_hurdle
 from ultr.utils.arguments import checked
@@ -47,7 +48,7 @@ class Model:
     @property
     def missing(self) -> Missing:
         """How a log for this model treats missing values: trees accept them, and networks trained with `missing`."""
-        return "keep" if self.takes_missing or isinstance(self.ranker, TreeRanker) else "reject"
+        return "keep" if self.takes_missing or _are_trees(self.ranker) else "reject"
 
     @checked
     def score(self, log: Log, *, device: str = "cpu") -> np.ndarray:
@@ -93,6 +94,12 @@ class Model:
         return np.asarray(pc.fill_null(indices, -1).to_numpy(zero_copy_only=False) + 1)
 
 
+def _are_trees(ranker: nn.Module) -> bool:
+    if isinstance(ranker, Blend):
+        return all(isinstance(part.ranker, TreeRanker) for part in ranker.parts)
+    return isinstance(ranker, TreeRanker)
+
+
 def save_model(
     folder: Path,
     ranker: nn.Module,
@@ -121,24 +128,36 @@ def save_model(
         "columns": dict(log.columns),
     }
     with atomic_path(folder, overwrite=True, folder=True) as temporary:
-        if isinstance(ranker, TreeRanker):
-            file = temporary / ranker.booster.FILE
-            ranker.booster.save(file, rounds=ranker.rounds)
-            about |= {"rounds": ranker.rounds, "sha256": _sha256(file)}
+        if isinstance(ranker, Blend):
+            about["parts"] = []
+            for number, part in enumerate(ranker.parts):
+                (temporary / f"part-{number}").mkdir()
+                saved = _save_ranker(temporary / f"part-{number}", part.ranker, part.options, indicators)
+                about["parts"].append({**part.to_json(), **saved})
         else:
-            save_tensors(temporary / "weights.safetensors", ranker.state_dict())
-            about |= {
-                "ranker_options": dict(options),
-                "constants": len(ranker.constants) if isinstance(ranker, WithConstants) else 0,
-                "binary": list(ranker.binary) if isinstance(ranker, Synthesised) else None,
-                "hurdle": ranker.KIND if isinstance(ranker, Hurdle) else None,
-                "duration": getattr(ranker, "duration", None),
-                "product": isinstance(ranker, Product),
-            }
-            if indicators is not None:
-                about["missing"] = list(indicators)
+            about |= _save_ranker(temporary, ranker, options, indicators)
         _save_rows(temporary, held_out)
         write_json(temporary / "model.json", about)
+
+
+def _save_ranker(
+    folder: Path, ranker: nn.Module, options: Mapping[str, Any], indicators: Sequence[int] | None
+) -> dict[str, Any]:
+    """Write the weights or trees of a ranker into a folder; return what describes it in model.json."""
+    if isinstance(ranker, TreeRanker):
+        file = folder / ranker.booster.FILE
+        ranker.booster.save(file, rounds=ranker.rounds)
+        return {"rounds": ranker.rounds, "sha256": _sha256(file)}
+    save_tensors(folder / "weights.safetensors", ranker.state_dict())
+    about = {
+        "ranker_options": dict(options),
+        "constants": len(ranker.constants) if isinstance(ranker, WithConstants) else 0,
+        "binary": list(ranker.binary) if isinstance(ranker, Synthesised) else None,
+        "hurdle": ranker.KIND if isinstance(ranker, Hurdle) else None,
+        "duration": getattr(ranker, "duration", None),
+        "product": isinstance(ranker, Product),
+    }
+    return about if indicators is None else {**about, "missing": list(indicators)}
 
 
 def _save_rows(folder: Path, log: Log | None) -> None:
@@ -213,27 +232,58 @@ def load_model(run: str | Path) -> Model:
     about = read_json(folder / "model.json")
     check_format(about, FORMAT, what="the model", where=folder, hint="train again")
     try:
-        names, constants = tuple(about["feature_names"]), int(about.get("constants", 0))
+        names = tuple(about["feature_names"])
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("feature_names must be a list of names")
         vocabularies = {name: pa.array(values, pa.string()) for name, values in about["vocabularies"].items()}
         columns = _checked_columns(about.get("columns", {}))  # models of older versions have none
         categories = {names.index(name): len(values) + 1 for name, values in vocabularies.items()}
-        if is_trees(about["ranker"]):
-            trees = _load_trees(folder, about, tuple(sorted(categories)))
-            return Model(trees.eval(), names, str(about["label"]), vocabularies, columns)
-        weights = load_tensors(folder / "weights.safetensors")
-        if not all(isinstance(name, str) for name in about["feature_names"]) or len(names) + constants < 1:
-            raise TypeError("feature_names must be a list of names")
-        if constants != weights.get("constants", torch.empty(0)).numel():
-            raise ValueError("the constants in weights.safetensors do not match model.json")
-        with torch.device("meta"):  # no memory is used until the shapes are known to match the file
-            expected = _network(about, len(names) + constants, categories, constants).state_dict()
-        if _kinds(expected) != _kinds(weights):
-            raise ValueError("weights.safetensors does not match the network that model.json describes")
-        ranker = _network(about, len(names) + constants, categories, constants)
-        ranker.load_state_dict(weights)
+        ranker = (
+            _load_blend(folder, about, names, categories)
+            if "parts" in about
+            else _load_ranker(folder, about, names, categories)
+        )
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OptionError, OverflowError) as error:
         raise DataError(f"the model cannot be loaded ({error})", where=folder, hint="train again") from error
-    return Model(ranker.eval(), names, str(about["label"]), vocabularies, columns, takes_missing="missing" in about)
+    takes_missing = "missing" in about or any("missing" in part for part in about.get("parts", ()))
+    return Model(ranker.eval(), names, str(about["label"]), vocabularies, columns, takes_missing=takes_missing)
+
+
+def _load_blend(folder: Path, about: Mapping[str, Any], names: tuple[str, ...], categories: Mapping[int, int]) -> Blend:
+    parts = []
+    for number, described in enumerate(about["parts"]):
+        if described["link"] not in LINKS:
+            raise ValueError(f"the link of part {number} must be one of {', '.join(LINKS)}")
+        shift, weight = float(described["shift"]), float(described["weight"])
+        if not (np.isfinite(shift) and np.isfinite(weight)):
+            raise ValueError(f"the shift and weight of part {number} must be finite")
+        ranker = _load_ranker(folder / f"part-{number}", {**about, **described}, names, categories)
+        options = described.get("ranker_options", {})
+        parts.append(Part(ranker, str(described["ranker"]), options, described["link"], shift, weight))
+    if not parts:
+        raise ValueError("a blend must have parts")
+    return Blend(parts)
+
+
+def _load_ranker(
+    folder: Path, about: Mapping[str, Any], names: tuple[str, ...], categories: Mapping[int, int]
+) -> nn.Module:
+    """Load the network or trees of a folder, which `about` describes."""
+    if is_trees(about["ranker"]):
+        return _load_trees(folder, about, tuple(sorted(categories)))
+    constants = int(about.get("constants", 0))
+    weights = load_tensors(folder / "weights.safetensors")
+    if len(names) + constants < 1:
+        raise TypeError("feature_names must be a list of names")
+    if constants != weights.get("constants", torch.empty(0)).numel():
+        raise ValueError("the constants in weights.safetensors do not match model.json")
+    with torch.device("meta"):  # no memory is used until the shapes are known to match the file
+        expected = _network(about, len(names) + constants, categories, constants).state_dict()
+    if _kinds(expected) != _kinds(weights):
+        raise ValueError("weights.safetensors does not match the network that model.json describes")
+    ranker = _network(about, len(names) + constants, categories, constants)
+    ranker.load_state_dict(weights)
+    return ranker
 
 
 def _checked_columns(columns: Any) -> dict[str, Any]:

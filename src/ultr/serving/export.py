@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ultr._version import __version__
 from ultr.errors import DataError, MissingExtraError, OutputError
+from ultr.rankers.blend import Blend
 from ultr.rankers.boosters import TreeRanker
 from ultr.rankers.model import ROWS_KEPT, Model, kept_rows, load_model, spread
 from ultr.serving.exported import (
@@ -33,6 +35,7 @@ from ultr.serving.exported import (
     onnx_session,
 )
 from ultr.serving.model_card import model_card
+from ultr.serving.onnx_blend import blend_to_onnx
 from ultr.serving.onnx_trees import NotInOnnxError, trees_to_onnx
 from ultr.training.data import columns_for_run, read_rows
 from ultr.utils.arguments import checked
@@ -71,6 +74,8 @@ def export_run(run: str | Path, out: str | Path, *, rows: str | None = None, ove
         about["no_onnx"] = error.what
     if isinstance(model.ranker, TreeRanker):
         contents[model.ranker.booster.FILE] = (run / "model" / model.ranker.booster.FILE).read_bytes()
+    elif isinstance(model.ranker, Blend):
+        about["parts"] = [part.to_json() for part in model.ranker.parts]
     about["files"] = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     with content_errors(DAMAGED_RUN, where=run, hint="train again"):
         contents[CARD] = model_card(run, about).encode()
@@ -144,10 +149,16 @@ def onnx_bytes(model: Model) -> bytes:
 
     The input is `features`, float32 [requests, items, features]; the output is `scores`, float32 [requests, items].
     """
+    if isinstance(model.ranker, Blend):
+        return blend_to_onnx([(part, _ranker_bytes(part.ranker, model)) for part in model.ranker.parts])
+    return _ranker_bytes(model.ranker, model)
+
+
+def _ranker_bytes(ranker: nn.Module, model: Model) -> bytes:
     onnx = _import_onnx()
-    if isinstance(model.ranker, TreeRanker):
-        return trees_to_onnx(model.ranker.booster, len(model.feature_names))
-    ranker = copy.deepcopy(model.ranker).cpu().eval()
+    if isinstance(ranker, TreeRanker):
+        return trees_to_onnx(ranker.booster, len(model.feature_names))
+    ranker = copy.deepcopy(ranker).cpu().eval()
     example = torch.zeros(2, 3, len(model.feature_names))
     with _silent_exporter():
         try:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ultr.errors import DataError, OptionError
-from ultr.lists import ListBatches
+from ultr.lists import ListBatches, Lists
 from ultr.methods import make_tree_method
 from ultr.methods.boosted_bias import fit_boosted
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.trees import TreeMethod, TreePairwiseEM, TreeTask
+from ultr.rankers import score_rows
 from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, TreeRanker, check_parameters
 from ultr.rankers.tree_objective import kernels
 from ultr.training.bias_stage import held_out_requests, run_bias_stage, some_batches
@@ -72,13 +73,30 @@ class TreeRun:
         state, start = self._load_checkpoint(out, task)
         rewind_metrics(out, state.step)
         judge = judge_of(config, run_data, out, shared, known=self.method.inputs.propensities)
-        booster = self._grow(out, task, state, start, evaluator(config, run_data, judge), listeners)
-        best = TreeRanker(booster, state.stopping.best_step)
+        evaluate = evaluator(config, run_data, judge)
+        booster = self._grow(out, task, state, start, evaluate, listeners)
+        best, scores, chosen = self._final(TreeRanker(booster, state.stopping.best_step), evaluate)
         options = config.training
         feed = Feed(ListBatches(run_data.train, device=self.device), batch=options.batch, seed=options.seed)
-        scores = booster.predict(run_data.validation.features, 0, state.stopping.best_step)
-        written: dict[str, Any] = {"bias": self.method.bias, "ranker": best, "ranker_options": config.ranker_options}
+
+        def bias(batches: Iterable[Lists]) -> dict[str, Any] | None:
+            report = self.method.bias(batches)
+            return report if report is None else {**report, **chosen}
+
+        written: dict[str, Any] = {"bias": bias, "ranker": best, "ranker_options": config.ranker_options}
         finish_run(config, run_data, out, scores=scores, judge=judge, feed=feed, **written)
+
+    def _final(
+        self, grown: TreeRanker, evaluate: Callable[[Tensor], dict[str, Tensor]]
+    ) -> tuple[nn.Module, np.ndarray, dict[str, Any]]:
+        """Return the final ranker, its scores of the validation rows, and how it was chosen, for the report."""
+        validation, select = self.run_data.validation, self.config.selection
+        rankers = self.method.finals(grown, validation)
+        scores = {name: score_rows(ranker, validation.features) for name, ranker in rankers.items()}
+        values = {name: float(evaluate(torch.from_numpy(rows))[select]) for name, rows in scores.items()}
+        best = (min if less_is_better(select) else max)(values, key=values.__getitem__)
+        chosen = {"final": {"ranker": best, "metric": select, "values": values}} if len(values) > 1 else {}
+        return rankers[best], scores[best].astype(np.float64), chosen
 
     def _grow(
         self,
