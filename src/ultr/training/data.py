@@ -31,7 +31,7 @@ from ultr.log.shards import Shards, is_lists
 from ultr.log.values import Missing
 from ultr.methods import MethodInputs
 from ultr.rankers.boosters import is_trees
-from ultr.rankers.model import Model
+from ultr.rankers.model import Model, load_model
 from ultr.training.config import DEFAULT_METHOD, RunConfig, TrainingOptions
 from ultr.training.feed import Feed, Feeding
 from ultr.training.stream import Stream
@@ -137,7 +137,8 @@ def _drawn(log: Log, sessions: int, seed: int) -> Log:
 def cached_run_data(config: RunConfig) -> RunData:
     """Return the data of a run of networks; runs of other methods and learning rates on the same data share it."""
     training = TrainingOptions(seed=config.training.seed, device=config.training.device)
-    common = replace(config, method=DEFAULT_METHOD, method_options={}, ranker="mlp", ranker_options={}, bias=None)
+    changes: dict[str, Any] = {"method_options": {}, "ranker_options": {}, "bias": None, "warm_start": None}
+    common = replace(config, method=DEFAULT_METHOD, ranker="mlp", **changes)
     return _cached_run_data(json.dumps(replace(common, training=training).to_json(), sort_keys=True))
 
 
@@ -353,6 +354,9 @@ def missing_features(config: RunConfig, log: Log) -> tuple[int, ...] | None:
     if config.missing == "error" or is_trees(config.ranker):
         return None
     missing = np.isnan(log.features).any(axis=0)
+    if config.warm_start is not None:  # the features whose missing values that run recognises
+        start = load_model(config.warm_start)
+        missing |= np.isin(log.feature_names, [start.feature_names[i] for i in start.indicators or ()])
     return tuple(i for i in np.flatnonzero(missing).tolist() if i not in log.categories)
 
 
