@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ultr.bias.pitfalls import Pitfall
-from ultr.errors import DataError, LabelError, OptionError, OutputError
+from ultr.errors import DataError, OptionError, OutputError
 from ultr.log import Log
 from ultr.log.shards import is_lists
 from ultr.rankers.boosters import is_trees
@@ -246,7 +246,7 @@ def _writing(place: Place, config: RunConfig) -> Iterator[bool]:
                 write_json(folder / "config.json", config.to_json())
             barrier()
             yield False
-        except (DataError, LabelError, OptionError):
+        except BaseException:
             learned = (folder / BIAS).is_dir() or (folder / "checkpoints").is_dir() or read_metrics(folder)
             if is_main() and not (existed or learned):
                 shutil.rmtree(folder if folder == out else folder.parent, ignore_errors=True)
