@@ -25,6 +25,7 @@ from ultr.lists import ListBatches
 from ultr.log import Log, read_log
 from ultr.log.labels import Label
 from ultr.log.queries import split_by_query, split_by_time
+from ultr.log.readers import parquet_files
 from ultr.log.sampling import sample_log
 from ultr.log.segments import by_segment
 from ultr.log.shards import Shards, is_lists
@@ -174,10 +175,17 @@ def read_rows(
     """Read a log, or a split of a data set; return it and the highest true label of the data set (None for a log)."""
     if is_lists(data):
         data = str(Path(data) / split)
-    elif data == "synthetic" or data in DATASETS or (Path(data).is_dir() and not is_lists(Path(data).parent)):
+    elif data == "synthetic" or data in DATASETS or _is_letor_folder(Path(data)):
+        if columns and columns.get("where"):
+            raise OptionError("conditions (--where) need a log with named columns", got=data, hint="leave out --where")
         dataset = load_dataset(data, data_dir=data_dir)
         return dataset[split], dataset.max_grade
     return read_log(data, **(columns or {})), None
+
+
+def _is_letor_folder(path: Path) -> bool:
+    """Return whether a path is a folder that is neither a log in Parquet files nor a split of prepared lists."""
+    return path.is_dir() and not is_lists(path.parent) and not parquet_files(path)
 
 
 def _read_training_log(config: RunConfig) -> RunData:
