@@ -22,15 +22,16 @@ STILL = {"steps": 1, "evaluate_every": 1, "lr": 1e-12}
 COLUMNS = {"request": "request", "position": "position", "features": "f0,f1", "categorical": "shop"}
 
 
-def table(shops, *, seed=0, shift=0.0, first=1, requests=60, items=4) -> pa.Table:
-    """Return a log whose clicks follow the shop; the shops appear in the order given."""
+def table(shops, *, seed=0, shift=0.0, first=1, requests=60, items=4, falls=0.0) -> pa.Table:
+    """Return a log whose clicks follow the shop, and fall with position^-`falls`; shops appear in the order given."""
     rng, rows = np.random.default_rng(seed), requests * items
     shop = np.array(shops)[np.r_[np.arange(len(shops)), rng.integers(0, len(shops), rows - len(shops))]]
-    rate = np.array([SHOPS.get(name, 0.4) for name in shop])
+    position = np.tile(np.arange(first, first + items), requests)
+    rate = np.array([SHOPS.get(name, 0.4) for name in shop]) / position**falls
     return pa.table(
         {
             "request": np.repeat(np.arange(requests), items),
-            "position": np.tile(np.arange(first, first + items), requests),
+            "position": position,
             "f0": rng.normal(shift, 1 + abs(shift), rows),
             "f1": rng.normal(size=rows),
             "shop": shop,

@@ -24,6 +24,7 @@ from ultr.cli import (
     serve,
     simulate,
     train,
+    update,
 )
 from ultr.cli.options import one_line, plain, words
 from ultr.errors import OptionError, ProcessError, UltrError
@@ -38,6 +39,7 @@ COMMANDS = (
     prepare.prepare,
     bias.bias,
     train.train,
+    update.update,
     evaluate.evaluate,
     score.score,
     compare.compare,

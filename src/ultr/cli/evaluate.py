@@ -153,7 +153,7 @@ def evaluate(
     if as_json:
         print(json.dumps({"data": data, **judged.to_json(), "warnings": warnings}))
         return
-    _print(judged, data)
+    print_judgement(judged, data)
 
 
 class _Source:
@@ -201,7 +201,7 @@ def _label(models: Mapping[str, Model], data: str, named: Mapping[str, Any]) -> 
     return labels.pop() if labels else shared.label_for(data, named, users=None)
 
 
-def _print(judged: Judgement, data: str) -> None:
+def print_judgement(judged: Judgement, data: str) -> None:
     """Print a table with a row for each metric and ranker."""
     if judged.theta:
         theta = " ".join(f"{value:.3g}" for value in list(judged.theta.values())[:SHOWN_POSITIONS])
