@@ -71,7 +71,7 @@ def version() -> None:
 def main() -> None:
     """Run a command; print an error on stderr and exit with its code: 2 (wrong option), 3 (time limit) or 1 (other)."""
     try:
-        _use_utf8()
+        _check_arguments()
         app()
     except SystemExit as end:
         if end.code == INTERRUPTED:  # typer turns a KeyboardInterrupt in a command into this exit
@@ -106,17 +106,14 @@ def main() -> None:
         sys.exit(1)
 
 
-def _use_utf8() -> None:
-    """Start the command again in Python's UTF-8 mode if the locale has another encoding, which cannot write all names.
-
-    Raise OptionError if an argument is not UTF-8: libraries that open files cannot encode it.
-    """
-    if sys.getfilesystemencoding().lower() != "utf-8" and not sys.flags.utf8_mode:
-        os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONUTF8": "1"})  # noqa: S606 - this command
+def _check_arguments() -> None:
+    """Raise OptionError if an argument is not UTF-8, which the libraries that open files need."""
+    in_utf8 = sys.getfilesystemencoding().lower() == "utf-8"
     for argument in sys.argv[1:]:
-        if not argument.isascii() and any("\ud800" <= letter <= "\udfff" for letter in argument):
-            hint = "rename the file, or pass a path through a link with another name"
-            raise OptionError("an argument is not valid UTF-8", got=ascii(argument), hint=hint)
+        if not argument.isascii() and (not in_utf8 or any("\ud800" <= letter <= "\udfff" for letter in argument)):
+            again = "set the environment variable PYTHONUTF8=1, and run the command again"
+            hint = "rename the file" if in_utf8 else f"{again}; the encoding now is {sys.getfilesystemencoding()}"
+            raise OptionError("an argument is not in UTF-8", got=ascii(argument), hint=hint)
 
 
 def _print_error(message: str) -> None:
