@@ -109,3 +109,26 @@ def test_what_cannot_be_judged_is_an_error(ultr, here):
         assert message in done.stderr
     done = ultr("evaluate", here / "a", here / "other label", log, "--label", "click")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_of_files_and_conditions_are_read_as_by_train(ultr, here, tmp_path):
+    table = pq.read_table(here / "new.parquet")
+    folder = tmp_path / "log"
+    folder.mkdir()
+    parts = pa.array(table["request"].to_numpy(zero_copy_only=False) < "r2")
+    for number, part in enumerate((table.filter(parts), table.filter(pa.compute.invert(parts)))):
+        pq.write_table(part, folder / f"{number}.parquet")
+    one, several = (
+        json.loads(ultr("evaluate", here / "a", source, "--json").stdout)["rankers"][str(here / "a")][REWARD]["mean"]
+        for source in (here / "new.parquet", folder)
+    )
+    assert several == pytest.approx(one, rel=0.2)  # requests are in another order, so the halves differ
+    done = ultr("evaluate", here / "a", folder, "--where", "request < r2", "--metrics", "feedback-ndcg@10", "--json")
+    assert json.loads(done.stdout)["requests"] == len(table.filter(parts)["request"].unique())
+    twice = pa.concat_tables([table, table])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    assert ultr("evaluate", here / "a", tmp_path / "twice.parquet").returncode == 1
+    first = ("--on-duplicates", "first", "--metrics", "feedback-ndcg@10", "--json")
+    assert json.loads(ultr("evaluate", here / "a", tmp_path / "twice.parquet", *first).stdout)["requests"] == 200
+    rejected = ultr("evaluate", here / "a", "synthetic", "--where", "x = 1")
+    assert (rejected.returncode, "conditions (--where) need a log" in rejected.stderr) == (2, True)

@@ -67,7 +67,7 @@ def test_a_stopped_replacement_resumes_and_replaces_the_old_run(ranker, log_path
     assert contents(run) == before
     load_model(run)
     steps = []
-    run_training(old, run, resume=True, on_progress=lambda progress: steps.append(progress.step))
+    run_training(new, run, resume=True, on_progress=lambda progress: steps.append(progress.step))
     assert steps[0] > 2  # it did not start again
     assert contents(run) == expected
     assert hidden_files_next_to(run) == []
@@ -96,7 +96,7 @@ def test_no_other_process_can_train_there_at_the_same_time(log_path, tmp_path):
     def try_too(_progress) -> None:
         for options in ({"resume": True}, {"overwrite": True}):
             with pytest.raises(OutputError, match="another process"):
-                run_training(config(log_path, 3), run, **options)
+                run_training(config(log_path, 2), run, **options)
 
     run_training(config(log_path, 2), run, overwrite=True, on_progress=try_too)
     assert contents(run) == contents(run_training(config(log_path, 2), tmp_path / "expected"))

@@ -80,10 +80,24 @@ def test_an_existing_run_is_an_error_or_resumed_or_replaced(log_path, tmp_path):
     before = (run / "model" / "weights.safetensors").read_bytes()
     with pytest.raises(OutputError, match="--resume or --overwrite"):
         run_training(config(log_path), run)
-    run_training(config(log_path, training={"seed": 9}), run, resume=True)  # the run is finished
+    run_training(config(log_path, training={"device": "auto"}), run, resume=True)  # the run is finished
     assert (run / "model" / "weights.safetensors").read_bytes() == before
     run_training(config(log_path, training={"seed": 9}), run, overwrite=True)
     assert (run / "model" / "weights.safetensors").read_bytes() != before
+
+
+def test_a_run_is_not_resumed_with_other_options(log_path, tmp_path):
+    """Also after its end: the caller would take the old run for one with the new options."""
+    run = run_training(config(log_path), tmp_path / "run")
+    other = config(f"{log_path}2", label="click", select="feedback-ndcg@10", training={"lr": 0.5, "seed": 9})
+    words = (
+        r"the log \(.*2; the run has .*\), --label \(click; the run has click \+ dwell / exp\(3\)\), --select \(.*, "
+    )
+    with pytest.raises(
+        OptionError, match=words + r"--lr \(0.5; the run has 0.02\), --seed \(9; the run has 0\); leave"
+    ):
+        run_training(other, run, resume=True)
+    run_training(other, run, resume=True, chosen=["batch", "steps"])  # all others are those of the run
 
 
 @pytest.mark.parametrize(
@@ -167,9 +181,8 @@ def test_a_model_with_constants_can_be_started_from(log_path, tmp_path):
     still = config(log_path, method="position-feature", training={"steps": 1, "evaluate_every": 1, "lr": 1e-9})
     second = run_training(still, tmp_path / "two", warm_start=first)
     a, b = (load_file(run / "model" / "weights.safetensors") for run in (first, second))
-    names = [name for name in a if "constants" not in name]  # the embedding of the hidden position is not copied
-    assert len(names) > 2
-    for name in names:
+    assert len(a) > 3
+    for name in a:
         torch.testing.assert_close(a[name], b[name])
 
 

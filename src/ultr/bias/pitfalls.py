@@ -144,7 +144,7 @@ def _encoded_positions(view: _View) -> Iterable[Pitfall]:
         at_one = (1 + (at_place[1:] != at_place[:-1])[same].sum()) / (1 + same.sum())  # small only if rows are many
         if in_list >= VARIES and at_one <= min(SAME_VALUE, SAME_RATIO * in_list):
             encode.append(name)
-        elif name not in part.vocabularies:  # codes of categories are in order of appearance, which is by position
+        elif name not in part.vocabularies:  # the order of codes means nothing
             others.append(column)
     follow = [part.feature_names[i] for i in others if _orders_as_positions(ranked, ranked.features[:, i])]
     if encode:

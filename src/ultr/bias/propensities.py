@@ -13,7 +13,7 @@ and the other results of the command: intervals and a verdict, or the parameters
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +149,18 @@ def _theta_of(content: Mapping[str, Any]) -> dict[str, float]:
 def theta_by_id(
     theta: Mapping[str, float], positions: tuple[int, ...], segments: tuple[str, ...] = ()
 ) -> dict[int, float]:
-    """Return known examination by position id; a position without a value for its segment uses that of the position."""
+    """Return known examination by position id."""
+    return {position: theta[name] for position, name in known_slots(theta, positions, segments).items()}
+
+
+def known_slots(known: Collection[str], positions: tuple[int, ...], segments: tuple[str, ...] = ()) -> dict[int, str]:
+    """Return the text of each position id in `known`; a position that is unknown for its segment has none there."""
     by_id = {}
     for position in positions:
         names = slot(position, segments), slot(position, segments).partition("@")[0]
-        value = next((theta[name] for name in names if name in theta), None)
-        if value is None:
+        name = next((name for name in names if name in known), None)
+        if name is None:
             hint = "add a value for every position of the log to the table of --propensities, or to bias.json"
             raise DataError(f"position {names[0]} has no propensity", hint=hint)
-        by_id[position] = value
+        by_id[position] = name
     return by_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -23,10 +24,13 @@ from ultr.cli import (
     serve,
     simulate,
     train,
+    update,
 )
 from ultr.cli.options import one_line, plain, words
-from ultr.errors import ProcessError, UltrError
+from ultr.errors import OptionError, ProcessError, UltrError
 
+INTERRUPTED = 130  # the exit code after Ctrl-C
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk, or of a user's share of it
 MESSAGE_DELAY = 10.0  # seconds that processes other than rank 0 wait before they print an error
 COMMANDS = (
     demo.demo,
@@ -35,6 +39,7 @@ COMMANDS = (
     prepare.prepare,
     bias.bias,
     train.train,
+    update.update,
     evaluate.evaluate,
     score.score,
     compare.compare,
@@ -66,7 +71,12 @@ def version() -> None:
 def main() -> None:
     """Run a command; print an error on stderr and exit with its code: 2 (wrong option), 3 (time limit) or 1 (other)."""
     try:
+        _check_arguments()
         app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # typer turns a KeyboardInterrupt in a command into this exit
+            words.print("interrupted")
+        raise
     except UltrError as error:
         if isinstance(error, ProcessError):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may send SIGTERM while this prints
@@ -76,12 +86,17 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         words.print("interrupted")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         sys.exit(0)
     except Exception as error:
         if os.environ.get("ULTR_DEBUG"):
             raise
+        if isinstance(error, OSError) and error.errno in FULL:
+            where = "" if error.filename is None else f"{error.filename}: "
+            text = one_line(f"{where}{error.strerror}; free some space, or write to another disk, then run again")
+            _print_error(f"[bold red]error:[/] {plain(text)}")
+            sys.exit(1)
         if isinstance(error, OSError) and error.filename is not None:  # such as missing permissions
             text = one_line(f"{error.filename}: {error.strerror}; check the path and its permissions")
             _print_error(f"[bold red]error:[/] {plain(text)}")
@@ -89,6 +104,16 @@ def main() -> None:
         text = f"{type(error).__name__}: {error}"
         _print_error(f"[bold red]internal error:[/] {plain(text)}\nset ULTR_DEBUG=1 to see the traceback")
         sys.exit(1)
+
+
+def _check_arguments() -> None:
+    """Raise OptionError if an argument is not UTF-8, which the libraries that open files need."""
+    in_utf8 = sys.getfilesystemencoding().lower() == "utf-8"
+    for argument in sys.argv[1:]:
+        if not argument.isascii() and (not in_utf8 or any("\ud800" <= letter <= "\udfff" for letter in argument)):
+            again = "set the environment variable PYTHONUTF8=1, and run the command again"
+            hint = "rename the file" if in_utf8 else f"{again}; the encoding now is {sys.getfilesystemencoding()}"
+            raise OptionError("an argument is not in UTF-8", got=ascii(argument), hint=hint)
 
 
 def _print_error(message: str) -> None:

@@ -75,6 +75,11 @@ def evaluate(
     segment: options.SegmentColumn = None,
     randomised: options.RandomisedColumn = None,
     relevance: options.RelevanceColumn = None,
+    on_duplicates: Annotated[
+        str | None,
+        typer.Option(help="Repeated rows of a request, as for ultr train.", show_default="as for the training log"),
+    ] = None,
+    where: options.Where = None,
     data_dir: options.DataDir = None,
     device: options.Device = "auto",
     as_json: options.Json = False,
@@ -96,6 +101,8 @@ def evaluate(
     from ultr.training.fresh import fresh_requests, split_of
 
     named = named_columns(locals())
+    rows: dict[str, Any] = {"where": list(where or ()), "on_duplicates": on_duplicates}
+    rows = {name: value for name, value in rows.items() if value}
     folders = list(runs or [])
     if data is None:
         if not folders:
@@ -109,16 +116,16 @@ def evaluate(
         raise OptionError("each run and score column must be given once", got=", ".join(names))
     models = {name: load_model(name) for name in folders}
     source = _Source(data, split, data_dir)
-    logs = {name: source.read(columns_for_run(Path(name), model, named)) for name, model in models.items()}
+    logs = {name: source.read({**columns_for_run(Path(name), model, named), **rows}) for name, model in models.items()}
     rankers = {name: models[name].score(log, device=device) for name, log in logs.items()}
     views = {name: models[name].view(log) for name, log in logs.items()}
     log = (
         max(views.values(), key=lambda each: len(each.feature_names))
         if views
-        else source.read({"missing": "keep", **named})
+        else source.read({"missing": "keep", **named, **rows})
     )
     if columns:
-        scores = source.scores(columns, log, named)
+        scores = source.scores(columns, log, {**named, **rows})
         rankers |= {name: scores.features[:, i] for i, name in enumerate(scores.feature_names)}
         if not log.feature_names:
             log = replace(log, features=scores.features, feature_names=scores.feature_names)
@@ -146,7 +153,7 @@ def evaluate(
     if as_json:
         print(json.dumps({"data": data, **judged.to_json(), "warnings": warnings}))
         return
-    _print(judged, data)
+    print_judgement(judged, data)
 
 
 class _Source:
@@ -194,7 +201,7 @@ def _label(models: Mapping[str, Model], data: str, named: Mapping[str, Any]) -> 
     return labels.pop() if labels else shared.label_for(data, named, users=None)
 
 
-def _print(judged: Judgement, data: str) -> None:
+def print_judgement(judged: Judgement, data: str) -> None:
     """Print a table with a row for each metric and ranker."""
     if judged.theta:
         theta = " ".join(f"{value:.3g}" for value in list(judged.theta.values())[:SHOWN_POSITIONS])

@@ -8,12 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
+from ultr.cli import config_file as config_files
 from ultr.cli import options
 from ultr.cli import training_options as shared
+from ultr.cli.config_file import chosen_options, read_config
 from ultr.cli.options import free_path, print_next, print_notes, progress_bar, words
 
 
 def train(
+    context: typer.Context,
     data: shared.Data,
     out: Annotated[Path, typer.Option(help="The run directory to write.")],
     method: Annotated[
@@ -74,19 +77,41 @@ def train(
     device: options.Device = "auto",
     precision: shared.Precision = "auto",
     seed: options.Seed = 0,
-    warm_start: Annotated[Path | None, typer.Option(help="Start from the weights of this finished run.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
+    warm_start: Annotated[
+        Path | None,
+        typer.Option(help="Start from the ranker of this finished run: features by name, and categories by value."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last checkpoint, with the options of the run.")
+    ] = False,
     overwrite: options.Overwrite = False,
     checkpoint_seconds: Annotated[float, typer.Option(help="Shortest time between checkpoints, in seconds.")] = 10.0,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write evaluations and bias to RUN/tensorboard.")
     ] = False,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            help="A TOML file of options; options on the command line replace those of the file.",
+            callback=read_config,
+            is_eager=True,
+        ),
+    ] = None,
+    write_config: Annotated[
+        Path | None, typer.Option("--write-config", help="Write all options to this TOML file, and do not train.")
+    ] = None,
 ) -> None:
     """Train a ranker from a log, or from a data set with simulated users, and write a run directory."""
     from ultr.training.run import best_evaluation, run_training
     from ultr.training.tensorboard import Board
 
     words.quiet = os.environ.get("RANK", "0") != "0"  # of several processes, only the first prints messages
+    if write_config is not None:
+        config_files.write_config(context, write_config, overwrite=overwrite)
+        words.print(f"wrote {write_config}", soft_wrap=True, markup=False)
+        print_next("train", config=write_config)
+        return
     config = shared.run_config({**locals()})
     board = Board(out, writes=not words.quiet) if tensorboard else None
     shared.print_thresholds(config.label, {method: (method, config.method_options, config.ranker)})
@@ -108,8 +133,8 @@ def train(
             config,
             out,
             resume=resume,
+            chosen=_compared(chosen_options(context)),
             overwrite=overwrite,
-            warm_start=warm_start,
             checkpoint_seconds=checkpoint_seconds,
             on_note=lambda note: print_notes([note]),
             on_warning=shared.print_warning,
@@ -125,6 +150,11 @@ def train(
     if users is None:
         print_next("score", out, data, out=free_path("scores.parquet"))
         words.print("to score other items, put their file in place of the training log in this command", soft_wrap=True)
+
+
+def _compared(chosen: set[str]) -> set[str]:
+    """Return the names of chosen options as `RunConfig.differences` has them."""
+    return {{"loss": "option", "data": "log"}.get(name, name) for name in chosen}
 
 
 def _print_bias(run: Path) -> None:

@@ -187,6 +187,7 @@ def run_config(options: dict[str, Any]) -> RunConfig:
         method_options=parse_options(method, method_options, ranker=options["ranker"]),
         propensities=None if propensities is None else read_propensities(propensities),
         bias=options["bias"],
+        warm_start=None if options.get("warm_start") is None else str(options["warm_start"]),
         sessions=options["sessions"],
         learn_from=options.get("learn_from", "feedback"),
         label=options["label"] or label_for(options["data"], named_columns(options), users=options["users"]),

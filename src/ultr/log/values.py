@@ -184,7 +184,7 @@ def _side_by_side(blocks: list[np.ndarray], rows: int) -> np.ndarray:
 
 
 def category_codes(column: pa.ChunkedArray, name: str, where: object) -> tuple[np.ndarray, Any]:
-    """Return categories as codes (1, 2, ...; 0 for a missing value), and the string of each code from 1."""
+    """Return categories as codes (1, 2, ...; 0 for a missing value), and the string of each code from 1, sorted."""
     try:
         encoded = combined(column).cast(pa.string()).dictionary_encode()
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
@@ -193,8 +193,10 @@ def category_codes(column: pa.ChunkedArray, name: str, where: object) -> tuple[n
     if len(encoded.dictionary) >= MAX_CATEGORIES:
         got = f"{len(encoded.dictionary):,}"
         raise ColumnError(f"'{name}' has too many categories", where=where, got=got, hint="hash or drop it")
-    codes = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False) + 1
-    return codes.astype(np.float32), encoded.dictionary
+    order = pc.sort_indices(encoded.dictionary)
+    sorted_code = np.zeros(len(order) + 1, np.float32)  # the last entry, of index -1, is for a missing value
+    sorted_code[order.to_numpy()] = np.arange(1, len(order) + 1)
+    return sorted_code[pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False)], encoded.dictionary.take(order)
 
 
 def _feature_column(column: pa.ChunkedArray, name: str, where: object) -> np.ndarray:

@@ -7,7 +7,7 @@ batches before (online EM, Cappé and Moulines 2009). A position that is not in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +103,18 @@ class BiasModel(PositionModel):
         }
         for name, value in buffers.items():
             self.register_buffer(name, value)
+
+    def weights_at(self, weights: Mapping[str, Tensor], places: Tensor) -> dict[str, Tensor]:
+        """Return the weights of another bias model, whose positions at `places` are the positions of this one."""
+        taken = {**weights, "index.ids": self.index.ids}
+        for name in ("theta", "zeta", "sums", "impressions", "clicks", "shown", "rho", "theta_minus", "item_sums"):
+            taken[name] = weights[name][..., places]
+        for name in ("plus", "minus"):
+            taken[name] = weights[name][places][:, places]
+        if (sums := weights["pair_sums"]).numel():
+            by_pair = sums.view(len(sums), *weights["plus"].shape)
+            taken["pair_sums"] = by_pair[:, places][..., places].reshape(len(sums), -1)
+        return taken
 
     def take(self, examination: Examination) -> None:
         super().take(examination)

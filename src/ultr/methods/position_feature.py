@@ -35,7 +35,7 @@ class PositionFeature(Method):
         return self.score_at(features, torch.zeros((), dtype=torch.int64, device=features.device))
 
     def serving(self) -> nn.Module:
-        return WithConstants(self.ranker, self.positions.weight[0].detach().clone())
+        return WithConstants(self.ranker, self.positions.weight.detach()[0])  # loaded weights also set the embedding
 
     def loss(self, lists: Lists) -> Tensor:
         scores = self.score_at(lists.features, self.index(lists.shown_positions))

@@ -49,7 +49,19 @@ class FeatureEncoder(nn.Module):
         self.embeddings = nn.ModuleDict({str(i): nn.Embedding(size, dimensions[i]) for i, size in categories.items()})
         for embedding in self.embeddings.values():
             nn.init.zeros_(embedding.weight[0])  # type: ignore[index]  # an unseen value has no effect on the score
-        self.width = len(numeric) + len(indicators) + sum(dimensions.values())
+
+    @property
+    def width(self) -> int:
+        """The number of inputs of the network."""
+        return len(self.mean) + len(self.indicators) + sum(self.dimension(i) for i in self.categories)
+
+    def embedding(self, feature: int) -> Tensor:
+        """Return the embeddings [categories, dimension] of the categorical feature with this index."""
+        weight: Tensor = self.embeddings[str(feature)].weight  # type: ignore[assignment]
+        return weight
+
+    def dimension(self, feature: int) -> int:
+        return self.embedding(feature).shape[1]
 
     def fit(self, matrix: np.ndarray) -> None:
         """Compute mean and deviation of the columns of `matrix` [rows, features], in double precision and in blocks.
@@ -96,3 +108,24 @@ class FeatureEncoder(nn.Module):
             self.embeddings[str(i)](features[..., i].long().clamp(0, size - 1)) for i, size in self.categories.items()
         ]
         return torch.cat([numbers, *embedded], dim=-1)
+
+
+class EncodedRanker(nn.Module):
+    """A ranker that is a network of encoded features."""
+
+    encoder: FeatureEncoder
+
+    def first_layers(self) -> dict[str, nn.Linear]:
+        """Return the layers that have the encoded features as inputs, by their name in this module."""
+        raise NotImplementedError
+
+    def resize_embedding(self, feature: int, dimension: int) -> None:
+        """Replace the embeddings of a categorical feature by new ones, and the first layers, if the size is another."""
+        if self.encoder.dimension(feature) == dimension:
+            return
+        size = self.encoder.categories[feature]
+        device = self.encoder.embedding(feature).device
+        self.encoder.embeddings[str(feature)] = nn.Embedding(size, dimension, device=device)
+        for name, layer in self.first_layers().items():
+            holder, _, key = name.rpartition(".")
+            setattr(self.get_submodule(holder), key, nn.Linear(self.encoder.width, layer.out_features, device=device))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ultr.rankers.encoder import FeatureEncoder
+from ultr.rankers.encoder import EncodedRanker, FeatureEncoder
 
 
-class LinearRanker(nn.Module):
+class LinearRanker(EncodedRanker):
     """A ranker with score = w · x + b of the encoded features."""
 
     def __init__(self, encoder: FeatureEncoder, *, outputs: int = 1) -> None:
         super().__init__()
         self.encoder = encoder
         self.output = nn.Linear(encoder.width, outputs)
+
+    def first_layers(self) -> dict[str, nn.Linear]:
+        return {"output": self.output}
 
     def forward(self, features: Tensor) -> Tensor:
         outputs: Tensor = self.output(self.encoder(features))

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from ultr.errors import OptionError
 from ultr.rankers.dropout import Dropout
-from ultr.rankers.encoder import FeatureEncoder
+from ultr.rankers.encoder import EncodedRanker, FeatureEncoder
 from ultr.utils.arguments import checked
 
 Norm = Literal["none", "layer"]
 
 
-class MLPRanker(nn.Module):
+class MLPRanker(EncodedRanker):
     """A ranker of hidden layers with ELU, optionally layer normalisation and dropout, and linear outputs.
 
     With `separate`, each output has hidden layers of its own. There is no batch normalisation, because the score of an
@@ -47,6 +47,11 @@ class MLPRanker(nn.Module):
             self.layers = _Parallel(_layers(sizes, 1, dropout, norm) for _ in range(outputs))
         else:
             self.layers = _layers(sizes, outputs, dropout, norm)
+
+    def first_layers(self) -> dict[str, nn.Linear]:
+        parts = range(len(self.layers)) if isinstance(self.layers, _Parallel) else ()
+        names = [f"layers.{part}.0" for part in parts] or ["layers.0"]
+        return {name: self.get_submodule(name) for name in names}  # type: ignore[misc]
 
     def forward(self, features: Tensor) -> Tensor:
         outputs: Tensor = self.layers(self.encoder(features))

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +22,7 @@ from ultr.rankers import FeatureEncoder, Hurdle, Product, Synthesised, WithConst
 from ultr.rankers.blend import LINKS, Blend, Part
 from ultr.rankers.boosters import BOOSTERS, TreeRanker, is_trees
 from ultr.rankers.hurdle import HURDLE_OUTPUTS, make_hurdle
+from ultr.rankers.matching import load_weights, match_features, resize_embeddings
 from ultr.utils.arguments import checked
 from ultr.utils.devices import choose_device
 from ultr.utils.files import atomic_path
@@ -43,12 +43,12 @@ class Model:
     label: str
     vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> its values, as for Log
     columns: Mapping[str, Any] = field(default_factory=dict)  # role -> its column in the training log, as in Log
-    takes_missing: bool = False  # whether a network was trained to take missing values
+    indicators: tuple[int, ...] | None = None  # features whose missing values a network recognises; None: takes none
 
     @property
     def missing(self) -> Missing:
         """How a log for this model treats missing values: trees accept them, and networks trained with `missing`."""
-        return "keep" if self.takes_missing or _are_trees(self.ranker) else "reject"
+        return "keep" if self.indicators is not None or _are_trees(self.ranker) else "reject"
 
     @checked
     def score(self, log: Log, *, device: str = "cpu") -> np.ndarray:
@@ -71,27 +71,8 @@ class Model:
         return replace(log, features=features, feature_names=names, vocabularies=self.vocabularies)
 
     def columns_of(self, log: Log) -> np.ndarray:
-        if log.feature_names == self.feature_names and not self.vocabularies:
-            return log.features
-        place = {name: i for i, name in enumerate(log.feature_names)}
-        if missing := [name for name in self.feature_names if name not in place]:
-            names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            what = f"features that the model was trained on are missing: {names}"
-            raise DataError(what, hint="name their columns with --features")
-        columns = log.features[:, [place[name] for name in self.feature_names]]
-        for i, name in enumerate(self.feature_names):
-            if (name in self.vocabularies) != (name in log.vocabularies):
-                what = f"'{name}' must be {'a category' if name in self.vocabularies else 'a number'}, as in training"
-                raise DataError(what, hint="name the categorical features of training with --categorical")
-            if name in self.vocabularies:
-                translation = np.append(0, self.codes_of(name, log.vocabularies[name]))
-                columns[:, i] = translation[columns[:, i].astype(np.int64)]
-        return columns
-
-    def codes_of(self, name: str, values: Any) -> np.ndarray:
-        """Return the codes of values of the categorical feature `name`; 0 for values that were not in training."""
-        indices = pc.index_in(pa.array(values).cast(pa.string()), value_set=self.vocabularies[name])
-        return np.asarray(pc.fill_null(indices, -1).to_numpy(zero_copy_only=False) + 1)
+        """Return the features of a log in the order and codes of the model, matched by name and by value."""
+        return match_features(self, log).columns(log.features)
 
 
 def _are_trees(ranker: nn.Module) -> bool:
@@ -245,8 +226,9 @@ def load_model(run: str | Path) -> Model:
         )
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OptionError, OverflowError) as error:
         raise DataError(f"the model cannot be loaded ({error})", where=folder, hint="train again") from error
-    takes_missing = "missing" in about or any("missing" in part for part in about.get("parts", ()))
-    return Model(ranker.eval(), names, str(about["label"]), vocabularies, columns, takes_missing=takes_missing)
+    networks = [part for part in (about, *about.get("parts", ())) if "missing" in part]
+    indicators = tuple(networks[0]["missing"]) if networks else None
+    return Model(ranker.eval(), names, str(about["label"]), vocabularies, columns, indicators)
 
 
 def _load_blend(folder: Path, about: Mapping[str, Any], names: tuple[str, ...], categories: Mapping[int, int]) -> Blend:
@@ -278,11 +260,12 @@ def _load_ranker(
     if constants != weights.get("constants", torch.empty(0)).numel():
         raise ValueError("the constants in weights.safetensors do not match model.json")
     with torch.device("meta"):  # no memory is used until the shapes are known to match the file
-        expected = _network(about, len(names) + constants, categories, constants).state_dict()
-    if _kinds(expected) != _kinds(weights):
+        expected = _network(about, len(names) + constants, categories, constants)
+        resize_embeddings(expected, weights)
+    if _kinds(expected.state_dict()) != _kinds(weights):
         raise ValueError("weights.safetensors does not match the network that model.json describes")
     ranker = _network(about, len(names) + constants, categories, constants)
-    ranker.load_state_dict(weights)
+    load_weights(ranker, weights)
     return ranker
 
 

@@ -93,12 +93,14 @@ def _data(run: Path, config: RunConfig, about: Mapping[str, Any]) -> list[str]:
 def _training(config: RunConfig, content: Mapping[str, Any]) -> list[str]:
     command, notes = train_command(config)
     versions = ", ".join(f"{name} {content[name]}" for name in VERSIONS if name in content)
+    sources = {"started from the run": config.warm_start, "bias taken from": config.bias}
     return [
         "## Training",
         "",
         f"- method {code(config.method)}, options: {_options(config.method_options)}",
         f"- ranker {code(config.ranker)}, options: {_options(config.ranker_options)}",
         f"- seed {config.training.seed}, at most {config.training.steps:,} steps, learning rate {config.training.lr:g}",
+        *(f"- {what} {code(path, 200)}" for what, path in sources.items() if path is not None),
         f"- versions: {versions}",
         "",
         "The command that repeats the training:",

@@ -6,15 +6,16 @@ run/bias/        the weights of the bias model and the source of θ, for a resum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from ultr.bias.propensities import BIAS_FILE, write_bias_file
+from ultr.bias.propensities import BIAS_FILE, known_slots, write_bias_file
 from ultr.datasets.users import User
 from ultr.errors import DataError
 from ultr.lists import ListBatches, Lists
@@ -22,9 +23,10 @@ from ultr.log import Log
 from ultr.log.queries import split_by_query
 from ultr.log.segments import slot
 from ultr.methods import Method, thresholds
-from ultr.methods.base import Learner
 from ultr.methods.bias_model import BiasModel
 from ultr.methods.boosted_bias import BoostedOutputs
+from ultr.rankers.matching import load_matched_weights, load_weights, match_features
+from ultr.rankers.model import load_model
 from ultr.training.checkpoints import wait_for_lock
 from ultr.training.config import BIAS_TRAINING, RunConfig, TrainingOptions
 from ultr.training.data import RunData, StreamedLists
@@ -40,6 +42,7 @@ HELD_OUT_SHARE = 0.1  # share of the training requests that are held out to eval
 SHORT_LIST = 64  # items; shorter lists are evaluated all at once on a GPU
 REPORTED_BATCHES = 20  # batches that the summary in bias.json is computed from
 BIAS = "bias"  # the folder of a run that holds its bias model
+Weights = Mapping[str, Tensor]
 EVIDENCE = "evidence.json"  # the file of this folder that says how θ was estimated
 
 
@@ -72,8 +75,8 @@ def run_bias_stage(
     if (out / BIAS).is_dir():
         load_bias(out / BIAS, model)
         return
-    if (folder := _folder_of_bias(config)) is not None:
-        load_bias(folder, model)
+    if config.bias is not None and (Path(config.bias) / BIAS).is_dir():
+        _take_bias(Path(config.bias), model, config, run_data)
     elif shared is None:
         fit()
     else:
@@ -191,28 +194,40 @@ def save_bias(folder: Path, model: BiasModel) -> None:
             model.network.save(temporary)
 
 
-def load_bias(folder: Path, model: Learner) -> None:
-    """Load saved weights into a bias model; both must have the same features, positions and options."""
+def load_bias(folder: Path, model: BiasModel, load: Callable[[nn.Module, Weights], None] = load_weights) -> None:
+    """Load a saved bias model; `load` loads the weights, if the features or positions of the two may differ."""
     try:
-        if isinstance(model, BiasModel) and BoostedOutputs.is_at(folder):
+        if BoostedOutputs.is_at(folder):
             model.network = BoostedOutputs.load(folder, tuple(sorted(model.inputs.categories)))
-        model.load_state_dict(load_tensors(folder / "weights.safetensors"))
-        if isinstance(model, BiasModel) and (folder / EVIDENCE).is_file():  # known propensities have none
+        load(model, load_tensors(folder / "weights.safetensors"))
+        if (folder / EVIDENCE).is_file():  # known propensities have none
             model.evidence = read_json(folder / EVIDENCE)
-    except (RuntimeError, KeyError, ValueError) as error:
+    except (RuntimeError, KeyError, ValueError, IndexError) as error:
         hint = "pass --bias with a run that has the same features, positions, label and bias options"
         raise DataError("the saved bias model does not fit this run", where=folder, hint=hint) from error
 
 
-def _folder_of_bias(config: RunConfig) -> Path | None:
-    """Return the folder of the bias model if `config.bias` is a run that has one, else None."""
-    if config.bias is None or not (Path(config.bias) / BIAS).is_dir():
-        return None
-    label = read_json(Path(config.bias) / BIAS_FILE).get("label")
-    if label != config.label:
-        hint = f"pass --label '{label}', or pass only the estimates by position, with --bias {config.bias}/{BIAS_FILE}"
-        raise DataError("the bias model is for another label", where=config.bias, got=f"'{label}'", hint=hint)
-    return Path(config.bias) / BIAS
+def _take_bias(run: Path, model: BiasModel, config: RunConfig, run_data: RunData) -> None:
+    """Load the bias model of another run: its features are matched by name and value, and its positions by name."""
+    report = read_json(run / BIAS_FILE)
+    only_positions = f"pass only the estimates by position, with --bias {run / BIAS_FILE}"
+    if (label := report.get("label")) != config.label:
+        hint = f"pass --label '{label}', or {only_positions}"
+        raise DataError("the bias model is for another label", where=run, got=f"'{label}'", hint=hint)
+    trained = load_model(run)
+    match = match_features(trained, run_data.train)
+    if BoostedOutputs.is_at(run / BIAS) and not match.is_identity:
+        what = "the bias model is made of trees, for features in another order or with other categories"
+        raise DataError(what, where=run, hint=only_positions)
+    saved = [str(position) for position in report["positions"]]
+    ids = tuple(model.index.ids.tolist())
+    places = torch.tensor([saved.index(name) for name in known_slots(saved, ids, run_data.segments).values()])
+
+    def load(module: nn.Module, weights: Weights) -> None:
+        at_positions = model.weights_at(weights, places)
+        load_matched_weights(module, at_positions, match, indicators=trained.indicators or ())
+
+    load_bias(run / BIAS, model, load)
 
 
 def write_bias_report(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ultr.errors import DataError, OutputError
+from ultr.rankers.matching import load_weights
 from ultr.training.loop import TrainingState
 from ultr.utils.files import atomic_path, output_errors, remove_abandoned
 from ultr.utils.jsonfiles import add_checksum, check_format, parse_json, read_json, verify_checksum
@@ -126,7 +127,7 @@ def load_checkpoint(run: Path, state: TrainingState) -> bool:
         return False
     meta, weights, best, optimizer = content
     device = next(state.method.parameters()).device
-    state.method.load_state_dict(weights)
+    load_weights(state.method, weights)
     state.best_weights = {n: t.to(device) for n, t in best.items()}
     _load_optimizer(state.optimizer, optimizer)
     state.step, state.stopping = meta["step"], EarlyStopping.from_json(meta)

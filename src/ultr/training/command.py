@@ -12,7 +12,7 @@ from ultr.training.config import RunConfig, default_training
 USER_OPTIONS = ("eta", "epsilon")  # options of simulated users that `ultr train` can set
 # Options with the same name in RunConfig and `ultr train`.
 SAME_NAME = (
-    *("learn_from", "select", "sessions", "bias", "stream", "workers"),
+    *("learn_from", "select", "sessions", "bias", "warm_start", "stream", "workers"),
     *("on_duplicates", "split", "time", "missing"),
 )
 FLAGS = ("allow_leaks", "drop_suspicious")  # options without a value

@@ -111,6 +111,7 @@ class RunConfig:
     stream: Streaming = "auto"  # read prepared lists while training; auto: only if they do not fit in memory
     sessions: int = 0  # sessions simulated once before training; 0: new feedback at each step (trees: TREE_SESSIONS)
     bias: str | None = None  # a run, `ultr bias` folder or bias.json to take the estimated bias from
+    warm_start: str | None = None  # a finished run whose ranker training starts from
     workers: int = 0  # threads that read streamed lists; 0: chosen by the number of cores
     missing: MissingValues = "error"  # of features of a network; mean: the mean of training rows, and an indicator
     allow_leaks: bool = False  # train also with features that follow the feedback on their item
@@ -121,7 +122,7 @@ class RunConfig:
         if self.propensities is not None:
             object.__setattr__(self, "propensities", as_propensities(self.propensities))
         check_fields(self)
-        for name in ("data", "data_dir", "bias"):
+        for name in ("data", "data_dir", "bias", "warm_start"):
             check_value(name, getattr(self, name), str | Path | None)
         if (self.split == "time") != (self.time is not None):
             hint = "pass --split time --time COLUMN"
@@ -160,9 +161,20 @@ class RunConfig:
         options = self.training
         training = TrainingOptions(seed=options.seed, batch=options.batch, bias_steps=options.bias_steps)
         ranker = "trees" if is_trees(self.ranker) else self.ranker
-        common = replace(self, ranker=ranker, method_options={}, ranker_options={}, select=AUTO, training=training)
+        changes: dict[str, Any] = {"method_options": {}, "ranker_options": {}, "warm_start": None}
+        common = replace(self, ranker=ranker, select=AUTO, training=training, **changes)
         text = json.dumps([FORMAT, asdict(common), settings], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """Return the options that differ from another configuration's: name -> (value here, value there).
+
+        Names are those of `ultr train`. Options that do not change the result are left out, and a `stream` of "auto".
+        """
+        here, there = _by_option(self), _by_option(other)
+        left_out = {"device", "workers", *(("stream",) if self.stream == "auto" else ())}
+        names = [name for name in {**here, **there} if name not in left_out]
+        return {name: (here.get(name), there.get(name)) for name in names if here.get(name) != there.get(name)}
 
     def to_json(self) -> dict[str, Any]:
         versions = {"ultr": __version__, "torch": torch.__version__, **library_version(self.ranker)}
@@ -177,6 +189,15 @@ class RunConfig:
             return RunConfig(**{**values, "training": TrainingOptions(**values["training"])})
         except (TypeError, KeyError) as error:
             raise DataError(f"the configuration cannot be read ({error})", where=where, hint="train again") from error
+
+
+def _by_option(config: RunConfig) -> dict[str, Any]:
+    """Return the values of a configuration as `config.json` has them, by the names of the options of `ultr train`."""
+    values = json.loads(json.dumps(asdict(config), default=str))
+    groups = ["columns", "user_options", "training", *(() if is_trees(config.ranker) else ("ranker_options",))]
+    inner = {name: value for group in groups for name, value in values.pop(group).items()}
+    renamed = {"method_options": "option", "ranker_options": "ranker_option", "data": "log"}
+    return {**{renamed.get(name, name): value for name, value in values.items()}, **inner}
 
 
 def with_training(config: RunConfig, **changes: Any) -> RunConfig:

@@ -26,13 +26,14 @@ from ultr.lists import ListBatches
 from ultr.log import Log, read_log
 from ultr.log.labels import Label
 from ultr.log.queries import split_by_query, split_by_time
+from ultr.log.readers import parquet_files
 from ultr.log.sampling import sample_log
 from ultr.log.segments import by_segment
 from ultr.log.shards import Shards, concatenate_logs, is_lists
 from ultr.log.values import Missing
 from ultr.methods import MethodInputs
 from ultr.rankers.boosters import is_trees
-from ultr.rankers.model import Model
+from ultr.rankers.model import Model, load_model
 from ultr.training.config import DEFAULT_METHOD, RunConfig, TrainingOptions
 from ultr.training.feed import Feed, Feeding
 from ultr.training.stream import Stream
@@ -149,7 +150,8 @@ def _drawn(log: Log, sessions: int, seed: int, config: RunConfig) -> Log:
 def cached_run_data(config: RunConfig) -> RunData:
     """Return the data of a run of networks; runs of other methods and learning rates on the same data share it."""
     training = TrainingOptions(seed=config.training.seed, device=config.training.device)
-    common = replace(config, method=DEFAULT_METHOD, method_options={}, ranker="mlp", ranker_options={}, bias=None)
+    changes: dict[str, Any] = {"method_options": {}, "ranker_options": {}, "bias": None, "warm_start": None}
+    common = replace(config, method=DEFAULT_METHOD, ranker="mlp", **changes)
     return _cached_run_data(json.dumps(replace(common, training=training).to_json(), sort_keys=True))
 
 
@@ -185,10 +187,17 @@ def read_rows(
     """Read a log, or a split of a data set; return it and the highest true label of the data set (None for a log)."""
     if is_lists(data):
         data = str(Path(data) / split)
-    elif data == "synthetic" or data in DATASETS or (Path(data).is_dir() and not is_lists(Path(data).parent)):
+    elif data == "synthetic" or data in DATASETS or _is_letor_folder(Path(data)):
+        if columns and columns.get("where"):
+            raise OptionError("conditions (--where) need a log with named columns", got=data, hint="leave out --where")
         dataset = load_dataset(data, data_dir=data_dir)
         return dataset[split], dataset.max_grade
     return read_log(data, **(columns or {})), None
+
+
+def _is_letor_folder(path: Path) -> bool:
+    """Return whether a path is a folder that is neither a log in Parquet files nor a split of prepared lists."""
+    return path.is_dir() and not is_lists(path.parent) and not parquet_files(path)
 
 
 def _read_training_log(config: RunConfig) -> RunData:
@@ -365,6 +374,9 @@ def missing_features(config: RunConfig, log: Log) -> tuple[int, ...] | None:
     if config.missing == "error" or is_trees(config.ranker):
         return None
     missing = np.isnan(log.features).any(axis=0)
+    if config.warm_start is not None:  # the features whose missing values that run recognises
+        start = load_model(config.warm_start)
+        missing |= np.isin(log.feature_names, [start.feature_names[i] for i in start.indicators or ()])
     return tuple(i for i in np.flatnonzero(missing).tolist() if i not in log.categories)
 
 

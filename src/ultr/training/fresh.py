@@ -32,11 +32,14 @@ def split_of(data: str, name: str, data_dir: str | Path | None) -> Split | None:
     return None
 
 
-def fresh_requests(runs: Mapping[str, tuple[Path, Log]], split: Split | None) -> tuple[np.ndarray, list[str]]:
+def fresh_requests(
+    runs: Mapping[str, tuple[Path, Log]], split: Split | None, *, unselected: bool = False
+) -> tuple[np.ndarray, list[str]]:
     """Return a mask of the requests of a log on which rankers can be judged, and warnings.
 
     `runs` maps the name of a run to its folder and to the log with the features of its model. The mask has the requests
-    that no run was trained on, or all requests if there are none such.
+    that no run was trained on, or all requests if there are none such. With `unselected`, those that selected the best
+    step of a run are left out too, and there are no warnings about requests that are left out.
     """
     count = len(next(iter(runs.values()))[1])
     fresh, warnings, partly = np.ones(count, bool), [], []
@@ -48,6 +51,9 @@ def fresh_requests(runs: Mapping[str, tuple[Path, Log]], split: Split | None) ->
                 f"{name} does not record the requests it was trained on: its lists were streamed, or an older version "
                 "of ultr trained it. If it was trained on these requests, its value is too high."
             )
+            continue
+        if unselected:
+            fresh &= ~(trained | selected)
             continue
         chosen_on[name] = selected
         if trained.any():

@@ -67,10 +67,16 @@ def check_has_features(log: Log) -> None:
         raise DataError("the log has no features to learn from", hint="name the feature columns with --features")
 
 
-def start(method: Learner, train: Log, options: TrainingOptions) -> TrainingState:
-    """Prepare a method for training: fit feature normalisation to the log, move it to the device, make an optimizer."""
+def start(
+    method: Learner, train: Log, options: TrainingOptions, *, warm_start: Callable[[], None] = lambda: None
+) -> TrainingState:
+    """Prepare a method for training: fit feature normalisation to the log, move it to the device, make an optimizer.
+
+    `warm_start` sets weights; it is called before the optimizer is made, because it may change their shapes.
+    """
     check_has_features(train)
     fit_encoders(method, train.features)
+    warm_start()
     device = choose_device(options.device)
     method.to(device)
     settings = {"lr": options.lr, "weight_decay": options.weight_decay, "clip": options.clip}
@@ -95,11 +101,16 @@ def train(
     *,
     select: str,
     larger_is_better: bool = True,
+    evaluate_start: bool = False,
 ) -> Iterator[Progress]:
     """Train to the last step, or until the metric `select` no longer improves; yield after every evaluation.
 
-    Whenever this generator yields, all steps so far are complete, so the caller can save `state`.
+    Whenever this generator yields, all steps so far are complete, so the caller can save `state`. With
+    `evaluate_start`, the weights before the first step are evaluated too, and may be the best.
     """
+    if evaluate_start and not state.best_weights:
+        (metrics,) = as_numbers([evaluate(state.method)], select)
+        yield _progress(state, math.nan, metrics, select, larger_is_better)
     graphed = graphed_steps(state, feed, options) if choose_device(options.device).type == "cuda" else None
 
     def step() -> Tensor:
@@ -141,11 +152,17 @@ def train_all(
                 raise DataError(what, hint="lower --lr, or pass --clip 1")
         found = [evaluate[number](states[number].method) for number in running]
         for number, metrics in zip(running, as_numbers(found, select), strict=True):
-            state, loss = states[number], losses[number]
-            improved = state.stopping.update(metrics[select] if larger_is_better else -metrics[select], state.step)
-            if improved:
-                state.best_weights = {n: tensor.detach().clone() for n, tensor in state.method.state_dict().items()}
-            yield number, Progress(state.step, loss, metrics, improved)
+            yield number, _progress(states[number], losses[number], metrics, select, larger_is_better)
+
+
+def _progress(
+    state: TrainingState, loss: float, metrics: dict[str, float], select: str, larger_is_better: bool
+) -> Progress:
+    """Return the progress of an evaluation; if it is the best one, keep the weights."""
+    improved = state.stopping.update(metrics[select] if larger_is_better else -metrics[select], state.step)
+    if improved:
+        state.best_weights = {n: tensor.detach().clone() for n, tensor in state.method.state_dict().items()}
+    return Progress(state.step, loss, metrics, improved)
 
 
 def as_numbers(found: Sequence[Mapping[str, Tensor | float]], select: str) -> list[dict[str, float]]:

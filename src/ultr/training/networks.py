@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ultr.bias.logging_policy import share_logging_score
-from ultr.errors import DataError
 from ultr.lists import ListBatches
 from ultr.methods import Method, make_method
 from ultr.rankers import score_rows, scores_on_device
@@ -22,29 +22,32 @@ from ultr.training.finish import Listeners, finish_run
 from ultr.training.loop import Progress, check_has_features, start, train
 from ultr.training.selection import evaluator, judge_of, less_is_better
 from ultr.training.traps import check_pairs
+from ultr.training.warm_start import start_from
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import barrier, check_equal, gather_shares, is_main, own_share
-from ultr.utils.tensors import load_tensors
 
 
 class NetworkRun:
     """A run that trains a neural ranker; the constructor checks all options."""
 
-    def __init__(self, config: RunConfig, run_data: RunData, warm_start: Path | None = None) -> None:
+    def __init__(self, config: RunConfig, run_data: RunData) -> None:
         check_has_features(run_data.train)  # first, as torch warns about networks without inputs
         check_pairs(config, run_data.train)
         self.config, self.run_data = config, run_data
         self.method: Method = make_method(config.method, method_inputs(config, run_data), **config.method_options)
-        if warm_start is not None:
-            _load_weights(self.method, warm_start)
-        self.state = start(self.method, run_data.train, config.training)
+        self._first_weights: dict[str, Tensor] = {}  # of the ranker, if it starts from another run
+        self.state = start(self.method, run_data.train, config.training, warm_start=self._warm_start)
+
+    def _warm_start(self) -> None:
+        if self.config.warm_start is not None:
+            self._first_weights = start_from(self.method, Path(self.config.warm_start), self.run_data.train)
 
     def train(self, out: Path, shared: Path | None, listeners: Listeners) -> None:
         """Fit the bias model, if the method has one, take all training steps, and write the results into `out`."""
         self.prepare(out, shared, listeners)
         options, select = self.config.training, self.config.selection
-        larger = not less_is_better(select)
-        for progress in train(self.state, self.feed, self.evaluate, options, select=select, larger_is_better=larger):
+        how = {"larger_is_better": not less_is_better(select), "evaluate_start": self.config.warm_start is not None}
+        for progress in train(self.state, self.feed, self.evaluate, options, select=select, **how):
             self.record(progress)
         self.finish()
 
@@ -60,8 +63,10 @@ class NetworkRun:
             share_logging_score(run_data.train, shared)
         if not resumed:
             run_bias_stage(config, run_data, method, out, shared, listeners.on_bias_progress)
+            if self._first_weights:  # the bias stage may have fitted parts of the ranker to the log
+                method.serving().load_state_dict(self._first_weights)
         if is_main():
-            rewind_metrics(out, state.step)
+            rewind_metrics(out, state.step if resumed else -1)
         self.out, self.listeners = out, listeners
         self.device, self.feed = choose_device(config.training.device), run_data.feed(config.training, lists)
         self.judge = judge_of(config, run_data, out, shared, known=method.inputs.propensities)
@@ -79,7 +84,8 @@ class NetworkRun:
     def record(self, progress: Progress) -> None:
         """Write the results of an evaluation, and a checkpoint if the last one is old enough."""
         if is_main():
-            append_metrics(self.out, {"step": progress.step, "loss": progress.loss, **progress.metrics})
+            loss = progress.loss if math.isfinite(progress.loss) else None
+            append_metrics(self.out, {"step": progress.step, "loss": loss, **progress.metrics})
             if time.monotonic() - self._saved >= self.listeners.checkpoint_seconds:
                 save_checkpoint(self.out, self.state)
                 self._saved = time.monotonic()
@@ -104,13 +110,3 @@ class NetworkRun:
                 ranker_options=method.inputs.ranker_options,
             )
         barrier()
-
-
-def _load_weights(method: Method, run: Path) -> None:
-    """Load the weights of another run's ranker, whose tensors must have the same shapes."""
-    weights = load_tensors(run / "model" / "weights.safetensors")
-    ranker = method.serving()
-    if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in ranker.state_dict().items()}:
-        hint = "pass --warm-start with a run that has the same features, --ranker and --hidden"
-        raise DataError("the ranker of this run has weights of other shapes", where=run, hint=hint)
-    ranker.load_state_dict(weights)

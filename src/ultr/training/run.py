@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ultr.bias.pitfalls import Pitfall
-from ultr.errors import DataError, LabelError, OptionError, OutputError
+from ultr.errors import DataError, OptionError, OutputError
 from ultr.log import Log
 from ultr.log.shards import is_lists
 from ultr.rankers.boosters import is_trees
@@ -42,6 +42,7 @@ def run_training(
     out: str | Path,
     *,
     resume: bool = False,
+    chosen: Collection[str] | None = None,
     overwrite: bool = False,
     warm_start: str | Path | None = None,
     shared: str | Path | None = None,
@@ -54,9 +55,10 @@ def run_training(
 ) -> Path:
     """Train a ranker as `config` says, and write the run directory `out`; return `out`.
 
-    - `resume` continues from the last checkpoint in `out`, if there is one.
+    - `resume` continues from the last checkpoint in `out`, if there is one. `config` must be that of the run in `out`;
+      if `chosen` names options of `ultr train`, only these are compared, and the others are those of the run.
     - `overwrite` replaces an existing run, which stays usable until the new run is complete.
-    - `warm_start` is another run directory; training starts with the weights of its ranker.
+    - `warm_start` is another run directory, as `config.warm_start`; training starts from its ranker.
     - `log` is a log in memory, which is used in place of `config.data`.
     - `shared` is a folder for bias models, used by all runs with the same data, seed and bias options.
     - `on_note` gets a message for each change that was made to the log on reading it (`Log.notes`).
@@ -65,15 +67,19 @@ def run_training(
     Under torchrun all processes train and rank 0 writes. Processes that torchrun restarts resume their run.
     """
     out = Path(out)
-    warm_start, shared = (None if path is None else Path(path) for path in (warm_start, shared))
+    shared = None if shared is None else Path(shared)
+    if warm_start is not None:
+        config = replace(config, warm_start=str(warm_start))
     listeners = Listeners(on_bias_progress, on_progress, checkpoint_seconds)
     with process_group(config.training.device):
         place = _find_place(out, resume=resume, overwrite=overwrite)
+        if place.resume and (place.folder / "config.json").is_file():
+            saved = RunConfig.from_json(read_json(place.folder / "config.json"), where=place.folder)
+            _check_same(config, saved, chosen, out)
+            config = saved
         if main_decides(place.resume and (place.folder / "model").is_dir()):
             _clean_up(place)
             return out
-        if place.resume and (place.folder / "config.json").is_file():
-            config = RunConfig.from_json(read_json(place.folder / "config.json"), where=place.folder)
         # Data and options are checked before anything is written.
         config, run_data = _load_data(config, log)
         for note in run_data.train.notes:
@@ -83,7 +89,7 @@ def run_training(
             run_data = replace(run_data, warnings=tuple(find_traps(config, run_data)))
             for warning in run_data.warnings:
                 on_warning(warning)
-        run = make_run(config, run_data, warm_start)
+        run = make_run(config, run_data)
         with _writing(place, config) as finished_elsewhere:
             if not finished_elsewhere:
                 run.train(place.folder, shared, listeners)
@@ -113,11 +119,11 @@ def run_together(
         train_together(runs, folders, shared, later)
 
 
-def make_run(config: RunConfig, run_data: RunData, warm_start: Path | None = None) -> NetworkRun | TreeRun:
+def make_run(config: RunConfig, run_data: RunData) -> NetworkRun | TreeRun:
     """Return a run of networks or trees, with all its options checked."""
     if not is_trees(config.ranker):
-        return NetworkRun(config, run_data, warm_start)
-    if warm_start is not None:
+        return NetworkRun(config, run_data)
+    if config.warm_start is not None:
         raise OptionError("trees cannot start from another run", hint="leave out --warm-start")
     return TreeRun(config, run_data)
 
@@ -183,6 +189,23 @@ def _check_output(out: Path, *, resume: bool, overwrite: bool) -> None:
         raise OutputError(what, where=out, hint="pass another --out")
 
 
+def _check_same(config: RunConfig, saved: RunConfig, chosen: Collection[str] | None, out: Path) -> None:
+    """Raise OptionError if options differ from those of the run that is resumed."""
+    differences = {
+        name: values for name, values in config.differences(saved).items() if chosen is None or name in chosen
+    }
+    if differences:
+        shown = {name: "the log" if name == "log" else f"--{name.replace('_', '-')}" for name in differences}
+        texts = [f"{shown[n]} ({_brief(given)}; the run has {_brief(had)})" for n, (given, had) in differences.items()]
+        hint = "leave them out, or train again with --overwrite or another --out"
+        raise OptionError(f"options differ from those of the run: {', '.join(texts)}", where=out, hint=hint)
+
+
+def _brief(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
 def _clean_up(place: Place) -> None:
     """Remove the temporary files of a complete run whose process was killed before it could remove them."""
     if is_main():
@@ -223,7 +246,7 @@ def _writing(place: Place, config: RunConfig) -> Iterator[bool]:
                 write_json(folder / "config.json", config.to_json())
             barrier()
             yield False
-        except (DataError, LabelError, OptionError):
+        except BaseException:
             learned = (folder / BIAS).is_dir() or (folder / "checkpoints").is_dir() or read_metrics(folder)
             if is_main() and not (existed or learned):
                 shutil.rmtree(folder if folder == out else folder.parent, ignore_errors=True)

@@ -14,6 +14,7 @@ from ultr.training.checkpoints import read_metrics
 from ultr.training.config import RunConfig
 from ultr.training.loop import Progress
 from ultr.training.replace import is_being_replaced
+from ultr.utils.files import output_errors
 from ultr.utils.jsonfiles import read_json
 
 FOLDER = "tensorboard"
@@ -39,11 +40,12 @@ class Board:
     def __call__(self, progress: Progress) -> None:
         if not self._writes or is_being_replaced(self._run):
             return
-        if self._writer is None:
-            self._begin()
-        else:
-            self._add({"step": progress.step, "loss": progress.loss, **progress.metrics})
-        self._writer.flush()
+        with output_errors(self._run / FOLDER):
+            if self._writer is None:
+                self._begin()
+            else:
+                self._add({"step": progress.step, "loss": progress.loss, **progress.metrics})
+            self._writer.flush()
 
     def finish(self) -> None:
         """Write the bias of the run, if it has one, and all evaluations, if no evaluation was written before."""

@@ -47,6 +47,7 @@ def can_train_together(runs: Sequence[NetworkRun], outs: Sequence[Path]) -> bool
         and all(run.run_data.train.actions.keys() == first.train.actions.keys() for run in runs)
         and min(len(run.run_data.train) for run in runs) * (1 - HELD_OUT_SHARE) > max(each.batch for each in options)
         and not any((out / "checkpoints").is_dir() for out in outs)
+        and all(run.config.warm_start is None for run in runs)
         and _fit(runs)
     )
 

@@ -48,6 +48,8 @@ def engine_errors(where: object) -> Iterator[None]:
     except BadRowsError as error:
         raise DataError(str(error), where=where) from error
     except Exception as error:
+        if type(error).__name__ == "InterruptException" or str(error) == "Query interrupted":  # DuckDB after Ctrl-C
+            raise KeyboardInterrupt from error
         if type(error).__module__.split(".")[0] not in ENGINE_MODULES:
             raise
         text = str(error)

@@ -1,0 +1,83 @@
+"""`ultr update`: train a run further on a new log, and replace it only if the new ranker is not worse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ultr.cli import options
+from ultr.cli import training_options as shared
+from ultr.cli.evaluate import print_judgement
+from ultr.cli.options import free_path, plain, print_next, print_notes, progress_bar, words
+
+REJECTED = 3  # the exit code if the new run is worse
+
+
+def update(
+    run: Annotated[Path, typer.Argument(help="The run of yesterday: a finished run of a network on a log.")],
+    log: Annotated[str, typer.Option("--log", help="The log of today: a log or prepared lists, as for ultr train.")],
+    out: Annotated[Path, typer.Option(help="The run directory to write.")],
+    gate: Annotated[
+        float, typer.Option(help="Reject the new run if it is worse than the old one with this confidence.")
+    ] = 0.95,
+    refit_bias: Annotated[
+        bool,
+        typer.Option("--refit-bias", help="Estimate position bias from the new log."),
+    ] = False,
+    steps: Annotated[int | None, typer.Option(help="Training steps.", show_default="as for the run")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="as for the run")] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Where to compute.", show_default="as for the run")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Train a run further on a new log, compare it with the old one, and write it if it is not worse.
+
+    All options are those of the run. Training starts from its ranker, and takes its position bias. Both rankers are
+    compared off policy, on requests of the new log that neither was trained on. If the new one is worse, the command
+    exits with code 3, and writes nothing at --out. A command that was killed is resumed by the same command.
+    """
+    from ultr.training.finish import Listeners
+    from ultr.training.update import update_run
+
+    with progress_bar() as bar:
+        task = bar.add_task("update", total=None, figure="")
+
+        def show(progress: Any) -> None:
+            metrics = " ".join(f"{name} {value:.4f}" for name, value in progress.metrics.items())
+            bar.update(task, completed=progress.step, figure=metrics)
+
+        result = update_run(
+            run,
+            log,
+            out,
+            gate=gate,
+            refit_bias=refit_bias,
+            listeners=Listeners(on_progress=show),
+            on_note=lambda note: print_notes([note]),
+            on_warning=shared.print_warning,
+            steps=steps,
+            lr=lr,
+            device=device,
+        )
+    for warning in result.warnings:
+        words.print(plain(f"warning: {warning}"), soft_wrap=True)
+    if as_json:
+        content = {"run": str(result.run), "accepted": result.accepted, "metric": result.metric}
+        print(json.dumps({**content, **result.judgement.to_json()}))
+    else:
+        print_judgement(result.judgement, log)
+    test = result.judged.difference
+    about = ""
+    if test is not None:
+        about = f" (difference {test.difference:+.4f}, 95% interval {test.low:+.4f} to {test.high:+.4f})"
+    if not result.accepted:
+        text = f"the new run is worse than {run}{about}, so {out} was not written; it is in {result.run}"
+        words.print(plain(text), soft_wrap=True)
+        raise typer.Exit(REJECTED)
+    words.print(plain(f"wrote {out}: not worse than {run}{about}"), soft_wrap=True)
+    if not as_json:
+        print_next("report", run, out, out=free_path("report.html"))

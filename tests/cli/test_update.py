@@ -1,0 +1,80 @@
+"""`ultr update`: yesterday's run, today's log."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from training.test_warm_start import COLUMNS, config, scores, table, write
+from ultr.training import update
+from ultr.training.run import run_training
+from ultr.utils.jsonfiles import read_json
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("days")
+
+
+@pytest.fixture(scope="module")
+def yesterday(folder):
+    path = write(folder / "day1.parquet", table(["a", "b", "c"], requests=400, falls=1))
+    return run_training(config(path, method="pairwise-em"), folder / "yesterday")
+
+
+@pytest.fixture(scope="module")
+def today(folder):
+    content = table(["new", "c", "b", "a"], seed=1, requests=400, falls=1)
+    return write(folder / "day2.parquet", content.append_column("g0", content["f0"]))  # one more column
+
+
+def test_a_run_is_updated_and_written_if_it_is_not_worse(ultr, yesterday, today, tmp_path):
+    done = ultr("update", yesterday, "--log", today, "--out", tmp_path / "run", "--steps", 20, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["accepted"], found["run"], found["against"]) == (True, str(tmp_path / "run"), "the old run")
+    assert found["requests"] == 80  # a fifth of the requests: neither trained nor selected on
+    assert {p.name for p in tmp_path.iterdir()} == {"run"}
+    saved = read_json(tmp_path / "run" / "config.json")
+    assert (saved["warm_start"], saved["bias"]) == (str(yesterday), str(yesterday))
+    assert saved["columns"]["features"] == ["f0", "f1"]  # the columns of yesterday, whatever else the log has
+    assert read_json(tmp_path / "run" / "bias.json")["theta"] == read_json(yesterday / "bias.json")["theta"]
+    assert f"wrote {tmp_path / 'run'}: not worse than {yesterday} (difference" in done.stderr
+    again = ultr("update", yesterday, "--log", today, "--out", tmp_path / "run")
+    assert (again.returncode, "output exists already" in again.stderr) == (1, True)
+
+
+def test_a_worse_run_is_not_written(ultr, yesterday, today, tmp_path, monkeypatch):
+    def train_badly(chosen, out, **options):
+        chosen = replace(chosen, warm_start=None, training=replace(chosen.training, steps=1, lr=1e-9))
+        return run_training(chosen, out, **options)
+
+    monkeypatch.setattr(update, "run_training", train_badly)
+    done = ultr("update", yesterday, "--log", today, "--out", tmp_path / "run")
+    assert done.returncode == 3, done.stderr
+    assert f"the new run is worse than {yesterday} (difference -0." in done.stderr
+    assert {p.name for p in tmp_path.iterdir()} == {"run.candidate"}
+
+
+def test_a_killed_update_is_resumed(yesterday, today, tmp_path, monkeypatch):
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        listeners = update.Listeners(on_progress=stop)
+        update.update_run(yesterday, today, tmp_path / "run", steps=20, listeners=listeners)
+    assert {p.name for p in tmp_path.iterdir()} == {"run.candidate"}
+    result = update.update_run(yesterday, today, tmp_path / "run", steps=20)
+    assert result.accepted
+    assert len(scores(result.run, today)) == 1600
+
+
+def test_what_cannot_be_updated_is_an_error(ultr, yesterday, today, tmp_path):
+    trees = config(today, method="direct", ranker="lightgbm", ranker_options={}, columns=COLUMNS, training={"steps": 2})
+    run_training(trees, tmp_path / "trees")
+    done = ultr("update", tmp_path / "trees", "--log", today, "--out", tmp_path / "run")
+    assert (done.returncode, "a run of trees cannot be updated" in done.stderr) == (2, True)
+    done = ultr("update", yesterday, "--log", today, "--out", tmp_path / "run", "--gate", 1)
+    assert (done.returncode, "the gate must be above 0 and below 1" in done.stderr) == (2, True)
