@@ -45,6 +45,18 @@ def prepare(
     event_item: Annotated[str | None, typer.Option(help="Column of --events with the item.")] = None,
     event_type: Annotated[str | None, typer.Option(help="Column of --events with the action.")] = None,
     event_value: Annotated[str | None, typer.Option(help="Column of --events with the value; default: 1.")] = None,
+    event_id: Annotated[
+        str | None,
+        typer.Option(
+            help="Column of --events with the id of the event; of events with the same id, one counts. Default: "
+            "event_id, or else all columns. '': all events count."
+        ),
+    ] = None,
+    event_time: Annotated[str | None, typer.Option(help="Column of --events with the time, for the window.")] = None,
+    event_window: Annotated[
+        str | None,
+        typer.Option(help="Only count events up to this time after their item was shown, e.g. 24h; needs --time."),
+    ] = None,
     label: Annotated[str | None, typer.Option(help="Also write a label, e.g. 'click + dwell / exp(3)'.")] = None,
     where: options.Where = None,
     on_duplicates: Annotated[
@@ -69,7 +81,7 @@ def prepare(
     split: Annotated[
         str, typer.Option(help="hash: split by the id of the request; time: hold out the latest requests.")
     ] = "hash",
-    time: Annotated[str | None, typer.Option(help="Column with the time, for --split time.")] = None,
+    time: Annotated[str | None, typer.Option(help="Column with the time, for --split time and --event-window.")] = None,
     validation: Annotated[float, typer.Option(help="Share of requests for validation.", min=0, max=1)] = 0.1,
     test: Annotated[float, typer.Option(help="Share of requests for testing.", min=0, max=1)] = 0.1,
     validation_from: Annotated[str | None, typer.Option(help="Validate on requests since this time.")] = None,

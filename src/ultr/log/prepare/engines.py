@@ -9,13 +9,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import add
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import pyarrow as pa
 
 from ultr.errors import DataError, MissingExtraError, OptionError, UltrError
-from ultr.log.prepare.nesting import GROUP_BYTES, ORDER, SHARD_BYTES, BadRowsError, Nesting, write_shards
+from ultr.log.prepare.nesting import GROUP_BYTES, ORDER, SHARD_BYTES, BadRowsError, Counts, Nesting, write_shards
 from ultr.log.prepare.sources import Source
 
 EngineName = Literal["duckdb", "spark"]
@@ -33,8 +34,8 @@ class Engine(Protocol):
         """Evaluate an expression whose result fits in memory."""
         ...
 
-    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> tuple[int, int]:
-        """Sort the rows, group them by request and write them as shards; return the number of requests and rows."""
+    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> Counts:
+        """Sort the rows, group them by request and write them as shards; return what was written."""
         ...
 
 
@@ -96,17 +97,17 @@ class DuckDB:
         with _no_warnings():
             return self.backend.to_pyarrow(expression)
 
-    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> tuple[int, int]:
+    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> Counts:
         """Write shards from a sort that uses disk; DuckDB's `list` aggregate would need several times the memory."""
         # This avoids the batch reader of Ibis, which keeps the whole result in memory.
         relation = self.backend.con.sql(self.backend.compile(rows.order_by(*ORDER)))
         read = getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader
-        requests = done = 0
+        written = Counts(0, 0, 0)
         batches = read(max(2048, 2 * GROUP_BYTES // nesting.row_bytes))
-        for some_requests, some_rows in write_shards(batches, nesting, str(folder), "part"):
-            requests, done = requests + some_requests, done + some_rows
-            progress(done)
-        return requests, done
+        for counts in write_shards(batches, nesting, str(folder), "part"):
+            written = Counts(*map(add, written, counts))
+            progress(written.rows + written.copies)
+        return written
 
 
 @contextmanager
@@ -158,7 +159,7 @@ class Spark:
         with _no_warnings():
             return self.backend.to_pyarrow(expression)
 
-    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> tuple[int, int]:
+    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> Counts:
         """Let each worker sort and write the requests in a range of hashed ids; all workers must share the folder."""
         import pyspark
 
@@ -170,10 +171,11 @@ class Spark:
         parts = max(1, -(-size // SHARD_BYTES), min(cores, size // (16 << 20)))
         frame = self.session.sql(self.backend.compile(rows))
         ordered = frame.repartitionByRange(parts, ORDER[0]).sortWithinPartitions(*ORDER)
-        counts = ordered.mapInArrow(_task(nesting, str(folder)), "requests long, rows long").collect()
+        schema = ", ".join(f"{name} long" for name in Counts._fields)
+        counts = ordered.mapInArrow(_task(nesting, str(folder)), schema).collect()
         for partial in folder.glob("*/.*"):  # files of failed attempts
             partial.unlink()
-        return sum(row["requests"] for row in counts), sum(row["rows"] for row in counts)
+        return Counts(*(sum(row[name] for row in counts) for name in Counts._fields))
 
 
 def _task(nesting: Nesting, folder: str) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -182,8 +184,8 @@ def _task(nesting: Nesting, folder: str) -> Callable[[Iterator[pa.RecordBatch]],
 
         task = TaskContext.get()
         name, attempt = f"part-{task.partitionId():05}", task.taskAttemptId()
-        for requests, rows in write_shards(batches, nesting, folder, name, attempt=attempt):
-            yield pa.record_batch({"requests": pa.array([requests]), "rows": pa.array([rows])})
+        for counts in write_shards(batches, nesting, folder, name, attempt=attempt):
+            yield pa.record_batch({name: pa.array([count]) for name, count in counts._asdict().items()})
 
     return write
 
