@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,8 +10,8 @@ from ultr.cli.options import Overwrite, plain, print_next, words
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A finished run.")],
-    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    run: Annotated[str, typer.Argument(help="A finished run.")],
+    out: Annotated[str, typer.Option(help="The folder to write; also a URL.")],
     rows: Annotated[
         str | None,
         typer.Option(help="A log with rows to check the exported scores on, if the run has none.", show_default=False),
@@ -21,8 +20,9 @@ def export(
 ) -> None:
     """Export the model of a run: ONNX with the same scores, a description of its inputs, and a model card."""
     from ultr.serving.export import export_run
+    from ultr.utils.stores import fetched
 
-    exported = export_run(run, out, rows=rows, overwrite=overwrite)
+    exported = export_run(fetched(run), out, rows=rows, overwrite=overwrite)
     words.print(plain(f"wrote {out}: {', '.join(sorted(exported.files))}"), soft_wrap=True)
     if not exported.has_onnx:
         words.print(plain(f"no ONNX model: {exported.about['no_onnx']}"), soft_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from ultr.errors import OptionError
 
 words = Console(stderr=True, highlight=False)  # data goes to stdout, messages to stderr
 
@@ -67,6 +69,7 @@ Where = Annotated[
     list[str] | None,
     typer.Option("--where", help="Use only rows that meet this condition, e.g. 'country = de'; repeatable."),
 ]
+SOURCES = "files, folders (also with date=.../ partitions), 'patterns*.parquet' or URLs (s3:// gs:// hdfs:// file://)"
 # The column options of each command that a `next:` line may name.
 CARRIED = {
     "bias": ("request", "position", "item", "query", "segment", "randomised", "actions", "features", "categorical"),
@@ -88,6 +91,14 @@ def print_next(command: str, *arguments: object, columns: Mapping[str, Any] | No
             if each is not None and (name in carried or each != ""):
                 parts += [f"--{name.replace('_', '-')}", str(each)]
     words.print(f"next: {shlex.join(parts)}", soft_wrap=True, markup=False, emoji=False)
+
+
+def one_source(sources: Sequence[str]) -> str:
+    """Return the sources of a command line as one text, in which commas separate them."""
+    if len(sources) > 1 and (name := next((name for name in sources if "," in name), None)) is not None:
+        hint = "rename it, or pass a folder or a pattern"
+        raise OptionError("a name with a comma cannot be one of several sources", got=f"'{name}'", hint=hint)
+    return ",".join(sources)
 
 
 def unless(value: str, default: str) -> str | None:

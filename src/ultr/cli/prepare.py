@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,12 +19,12 @@ if TYPE_CHECKING:
 
 def prepare(
     source: Annotated[
-        str,
+        list[str],
         typer.Argument(
-            help="A log of any size with one row per item shown: Parquet (file, folder or 'a*.parquet'), CSV or JSONL."
+            help=f"A log of any size with one row per item shown, as Parquet, CSV or JSONL: {options.SOURCES}."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the lists.")],
+    out: Annotated[str, typer.Option(help="Folder for the lists; also a URL.")],
     engine: Annotated[str, typer.Option(help="Engine that groups the log: duckdb or spark.")] = "duckdb",
     request: options.RequestColumn = None,
     position: options.PositionColumn = None,
@@ -112,7 +111,7 @@ def prepare(
         def progress(stage: str, done: int, total: int) -> None:
             bar.update(task, description=stage, completed=done, total=total or None)
 
-        manifest = prepare_lists(source, out, overwrite=overwrite, progress=progress, **settings)
+        manifest = prepare_lists(options.one_source(source), out, overwrite=overwrite, progress=progress, **settings)
     print_notes(manifest.about["notes"])
     if as_json:
         print(json.dumps(asdict(manifest)))

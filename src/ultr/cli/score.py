@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,13 +14,16 @@ if TYPE_CHECKING:
 
 
 def score(
-    run: Annotated[Path, typer.Argument(help="A finished run.")],
-    candidates: Annotated[Path, typer.Argument(help="Rows to score: a log; positions and actions are optional.")],
-    out: Annotated[Path, typer.Option(help="The file to write (.parquet, .csv).")],
+    run: Annotated[str, typer.Argument(help="A finished run.")],
+    candidates: Annotated[
+        list[str], typer.Argument(help=f"Rows to score ({options.SOURCES}); positions and actions are optional.")
+    ],
+    out: Annotated[str, typer.Option(help="The file to write (.parquet, .csv); also a URL.")],
     request: options.RequestColumn = None,
     position: options.PositionColumn = None,
     item: options.ItemColumn = None,
     features: options.FeatureColumns = None,
+    where: options.Where = None,
     device: options.Device = "auto",
     overwrite: options.Overwrite = False,
 ) -> None:
@@ -31,18 +33,20 @@ def score(
     """
     from ultr.rankers.model import load_model
     from ultr.serving.scoring import score_file
+    from ultr.utils.stores import fetched
 
-    model = load_model(run)
+    model = load_model(fetched(run))
     with progress_bar() as bar:
         task = bar.add_task("rows", total=None, figure="")
         scores = score_file(
             model,
-            candidates,
+            options.one_source(candidates),
             out,
             request=request,
             position=position,
             item=item,
             features=features,
+            where=where or (),
             on_start=_print_columns,
             overwrite=overwrite,
             device=device,

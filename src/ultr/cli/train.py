@@ -15,7 +15,7 @@ from ultr.cli.options import free_path, print_next, print_notes, progress_bar, w
 
 def train(
     data: shared.Data,
-    out: Annotated[Path, typer.Option(help="The run directory to write.")],
+    out: Annotated[str, typer.Option(help="The run directory to write; also a URL.")],
     method: Annotated[
         str, typer.Option(help="pairwise-em, or a baseline: pointwise, lambdarank, pal-click, dla, ipw-listwise, ...")
     ] = "pairwise-em",
@@ -83,15 +83,18 @@ def train(
     ] = False,
 ) -> None:
     """Train a ranker from a log, or from a data set with simulated users, and write a run directory."""
+    from ultr.datasets.cache import cache_folder
     from ultr.training.run import best_evaluation, run_training
     from ultr.training.tensorboard import Board
+    from ultr.utils.stores import kept_here
 
     words.quiet = os.environ.get("RANK", "0") != "0"  # of several processes, only the first prints messages
     config = shared.run_config({**locals()})
-    board = Board(out, writes=not words.quiet) if tensorboard else None
     shared.print_thresholds(config.label, {method: (method, config.method_options, config.ranker)})
     steps = config.training.steps
-    with progress_bar() as bar:
+    here = kept_here(out, cache_folder() / "runs", resume=resume, overwrite=overwrite, writes=not words.quiet)
+    with progress_bar() as bar, here as run:
+        board = Board(run, writes=not words.quiet) if tensorboard else None
         task = bar.add_task(method, total=steps, figure="")
 
         def show(progress: Any) -> None:
@@ -106,7 +109,7 @@ def train(
 
         run_training(
             config,
-            out,
+            run,
             resume=resume,
             overwrite=overwrite,
             warm_start=warm_start,
@@ -116,14 +119,14 @@ def train(
             on_bias_progress=show_bias_progress,
             on_progress=show,
         )
-    if board is not None:
-        board.finish()
-    _print_bias(out)
-    metric, best = best_evaluation(out)
+        if board is not None:
+            board.finish()
+        _print_bias(run)
+        metric, best = best_evaluation(run)
     words.print(f"wrote {out}: best {metric} {best[metric]:.4f} at step {best['step']}", soft_wrap=True)
     print_next("report", out, out=free_path("report.html"))
     if users is None:
-        print_next("score", out, data, out=free_path("scores.parquet"))
+        print_next("score", out, config.data, out=free_path("scores.parquet"))
         words.print("to score other items, put their file in place of the training log in this command", soft_wrap=True)
 
 

@@ -34,6 +34,7 @@ from ultr.utils.devices import choose_device
 from ultr.utils.distributed import copy_from_main, is_main
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import read_json, write_json
+from ultr.utils.stores import fetched
 from ultr.utils.tensors import load_tensors, save_tensors
 
 HELD_OUT_SHARE = 0.1  # share of the training requests that are held out to evaluate the fit of a bias model
@@ -206,13 +207,14 @@ def load_bias(folder: Path, model: Learner) -> None:
 
 def _folder_of_bias(config: RunConfig) -> Path | None:
     """Return the folder of the bias model if `config.bias` is a run that has one, else None."""
-    if config.bias is None or not (Path(config.bias) / BIAS).is_dir():
+    folder = None if config.bias is None else fetched(config.bias)
+    if folder is None or not (folder / BIAS).is_dir():
         return None
-    label = read_json(Path(config.bias) / BIAS_FILE).get("label")
+    label = read_json(folder / BIAS_FILE).get("label")
     if label != config.label:
         hint = f"pass --label '{label}', or pass only the estimates by position, with --bias {config.bias}/{BIAS_FILE}"
         raise DataError("the bias model is for another label", where=config.bias, got=f"'{label}'", hint=hint)
-    return Path(config.bias) / BIAS
+    return folder / BIAS
 
 
 def write_bias_report(

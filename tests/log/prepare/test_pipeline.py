@@ -780,7 +780,7 @@ def test_files_that_cannot_be_read_are_errors(log, tmp_path):
     for source, message in {
         "broken.parquet": "cannot be read as Parquet",
         "none.parquet": "no such file",
-        "empty": "has no Parquet files",
+        "empty": "has no data files",
         "*.pq": "no file matches",
     }.items():
         with pytest.raises(DataError, match=message):
@@ -792,7 +792,7 @@ def test_files_that_cannot_be_read_are_errors(log, tmp_path):
     (tmp_path / "two").mkdir()
     write(make_rows(), tmp_path / "two" / "1.parquet")
     write(make_rows().drop(columns="f2"), tmp_path / "two" / "2.parquet")
-    with pytest.raises(ColumnError, match="column 'f2' of the first file is missing"):
+    with pytest.raises(ColumnError, match="column 'f2' is in 1 of 2 files, got no such column in"):
         prepare_lists(tmp_path / "two", tmp_path / "lists")
 
 

@@ -55,7 +55,7 @@ def id_column(column: Any, *, what: str, where: object) -> Any:
     if kind.is_integer() and not kind.is_uint64():
         return column.cast("int64")
     whole = kind.is_uint64() or (kind.is_decimal() and kind.scale == 0) or kind.is_boolean() or kind.is_uuid()
-    if kind.is_string() or whole:
+    if kind.is_string() or kind.is_date() or whole:
         return column.cast("string")
     text, got = f"{what} column '{column.get_name()}' must hold strings or whole numbers", f"type {kind}"
     raise ColumnError(text, where=where, got=got, hint="convert the column")

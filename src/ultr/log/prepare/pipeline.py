@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from ultr.errors import ColumnError, OptionError, nearest
+from ultr.log.conditions import parse_conditions
 from ultr.log.duplicates import HINT, MERGED, copies_note
 from ultr.log.labels import Label
 from ultr.log.prepare.checks import (
@@ -37,7 +38,7 @@ from ultr.log.prepare.facts import shard_facts
 from ultr.log.prepare.impressions import filtered, impressions, rounded, without_missing_actions
 from ultr.log.prepare.nesting import HASH_RANGE, Nesting
 from ultr.log.prepare.options import Preparation, as_seconds
-from ultr.log.prepare.sources import Source, feature_names, find_source
+from ultr.log.prepare.sources import Tables, feature_names, find_tables
 from ultr.log.schema import Columns, resolve_columns
 from ultr.log.shards import SPLITS, Manifest, footer_sum
 from ultr.log.suspicious import SUSPICIOUS_FILE, write_suspicious
@@ -84,13 +85,13 @@ def prepare_lists(
     return manifest
 
 
-def _find(source: str | Path, chosen: Preparation, scratch: Path) -> Source:
+def _find(source: str | Path, chosen: Preparation, scratch: Path) -> Tables:
     def ids(schema: pa.Schema) -> Iterable[str | None]:
         columns = resolve_columns(schema, where=source, **chosen.named | {"actions": ()})
         context = (columns.context.get("query"), columns.context.get("segment"))
         return (columns.request, columns.item, *context, *columns.categorical)
 
-    files = find_source(source, scratch=scratch / "source", ids=ids)
+    files = find_tables(source, scratch=scratch / "source", ids=ids, where=chosen.where)
     lower = [name.lower() for name in files.schema.names]
     if len(set(lower)) < len(lower):
         twice = next(name for name in lower if lower.count(name) > 1)
@@ -103,7 +104,7 @@ class _Work:
     """The work of one `prepare_lists` call: read and check the rows, write the shards, and return their manifest."""
 
     def __init__(
-        self, engine: Engine, source: Source, chosen: Preparation, label: Label | None, progress: Progress
+        self, engine: Engine, source: Tables, chosen: Preparation, label: Label | None, progress: Progress
     ) -> None:
         self.engine, self.source, self.chosen, self.label, self.progress = engine, source, chosen, label, progress
         self.notes: list[str] = []
@@ -166,6 +167,8 @@ class _Work:
         if self.chosen.events is not None and columns.item is None:
             what = "events are joined by request and item, but the log has no column of items"
             raise ColumnError(what, where=self.where, hint="name it with --item")
+        conditions = [condition.column for condition in parse_conditions(self.chosen.where, schema.names)]
+        self.source.check([*columns.used, *conditions, *filter(None, [self.chosen.time])], columns)
         return columns, wanted
 
     def _check_time(self, names: Sequence[str]) -> None:
@@ -182,8 +185,9 @@ class _Work:
             names = event_columns(schema, chosen, where=where)
             return (names.request, names.item, names.kind, names.id)
 
-        files = find_source(where, scratch=scratch / "events", ids=text_columns)
+        files = find_tables(where, scratch=scratch / "events", ids=text_columns)
         columns, fetch = event_columns(files.schema, chosen, where=where), self.engine.fetch
+        files.check(name for name in astuple(columns) if name is not None)
         events = self.engine.read(files)
         if chosen.event_id != "":
             events, notes = without_repeats(events, columns, fetch=fetch)
@@ -197,6 +201,7 @@ class _Work:
         if both := set(further) & set(actions):
             what, hint = "the log and its events have the same action", "name the actions to use with --actions"
             raise ColumnError(what, where=where, got=f"'{min(both)}'", hint=hint)
+        files.check(further)
         totals = actions_by_item(events, columns, further, where=where)
         joined = with_events(rows, totals, len(actions), len(further))
         self.notes += event_notes(shown, totals, fetch=fetch)
