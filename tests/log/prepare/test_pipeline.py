@@ -577,7 +577,7 @@ def test_windows_of_events_are_checked(tmp_path):
     without = write(events.drop(columns="event_time"), tmp_path / "without.parquet")
     gaps = write(events.assign(event_time=pd.NaT), tmp_path / "gaps.parquet")
     for events_file, options, message in (
-        (path, {"event_window": "24h"}, "--event-window needs the column of the times; pass .* --time COLUMN"),
+        (path, {"event_window": "24h"}, "--event-window 24h needs the column of the times; pass .* --time COLUMN"),
         (path, {**window, "event_window": "a day"}, "must be a length of time, got 'a day'; write a number and a unit"),
         (path, {"event_time": "event_time"}, "--event-time is for --event-window"),
         (None, {"event_id": "event_id"}, "need a table of events, got --event-id"),

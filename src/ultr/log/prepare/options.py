@@ -72,8 +72,8 @@ class Preparation:
             what, hint = f"max_items ({self.max_items}) is less than min_items ({self.min_items})", "raise --max-items"
             raise OptionError(what, hint=f"{hint} or lower --min-items")
         if (self.split == "time" or self.event_window) and self.time is None:
-            option = "--split time" if self.split == "time" else "--event-window"
-            raise OptionError(f"{option} needs the column of the times", hint=f"pass {option} with --time COLUMN")
+            option = "--split time" if self.split == "time" else f"--event-window {self.event_window}"
+            raise OptionError(f"{option} needs the column of the times", hint=f"pass {option} --time COLUMN")
         if self.time is not None and self.split != "time" and self.event_window is None:
             hint = "pass --split time or --event-window, or leave out --time"
             raise OptionError("--time is for a split by time and for --event-window", hint=hint)
