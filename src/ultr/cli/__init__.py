@@ -24,7 +24,8 @@ from ultr.cli import (
     simulate,
     train,
 )
-from ultr.cli.options import one_line, plain, words
+from ultr.cli.messages import messages_on_stderr, with_log_options, words
+from ultr.cli.options import one_line, plain
 from ultr.errors import ProcessError, UltrError
 
 MESSAGE_DELAY = 10.0  # seconds that processes other than rank 0 wait before they print an error
@@ -52,7 +53,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command()(with_log_options(command))
 
 
 @app.command()
@@ -65,6 +66,11 @@ def version() -> None:
 
 def main() -> None:
     """Run a command; print an error on stderr and exit with its code: 2 (wrong option), 3 (time limit) or 1 (other)."""
+    with messages_on_stderr():
+        _run()
+
+
+def _run() -> None:
     try:
         app()
     except UltrError as error:

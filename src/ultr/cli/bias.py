@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from ultr.cli import options
+from ultr.cli.messages import words
 from ultr.cli.options import (
     free_path,
     named_columns,
@@ -21,7 +22,6 @@ from ultr.cli.options import (
     print_notes,
     print_table,
     unless,
-    words,
 )
 
 if TYPE_CHECKING:

@@ -9,17 +9,8 @@ import typer
 from rich.table import Table
 
 from ultr.cli import options
-from ultr.cli.options import (
-    columns_text,
-    free_path,
-    named_columns,
-    plain,
-    print_next,
-    print_notes,
-    print_table,
-    unless,
-    words,
-)
+from ultr.cli.messages import words
+from ultr.cli.options import columns_text, free_path, named_columns, plain, print_next, print_notes, print_table, unless
 
 if TYPE_CHECKING:
     from ultr.log import Log

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from ultr.cli import options
 from ultr.cli import training_options as shared
-from ultr.cli.options import named_columns, plain, print_notes, print_table, words
+from ultr.cli.messages import words
+from ultr.cli.options import named_columns, plain, print_notes, print_table
 from ultr.errors import DataError, OptionError
 
 SHOWN_POSITIONS = 20  # positions whose examination is printed, at most

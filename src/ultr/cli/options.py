@@ -1,4 +1,4 @@
-"""Options that several commands have, and functions that print tables, progress and messages."""
+"""Options that several commands have, and functions that print tables and messages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ultr.cli.messages import words
 from ultr.errors import OptionError
-
-words = Console(stderr=True, highlight=False)  # data goes to stdout, messages to stderr
 
 
 def print_table(table: Table) -> None:
@@ -134,19 +132,6 @@ def named_columns(options: Mapping[str, Any]) -> dict[str, Any]:
     from ultr.log.schema import ROLES
 
     return {role: options[role] for role in ROLES if options.get(role) is not None}
-
-
-def progress_bar() -> Progress:
-    """Return a progress bar on stderr; it is disabled if stderr is not a terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figure]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=words, disable=words.quiet or not words.is_terminal)
 
 
 def pages_can_be_made() -> bool:

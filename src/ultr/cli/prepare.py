@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 
 from ultr.cli import options
-from ultr.cli.options import free_path, plain, print_next, print_notes, print_table, progress_bar, words
+from ultr.cli.messages import progress_bar, words
+from ultr.cli.options import free_path, plain, print_next, print_notes, print_table
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ultr.cli.options import Overwrite, plain, print_table, words
+from ultr.cli.messages import words
+from ultr.cli.options import Overwrite, plain, print_table
 
 
 def report(

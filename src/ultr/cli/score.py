@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import json
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ultr.cli import options
-from ultr.cli.options import columns_text, plain, print_notes, progress_bar, words
+from ultr.cli.messages import progress_bar, words
+from ultr.cli.options import columns_text, plain, print_notes
 
 if TYPE_CHECKING:
     from ultr.log import Log
@@ -26,6 +28,7 @@ def score(
     where: options.Where = None,
     device: options.Device = "auto",
     overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
 ) -> None:
     """Score the rows of a file of any size with the model of a run; write request, item, position and score.
 
@@ -35,7 +38,12 @@ def score(
     from ultr.serving.scoring import score_file
     from ultr.utils.stores import fetched
 
-    model = load_model(fetched(run))
+    model, first = load_model(fetched(run)), dict[str, Any]()
+
+    def on_start(rows: Log) -> None:
+        first.update(columns=dict(rows.columns), notes=list(rows.notes))
+        _print_columns(rows)
+
     with progress_bar() as bar:
         task = bar.add_task("rows", total=None, figure="")
         scores = score_file(
@@ -47,11 +55,14 @@ def score(
             item=item,
             features=features,
             where=where or (),
-            on_start=_print_columns,
+            on_start=on_start,
             overwrite=overwrite,
             device=device,
             on_progress=lambda done, rows: bar.update(task, completed=done, total=rows),
         )
+    if as_json:
+        print(json.dumps({"out": out, "run": run, "scores": scores, **first}))
+        return
     words.print(f"wrote {out}: {scores:,} scores", soft_wrap=True)
 
 

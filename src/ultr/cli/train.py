@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,8 @@ import typer
 
 from ultr.cli import options
 from ultr.cli import training_options as shared
-from ultr.cli.options import free_path, print_next, print_notes, progress_bar, words
+from ultr.cli.messages import progress_bar, words
+from ultr.cli.options import free_path, print_next, print_notes
 
 
 def train(
@@ -81,6 +83,7 @@ def train(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write evaluations and bias to RUN/tensorboard.")
     ] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Train a ranker from a log, or from a data set with simulated users, and write a run directory."""
     from ultr.datasets.cache import cache_folder
@@ -91,11 +94,15 @@ def train(
     words.quiet = os.environ.get("RANK", "0") != "0"  # of several processes, only the first prints messages
     config = shared.run_config({**locals()})
     shared.print_thresholds(config.label, {method: (method, config.method_options, config.ranker)})
-    steps = config.training.steps
+    steps, notes = config.training.steps, list[str]()
     here = kept_here(out, cache_folder() / "runs", resume=resume, overwrite=overwrite, writes=not words.quiet)
     with progress_bar() as bar, here as run:
         board = Board(run, writes=not words.quiet) if tensorboard else None
         task = bar.add_task(method, total=steps, figure="")
+
+        def show_note(note: str) -> None:
+            notes.append(note)
+            print_notes([note])
 
         def show(progress: Any) -> None:
             metrics = " ".join(f"{name} {value:.4f}" for name, value in progress.metrics.items())
@@ -114,15 +121,20 @@ def train(
             overwrite=overwrite,
             warm_start=warm_start,
             checkpoint_seconds=checkpoint_seconds,
-            on_note=lambda note: print_notes([note]),
+            on_note=show_note,
             on_warning=shared.print_warning,
             on_bias_progress=show_bias_progress,
             on_progress=show,
         )
         if board is not None:
             board.finish()
-        _print_bias(run)
+        bias_of_run = _bias(run)
         metric, best = best_evaluation(run)
+    if as_json:
+        about = {"run": out, "data": config.data, "label": config.label, "metric": metric, "best": best}
+        print(json.dumps({**about, "bias": bias_of_run, "notes": notes}))
+        return
+    _print_bias(bias_of_run)
     words.print(f"wrote {out}: best {metric} {best[metric]:.4f} at step {best['step']}", soft_wrap=True)
     print_next("report", out, out=free_path("report.html"))
     if users is None:
@@ -130,12 +142,16 @@ def train(
         words.print("to score other items, put their file in place of the training log in this command", soft_wrap=True)
 
 
-def _print_bias(run: Path) -> None:
-    """Print the warnings of the bias model and the source of theta, if the run has them."""
+def _bias(run: Path) -> dict[str, Any]:
+    """Return the content of the run's bias.json, empty if there is none."""
     from ultr.utils.jsonfiles import read_json
 
     path = run / "bias.json"
-    bias: dict[str, Any] = read_json(path) if path.is_file() else {}
+    return dict(read_json(path)) if path.is_file() else {}
+
+
+def _print_bias(bias: dict[str, Any]) -> None:
+    """Print the warnings of the bias model and the source of theta, if there are any."""
     for warning in bias.get("warnings", ()):
         words.print(f"warning: {warning['name']}: {warning['what']}", soft_wrap=True)
     if "theta_from" in bias:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ultr.cli.options import SOURCES, named_columns, one_source, plain, print_notes, words
+from ultr.cli.messages import words
+from ultr.cli.options import SOURCES, named_columns, one_source, plain, print_notes
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:

@@ -34,6 +34,7 @@ from ultr.utils.devices import choose_device
 from ultr.utils.distributed import copy_from_main, is_main
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import read_json, write_json
+from ultr.utils.stages import begin_stage
 from ultr.utils.stores import fetched
 from ultr.utils.tensors import load_tensors, save_tensors
 
@@ -59,6 +60,7 @@ def run_bias_stage(
     `shared` is a folder of bias models for runs with the same data, seed and bias options. `fit`, if given, is called
     to fit the bias model in place of `fit_bias`.
     """
+    begin_stage("estimating the bias")
     model = method.bias_learner()
     settings = {} if model is None else {**model.settings(), **({} if fit is None else {"em": "trees"})}
 

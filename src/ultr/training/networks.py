@@ -24,6 +24,7 @@ from ultr.training.selection import evaluator, judge_of, less_is_better
 from ultr.training.traps import check_pairs
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import barrier, check_equal, gather_shares, is_main, own_share
+from ultr.utils.stages import begin_stage
 from ultr.utils.tensors import load_tensors
 
 
@@ -42,6 +43,7 @@ class NetworkRun:
     def train(self, out: Path, shared: Path | None, listeners: Listeners) -> None:
         """Fit the bias model, if the method has one, take all training steps, and write the results into `out`."""
         self.prepare(out, shared, listeners)
+        begin_stage("training")
         options, select = self.config.training, self.config.selection
         larger = not less_is_better(select)
         for progress in train(self.state, self.feed, self.evaluate, options, select=select, larger_is_better=larger):
