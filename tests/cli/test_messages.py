@@ -30,7 +30,7 @@ def log(tmp_path_factory):
     return path
 
 
-def test_training_scoring_and_export_give_json_and_log_json(ultr, log, tmp_path, monkeypatch):
+def test_training_and_scoring_give_json_and_log_json(ultr, log, tmp_path, monkeypatch):
     monkeypatch.setattr(messages, "LINE_SECONDS", 0.01)
     done = ultr("train", log, "--out", tmp_path / "run", *SMALL, "--json", "--log-json")
     assert done.returncode == 0, done.stderr
@@ -44,14 +44,11 @@ def test_training_scoring_and_export_give_json_and_log_json(ultr, log, tmp_path,
     stages = list(dict.fromkeys(line["stage"] for line in lines if "stage" in line))
     first, last = ["reading the data", "looking for problems of the data", "estimating the bias"], "writing the results"
     assert (stages[:3], stages[-1]) == (first, last)
-    assert {"reading the data", "estimating the bias"} <= {line.get("progress") for line in lines}
+    assert {line.get("progress") for line in lines} & set(first)  # lines of progress before training
     assert any(line.get("total") == 10 and line["done"] <= 10 for line in lines)
     out = tmp_path / "scores.parquet"
     scored = json.loads(ultr("score", tmp_path / "run", log, "--out", out, "--json").stdout)
     assert (scored["out"], scored["scores"], scored["columns"]["request"]) == (str(out), 600, "request")
-    exported = json.loads(ultr("export", tmp_path / "run", "--out", tmp_path / "model", "--json").stdout)
-    assert "model.onnx" in exported["files"]
-    assert exported["parity"]["largest_difference"] <= exported["parity"]["tolerance"]
 
 
 def test_levels_choose_messages(ultr, log, tmp_path):

@@ -16,7 +16,6 @@ from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +24,7 @@ from ultr.errors import DataError
 from ultr.log.conditions import CONDITION, filter_rows
 from ultr.log.values import as_data_error
 from ultr.utils.files import content_kind, existing_file, fingerprint
-from ultr.utils.stores import Stored, as_path, as_url, fetched, files_below, find, shown
+from ultr.utils.stores import Stored, as_path, as_url, fetched, files_below, find, shown, unescaped
 
 SUFFIXES = {
     ".parquet": "Parquet",
@@ -213,7 +212,7 @@ def _find(name: str) -> list[SourceFile]:
 
 def _with_partitions(file: SourceFile) -> SourceFile:
     parts = [match for part in PurePosixPath(file.name).parts[:-1] if (match := PARTITION.fullmatch(part))]
-    values = {part[1]: None if part[2] == NO_VALUE else unquote(part[2]) for part in parts}
+    values = {part[1]: None if part[2] == NO_VALUE else unescaped(part[2]) for part in parts}
     return replace(file, partitions=values)
 
 

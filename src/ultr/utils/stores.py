@@ -1,4 +1,4 @@
-"""Files in object stores and other remote places, which URLs name: `s3://`, `gs://`, `hdfs://` and those of fsspec.
+"""Files in object stores and other remote places, which URLs name: `s3://`, `gs://`, `hdfs://` and some of fsspec.
 
 pyarrow's file systems read and write them; fsspec does for the schemes that pyarrow does not have. `file://` URLs are
 paths on this machine. A URL that went through `Path`, which makes `s3:/bucket` of `s3://bucket`, is still recognised.
@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 from ultr.errors import DataError, OutputError
 
 URL = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]+):/+(?P<rest>.*)", re.DOTALL)  # one letter is a Windows drive
 COMPLETE = ("lists.json", "model")  # files and folders that say that a folder of lists, or a run, is complete
 NATIVE = ("s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss")  # schemes of pyarrow's own file systems
+OTHER = ("az", "adl", "oss", "cos", "memory")  # schemes of fsspec; others, such as http and ssh, are not stores of logs
 
 
 class Stored(NamedTuple):
@@ -45,7 +45,13 @@ def as_url(path: str | Path) -> str | None:
 def as_path(path: str | Path) -> Path:
     """Return a path on this machine; the part after `file://` of a URL."""
     match = URL.fullmatch(str(path))
-    return Path(path) if match is None else Path("/" + unquote(match["rest"]))
+    return Path(path) if match is None else Path("/" + unescaped(match["rest"]))
+
+
+def unescaped(text: str) -> str:
+    """Return a part of a URL with %20 and the like replaced by the characters that they stand for."""
+    letters = re.sub(rb"%([0-9A-Fa-f]{2})", lambda match: bytes([int(match[1], 16)]), text.encode())
+    return letters.decode(errors="replace")
 
 
 def shown(path: str | Path) -> str:
@@ -80,6 +86,9 @@ def _filesystem(scheme: str, host: str) -> Any:
             return pyarrow.fs.FileSystem.from_uri(f"{scheme}://{host}/")[0]
         except (pa.ArrowNotImplementedError, ImportError, AttributeError):
             pass  # pyarrow was built without this store
+    elif scheme not in OTHER:
+        hint = f"use one of {', '.join(f'{name}://' for name in ('file', *NATIVE, *OTHER[:-1]))}"
+        raise DataError("this kind of URL is not supported", got=f"{scheme}://{host}", hint=hint)
     import fsspec
 
     return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fsspec.filesystem(scheme)))
