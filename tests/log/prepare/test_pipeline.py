@@ -914,6 +914,20 @@ class TestSpark:
             theirs.categorical,
         )
 
+    def test_spark_reads_partitions_and_files_that_differ_as_duckdb_does(self, tmp_path):
+        first, second = make_rows().iloc[::2], make_rows().iloc[1::2]
+        other = second.assign(f2=second["f2"] + 0.5, note="x")  # fractions in place of whole numbers, and a new column
+        for day, frame in (("2024-05-01", first), ("2024-05-02", other)):
+            (tmp_path / "days" / f"date={day}").mkdir(parents=True)
+            write(frame, tmp_path / "days" / f"date={day}" / "part [0].parquet")
+        for name, where in (("all", []), ("second", ["date > 2024-05-01"])):
+            options = {**PARTS, "categorical": "shop,date", "where": where}
+            ours = prepare_lists(tmp_path / "days", tmp_path / f"{name}-duckdb", **options)
+            theirs = prepare_lists(tmp_path / "days", tmp_path / f"{name}-spark", engine="spark", **options)
+            assert read_lists(tmp_path / f"{name}-duckdb") == read_lists(tmp_path / f"{name}-spark")
+            assert ours.categorical == theirs.categorical
+            assert ours.categorical["date"] == ("2024-05-01", "2024-05-02")[bool(where) :]
+
     def test_spark_joins_events_and_raises_errors_as_duckdb_does(self, shown, tmp_path):
         path = write(make_events(), tmp_path / "the [events].parquet")
         options = {"events": path, "event_value": "seconds", "label": "click + dwell", **PARTS}
