@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ultr.errors import ColumnError, DataError, OptionError
@@ -83,11 +84,41 @@ def test_large_positions_are_compared_exactly():
     assert log.positions.tolist() == [2**60, 2**61, 2**62, 1, 2]
 
 
+@pytest.mark.parametrize("choice", ["error", "first", "sum"])
+def test_rows_that_were_delivered_twice_count_once(choice, tmp_path):
+    once = table(position=[1, 2, 3, 1, 2], item=[7, 8, 9, 7, 9], click=[1, None, 1, 0, 1], f2=[np.nan, 1, 2, 3, 4])
+    twice = pa.concat_tables([once, once.slice(1, 3)]).take([3, 5, 1, 0, 7, 6, 4, 2])
+    given = {"missing": "keep", "on_duplicates": choice}
+    log, expected = read_log(twice, **given), read_log(once.take([3, 1, 0, 4, 2]), **given)
+    assert log.notes[0] == "3 rows are equal to another row of their request in all columns; only one of each is kept"
+    assert log.notes[1:] == expected.notes  # 1 row has no value in the column of clicks
+    assert log.actions["click"].tolist() == expected.actions["click"].tolist()
+    assert log.features.tobytes() == expected.features.tobytes()
+    whole = twice.drop(["f2"])  # prepared lists have no missing features
+    lists = whole.append_column("features", pa.array([[f, 0.0] for f in whole["f1"].to_pylist()])).drop(["f1"])
+    assert read_log(lists, on_duplicates=choice).rows == 5
+    pq.write_table(whole, tmp_path / "log.parquet")
+    manifest = prepare_lists(tmp_path / "log.parquet", tmp_path / "lists", on_duplicates=choice, test=0, validation=0)
+    assert log.notes[0] in manifest.about["notes"]
+    prepared = Shards(tmp_path / "lists").read_all()
+    assert sorted(prepared.actions["click"].tolist()) == [0, 0, 1, 1, 1]
+    assert prepared.rows == 5
+
+
+def test_equal_rows_without_an_item_may_be_two_items():
+    rows = {"request": ["a", "a"], "click": [0, 0], "f1": [1, 1]}
+    assert read_log(pa.table({**rows, "position": [1, 2]})).rows == 2
+    with pytest.raises(ColumnError, match="two items of one request have the same position"):
+        read_log(pa.table({**rows, "position": [1, 1]}))
+    with pytest.raises(ColumnError, match="two items of one request have the same position"):
+        read_log(pa.table({**rows, "position": [1, 1], "item": pa.array([None, None], pa.int64())}))
+
+
 def test_repeated_rows_of_lists_are_merged(tmp_path):
     frame = pd.DataFrame({"request": np.arange(400) // 2, "position": np.arange(400) % 2, "click": np.arange(400) % 2})
     frame["item"], frame["f1"] = np.arange(400), 1.0
     path = tmp_path / "log.parquet"
-    pd.concat([frame, frame.tail(10)]).to_parquet(path, index=False)
+    pd.concat([frame, frame.tail(10).assign(f1=2.0)]).to_parquet(path, index=False)
     with pytest.raises(ColumnError, match=r"10 items have the same position .* --on-duplicates first"):
         prepare_lists(path, tmp_path / "error", on_duplicates="error")
     for choice, clicks in (("first", 200), ("sum", 205)):

@@ -370,7 +370,9 @@ def test_the_command_prints_its_output_and_the_next_command(runs, tmp_path, ultr
     assert "real rows, scores differ by" in done.stderr
     assert done.stderr.rstrip().endswith(f"next: ultr serve '{out}'")
     assert ultr("export", runs["lightgbm"], "--out", out).returncode == 1
-    assert ultr("export", runs["lightgbm"], "--out", out, "--overwrite").returncode == 0
+    exported = json.loads(ultr("export", runs["lightgbm"], "--out", out, "--overwrite", "--json").stdout)
+    assert (exported["out"], exported["files"]) == (str(out), ["README.md", "lightgbm.txt", "model.onnx"])
+    assert exported["parity"]["largest_difference"] <= exported["parity"]["tolerance"]
 
 
 def test_only_an_exported_model_is_replaced(runs, tmp_path):

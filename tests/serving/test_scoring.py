@@ -263,7 +263,7 @@ def test_shards_of_different_types_get_a_common_type(tmp_path):
     np.testing.assert_allclose(scored["score"], expected["score"], rtol=1e-6, atol=1e-6)
     assert scored.schema.field("request").type == pa.int64()
     pq.write_table(table.drop(["f1"]), tmp_path / "shards" / "3.parquet")
-    with pytest.raises(ColumnError, match=r"3\.parquet: the column 'f1' of the first file is missing"):
+    with pytest.raises(ColumnError, match=r"column 'f1' is in 3 of 4 files, got no such column in .*3\.parquet"):
         score(model, tmp_path / "shards", tmp_path)
 
 

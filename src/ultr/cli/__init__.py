@@ -26,7 +26,8 @@ from ultr.cli import (
     train,
     update,
 )
-from ultr.cli.options import one_line, plain, words
+from ultr.cli.messages import messages_on_stderr, with_log_options, words
+from ultr.cli.options import one_line, plain
 from ultr.errors import OptionError, ProcessError, UltrError
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
@@ -57,7 +58,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command()(with_log_options(command))
 
 
 @app.command()
@@ -70,6 +71,11 @@ def version() -> None:
 
 def main() -> None:
     """Run a command; print an error on stderr and exit with its code: 2 (wrong option), 3 (time limit) or 1 (other)."""
+    with messages_on_stderr():
+        _run()
+
+
+def _run() -> None:
     try:
         _check_arguments()
         app()

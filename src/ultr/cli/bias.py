@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from ultr.cli import options
+from ultr.cli.messages import words
 from ultr.cli.options import (
     free_path,
     named_columns,
@@ -21,7 +22,6 @@ from ultr.cli.options import (
     print_notes,
     print_table,
     unless,
-    words,
 )
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ MOST_ROWS = 30  # largest number of positions in a printed table
 
 
 def bias(
-    log: Annotated[Path, typer.Argument(help="A log: Parquet (a file or a folder of shards), CSV, JSONL or Arrow.")],
+    log: Annotated[list[str], typer.Argument(help=f"A log, as Parquet, CSV, JSONL or Arrow: {options.SOURCES}.")],
     label: Annotated[
         str | None, typer.Option(help="Expression over actions; a value above zero counts as a click. Default: click.")
     ] = None,
@@ -48,6 +48,7 @@ def bias(
     segment: options.SegmentColumn = None,
     randomised: options.RandomisedColumn = None,
     on_duplicates: options.OnDuplicates = "error",
+    where: options.Where = None,
     propensities: Annotated[
         Path | None, typer.Option(help="CSV or Parquet file of known examination: columns position,propensity.")
     ] = None,
@@ -55,7 +56,9 @@ def bias(
         str | None,
         typer.Option(help="Click models to compare on held-out requests: pbm, ubm, dbn, sdbn, cascade, ccm."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for propensities.csv, bias.json and bias.html.")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Folder for propensities.csv, bias.json and bias.html; also a URL.")
+    ] = None,
     bootstrap: Annotated[int, typer.Option(help="Bootstrap resamples for the confidence intervals.", min=10)] = 100,
     sample: Annotated[int, typer.Option(help="Rows to use in estimators that need features.", min=1000)] = 200_000,
     seed: options.Seed = 0,
@@ -78,9 +81,10 @@ def bias(
     names = [] if models is None else checked_names(models)
     if out is not None:
         check_output(out, overwrite=overwrite, folder=True)
-    with words.status(f"reading {log} ..."):
-        rows: dict[str, Any] = {"on_duplicates": on_duplicates, **columns}
-        whole, read = read_for_audit(log, sample_rows=sample, seed=seed, **rows)
+    source = options.one_source(log)
+    with words.status(plain(f"reading {source} ...")):
+        rows: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where or (), **columns}
+        whole, read = read_for_audit(source, sample_rows=sample, seed=seed, **rows)
         sampled = None if read is None else filled(read)
     trained_label = label or default_label(whole.actions)
     if label is None:
@@ -107,7 +111,7 @@ def bias(
     if quality is not None:
         content["click_models"] = quality.to_json()
     if out is not None:
-        _write(report, content, out, str(log), overwrite=overwrite)
+        _write(report, content, out, source, overwrite=overwrite)
     if as_json:
         print(json.dumps(content))
         return
@@ -120,18 +124,16 @@ def bias(
         _print_models(quality)
     if out is not None:
         words.print(f"wrote {out}", soft_wrap=True)
-        if not (out / TABLE).exists():
-            words.print(f"note: {TABLE} is not written, because examination could not be estimated", soft_wrap=True)
-        elif report.verdict.status == NOT:
-            words.print(f"note: {TABLE} has estimates that this log cannot confirm", soft_wrap=True)
+        _print_table_note(report)
     if sampled is not None:  # rankers need features
         warned = {name for pitfall in report.pitfalls for name in pitfall.features}
         print_next(
-            *("train", log),
+            *("train", source),
             bias=None if report.verdict.status == NOT else out,
             columns={**columns, **_features_without(warned, sampled)},
             label=trained_label,
             on_duplicates=unless(on_duplicates, "error"),
+            where=where,
             missing=None if sampled is read else "mean",
             out=free_path("run"),
         )
@@ -230,7 +232,17 @@ def _cell(theta: float, low: float, high: float) -> str:
     return f"{theta:.3f}" + (plain(f" [{low:.3f}, {high:.3f}]") if low < high else "")
 
 
-def _write(report: BiasReport, content: dict[str, Any], out: Path, source: str, *, overwrite: bool) -> None:
+def _print_table_note(report: BiasReport) -> None:
+    """Print a note if the table of propensities has no estimates, or estimates that cannot be confirmed."""
+    from ultr.bias.identification import NOT
+
+    if not (report.propensities() or any(part.propensities() for part in report.segments.values())):
+        words.print(f"note: {TABLE} is not written, because examination could not be estimated", soft_wrap=True)
+    elif report.verdict.status == NOT:
+        words.print(f"note: {TABLE} has estimates that this log cannot confirm", soft_wrap=True)
+
+
+def _write(report: BiasReport, content: dict[str, Any], out: str, source: str, *, overwrite: bool) -> None:
     """Write bias.json (for `ultr train --bias`), propensities.csv (for `--propensities`) and the page bias.html.
 
     There is no propensities.csv if there is no estimate.

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from ultr.cli import options
 from ultr.cli import training_options as shared
-from ultr.cli.options import pages_can_be_made, print_table, progress_bar, words
+from ultr.cli.messages import progress_bar, words
+from ultr.cli.options import pages_can_be_made, print_table
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:

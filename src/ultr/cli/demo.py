@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ultr.cli.options import Json, Seed, free_path, pages_can_be_made, print_next, print_table, words
+from ultr.cli.messages import words
+from ultr.cli.options import Json, Seed, free_path, pages_can_be_made, print_next, print_table
 
 if TYPE_CHECKING:
     from ultr.experiments.demo import Demo, Learned

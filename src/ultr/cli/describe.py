@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from ultr.cli import options
-from ultr.cli.options import (
-    columns_text,
-    free_path,
-    named_columns,
-    plain,
-    print_next,
-    print_notes,
-    print_table,
-    unless,
-    words,
-)
+from ultr.cli.messages import words
+from ultr.cli.options import columns_text, free_path, named_columns, plain, print_next, print_notes, print_table, unless
 
 if TYPE_CHECKING:
     from ultr.log import Log
@@ -28,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def describe(
-    log_path: Annotated[Path, typer.Argument(metavar="LOG", help="A log: Parquet, Arrow, CSV, JSONL or SVMlight.")],
+    log_path: Annotated[
+        list[str],
+        typer.Argument(metavar="LOG", help=f"A log, as Parquet, Arrow, CSV, JSONL or SVMlight: {options.SOURCES}."),
+    ],
     request: options.RequestColumn = None,
     position: options.PositionColumn = None,
     item: options.ItemColumn = None,
@@ -40,6 +33,7 @@ def describe(
     randomised: options.RandomisedColumn = None,
     relevance: options.RelevanceColumn = None,
     on_duplicates: options.OnDuplicates = "error",
+    where: options.Where = None,
     as_json: options.Json = False,
 ) -> None:
     """Check a log and summarise it: requests, the column taken for each part, and feedback by position."""
@@ -47,7 +41,9 @@ def describe(
     from ultr.log.summary import by_position
 
     named = named_columns(locals())
-    log = read_log(log_path, on_duplicates=on_duplicates, missing="keep", **named)  # type: ignore[arg-type]  # checked
+    source = options.one_source(log_path)
+    rows: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where or (), **named}
+    log = read_log(source, missing="keep", **rows)
     lengths, notes = log.lengths, [*log.notes, *_missing_values(log)]
     facts: dict[str, Any] = {
         "requests": len(log),
@@ -82,7 +78,7 @@ def describe(
         words.print(f"the log has no {'positions' if table is None else 'actions'}, so feedback cannot be shown")
         return
     _print_by_position(table)
-    print_next("bias", log_path, columns=named, on_duplicates=unless(on_duplicates, "error"), out=free_path("bias"))
+    print_next("bias", source, columns=named, on_duplicates=unless(on_duplicates, "error"), out=free_path("bias"))
 
 
 def _missing_values(log: Log) -> list[str]:

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from ultr.cli import options
 from ultr.cli import training_options as shared
-from ultr.cli.options import named_columns, plain, print_notes, print_table, words
+from ultr.cli.messages import words
+from ultr.cli.options import named_columns, plain, print_notes, print_table
 from ultr.errors import DataError, OptionError
 
 SHOWN_POSITIONS = 20  # positions whose examination is printed, at most
@@ -29,7 +30,12 @@ def evaluate(
         list[str] | None, typer.Argument(help="Finished runs. Without --data, the last argument is the data.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", help="A log with feedback or true labels, prepared lists, or a data set.")
+        str | None,
+        typer.Option(
+            "--data",
+            help=f"Data with feedback or true labels: a log ({options.SOURCES}; separate several by commas), "
+            "prepared lists, or a data set.",
+        ),
     ] = None,
     score_column: Annotated[
         list[str] | None,
@@ -99,6 +105,7 @@ def evaluate(
     from ultr.rankers.model import load_model
     from ultr.training.data import columns_for_run
     from ultr.training.fresh import fresh_requests, split_of
+    from ultr.utils.stores import fetched
 
     named = named_columns(locals())
     rows: dict[str, Any] = {"where": list(where or ()), "on_duplicates": on_duplicates}
@@ -114,9 +121,12 @@ def evaluate(
         raise OptionError("there is nothing to judge", hint="pass a run, or --score-column")
     if len(set(names)) < len(names):
         raise OptionError("each run and score column must be given once", got=", ".join(names))
-    models = {name: load_model(name) for name in folders}
+    places = {name: fetched(name) for name in folders}
+    models = {name: load_model(place) for name, place in places.items()}
     source = _Source(data, split, data_dir)
-    logs = {name: source.read({**columns_for_run(Path(name), model, named), **rows}) for name, model in models.items()}
+    logs = {
+        name: source.read({**columns_for_run(places[name], model, named), **rows}) for name, model in models.items()
+    }
     rankers = {name: models[name].score(log, device=device) for name, log in logs.items()}
     views = {name: models[name].view(log) for name, log in logs.items()}
     log = (
@@ -134,7 +144,7 @@ def evaluate(
         log, segments = by_segment(log)
     fresh, warnings = None, list[str]()
     if folders:
-        seen = {name: (Path(name), view) for name, view in views.items()}
+        seen = {name: (places[name], view) for name, view in views.items()}
         fresh, warnings = fresh_requests(seen, split_of(data, split, data_dir))
     judged = judge_rankers(
         log,
@@ -198,7 +208,8 @@ def _label(models: Mapping[str, Model], data: str, named: Mapping[str, Any]) -> 
         raise OptionError(
             "the runs have different labels", got=", ".join(sorted(labels)), hint="choose one with --label"
         )
-    return labels.pop() if labels else shared.label_for(data, named, users=None)
+    columns = {role: name for role, name in named.items() if role != "where"}
+    return labels.pop() if labels else shared.label_for(data, columns, users=None)
 
 
 def print_judgement(judged: Judgement, data: str) -> None:

@@ -1,19 +1,19 @@
-"""Options that several commands have, and functions that print tables, progress and messages."""
+"""Options that several commands have, and functions that print tables and messages."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-words = Console(stderr=True, highlight=False)  # data goes to stdout, messages to stderr
+from ultr.cli.messages import words
+from ultr.errors import OptionError
 
 
 def print_table(table: Table) -> None:
@@ -67,6 +67,7 @@ Where = Annotated[
     list[str] | None,
     typer.Option("--where", help="Use only rows that meet this condition, e.g. 'country = de'; repeatable."),
 ]
+SOURCES = "files, folders (also with date=.../ partitions), 'patterns*.parquet' or URLs (s3:// gs:// hdfs:// file://)"
 # The column options of each command that a `next:` line may name.
 CARRIED = {
     "bias": ("request", "position", "item", "query", "segment", "randomised", "actions", "features", "categorical"),
@@ -88,6 +89,14 @@ def print_next(command: str, *arguments: object, columns: Mapping[str, Any] | No
             if each is not None and (name in carried or each != ""):
                 parts += [f"--{name.replace('_', '-')}", str(each)]
     words.print(f"next: {shlex.join(parts)}", soft_wrap=True, markup=False, emoji=False)
+
+
+def one_source(sources: Sequence[str]) -> str:
+    """Return the sources of a command line as one text, in which commas separate them."""
+    if len(sources) > 1 and (name := next((name for name in sources if "," in name), None)) is not None:
+        hint = "rename it, or pass a folder or a pattern"
+        raise OptionError("a name with a comma cannot be one of several sources", got=f"'{name}'", hint=hint)
+    return ",".join(sources)
 
 
 def unless(value: str, default: str) -> str | None:
@@ -123,19 +132,6 @@ def named_columns(options: Mapping[str, Any]) -> dict[str, Any]:
     from ultr.log.schema import ROLES
 
     return {role: options[role] for role in ROLES if options.get(role) is not None}
-
-
-def progress_bar() -> Progress:
-    """Return a progress bar on stderr; it is disabled if stderr is not a terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figure]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=words, disable=words.quiet or not words.is_terminal)
 
 
 def pages_can_be_made() -> bool:

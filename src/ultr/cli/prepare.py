@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from ultr.cli import options
-from ultr.cli.options import free_path, plain, print_next, print_notes, print_table, progress_bar, words
+from ultr.cli.messages import progress_bar, words
+from ultr.cli.options import free_path, plain, print_next, print_notes, print_table
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 def prepare(
     source: Annotated[
-        str,
+        list[str],
         typer.Argument(
-            help="A log of any size with one row per item shown: Parquet (file, folder or 'a*.parquet'), CSV or JSONL."
+            help=f"A log of any size with one row per item shown, as Parquet, CSV or JSONL: {options.SOURCES}."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the lists.")],
+    out: Annotated[str, typer.Option(help="Folder for the lists; also a URL.")],
     engine: Annotated[str, typer.Option(help="Engine that groups the log: duckdb or spark.")] = "duckdb",
     request: options.RequestColumn = None,
     position: options.PositionColumn = None,
@@ -45,6 +45,18 @@ def prepare(
     event_item: Annotated[str | None, typer.Option(help="Column of --events with the item.")] = None,
     event_type: Annotated[str | None, typer.Option(help="Column of --events with the action.")] = None,
     event_value: Annotated[str | None, typer.Option(help="Column of --events with the value; default: 1.")] = None,
+    event_id: Annotated[
+        str | None,
+        typer.Option(
+            help="Column of --events with the id of the event; of events with the same id, one counts. Default: "
+            "event_id, or else all columns. '': all events count."
+        ),
+    ] = None,
+    event_time: Annotated[str | None, typer.Option(help="Column of --events with the time, for the window.")] = None,
+    event_window: Annotated[
+        str | None,
+        typer.Option(help="Only count events up to this time after their item was shown, e.g. 24h; needs --time."),
+    ] = None,
     label: Annotated[str | None, typer.Option(help="Also write a label, e.g. 'click + dwell / exp(3)'.")] = None,
     where: options.Where = None,
     on_duplicates: Annotated[
@@ -69,7 +81,7 @@ def prepare(
     split: Annotated[
         str, typer.Option(help="hash: split by the id of the request; time: hold out the latest requests.")
     ] = "hash",
-    time: Annotated[str | None, typer.Option(help="Column with the time, for --split time.")] = None,
+    time: Annotated[str | None, typer.Option(help="Column with the time, for --split time and --event-window.")] = None,
     validation: Annotated[float, typer.Option(help="Share of requests for validation.", min=0, max=1)] = 0.1,
     test: Annotated[float, typer.Option(help="Share of requests for testing.", min=0, max=1)] = 0.1,
     validation_from: Annotated[str | None, typer.Option(help="Validate on requests since this time.")] = None,
@@ -100,7 +112,7 @@ def prepare(
         def progress(stage: str, done: int, total: int) -> None:
             bar.update(task, description=stage, completed=done, total=total or None)
 
-        manifest = prepare_lists(source, out, overwrite=overwrite, progress=progress, **settings)
+        manifest = prepare_lists(options.one_source(source), out, overwrite=overwrite, progress=progress, **settings)
     print_notes(manifest.about["notes"])
     if as_json:
         print(json.dumps(asdict(manifest)))

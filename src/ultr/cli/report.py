@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ultr.cli.options import Overwrite, plain, print_table, words
+from ultr.cli.messages import words
+from ultr.cli.options import Overwrite, plain, print_table
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Finished runs, or one folder from ultr compare or ultr bias.")],
+    runs: Annotated[list[str], typer.Argument(help="Finished runs, or one folder from ultr compare or ultr bias.")],
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
     overwrite: Overwrite = False,
 ) -> None:
@@ -23,10 +24,12 @@ def report(
     """
     from ultr.report import write_report
     from ultr.utils.files import check_output
+    from ultr.utils.stores import fetched
 
     check_output(out, overwrite=overwrite)
-    write_report(runs, out, overwrite=overwrite)
-    for run in runs:
+    folders = [fetched(run) for run in runs]
+    write_report(folders, out, overwrite=overwrite)
+    for run in folders:
         _print_importance(run)
     words.print(f"wrote {out} ({out.stat().st_size / 2**20:.1f} MB): open it in a browser", soft_wrap=True)
 

@@ -11,7 +11,8 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from ultr.cli.options import Json, pages_can_be_made, progress_bar, words
+from ultr.cli.messages import progress_bar, words
+from ultr.cli.options import Json, pages_can_be_made
 from ultr.errors import OptionError, UnfinishedError, nearest
 
 

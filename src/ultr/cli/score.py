@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+import json
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ultr.cli import options
-from ultr.cli.options import columns_text, plain, print_notes, progress_bar, words
+from ultr.cli.messages import progress_bar, words
+from ultr.cli.options import columns_text, plain, print_notes
 
 if TYPE_CHECKING:
     from ultr.log import Log
 
 
 def score(
-    run: Annotated[Path, typer.Argument(help="A finished run.")],
-    candidates: Annotated[Path, typer.Argument(help="Rows to score: a log; positions and actions are optional.")],
-    out: Annotated[Path, typer.Option(help="The file to write (.parquet, .csv).")],
+    run: Annotated[str, typer.Argument(help="A finished run.")],
+    candidates: Annotated[
+        list[str], typer.Argument(help=f"Rows to score ({options.SOURCES}); positions and actions are optional.")
+    ],
+    out: Annotated[str, typer.Option(help="The file to write (.parquet, .csv); also a URL.")],
     request: options.RequestColumn = None,
     position: options.PositionColumn = None,
     item: options.ItemColumn = None,
     features: options.FeatureColumns = None,
+    where: options.Where = None,
     device: options.Device = "auto",
     overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
 ) -> None:
     """Score the rows of a file of any size with the model of a run; write request, item, position and score.
 
@@ -31,23 +36,33 @@ def score(
     """
     from ultr.rankers.model import load_model
     from ultr.serving.scoring import score_file
+    from ultr.utils.stores import fetched
 
-    model = load_model(run)
+    model, first = load_model(fetched(run)), dict[str, Any]()
+
+    def on_start(rows: Log) -> None:
+        first.update(columns=dict(rows.columns), notes=list(rows.notes))
+        _print_columns(rows)
+
     with progress_bar() as bar:
         task = bar.add_task("rows", total=None, figure="")
         scores = score_file(
             model,
-            candidates,
+            options.one_source(candidates),
             out,
             request=request,
             position=position,
             item=item,
             features=features,
-            on_start=_print_columns,
+            where=where or (),
+            on_start=on_start,
             overwrite=overwrite,
             device=device,
             on_progress=lambda done, rows: bar.update(task, completed=done, total=rows),
         )
+    if as_json:
+        print(json.dumps({"out": out, "run": run, "scores": scores, **first}))
+        return
     words.print(f"wrote {out}: {scores:,} scores", soft_wrap=True)
 
 

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from ultr.cli.options import plain, words
+from ultr.cli.messages import words
+from ultr.cli.options import plain
 from ultr.errors import OptionError
 
 TOKEN = "ULTR_TOKEN"  # noqa: S105  # the name of an environment variable, not a token

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ultr.cli.options import DataDir, Epsilon, Eta, Overwrite, Seed, print_next, words
+from ultr.cli.messages import words
+from ultr.cli.options import DataDir, Epsilon, Eta, Overwrite, Seed, print_next
 from ultr.errors import OptionError
 
 

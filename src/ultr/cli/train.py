@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,13 +13,14 @@ from ultr.cli import config_file as config_files
 from ultr.cli import options
 from ultr.cli import training_options as shared
 from ultr.cli.config_file import chosen_options, read_config
-from ultr.cli.options import free_path, print_next, print_notes, progress_bar, words
+from ultr.cli.messages import progress_bar, words
+from ultr.cli.options import free_path, print_next, print_notes
 
 
 def train(
     context: typer.Context,
     data: shared.Data,
-    out: Annotated[Path, typer.Option(help="The run directory to write.")],
+    out: Annotated[str, typer.Option(help="The run directory to write; also a URL.")],
     method: Annotated[
         str, typer.Option(help="pairwise-em, or a baseline: pointwise, lambdarank, pal-click, dla, ipw-listwise, ...")
     ] = "pairwise-em",
@@ -101,10 +103,13 @@ def train(
     write_config: Annotated[
         Path | None, typer.Option("--write-config", help="Write all options to this TOML file, and do not train.")
     ] = None,
+    as_json: options.Json = False,
 ) -> None:
     """Train a ranker from a log, or from a data set with simulated users, and write a run directory."""
+    from ultr.datasets.cache import cache_folder
     from ultr.training.run import best_evaluation, run_training
     from ultr.training.tensorboard import Board
+    from ultr.utils.stores import kept_here
 
     words.quiet = os.environ.get("RANK", "0") != "0"  # of several processes, only the first prints messages
     if write_config is not None:
@@ -113,11 +118,16 @@ def train(
         print_next("train", config=write_config)
         return
     config = shared.run_config({**locals()})
-    board = Board(out, writes=not words.quiet) if tensorboard else None
     shared.print_thresholds(config.label, {method: (method, config.method_options, config.ranker)})
-    steps = config.training.steps
-    with progress_bar() as bar:
+    steps, notes = config.training.steps, list[str]()
+    here = kept_here(out, cache_folder() / "runs", resume=resume, overwrite=overwrite, writes=not words.quiet)
+    with progress_bar() as bar, here as run:
+        board = Board(run, writes=not words.quiet) if tensorboard else None
         task = bar.add_task(method, total=steps, figure="")
+
+        def show_note(note: str) -> None:
+            notes.append(note)
+            print_notes([note])
 
         def show(progress: Any) -> None:
             metrics = " ".join(f"{name} {value:.4f}" for name, value in progress.metrics.items())
@@ -131,24 +141,29 @@ def train(
 
         run_training(
             config,
-            out,
+            run,
             resume=resume,
             chosen=_compared(chosen_options(context)),
             overwrite=overwrite,
             checkpoint_seconds=checkpoint_seconds,
-            on_note=lambda note: print_notes([note]),
+            on_note=show_note,
             on_warning=shared.print_warning,
             on_bias_progress=show_bias_progress,
             on_progress=show,
         )
-    if board is not None:
-        board.finish()
-    _print_bias(out)
-    metric, best = best_evaluation(out)
+        if board is not None:
+            board.finish()
+        bias_of_run = _bias(run)
+        metric, best = best_evaluation(run)
+    if as_json:
+        about = {"run": out, "data": config.data, "label": config.label, "metric": metric, "best": best}
+        print(json.dumps({**about, "bias": bias_of_run, "notes": notes}))
+        return
+    _print_bias(bias_of_run)
     words.print(f"wrote {out}: best {metric} {best[metric]:.4f} at step {best['step']}", soft_wrap=True)
     print_next("report", out, out=free_path("report.html"))
     if users is None:
-        print_next("score", out, data, out=free_path("scores.parquet"))
+        print_next("score", out, config.data, out=free_path("scores.parquet"))
         words.print("to score other items, put their file in place of the training log in this command", soft_wrap=True)
 
 
@@ -157,12 +172,16 @@ def _compared(chosen: set[str]) -> set[str]:
     return {{"loss": "option", "data": "log"}.get(name, name) for name in chosen}
 
 
-def _print_bias(run: Path) -> None:
-    """Print the warnings of the bias model and the source of theta, if the run has them."""
+def _bias(run: Path) -> dict[str, Any]:
+    """Return the content of the run's bias.json, empty if there is none."""
     from ultr.utils.jsonfiles import read_json
 
     path = run / "bias.json"
-    bias: dict[str, Any] = read_json(path) if path.is_file() else {}
+    return dict(read_json(path)) if path.is_file() else {}
+
+
+def _print_bias(bias: dict[str, Any]) -> None:
+    """Print the warnings of the bias model and the source of theta, if there are any."""
     for warning in bias.get("warnings", ()):
         words.print(f"warning: {warning['name']}: {warning['what']}", soft_wrap=True)
     if "theta_from" in bias:

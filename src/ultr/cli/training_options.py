@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ultr.cli.options import named_columns, plain, print_notes, words
+from ultr.cli.messages import words
+from ultr.cli.options import SOURCES, named_columns, one_source, plain, print_notes
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from ultr.training.config import RunConfig
 
 Data = Annotated[
-    str, typer.Argument(help="A log or prepared lists; with --users, a data set with true labels (synthetic, ml-1m).")
+    list[str],
+    typer.Argument(
+        help=f"A log ({SOURCES}) or prepared lists; with --users, a data set with true labels (synthetic, ml-1m)."
+    ),
 ]
 UsersOption = Annotated[
     str | None,
@@ -150,7 +154,7 @@ def print_reading(config: RunConfig) -> None:
     from ultr.log import read_log
     from ultr.log.readers import read_columns
 
-    if config.users is None and Path(config.data).exists() and read_columns(config.data, **config.columns) is not None:
+    if config.users is None and read_columns(config.data, **config.columns) is not None:
         light = {**config.columns, "features": [], "categorical": []}
         print_notes(read_log(config.data, on_duplicates=config.on_duplicates, where=config.where, **light).notes)
 
@@ -181,8 +185,9 @@ def run_config(options: dict[str, Any]) -> RunConfig:
     method_options = list(options.get("option") or [])
     if options.get("loss"):
         method_options.append(f"loss={options['loss']}")
+    data = one_source(options["data"])
     return RunConfig(
-        data=options["data"],
+        data=data,
         method=method,
         method_options=parse_options(method, method_options, ranker=options["ranker"]),
         propensities=None if propensities is None else read_propensities(propensities),
@@ -190,7 +195,7 @@ def run_config(options: dict[str, Any]) -> RunConfig:
         warm_start=None if options.get("warm_start") is None else str(options["warm_start"]),
         sessions=options["sessions"],
         learn_from=options.get("learn_from", "feedback"),
-        label=options["label"] or label_for(options["data"], named_columns(options), users=options["users"]),
+        label=options["label"] or label_for(data, named_columns(options), users=options["users"]),
         ranker=options["ranker"],
         ranker_options=ranker_options,
         columns=named_columns(options),
@@ -221,7 +226,7 @@ def label_for(data: str, columns: Mapping[str, Any], *, users: str | None) -> st
     if users is not None:
         return DEFAULT_LABEL
     if is_lists(data):
-        manifest = Manifest.load(Path(data))
+        manifest = Manifest.load(data)
         return "label" if manifest.label is not None else default_label(manifest.actions)
     try:
         found = read_columns(data, **columns)

@@ -11,7 +11,8 @@ import typer
 from ultr.cli import options
 from ultr.cli import training_options as shared
 from ultr.cli.evaluate import print_judgement
-from ultr.cli.options import free_path, plain, print_next, print_notes, progress_bar, words
+from ultr.cli.messages import progress_bar, words
+from ultr.cli.options import free_path, plain, print_next, print_notes
 
 REJECTED = 3  # the exit code if the new run is worse
 

@@ -4,36 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.csv
-import pyarrow.ipc
-import pyarrow.parquet as pq
 
 from ultr.errors import DataError
 from ultr.log.build import Reading, log_from_table, one_row_per_item
-from ultr.log.jsonlines import json_blocks, json_schema, streaming_schema
+from ultr.log.conditions import filter_rows
+from ultr.log.drift import all_columns, as_common, common_schema
+from ultr.log.jsonlines import json_blocks, streaming_schema
 from ultr.log.readers import (
     as_table,
-    check_schemas,
     csv_form,
     csv_ids,
     csv_settings,
-    file_kind,
-    read_schemas,
-    shards_in,
+    file_schemas,
+    is_files,
+    one_file,
+    prepared,
+    reject_conditions,
     whole_numbers,
 )
 from ultr.log.schema import Columns, resolve_columns
-from ultr.log.shards import SPLITS, Shards, is_lists
+from ultr.log.sources import Source, SourceFile, open_source
 from ultr.log.svmlight import MAX_INDEX, reject_names, svmlight_batches
 from ultr.log.table import Log
 from ultr.log.values import Missing, Piece, as_data_error
-from ultr.utils.arguments import check_value
-from ultr.utils.files import existing_file
 
 NUMBERS = 1 << 22  # values in a batch, about
 CSV_BYTES = 1 << 20  # bytes of text that are parsed at a time
@@ -65,7 +64,7 @@ class Selection:
     categorical: tuple[str, ...]
     named: Mapping[str, Any]
     trained: Mapping[str, Any]
-    missing: Missing
+    reading: Reading
 
     def columns(self, schema: pa.Schema, where: object) -> Columns:
         trained = {role: name for role, name in self.trained.items() if role not in ("actions", "weight")}
@@ -83,50 +82,65 @@ def read_batches(
     categorical: Sequence[str] = (),
     columns: Mapping[str, Any] | None = None,
     missing: Missing = "reject",
+    where: Sequence[str] = (),
     **named: Any,
 ) -> LogBatches:
     """Read requests, items, positions and features, in batches, from any source that `read_log` can read.
 
     Each row becomes a request of its own, because the other rows of its request may be anywhere in the source. Only
     lists that `ultr prepare` wrote stay whole. `named` maps roles to columns, as for `read_log`. If it has no features,
-    they are the columns in `feature_names`. Roles that are not named have the column of training (`columns`).
+    they are the columns in `feature_names`. Roles that are not named have the column of training (`columns`). Rows that
+    do not meet the conditions `where` are left out.
     """
     given = {role: name for role, name in named.items() if name is not None}
-    selection = Selection(tuple(feature_names), tuple(categorical), given, columns or {}, missing)
-    where = source if isinstance(source, str | Path) else f"the {type(source).__name__}"
-    rows, batches = _read(source, selection, where)
-    return LogBatches(rows, _with_same_features(batches, where))
+    reading = Reading(missing, where=tuple(where))
+    selection = Selection(tuple(feature_names), tuple(categorical), given, columns or {}, reading)
+    title = source if is_files(source) else f"the {type(source).__name__}"
+    rows, batches = _read(source, selection, title)
+    return LogBatches(rows, _with_same_features(batches, title))
 
 
 def _read(source: object, selection: Selection, where: object) -> LogBatches:
-    if not isinstance(source, str | Path):
+    if not is_files(source):
         table = as_table(source)
         return LogBatches(table.num_rows, _arrow(table.to_batches(), table.schema, selection, where))
-    path = Path(check_value("source", source, str | Path))
-    if is_lists(path) or (path.name in SPLITS and is_lists(path.parent)):
-        shards = Shards(path) if is_lists(path) else Shards(path.parent, path.name)
-        shards.check_names({**selection.named, "categorical": selection.categorical})
-        return LogBatches(shards.rows, (Batch(log, log.rows) for log in map(shards.read, shards.groups)))
-    if path.is_dir():
-        return _parquet(shards_in(path), path, selection)
-    path = existing_file(path)
-    kind = file_kind(path)
-    if kind == "Parquet":
-        return _parquet([path], path, selection)
-    if kind == "CSV":
-        return LogBatches(None, _csv(path, selection))
-    if kind == "JSON Lines":
-        return LogBatches(None, _json(path, selection))
-    if kind == "SVMlight":
-        reject_names(path, {**selection.named, "categorical": selection.categorical or None})
+    if (lists := prepared(source)) is not None:
+        reject_conditions(source, selection.reading, hint="pass --where to ultr prepare")
+        lists.check_names({**selection.named, "categorical": selection.categorical})
+        return LogBatches(lists.rows, (Batch(log, log.rows) for log in map(lists.read, lists.groups)))
+    files = open_source(source).only(selection.reading.where)
+    if files.kind == "SVMlight":
+        reject_conditions(files.name, selection.reading, hint="convert it to CSV or Parquet")
+        reject_names(files.name, {**selection.named, "categorical": selection.categorical or None})
         numbered = (int(n) for n in selection.feature_names if n.isdecimal() and n.isascii())
         width = max((n for n in numbered if n <= MAX_INDEX), default=0)
-        logs = svmlight_batches(path, width=width, numbers=NUMBERS)
+        logs = svmlight_batches(one_file(files), width=width, numbers=NUMBERS)
         return LogBatches(None, (Batch(log, log.rows) for log in logs))
-    with as_data_error(path, kind):
-        reader = pa.ipc.open_file(pa.memory_map(str(path)))
-    records = (reader.get_batch(i) for i in range(reader.num_record_batches))
-    return LogBatches(None, _arrow(records, reader.schema, selection, path))
+    return _files(files, selection)
+
+
+def _files(source: Source, selection: Selection) -> LogBatches:
+    """Read files of any format except SVMlight, one after the other, in the types that all files have."""
+    schemas = file_schemas(source)
+    schema = all_columns(source, schemas)
+    columns = selection.columns(schema, source.name)
+    names = selection.reading.names(columns, schema.names, source.name)
+    common = common_schema(source, schemas, names, columns)
+    rows, read = None, partial(_arrow_file, schema=common)
+    if source.kind == "Parquet":
+        rows, read = source.sum(lambda footer: footer.num_rows), partial(_shard, schema=common)
+    elif source.kind == "CSV":
+        rows, read = None, partial(_csv, form=_CsvTypes.of(source, columns, common.names))
+    elif source.kind == "JSON Lines":
+        # Ids have the types of the first blocks of all files; other numbers may have fractions.
+        wide = streaming_schema(common, {*csv_ids(columns), *columns.categorical})
+        rows, read = None, partial(_json, schema=wide)
+
+    def tables(file: SourceFile) -> Iterator[pa.Table]:
+        return (source.with_partitions(table, file, names) for table in read(file))
+
+    pieces = (_logs(tables(file), columns, selection, file) for file in source.files)
+    return LogBatches(rows, chain.from_iterable(pieces))
 
 
 def _with_same_features(batches: Iterator[Batch], where: object) -> Iterator[Batch]:
@@ -147,9 +161,9 @@ def _with_same_features(batches: Iterator[Batch], where: object) -> Iterator[Bat
 def _logs(tables: Iterable[pa.Table], columns: Columns, selection: Selection, where: object) -> Iterator[Batch]:
     rows = items = 0
     for table in tables:
-        flat = one_row_per_item(table, columns, Piece(where, rows))
+        flat = one_row_per_item(filter_rows(table, selection.reading.where), columns, Piece(where, rows))
         if flat.num_rows:
-            reading = Reading(missing=selection.missing)
+            reading = replace(selection.reading, where=())
             log = log_from_table(flat, columns, where=Piece(where, items), reading=reading, gather=False)
             yield Batch(log, table.num_rows)
         rows, items = rows + table.num_rows, items + flat.num_rows
@@ -159,42 +173,37 @@ def _arrow(
     records: Iterable[pa.RecordBatch], schema: pa.Schema, selection: Selection, where: object
 ) -> Iterator[Batch]:
     columns = selection.columns(schema, where)
+    names = selection.reading.names(columns, schema.names, where)
 
     def tables() -> Iterator[pa.Table]:
         with as_data_error(where, "Arrow"):
             for record in records:
-                table = pa.Table.from_batches([record]).select(columns.used)
-                step = max(1, 4 * NUMBERS * table.num_rows // max(1, table.nbytes))
-                yield from (table.slice(first, step) for first in range(0, table.num_rows, step))
+                yield from _slices(record, names)
 
     return _logs(tables(), columns, selection, where)
 
 
-def _parquet(paths: list[Path], where: Path, selection: Selection) -> LogBatches:
-    schemas = read_schemas(paths)
-    columns = selection.columns(schemas[0], paths[0])
-    check_schemas(paths, schemas, columns.used)
-    used = [pa.schema([schema.field(name) for name in columns.used]) for schema in schemas]
-    with as_data_error(where, "shards of one log"):
-        common = pa.unify_schemas(used, promote_options="permissive").with_metadata(schemas[0].metadata)
-        rows = sum(pq.read_metadata(path).num_rows for path in paths)
-    pieces = (_logs(_shard(path, common), columns, selection, path) for path in paths)
-    return LogBatches(rows, chain.from_iterable(pieces))
+def _slices(record: pa.RecordBatch, names: Sequence[str]) -> Iterator[pa.Table]:
+    """Yield some columns of a batch in tables of about `NUMBERS` values."""
+    table = pa.Table.from_batches([record]).select(list(names))
+    step = max(1, 4 * NUMBERS * table.num_rows // max(1, table.nbytes))
+    return (table.slice(first, step) for first in range(0, table.num_rows, step))
 
 
-def _shard(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
+def _shard(file: SourceFile, schema: pa.Schema) -> Iterator[pa.Table]:
     """Read a Parquet file in batches of rows, and cast its columns to the types of the common schema."""
-    with (
-        as_data_error(path, "Parquet"),
-        pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file,
-    ):
+    with as_data_error(file, "Parquet"), file.parquet(buffer_size=BUFFER_BYTES, pre_buffer=False) as opened:
+        rows = _rows_of_batch(opened.metadata, schema)
         # One thread decodes as fast as several here, and leaves the other cores to the caller.
-        for record in file.iter_batches(_rows_of_batch(file.metadata, schema), columns=schema.names, use_threads=False):
-            table = pa.Table.from_batches([record]).select(schema.names)
-            for i, column in enumerate(schema):
-                if table.schema.field(i).type != column.type:
-                    table = table.set_column(i, column.name, table[i].cast(column.type))
-            yield table.replace_schema_metadata(schema.metadata)
+        for record in opened.iter_batches(rows, columns=schema.names, use_threads=False):
+            yield as_common(pa.Table.from_batches([record]), schema)
+
+
+def _arrow_file(file: SourceFile, schema: pa.Schema) -> Iterator[pa.Table]:
+    with as_data_error(file, "Arrow"):
+        reader = file.arrow()
+        for i in range(reader.num_record_batches):
+            yield from (as_common(table, schema) for table in _slices(reader.get_batch(i), schema.names))
 
 
 def _rows_of_batch(footer: Any, schema: pa.Schema) -> int:
@@ -208,45 +217,57 @@ def _rows_of_batch(footer: Any, schema: pa.Schema) -> int:
     return max(1, int(NUMBERS / max(1, most)))
 
 
-def _csv(path: Path, selection: Selection) -> Iterator[Batch]:
-    """Read CSV or TSV, gzipped or not; a first pass checks whether all ids of a column are whole numbers."""
-    compression, delimiter, names = csv_form(path)
-    columns = selection.columns(pa.schema([(name, pa.float64()) for name in names]), path)
-    types = dict.fromkeys((*csv_ids(columns), *columns.categorical), pa.string())
+class _CsvTypes(NamedTuple):
+    """The columns of CSV files that are read, the types they are parsed with, and the ids that are whole numbers."""
 
-    def records(include: Sequence[str]) -> Any:
-        stream = pa.input_stream(str(path), compression=compression)
-        settings = csv_settings(delimiter, names, types, include=include, block_bytes=CSV_BYTES)
-        return pa.csv.open_csv(stream, **settings)
+    names: list[str]
+    types: dict[str, Any]
+    whole: set[str]
 
-    whole = set(csv_ids(columns))
-    with as_data_error(path, "CSV"):
-        for record in records(list(whole)):
-            whole = {name for name in whole if pa.types.is_integer(whole_numbers(record.column(name)).type)}
-            if not whole:
-                break
-        for column in records(columns.used).schema:  # types of the first block; later ones may have fractions
-            if pa.types.is_integer(column.type) or pa.types.is_null(column.type):
-                types[column.name] = pa.float64()
-
-    def tables() -> Iterator[pa.Table]:
-        with as_data_error(path, "CSV"):
-            for texts in _gathered(records(columns.used), rows=max(1, NUMBERS // len(columns.used))):
-                ids = {name: texts[name].cast(pa.int64()) for name in whole}
-                yield pa.table({name: ids.get(name, texts[name]) for name in columns.used})
-
-    return _logs(tables(), columns, selection, path)
+    @staticmethod
+    def of(source: Source, columns: Columns, names: list[str]) -> _CsvTypes:
+        """Find the types; a first pass over the ids of all files checks whether they are whole numbers."""
+        ids = [name for name in csv_ids(columns) if name in names]
+        types = {name: pa.string() for name in (*ids, *columns.categorical) if name in names}
+        whole, first = set(ids), []
+        for file in source.files:
+            with as_data_error(file, "CSV"):
+                for record in _csv_records(file, types, list(whole)) if whole else ():
+                    whole = {name for name in whole if pa.types.is_integer(whole_numbers(record.column(name)).type)}
+                    if not whole:
+                        break
+                first.append(_csv_records(file, types, names).schema)
+        wide = [pa.schema([column.with_type(_wide(column.type)) for column in schema]) for schema in first]
+        common = common_schema(source, wide, names, columns)
+        types |= {column.name: pa.float64() if pa.types.is_null(column.type) else column.type for column in common}
+        return _CsvTypes(names, types, whole)
 
 
-def _json(path: Path, selection: Selection) -> Iterator[Batch]:
-    """Read JSON Lines, gzipped or not; the columns and the types of ids are those of the first block."""
-    schema = json_schema(path)
-    columns = selection.columns(schema, path)
-    used = pa.schema([schema.field(name) for name in columns.used])
-    blocks = json_blocks(path, streaming_schema(used, {*csv_ids(columns), *columns.categorical}))
-    step = max(1, NUMBERS // max(1, len(columns.used)))
-    tables = (table.slice(first, step) for table in blocks for first in range(0, table.num_rows, step))
-    return _logs(tables, columns, selection, path)
+def _wide(kind: pa.DataType) -> pa.DataType:
+    """Return the type for all blocks of a column, from that of the first: later numbers may have fractions."""
+    return pa.float64() if pa.types.is_integer(kind) else kind
+
+
+def _csv_records(file: SourceFile, types: dict[str, Any], include: Sequence[str]) -> Any:
+    delimiter, names = csv_form(file)
+    settings = csv_settings(delimiter, names, types, include=include, block_bytes=CSV_BYTES)
+    return pa.csv.open_csv(file.stream(), **settings)
+
+
+def _csv(file: SourceFile, form: _CsvTypes) -> Iterator[pa.Table]:
+    """Read CSV or TSV, gzipped or not."""
+    with as_data_error(file, "CSV"):
+        records = _csv_records(file, form.types, form.names)
+        for texts in _gathered(records, rows=max(1, NUMBERS // max(1, len(form.names)))):
+            ids = {name: texts[name].cast(pa.int64()) for name in form.whole}
+            yield pa.table({name: ids.get(name, texts[name]) for name in form.names})
+
+
+def _json(file: SourceFile, schema: pa.Schema) -> Iterator[pa.Table]:
+    """Read JSON Lines, gzipped or not."""
+    step = max(1, NUMBERS // max(1, len(schema.names)))
+    for table in json_blocks(file, schema):
+        yield from (table.slice(first, step) for first in range(0, table.num_rows, step))
 
 
 def _gathered(records: Iterable[pa.RecordBatch], *, rows: int) -> Iterator[pa.Table]:

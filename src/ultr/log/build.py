@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from ultr.errors import ColumnError, DataError, nearest
 from ultr.log.conditions import filter_rows, parse_conditions, seconds
-from ultr.log.duplicates import OnDuplicates, find_duplicates, merge_rows
+from ultr.log.duplicates import OnDuplicates, copies_note, find_copies, find_duplicates, merge_rows
 from ultr.log.schema import Columns
 from ultr.log.table import Log
 from ultr.log.values import (
@@ -84,12 +84,11 @@ def log_from_table(
         of_row = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         if order is not None:
             of_row[order] = of_row.copy()
-        target, further = find_duplicates(of_row, keys, reading.on_duplicates, requests=requests, where=where)
-        notes += further
-        if (target != np.arange(len(target))).any():
-            merged = merge_rows(table, target, actions, add_up=reading.on_duplicates == "sum")
-            rest = Reading(missing=reading.missing, time=reading.time)
-            log = log_from_table(merged, columns, where=where, reading=rest, unused=unused)
+        unique, rest, notes = _without_repeats(
+            table, reading, keys, of_row, requests, actions, notes, where, has_positions=positions is not None
+        )
+        if unique.num_rows < table.num_rows:
+            log = log_from_table(unique, columns, where=where, reading=rest, unused=unused)
             return replace(log, notes=tuple(dict.fromkeys((*notes, *log.notes))))
     if positions is not None:
         order, positions = _order_by_position(order, offsets, positions)
@@ -160,6 +159,37 @@ def _keys(
     if positions is not None and not _ascend(positions if order is None else positions[order], offsets):
         keys["position"] = (str(columns.position), positions)
     return keys
+
+
+def _without_repeats(
+    table: pa.Table,
+    reading: Reading,
+    keys: dict[str, tuple[str, np.ndarray]],
+    request_of_row: np.ndarray,
+    requests: Any,
+    actions: dict[str, np.ndarray],
+    notes: list[str],
+    where: object,
+    *,
+    has_positions: bool,
+) -> tuple[pa.Table, Reading, list[str]]:
+    """Return a table without copies of rows, or else without rows that `on_duplicates` merges.
+
+    Also return how to read this table, and the notes on what was changed. `notes` are those on actions. Copies come
+    first, because they would count in the sum of merged rows.
+    """
+    # A copy has the position of the other row. If all positions of a request differ, "position" is not in `keys`.
+    if "item" in keys and ("position" in keys or not has_positions):
+        copies = find_copies(table, request_of_row, keys["item"][1])
+        if copies.any():
+            unique = table.filter(pa.array(~copies))
+            return unique, replace(reading, where=()), [copies_note(int(copies.sum()))]
+    target, further = find_duplicates(request_of_row, keys, reading.on_duplicates, requests=requests, where=where)
+    notes = [*notes, *further]
+    if (target == np.arange(len(target))).all():
+        return table, reading, notes
+    merged = merge_rows(table, target, actions, add_up=reading.on_duplicates == "sum")
+    return merged, replace(reading, where=(), on_duplicates="error"), notes
 
 
 def one_row_per_item(table: pa.Table, columns: Columns, where: object, *, time: str | None = None) -> pa.Table:

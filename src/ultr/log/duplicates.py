@@ -1,4 +1,4 @@
-"""Rows that repeat an item or a position of their request: find them, and drop them or add up their actions."""
+"""Rows that repeat another row, or its item or position: find them, and drop them or add up their actions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ultr.errors import ColumnError
+from ultr.log.hashes import MIX
+from ultr.log.values import combined, is_list, item_codes
 
 OnDuplicates = Literal["error", "first", "sum"]
 LARGE = 1 << 31  # positions below this number, times the number of a request, do not overflow
@@ -56,6 +59,43 @@ def find_duplicates(
     while (target[target] != target).any():  # a row may be merged into one that is itself merged
         target = target[target]
     return target, notes
+
+
+def copies_note(count: int) -> str:
+    return f"{count:,} rows are equal to another row of their request in all columns; only one of each is kept"
+
+
+def find_copies(table: pa.Table, request_of_row: np.ndarray, items: np.ndarray) -> np.ndarray:
+    """Return a mask of the rows that have the request and item of an earlier row, and equal it in all columns.
+
+    `items` has a number for each item id, -1 if it is missing.
+    """
+    copies = np.zeros(len(items), bool)
+    rows = np.flatnonzero(items >= 0)
+    _, pair, counts = np.unique(
+        request_of_row[rows] * (int(items.max(initial=0)) + 1) + items[rows], return_inverse=True, return_counts=True
+    )
+    several = counts[pair] > 1
+    rows, hashes = rows[several], pair[several].astype(np.uint64)
+    if len(rows):
+        for column in table.take(pa.array(rows)).columns:
+            hashes = (hashes ^ (hashes >> np.uint64(29))) * MIX + _codes(combined(column))
+        copies[rows] = True
+        copies[rows[np.unique(hashes, return_index=True)[1]]] = False
+    return copies
+
+
+def _codes(values: Any) -> np.ndarray:
+    """Return a number for each value, which is the same for equal values."""
+    if not is_list(values.type):
+        return item_codes(values).astype(np.uint64)
+    lengths = pc.fill_null(pc.list_value_length(values), -1).to_numpy(zero_copy_only=False)
+    width = int(lengths[0])
+    if width < 1 or (lengths != width).any():  # lists of features have one length, which is checked elsewhere
+        return np.arange(len(values), dtype=np.uint64)
+    factors = np.random.default_rng(0).integers(1, 2**63, width, dtype=np.uint64) | np.uint64(1)
+    codes = item_codes(values.flatten()).astype(np.uint64).reshape(-1, width)
+    return np.asarray((codes * factors).sum(axis=1, dtype=np.uint64))
 
 
 def merge_rows(table: pa.Table, target: np.ndarray, actions: dict[str, np.ndarray], *, add_up: bool) -> pa.Table:

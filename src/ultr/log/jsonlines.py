@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.json
 
 from ultr.errors import DataError
+from ultr.log.sources import SourceFile
 from ultr.log.values import as_data_error
 
 BLOCK_BYTES = 16 << 20  # bytes of text that are parsed at a time; a line may be longer
 KIND = "JSON Lines"
 
 
-def read_json_lines(path: Path) -> pa.Table:
-    """Read a whole file; a key becomes a column, and a line without the key has a missing value there."""
-    tables = list(json_blocks(path, None))
+def read_json_lines(file: SourceFile, names: Sequence[str]) -> pa.Table:
+    """Read keys of a whole file as columns; a line without the key has a missing value there."""
+    tables = list(json_blocks(file, None))
     if not tables:
-        raise DataError("there are no rows", where=path, hint="create the file again")
-    with as_data_error(path, KIND):
-        return pa.concat_tables(tables, promote_options="permissive")
+        raise DataError("there are no rows", where=file, hint="create the file again")
+    with as_data_error(file, KIND):
+        table = pa.concat_tables(tables, promote_options="permissive")
+    return table.select([name for name in names if name in table.column_names])
 
 
-def json_schema(path: Path) -> pa.Schema:
+def json_schema(file: SourceFile) -> pa.Schema:
     """Return the columns of the first lines of a file."""
-    first = next(json_blocks(path, None), None)
+    first = next(json_blocks(file, None), None)
     return pa.schema([]) if first is None else first.schema
 
 
-def json_blocks(path: Path, schema: pa.Schema | None) -> Iterator[pa.Table]:
+def json_blocks(file: SourceFile, schema: pa.Schema | None) -> Iterator[pa.Table]:
     """Yield the lines of a file in tables; with a schema, only its columns, and in its types."""
     options = None
     if schema is not None:
         options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-    compression = "gzip" if path.suffix.lower() == ".gz" else None
-    with as_data_error(path, KIND), pa.input_stream(str(path), compression=compression) as stream:
+    with as_data_error(file, KIND), file.stream() as stream:
         for text in _whole_lines(stream):
             # The block must hold all of the text, because Arrow does not join lines of two blocks.
             size = pa.json.ReadOptions(block_size=len(text) + 1, use_threads=False)

@@ -1,44 +1,31 @@
-"""Read a log from a file, a folder of Parquet files, an Arrow table, or a pandas or polars frame."""
+"""Read a log from files, an Arrow table, or a pandas or polars frame."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pyarrow as pa
 import pyarrow.csv
-import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from ultr.errors import ColumnError, DataError, OptionError
+from ultr.errors import DataError, OptionError
 from ultr.log.build import Reading, log_from_table
+from ultr.log.drift import all_columns, read_schemas, read_together
 from ultr.log.duplicates import OnDuplicates
 from ultr.log.jsonlines import json_schema, read_json_lines
 from ultr.log.schema import Columns, resolve_columns
 from ultr.log.shards import SPLITS, Shards, is_lists
+from ultr.log.sources import Source, SourceFile, each_file, open_source
 from ultr.log.svmlight import read_svmlight, reject_names
-from ultr.log.table import FEATURE_NAMES_KEY, Log
+from ultr.log.table import Log
 from ultr.log.values import Missing, as_data_error
-from ultr.utils.arguments import check_value, checked
-from ultr.utils.files import content_kind, existing_file
+from ultr.utils.arguments import checked
+from ultr.utils.stores import shown
 
 MISSING_VALUES = ["", "NA", "N/A", "NULL", "null", "nan", "NaN"]  # texts that mean a missing value in CSV files
-SUFFIXES = {
-    ".parquet": "Parquet",
-    ".pq": "Parquet",
-    ".arrow": "Arrow",
-    ".feather": "Arrow",
-    ".csv": "CSV",
-    ".tsv": "CSV",
-    ".jsonl": "JSON Lines",
-    ".ndjson": "JSON Lines",
-    ".txt": "SVMlight",
-    ".svm": "SVMlight",
-    ".svmlight": "SVMlight",
-    ".letor": "SVMlight",
-}
 
 
 @checked
@@ -62,9 +49,11 @@ def read_log(
     time: str | None = None,
     columns: Mapping[str, Any] | None = None,
 ) -> Log:
-    """Read a log from a file, a folder of Parquet shards, an Arrow table, or a pandas or polars frame.
+    """Read a log from files, an Arrow table, or a pandas or polars frame.
 
-    A file is Parquet, Arrow, CSV, JSON Lines or SVMlight; the last three may be gzipped. A source has one row per item
+    Files are given by a path, a folder, a pattern such as `days/*.parquet`, a URL such as `s3://bucket/log`, or a list
+    of these. Folders such as `date=2026-11-01` give their rows a column `date`. A file is Parquet, Arrow, CSV, JSON
+    Lines or SVMlight; the last three may be gzipped. A source has one row per item
     shown, in any order, or one row per request, with columns of lists. Columns that are not named are recognised by
     common names (`request`, `position`, `click`, `features`, ...). An empty name means that there is no such column.
 
@@ -93,91 +82,122 @@ def read_log(
         "randomised": randomised,
     }
     reading = Reading(missing, on_duplicates, tuple(where), time)
-    if not isinstance(source, str | Path):
+    if not is_files(source):
         named["trained"] = columns
         return _from_table(as_table(source), named, where=f"the {type(source).__name__}", reading=reading)
-    path = Path(check_value("source", source, str | Path))
-    if is_lists(path) or (path.name in SPLITS and is_lists(path.parent)):
-        _reject_conditions(path, reading, hint="pass --where and --split time to ultr prepare")
-        return _read_lists(path, named)
-    if path.is_dir():
-        return _read_parquet(shards_in(path), {**named, "trained": columns}, where=path, reading=reading)
-    path = existing_file(path)
-    kind = file_kind(path)
-    if kind == "SVMlight":
-        reject_names(path, named)
-        _reject_conditions(path, reading, hint="convert it to CSV or Parquet")
-        return read_svmlight(path)
-    named["trained"] = columns
-    if kind == "Parquet":
-        return _read_parquet([path], named, where=path, reading=reading)
-    if kind == "CSV":
-        return _read_csv(path, named, reading)
-    if kind == "JSON Lines":
-        return _from_table(read_json_lines(path), named, where=path, reading=reading)
-    with as_data_error(path, kind):
-        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-    return _from_table(table, named, where=path, reading=reading)
+    if (lists := prepared(source)) is not None:
+        reject_conditions(source, reading, hint="pass --where and --split time to ultr prepare")
+        lists.check_names(named)
+        return lists.read_all()
+    files = open_source(source).only(reading.where)
+    if files.kind == "SVMlight":
+        reject_names(files.name, named)
+        reject_conditions(files.name, reading, hint="convert it to CSV or Parquet")
+        return read_svmlight(one_file(files))
+    return _read_files(files, {**named, "trained": columns}, reading)
 
 
-def read_columns(source: str | Path, **named: Any) -> Columns | None:
+def is_files(source: object) -> TypeGuard[str | Path | Sequence[str | Path]]:
+    """Return whether a source is a path, or a list of paths, and not a table."""
+    return isinstance(source, str | Path) or (
+        isinstance(source, list | tuple) and all(isinstance(each, str | Path) for each in source)
+    )
+
+
+def prepared(source: str | Path | Sequence[str | Path]) -> Shards | None:
+    """Return a split of a folder that `ultr prepare` wrote, the training split if the path is the whole folder.
+
+    Return None if the source is something else.
+    """
+    if not isinstance(source, str | Path):
+        return None
+    if is_lists(source):
+        return Shards(source)
+    folder, _, split = shown(source).rstrip("/").rpartition("/")
+    return Shards(folder, split) if split in SPLITS and folder and is_lists(folder) else None
+
+
+def read_columns(source: str | Path | Sequence[str | Path], **named: Any) -> Columns | None:
     """Return the columns that `read_log` would take; None if the source has no named columns (lists, SVMlight)."""
-    path = Path(source)
-    if is_lists(path) or is_lists(path.parent):
+    if prepared(source) is not None:
         return None
-    if path.is_dir():
-        path = shards_in(path)[0]
-    kind = file_kind(existing_file(path))
-    if kind == "SVMlight":
+    files = open_source(source)
+    if files.kind == "SVMlight":
         return None
-    if kind == "CSV":
-        schema = pa.schema([(name, pa.float64()) for name in csv_form(path)[2]])
-    elif kind == "JSON Lines":
-        schema = json_schema(path)
-    elif kind == "Parquet":
-        schema = read_schemas([path])[0]
-    else:
-        with as_data_error(path, kind):
-            schema = pa.ipc.open_file(pa.memory_map(str(path))).schema
-    return resolve_columns(schema, where=source, **named)
+    return resolve_columns(all_columns(files, file_schemas(files)), where=files.name, **named)
 
 
-def _reject_conditions(path: Path, reading: Reading, *, hint: str) -> None:
+def file_schemas(source: Source) -> list[pa.Schema]:
+    """Return the schema of each file; the types of CSV files are not known before they are read."""
+
+    def read(file: SourceFile) -> pa.Schema:
+        if source.kind == "CSV":
+            return pa.schema([(name, pa.float64()) for name in csv_form(file)[1]])
+        if source.kind == "JSON Lines":
+            return json_schema(file)
+        with as_data_error(file, source.kind):
+            return file.arrow().schema
+
+    return read_schemas(source.files) if source.kind == "Parquet" else each_file(source.files, read)
+
+
+def one_file(source: Source) -> Path:
+    """Return the path of the only file of a source, on this machine."""
+    if len(source.files) > 1:
+        what, hint = f"several {source.kind} files cannot be read together", "convert them to Parquet"
+        raise DataError(what, where=source.name, got=f"{len(source.files)} files", hint=hint)
+    return source.files[0].local()
+
+
+def reject_conditions(path: object, reading: Reading, *, hint: str) -> None:
     if reading.where or reading.time is not None:
         what = "conditions (--where) and times (--time) need a log with named columns"
         raise OptionError(what, where=path, hint=hint)
 
 
-def _read_lists(path: Path, named: dict[str, Any]) -> Log:
-    """Read a split of a folder that `ultr prepare` wrote, or the training split if the path is the whole folder."""
-    shards = Shards(path) if is_lists(path) else Shards(path.parent, path.name)
-    shards.check_names(named)
-    return shards.read_all()
-
-
-def csv_form(path: Path) -> tuple[str | None, str, list[str]]:
-    """Return the compression and the delimiter of a CSV file, and the names of its columns."""
-    compression = "gzip" if path.suffix.lower() == ".gz" else None
-    with as_data_error(path, "CSV"):
-        with pa.input_stream(str(path), compression=compression) as stream:
+def csv_form(file: SourceFile) -> tuple[str, list[str]]:
+    """Return the delimiter of a CSV file, and the names of its columns."""
+    with as_data_error(file, "CSV"):
+        with file.stream() as stream:
             first_line = stream.read(1 << 20).split(b"\n")[0].decode("utf-8-sig").rstrip("\r")
-        delimiter = "\t" if ".tsv" in path.name.lower() else max(",;\t|", key=first_line.count)
-        return compression, delimiter, [name.strip() for name in next(csv.reader([first_line], delimiter=delimiter))]
+        delimiter = "\t" if ".tsv" in file.name.rpartition("/")[2].lower() else max(",;\t|", key=first_line.count)
+        return delimiter, [name.strip() for name in next(csv.reader([first_line], delimiter=delimiter))]
 
 
-def _read_csv(path: Path, named: dict[str, Any], reading: Reading) -> Log:
-    """Read CSV or TSV, gzipped or not; ids are read as text first, so that 007 and 7 stay different ids."""
-    compression, delimiter, names = csv_form(path)
-    columns = resolve_columns(pa.schema([(name, pa.float64()) for name in names]), where=path, **named)
-    ids = [*csv_ids(columns), *columns.categorical]
-    included = reading.names(columns, names, path)
-    settings = csv_settings(delimiter, names, dict.fromkeys(ids, pa.string()), include=included)
-    with as_data_error(path, "CSV"):
-        table = pa.csv.read_csv(pa.input_stream(str(path), compression=compression), **settings)
+def _read_files(source: Source, named: dict[str, Any], reading: Reading) -> Log:
+    """Read the columns of a log from files of any format except SVMlight."""
+    schemas = file_schemas(source)
+    schema, where = all_columns(source, schemas), source.name
+    columns = resolve_columns(schema, where=where, **named)
+    names = reading.names(columns, schema.names, where)
+    ids = [*csv_ids(columns), *columns.categorical] if source.kind == "CSV" else []
+
+    def read(file: SourceFile, names: list[str]) -> pa.Table:
+        with as_data_error(file, source.kind):
+            if source.kind == "Parquet":
+                options = {"filesystem": file.filesystem, "memory_map": True, "partitioning": None}
+                return pq.read_table(file.path, columns=names, **options)
+            if source.kind == "CSV":
+                return _csv_table(file, names, ids)
+            if source.kind == "Arrow":
+                table = file.arrow().read_all()
+                return table.select([name for name in names if name in table.column_names])
+        return read_json_lines(file, names)
+
+    table = read_together(source, schemas if source.kind == "Parquet" else None, names, columns, read)
     for name in ids:
         place = table.schema.get_field_index(name)
         table = table.set_column(place, name, whole_numbers(table[name]))
-    return log_from_table(table, columns, where=path, reading=reading, unused=columns.unused(names))
+    table, unused = table.replace_schema_metadata(schema.metadata), columns.unused(schema.names)
+    return log_from_table(table, columns, where=where, reading=reading, unused=unused)
+
+
+def _csv_table(file: SourceFile, wanted: Sequence[str], ids: Sequence[str]) -> pa.Table:
+    """Read columns of CSV or TSV, gzipped or not; ids are read as text, so that 007 and 7 stay different ids."""
+    delimiter, names = csv_form(file)
+    types = dict.fromkeys(ids, pa.string())
+    present = [name for name in wanted if name in names]
+    return pa.csv.read_csv(file.stream(), **csv_settings(delimiter, names, types, include=present))
 
 
 def csv_ids(columns: Columns) -> list[str]:
@@ -208,25 +228,6 @@ def whole_numbers(texts: Any) -> Any:
     return numbers if numbers.cast(pa.string()).equals(texts) else texts
 
 
-def file_kind(path: Path) -> str:
-    """Return the format of a file by the suffix of its name; raise DataError if its first bytes do not match."""
-    stem, gzipped = (path.with_suffix(""), True) if path.suffix.lower() == ".gz" else (path, False)
-    kind = SUFFIXES.get(stem.suffix.lower())
-    if kind is None:
-        hint = f"use one of {' '.join(SUFFIXES)}"
-        raise DataError("the suffix of the name is not a known format", where=path, hint=hint)
-    expected = "gzip" if gzipped else {"Parquet": "Parquet", "Arrow": "Arrow"}.get(kind, "text")
-    content = content_kind(path)
-    if content != expected:
-        if not path.stat().st_size:
-            raise DataError("the file is empty", where=path, hint="create the file again")
-        hint = "rename the file to match its content"
-        raise DataError(f"the name says {expected} but the file holds {content}", where=path, hint=hint)
-    if gzipped and kind in ("Parquet", "Arrow"):
-        raise DataError(f"gzipped {kind} files are not supported", where=path, hint="unpack it with gunzip")
-    return kind
-
-
 def as_table(source: object) -> pa.Table:
     """Return an Arrow table, or a pandas or polars frame, as an Arrow table."""
     if isinstance(source, pa.Table):
@@ -250,56 +251,4 @@ def as_table(source: object) -> pa.Table:
 def _from_table(table: pa.Table, named: dict[str, Any], *, where: object, reading: Reading) -> Log:
     columns = resolve_columns(table.schema, where=where, **named)
     table, unused = table.select(reading.names(columns, table.column_names, where)), columns.unused(table.column_names)
-    return log_from_table(table, columns, where=where, reading=reading, unused=unused)
-
-
-def parquet_files(folder: Path) -> list[Path]:
-    """Return the Parquet files of a folder, sorted, without temporary files (names that start with . or _)."""
-    files = sorted(p for p in folder.iterdir() if p.is_file() and p.name[0] not in "._")
-    return [p for p in files if p.suffix.lower() in (".parquet", ".pq")]
-
-
-def shards_in(folder: Path) -> list[Path]:
-    """Return the Parquet files of a folder; raise DataError if it has none, or data files of other formats as well."""
-    shards = parquet_files(folder)
-    if not shards:
-        raise DataError("the folder has no Parquet files", where=folder, hint="pass a file, or a folder of such files")
-    files = sorted(p for p in folder.iterdir() if p.is_file() and p.name[0] not in "._")
-    if others := [p.name for p in files if p not in shards and p.suffix.lower() in (*SUFFIXES, ".gz")]:
-        what = "the folder has data files of other formats next to its Parquet files"
-        raise DataError(what, where=folder, got=others[0], hint="move it to another folder")
-    return shards
-
-
-def read_schemas(paths: Sequence[Path]) -> list[pa.Schema]:
-    schemas = []
-    for path in paths:
-        with as_data_error(path, "Parquet"):
-            schemas.append(pq.read_schema(path))
-    return schemas
-
-
-def check_schemas(paths: Sequence[Path], schemas: Sequence[pa.Schema], names: Sequence[str]) -> None:
-    """Raise DataError if the features of a file differ from those of the first, or a column in `names` is missing."""
-    hint = "write all files with the same columns"
-    expected = (schemas[0].metadata or {}).get(FEATURE_NAMES_KEY)
-    for path, schema in zip(paths, schemas, strict=True):
-        if (schema.metadata or {}).get(FEATURE_NAMES_KEY) != expected:
-            raise DataError("its features differ from those of the first file", where=path, hint=hint)
-        if missing := [name for name in names if name not in schema.names]:
-            raise ColumnError(f"the column '{missing[0]}' of the first file is missing", where=path, hint=hint)
-
-
-def _read_parquet(paths: list[Path], named: dict[str, Any], *, where: Path, reading: Reading) -> Log:
-    schemas = read_schemas(paths)
-    columns = resolve_columns(schemas[0], where=paths[0], **named)
-    names = reading.names(columns, schemas[0].names, where)
-    check_schemas(paths, schemas, names)
-    tables = []
-    for path in paths:
-        with as_data_error(path, "Parquet"):
-            tables.append(pq.read_table(path, columns=names, memory_map=True, partitioning=None))
-    with as_data_error(where, "shards of one log"):
-        table = tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")
-    table, unused = table.replace_schema_metadata(schemas[0].metadata), columns.unused(schemas[0].names)
     return log_from_table(table, columns, where=where, reading=reading, unused=unused)

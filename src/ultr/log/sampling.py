@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from ultr.log import Log, read_log
+from ultr.log.build import Reading
+from ultr.log.drift import all_columns, as_common, common_schema, read_schemas
 from ultr.log.duplicates import OnDuplicates
-from ultr.log.readers import file_kind, parquet_files
+from ultr.log.readers import prepared
 from ultr.log.schema import resolve_columns
-from ultr.log.values import as_data_error
+from ultr.log.sources import SourceFile, open_source
+from ultr.log.values import as_data_error, combined
 
 SAMPLE_ROWS = 200_000  # rows in a sample, at most about
 SAMPLE_VALUES = 40_000_000  # rows times features in a sample, at most about
@@ -42,6 +45,7 @@ def read_for_audit(
     sample_rows: int = SAMPLE_ROWS,
     seed: int = 0,
     on_duplicates: OnDuplicates = "error",
+    where: Sequence[str] = (),
     **columns: Any,
 ) -> tuple[Log, Log | None]:
     """Return the whole log without features, and a sample of its requests with features (None if it has no features).
@@ -49,36 +53,46 @@ def read_for_audit(
     A large Parquet log is read twice. The second pass reads features and keeps those of the sampled requests. Missing
     values of features are kept (see `filled`).
     """
-    shards = _shards(Path(source))
-    for shard in shards:
-        file_kind(shard)  # raises DataError if the content of a file does not match its name
-    with as_data_error(Path(source), "Parquet"):
-        rows = sum(pq.ParquetFile(shard).metadata.num_rows for shard in shards)
-    if rows <= WHOLE_ROWS:
-        log = read_log(source, on_duplicates=on_duplicates, missing="keep", **columns)
+    reading: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where}
+    files = None if prepared(source) is not None else open_source(source).only(where)
+    if files is None or files.kind != "Parquet" or files.sum(lambda footer: footer.num_rows) <= WHOLE_ROWS:
+        log = read_log(source, missing="keep", **reading, **columns)
         if not log.feature_names:
             return log, None
         return log.without_features(), log.select(_sample(log, len(log.feature_names), sample_rows, seed))
-    light = read_log(source, on_duplicates=on_duplicates, **{**columns, "features": [], "categorical": []})
-    resolved = resolve_columns(pq.read_schema(shards[0]), where=source, **columns)
+    light = read_log(source, **reading, **{**columns, "features": [], "categorical": []})
+    schemas = read_schemas(files.files)
+    schema = all_columns(files, schemas)
+    resolved = resolve_columns(schema, where=source, **columns)
     if not resolved.features and not resolved.categorical:
         return light, None
-    with_rows = next(shard for shard in shards if pq.ParquetFile(shard).metadata.num_rows)
-    first = read_log(
-        pq.ParquetFile(with_rows).read_row_group(0, columns=resolved.used).slice(0, 1), missing="keep", **columns
-    )
+    names = Reading(where=tuple(where)).names(resolved, schema.names, source)
+    common = common_schema(files, schemas, names, resolved)
+
+    def rows_of(file: SourceFile, opened: Any, group: int) -> pa.Table:
+        # iter_batches would keep the row groups that it has read in memory
+        with as_data_error(file, "Parquet"):
+            rows = as_common(opened.read_row_group(group, columns=common.names), common)
+        return files.with_partitions(rows, file, names)
+
+    filled_file, opened, group = next((f, p, i) for f in files.files for p in [f.parquet()] for i in _groups(p))
+    first = read_log(rows_of(filled_file, opened, group).slice(0, 1), missing="keep", **columns)
     chosen = _sample(light, len(first.feature_names), sample_rows, seed)
     ids = light.request_ids.take(pa.array(chosen))
     parts = []
-    for shard in shards:
-        file = pq.ParquetFile(shard)
-        for group in range(file.num_row_groups):  # iter_batches would keep the row groups that it has read in memory
-            rows = file.read_row_group(group, columns=resolved.used)
-            chosen_rows = np.flatnonzero(pc.is_in(rows[resolved.request], ids).to_numpy())
-            parts.append(rows.take(pa.array(chosen_rows)))
-    table = pa.concat_tables(parts, promote_options="permissive").combine_chunks()
-    table = table.replace_schema_metadata(pq.read_schema(shards[0]).metadata)
-    return light, read_log(table, on_duplicates=on_duplicates, missing="keep", **columns)
+    for file in files.files:
+        opened = file.parquet()
+        for group in _groups(opened):
+            rows = rows_of(file, opened, group)
+            wanted = np.flatnonzero(pc.is_in(combined(rows[resolved.request]), ids).to_numpy(zero_copy_only=False))
+            parts.append(rows.take(pa.array(wanted)))
+    table = pa.concat_tables(parts).combine_chunks().replace_schema_metadata(schema.metadata)
+    return light, read_log(table, missing="keep", **reading, **columns)
+
+
+def _groups(file: Any) -> list[int]:
+    """Return the numbers of the row groups of a Parquet file that have rows."""
+    return [i for i in range(file.num_row_groups) if file.metadata.row_group(i).num_rows]
 
 
 def filled(log: Log) -> Log:
@@ -89,12 +103,6 @@ def filled(log: Log) -> Log:
     present = np.maximum(1, (~missing).sum(0))
     mean = np.where(missing, 0.0, log.features).sum(0, dtype=np.float64) / present
     return replace(log, features=np.where(missing, mean, log.features).astype(np.float32))
-
-
-def _shards(path: Path) -> list[Path]:
-    if path.is_dir():
-        return parquet_files(path)
-    return [path] if path.suffix.lower() in (".parquet", ".pq") and path.is_file() else []
 
 
 def _sample(log: Log, features: int, rows: int, seed: int) -> np.ndarray:

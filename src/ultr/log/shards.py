@@ -31,6 +31,7 @@ from ultr.log.values import as_data_error, check_features
 from ultr.utils.arguments import check_fields
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import add_checksum, load_description
+from ultr.utils.stores import as_path, as_url, fetched, find
 
 FORMAT = 1
 MANIFEST = "lists.json"
@@ -65,8 +66,8 @@ class Manifest:
             temporary.write_text(json.dumps(add_checksum({"format": FORMAT, **asdict(self)}), indent=2) + "\n")
 
     @staticmethod
-    def load(folder: Path) -> Manifest:
-        path = folder / MANIFEST
+    def load(folder: str | Path) -> Manifest:
+        path = fetched(folder) / MANIFEST
         try:
             content = load_description(path, FORMAT, what="this folder of lists", hint=AGAIN)
             values = {f.name: content[f.name] for f in fields(Manifest) if f.name != "footers"}
@@ -83,7 +84,8 @@ class Manifest:
 
 def is_lists(path: str | Path) -> bool:
     """Return whether a path is a folder that `ultr prepare` wrote."""
-    return (Path(path) / MANIFEST).is_file()
+    url = as_url(path)
+    return (as_path(path) / MANIFEST).is_file() if url is None else find(f"{url.rstrip('/')}/{MANIFEST}") is not None
 
 
 def footer_sum(path: Path) -> str:
@@ -109,7 +111,7 @@ class Shards:
     """One split (train, validation or test) of a folder of lists; its row groups can be read as logs."""
 
     def __init__(self, folder: str | Path, split: str = "train") -> None:
-        self.folder, self.split, self.manifest = Path(folder), split, Manifest.load(Path(folder))
+        self.folder, self.split, self.manifest = fetched(folder), split, Manifest.load(folder)
         if split not in self.manifest.splits:
             got = f"only {', '.join(self.manifest.splits)}"
             raise DataError(f"the lists have no split '{split}'", where=folder, got=got, hint=AGAIN)

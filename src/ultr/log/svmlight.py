@@ -280,7 +280,7 @@ def _bad_line(text: bytes, path: Path, lines_before: int) -> DataError:
     return DataError(_EXPECTED, where=path, hint="check the file")
 
 
-def reject_names(path: Path, named: Mapping[str, Any]) -> None:
+def reject_names(path: object, named: Mapping[str, Any]) -> None:
     """Raise OptionError if the caller names columns, which an SVMlight file does not have."""
     if given := next((f"{role}={name!r}" for role, name in named.items() if name is not None), None):
         what, hint = "SVMlight files have no named columns", "do not name columns, or convert it to CSV or Parquet"

@@ -41,6 +41,7 @@ from ultr.training.data import columns_for_run, read_rows
 from ultr.utils.arguments import checked
 from ultr.utils.files import atomic_path, check_output
 from ultr.utils.jsonfiles import add_checksum, content_errors, read_json
+from ultr.utils.stores import fetched
 
 OPSET = 18
 TOLERANCE = 1e-5  # the largest difference of a score, relative to the largest score or to 1, whichever is larger
@@ -56,9 +57,9 @@ def export_run(run: str | Path, out: str | Path, *, rows: str | None = None, ove
     The ONNX model must score the same as the run on rows that the run kept of its validation requests, or on rows of
     the log `rows`. If it does not, nothing is written.
     """
-    run, out = Path(run), Path(out)
+    run = Path(run)
     check_output(out, overwrite=overwrite, folder=True)
-    if out.is_dir() and any(out.iterdir()) and not is_exported(out):
+    if (folder := Path(out)).is_dir() and any(folder.iterdir()) and not is_exported(folder):
         what = "exists and is not an exported model, so it is not replaced"
         raise OutputError(what, where=out, hint="choose another path")
     _import_onnx()
@@ -84,7 +85,7 @@ def export_run(run: str | Path, out: str | Path, *, rows: str | None = None, ove
     with atomic_path(out, overwrite=overwrite, folder=True) as temporary:
         for name, content in contents.items():
             (temporary / name).write_bytes(content)
-    return load_exported(out)
+    return load_exported(fetched(out))
 
 
 def _describe(run: Path, model: Model) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def score_file(
     position: str | None = None,
     item: str | None = None,
     features: Sequence[str] | str | None = None,
+    where: Sequence[str] = (),
     overwrite: bool = False,
     device: str = "auto",
     on_progress: Callable[[int, int | None], None] = lambda _done, _rows: None,
@@ -49,11 +50,12 @@ def score_file(
     The output has the rows of the source, in the same order. Keys are the request and, if the source has them, the
     item, position, true relevance, query and mark of random order. Columns that are not named are those of training.
     Without `features`, the columns with the names of the model's features are used. Memory does not grow with the file.
+    `where` has conditions on rows, such as `country = de`; other rows get no score.
+
     `on_start` gets the first rows, `on_progress` the number of rows done, and the number of all rows if it is known.
     Return the number of scores.
     """
-    out = Path(out)
-    if out.suffix.lower() not in WRITERS:
+    if Path(out).suffix.lower() not in WRITERS:
         raise OptionError(
             "scores are written as Parquet or CSV", got=f"'{out}'", hint="use a name that ends in .parquet"
         )
@@ -69,6 +71,7 @@ def score_file(
         position=position,
         item=item,
         features=features,
+        where=where,
     )
     done = scores = 0
     with (

@@ -36,6 +36,8 @@ from ultr.utils.devices import choose_device
 from ultr.utils.distributed import copy_from_main, is_main
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import read_json, write_json
+from ultr.utils.stages import begin_stage
+from ultr.utils.stores import fetched
 from ultr.utils.tensors import load_tensors, save_tensors
 
 HELD_OUT_SHARE = 0.1  # share of the training requests that are held out to evaluate the fit of a bias model
@@ -61,6 +63,7 @@ def run_bias_stage(
     `shared` is a folder of bias models for runs with the same data, seed and bias options. `fit`, if given, is called
     to fit the bias model in place of `fit_bias`.
     """
+    begin_stage("estimating the bias")
     model = method.bias_learner()
     settings = {} if model is None else {**model.settings(), **({} if fit is None else {"em": "trees"})}
 
@@ -75,8 +78,9 @@ def run_bias_stage(
     if (out / BIAS).is_dir():
         load_bias(out / BIAS, model)
         return
-    if config.bias is not None and (Path(config.bias) / BIAS).is_dir():
-        _take_bias(Path(config.bias), model, config, run_data)
+    other = None if config.bias is None else fetched(config.bias)
+    if other is not None and (other / BIAS).is_dir():
+        _take_bias(other, model, config, run_data)
     elif shared is None:
         fit()
     else:

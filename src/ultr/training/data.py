@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ultr.bias.pitfalls import Pitfall, suspicious_requests
 from ultr.bias.propensities import read_bias_theta, theta_by_id
@@ -26,10 +25,10 @@ from ultr.lists import ListBatches
 from ultr.log import Log, read_log
 from ultr.log.labels import Label
 from ultr.log.queries import split_by_query, split_by_time
-from ultr.log.readers import parquet_files
 from ultr.log.sampling import sample_log
 from ultr.log.segments import by_segment
 from ultr.log.shards import Shards, concatenate_logs, is_lists
+from ultr.log.sources import Source, is_source, open_source
 from ultr.log.values import Missing
 from ultr.methods import MethodInputs
 from ultr.rankers.boosters import is_trees
@@ -39,9 +38,9 @@ from ultr.training.feed import Feed, Feeding
 from ultr.training.stream import Stream
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import local_size
-from ultr.utils.files import fingerprint
 from ultr.utils.jsonfiles import read_json
 from ultr.utils.memory import available_memory
+from ultr.utils.stores import fetched
 
 MAX_VALIDATION_ROWS = 100_000  # validation requests are evaluated often, so more rows would take too long
 SAMPLE_ROWS, SAMPLE_BYTES = 1_000_000, 256 << 20  # largest sample of streamed lists, used in place of the whole log
@@ -186,18 +185,13 @@ def read_rows(
 ) -> tuple[Log, int | None]:
     """Read a log, or a split of a data set; return it and the highest true label of the data set (None for a log)."""
     if is_lists(data):
-        data = str(Path(data) / split)
-    elif data == "synthetic" or data in DATASETS or _is_letor_folder(Path(data)):
+        data = f"{data}/{split}"
+    elif data == "synthetic" or data in DATASETS or not is_source(data):
         if columns and columns.get("where"):
             raise OptionError("conditions (--where) need a log with named columns", got=data, hint="leave out --where")
         dataset = load_dataset(data, data_dir=data_dir)
         return dataset[split], dataset.max_grade
     return read_log(data, **(columns or {})), None
-
-
-def _is_letor_folder(path: Path) -> bool:
-    """Return whether a path is a folder that is neither a log in Parquet files nor a split of prepared lists."""
-    return path.is_dir() and not is_lists(path.parent) and not parquet_files(path)
 
 
 def _read_training_log(config: RunConfig) -> RunData:
@@ -207,24 +201,24 @@ def _read_training_log(config: RunConfig) -> RunData:
         return _read_lists(config)
     if config.stream == "yes":
         raise OptionError("only prepared lists can be streamed", got=config.data, hint="run ultr prepare on it first")
-    _check_fits_in_memory(Path(config.data))
+    source = open_source(config.data).only(config.where)
+    _check_fits_in_memory(source)
     missing: Missing = "keep" if is_trees(config.ranker) or config.missing == "mean" else "reject"
     rows: dict[str, Any] = {"on_duplicates": config.on_duplicates, "where": config.where, "time": config.time}
     run_data = split_log(read_log(config.data, missing=missing, **rows, **config.columns), config)
-    return replace(run_data, fingerprint=fingerprint(Path(config.data)))
+    return replace(run_data, fingerprint=source.fingerprint())
 
 
-def _check_fits_in_memory(path: Path) -> None:
+def _check_fits_in_memory(source: Source) -> None:
     """Raise DataError if a Parquet log, uncompressed, is larger than the free memory."""
-    files = [path] if path.suffix.lower() in (".parquet", ".pq") else sorted(path.glob("*.parquet"))
-    try:
-        footers = [pq.read_metadata(file) for file in files if file.is_file()]
-    except (pa.ArrowException, OSError):
-        return  # read_log reports what is wrong
-    size = sum(footer.row_group(i).total_byte_size for footer in footers for i in range(footer.num_row_groups))
+    if source.kind != "Parquet":
+        return
+    size = source.sum(lambda footer: sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups)))
     if size > available_memory():
         got = f"{size / 2**30:.1f} GiB; {available_memory() / 2**30:.1f} GiB are free"
-        raise DataError("the log does not fit in memory", where=path, got=got, hint="run ultr prepare on it first")
+        raise DataError(
+            "the log does not fit in memory", where=source.name, got=got, hint="run ultr prepare on it first"
+        )
 
 
 def _read_lists(config: RunConfig) -> RunData:
@@ -362,7 +356,7 @@ def _check_label(log: Log, config: RunConfig) -> None:
 
 def known_theta(config: RunConfig, run_data: RunData) -> dict[int, float] | None:
     """Return position id -> known probability of being seen, from `config.propensities` or `config.bias`, or None."""
-    theta = config.propensities if config.bias is None else read_bias_theta(Path(config.bias))
+    theta = config.propensities if config.bias is None else read_bias_theta(fetched(config.bias))
     return None if theta is None else theta_by_id(theta, run_data.positions, run_data.segments)
 
 

@@ -22,6 +22,7 @@ from ultr.training.feed import Feeding
 from ultr.training.importance import importance_of_run
 from ultr.training.loop import Progress
 from ultr.training.outcome import write_outcome
+from ultr.utils.stages import begin_stage
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def finish_run(
 
     `ranker_options` are those of the ranker, which a method may have changed.
     """
+    begin_stage("writing the results")
     if run_data.suspicious is not None:
         write_suspicious(out, run_data.suspicious)
     importance = importance_of_run(config, run_data, ranker, judge)

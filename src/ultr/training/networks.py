@@ -25,6 +25,7 @@ from ultr.training.traps import check_pairs
 from ultr.training.warm_start import start_from
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import barrier, check_equal, gather_shares, is_main, own_share
+from ultr.utils.stages import begin_stage
 
 
 class NetworkRun:
@@ -45,6 +46,7 @@ class NetworkRun:
     def train(self, out: Path, shared: Path | None, listeners: Listeners) -> None:
         """Fit the bias model, if the method has one, take all training steps, and write the results into `out`."""
         self.prepare(out, shared, listeners)
+        begin_stage("training")
         options, select = self.config.training, self.config.selection
         how = {"larger_is_better": not less_is_better(select), "evaluate_start": self.config.warm_start is not None}
         for progress in train(self.state, self.feed, self.evaluate, options, select=select, **how):

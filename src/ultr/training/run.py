@@ -32,6 +32,7 @@ from ultr.utils.arguments import checked
 from ultr.utils.distributed import barrier, check_equal, is_main, job_id, main_decides, process_group, restarts, size
 from ultr.utils.files import output_errors, remove_abandoned
 from ultr.utils.jsonfiles import read_json, write_json
+from ultr.utils.stages import begin_stage
 
 JOB = ".job"  # file with the id of the torchrun job; processes that torchrun restarts resume only their own run
 
@@ -80,12 +81,14 @@ def run_training(
         if main_decides(place.resume and (place.folder / "model").is_dir()):
             _clean_up(place)
             return out
+        begin_stage("reading the data")
         # Data and options are checked before anything is written.
         config, run_data = _load_data(config, log)
         for note in run_data.train.notes:
             on_note(note)
         torch.manual_seed(config.training.seed)
         if on_warning is not None:
+            begin_stage("looking for problems of the data")
             run_data = replace(run_data, warnings=tuple(find_traps(config, run_data)))
             for warning in run_data.warnings:
                 on_warning(warning)

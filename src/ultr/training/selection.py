@@ -24,6 +24,7 @@ from ultr.training.config import DEFAULT_METHOD, RunConfig, with_training
 from ultr.training.data import RunData, cached_run_data, known_theta, load_run_data
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import barrier, is_main
+from ultr.utils.stages import begin_stage
 
 JUDGE = "judge"  # folder in a run directory
 
@@ -45,6 +46,7 @@ def judge_of(
     if not is_main():
         barrier()
     if (judge := load_judge(out / JUDGE)) is None:
+        begin_stage("making the judge")
         judge = _new_judge(config, run_data, out, shared, known)
     if is_main():
         barrier()

@@ -34,6 +34,7 @@ from ultr.training.traps import check_pairs
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import size
 from ultr.utils.jsonfiles import file_checksum
+from ultr.utils.stages import begin_stage
 from ultr.utils.stopping import EarlyStopping
 
 BIAS_ROUNDS = 300  # largest number of boosting rounds of a bias model made of trees
@@ -73,6 +74,7 @@ class TreeRun:
         state, start = self._load_checkpoint(out, task)
         rewind_metrics(out, state.step)
         judge = judge_of(config, run_data, out, shared, known=self.method.inputs.propensities)
+        begin_stage("training")
         evaluate = evaluator(config, run_data, judge)
         booster = self._grow(out, task, state, start, evaluate, listeners)
         best, scores, chosen = self._final(TreeRanker(booster, state.stopping.best_step), evaluate)

@@ -15,13 +15,18 @@ from pathlib import Path
 
 from ultr.errors import DataError, OutputError, closest
 from ultr.utils.locks import lock
+from ultr.utils.stores import COMPLETE, as_path, as_url, check_writable, fetched, send
 
 REPLACED = ".ultr-replaced"  # folder inside a temporary one, for the old output while the new one takes its name
 AT_FDCWD, NO_REPLACE, EXCHANGE = -100, 1, 2  # arguments of Linux's renameat2
 
 
-def check_output(target: Path, *, overwrite: bool, folder: bool = False) -> None:
+def check_output(target: str | Path, *, overwrite: bool, folder: bool = False) -> None:
     """Raise OutputError if `target` exists and must not be replaced; call this before long work, to fail early."""
+    if (url := as_url(target)) is not None:
+        check_writable(url, overwrite=overwrite, folder=folder)
+        return
+    target = as_path(target)
     if not os.path.lexists(target):
         return
     if not overwrite:
@@ -38,8 +43,22 @@ def atomic_path(target: str | Path, *, overwrite: bool = False, folder: bool = F
     Whatever happens inside the block, `target` is either unchanged or complete. The temporary file or folder is synced
     to disk before it is renamed, and removed on any exception. Those that a killed process has left are removed first.
     Raise OutputError if another process is writing the same target, unless `overwrite` is true.
+
+    If `target` is a URL, the temporary path is in the system's temporary folder, and its content is sent to the URL
+    after the block. Files in `COMPLETE` are sent last.
     """
-    target = Path(target)
+    if (url := as_url(target)) is not None:
+        url = url.rstrip("/")
+        check_writable(url, overwrite=overwrite, folder=folder)
+        with tempfile.TemporaryDirectory(prefix="ultr-") as above:
+            sent = Path(above) / url.rsplit("/", 1)[-1]
+            if folder:
+                sent.mkdir()
+            with output_errors(above):
+                yield sent
+            send(sent, url, last=COMPLETE)
+        return
+    target = as_path(target)
     place = target.resolve()  # a symbolic link stays, and the file it points to is replaced
     written_now = remove_abandoned(place.parent, place.name)
     check_output(target, overwrite=overwrite, folder=folder)
@@ -205,8 +224,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def existing_file(path: str | Path) -> Path:
-    """Return the path of a file; raise DataError if it is not an existing file, or is empty."""
-    path = Path(path)
+    """Return the path of a file; raise DataError if it is not an existing file, or is empty. A URL is copied first."""
+    path = fetched(path)
     try:
         if path.is_dir():
             raise DataError("is a folder, not a file", where=path, hint="pass the path of a file in it")

@@ -476,7 +476,7 @@ def test_events_in_long_form_become_actions(value, shown, tmp_path):
     path = write(make_events(), tmp_path / "events.parquet")
     manifest = prepare_lists(shown, tmp_path / "lists", events=path, event_value=value, **PARTS)
     assert manifest.actions == ("click", "dwell")
-    events = make_events()
+    events = make_events().drop_duplicates()
     for name in manifest.actions:
         wanted = events[events["event"] == name].groupby(["request", "item"])["seconds"].sum()
         found = actions_of(tmp_path / "lists", name)
@@ -485,7 +485,7 @@ def test_events_in_long_form_become_actions(value, shown, tmp_path):
             assert values == {float((wanted[pair] if value else 1) if pair in wanted.index else 0)}
     notes = " ".join(manifest.about["notes"])
     assert "1 pairs of request and item have events but are not in the log" in notes
-    repeated = (make_rows().groupby(["request", "item"]).size() > 1).sum()
+    repeated = (make_rows().groupby(["request", "item"])["position"].nunique() > 1).sum()
     assert f"{repeated} items were shown more than once" in notes
 
 
@@ -519,10 +519,74 @@ def test_events_in_wide_form_become_actions(shown, tmp_path):
         shown, tmp_path / "lists", events=path, event_request="rid", event_item="doc", label="like + dwell"
     )
     assert manifest.actions == ("like", "dwell", "label")
+    events = events.drop(columns=["event", "seconds"]).drop_duplicates()
     liked = events.groupby(["rid", "doc"])["like"].any()
     dwelt = events.groupby(["rid", "doc"])["dwell"].sum()
     for pair, values in actions_of(tmp_path / "lists", "label").items():
         assert values == {float(liked[pair]) + dwelt[pair] if pair in liked.index else 0.0}
+
+
+def delivered_events() -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return three items shown at 12:00, and events from 11:59 to 36 hours later, some of them delivered twice."""
+    shown = pd.DataFrame({"request": ["a"] * 10, "position": range(10), "item": range(10), "f1": range(10)})
+    shown["shown_at"] = datetime(2024, 5, 1, 12)
+    events = pd.DataFrame(
+        {
+            "event_id": ["e0", "e1", "e1", "e2", "e3", "e4", None, None],
+            "request": "a",
+            "item": [0, 1, 1, 1, 2, 3, 4, 4],
+            "event": "dwell",
+            "seconds": [10, 20, 20, 20, 30, 40, 50, 50],
+            "event_time": datetime(2024, 5, 1, 12) + pd.to_timedelta([1, 24, 24, 2, 36, -0.1, 1, 2], "h"),
+        }
+    )
+    return shown, events
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "dwell", "notes"),
+    [
+        ([], {}, [10, 40, 30, 40, 100], ["1 events repeat the id of another event (column 'event_id')"]),
+        ([], {"event_id": ""}, [10, 60, 30, 40, 100], []),
+        (["event_id"], {}, [10, 40, 30, 40, 100], ["1 events are equal to another event in all columns"]),
+        (
+            [],
+            {"event_window": "24h", "time": "shown_at"},
+            [10, 40, 0, 0, 100],
+            ["1 events repeat", "1 events came more than 24h after their item", "1 events came before their item"],
+        ),
+        (["event_id", "event_time"], {}, [10, 20, 30, 40, 50], ["3 events are equal to another event"]),
+    ],
+)
+def test_events_count_once_and_only_in_their_window(columns, options, dwell, notes, tmp_path):
+    shown, events = delivered_events()
+    log = write(shown, tmp_path / "shown.parquet")
+    path = write(events.drop(columns=columns), tmp_path / "events.parquet")
+    given = {"event_value": "seconds", "validation": 0, "test": 0, **options}
+    manifest = prepare_lists(log, tmp_path / "lists", events=path, **given)
+    assert all_lists(tmp_path / "lists")[0]["dwell"] == [*dwell, 0, 0, 0, 0, 0]
+    assert len(manifest.about["notes"]) == len(notes)
+    assert all(note.startswith(start) for note, start in zip(manifest.about["notes"], notes, strict=True))
+
+
+def test_windows_of_events_are_checked(tmp_path):
+    shown, events = delivered_events()
+    log, path = write(shown, tmp_path / "shown.parquet"), write(events, tmp_path / "events.parquet")
+    window = {"event_window": "24h", "time": "shown_at"}
+    millis = write(events.assign(event_time=1_714_564_800_000), tmp_path / "millis.parquet")
+    without = write(events.drop(columns="event_time"), tmp_path / "without.parquet")
+    gaps = write(events.assign(event_time=pd.NaT), tmp_path / "gaps.parquet")
+    for events_file, options, message in (
+        (path, {"event_window": "24h"}, "--event-window 24h needs the column of the times; pass .* --time COLUMN"),
+        (path, {**window, "event_window": "a day"}, "must be a length of time, got 'a day'; write a number and a unit"),
+        (path, {"event_time": "event_time"}, "--event-time is for --event-window"),
+        (None, {"event_id": "event_id"}, "need a table of events, got --event-id"),
+        (millis, window, "must be seconds since 1970, got 1714564800000; divide milliseconds by 1000"),
+        (without, window, "found no column for the time of an event; name it with --event-time"),
+        (gaps, window, "'event_time' has 7 missing values"),
+    ):
+        with pytest.raises(UltrError, match=message):
+            prepare_lists(log, tmp_path / "lists", events=events_file, event_value=None, **options)
 
 
 def test_only_the_actions_named_are_taken_of_events(log, shown, tmp_path):
@@ -629,7 +693,7 @@ def test_a_bad_log_is_an_error_and_leaves_nothing(frame, options, message, tmp_p
         ({"validation": 0.6, "test": 0.4}, "their sum must be below 1"),
         ({"min_items": 5, "max_items": 3}, r"max_items \(3\) is less than min_items \(5\)"),
         ({"split": "random"}, "'split' must be one of 'hash', 'time', got 'random'"),
-        ({"split": "time"}, "needs both --split time and the column"),
+        ({"split": "time"}, "--split time needs the column of the times"),
         ({"test_from": "2024-01-01"}, "pass --split time"),
         ({"split": "time", "time": "time", "test_from": "soon"}, "must be times, got 'soon'"),
         (
@@ -716,7 +780,7 @@ def test_files_that_cannot_be_read_are_errors(log, tmp_path):
     for source, message in {
         "broken.parquet": "cannot be read as Parquet",
         "none.parquet": "no such file",
-        "empty": "has no Parquet files",
+        "empty": "has no data files",
         "*.pq": "no file matches",
     }.items():
         with pytest.raises(DataError, match=message):
@@ -728,7 +792,7 @@ def test_files_that_cannot_be_read_are_errors(log, tmp_path):
     (tmp_path / "two").mkdir()
     write(make_rows(), tmp_path / "two" / "1.parquet")
     write(make_rows().drop(columns="f2"), tmp_path / "two" / "2.parquet")
-    with pytest.raises(ColumnError, match="column 'f2' of the first file is missing"):
+    with pytest.raises(ColumnError, match="column 'f2' is in 1 of 2 files, got no such column in"):
         prepare_lists(tmp_path / "two", tmp_path / "lists")
 
 
@@ -850,6 +914,20 @@ class TestSpark:
             theirs.categorical,
         )
 
+    def test_spark_reads_partitions_and_files_that_differ_as_duckdb_does(self, tmp_path):
+        first, second = make_rows().iloc[::2], make_rows().iloc[1::2]
+        other = second.assign(f2=second["f2"] + 0.5, note="x")  # fractions in place of whole numbers, and a new column
+        for day, frame in (("2024-05-01", first), ("2024-05-02", other)):
+            (tmp_path / "days" / f"date={day}").mkdir(parents=True)
+            write(frame, tmp_path / "days" / f"date={day}" / "part [0].parquet")
+        for name, where in (("all", []), ("second", ["date > 2024-05-01"])):
+            options = {**PARTS, "categorical": "shop,date", "where": where}
+            ours = prepare_lists(tmp_path / "days", tmp_path / f"{name}-duckdb", **options)
+            theirs = prepare_lists(tmp_path / "days", tmp_path / f"{name}-spark", engine="spark", **options)
+            assert read_lists(tmp_path / f"{name}-duckdb") == read_lists(tmp_path / f"{name}-spark")
+            assert ours.categorical == theirs.categorical
+            assert ours.categorical["date"] == ("2024-05-01", "2024-05-02")[bool(where) :]
+
     def test_spark_joins_events_and_raises_errors_as_duckdb_does(self, shown, tmp_path):
         path = write(make_events(), tmp_path / "the [events].parquet")
         options = {"events": path, "event_value": "seconds", "label": "click + dwell", **PARTS}
@@ -857,6 +935,12 @@ class TestSpark:
         theirs = prepare_lists(shown, tmp_path / "spark", engine="spark", **options)
         assert read_lists(tmp_path / "duckdb") == read_lists(tmp_path / "spark")
         assert ours.about["notes"] == theirs.about["notes"]
+        frames = zip(delivered_events(), ("delivered", "repeated"), strict=True)
+        log, events = (write(frame, tmp_path / f"{name}.parquet") for frame, name in frames)
+        window = {"events": events, "event_value": "seconds", "event_window": "24h", "time": "shown_at"}
+        windows = [prepare_lists(log, tmp_path / f"in-{e}", engine=e, **window) for e in ("duckdb", "spark")]
+        assert read_lists(tmp_path / "in-duckdb") == read_lists(tmp_path / "in-spark")
+        assert windows[0].about["notes"] == windows[1].about["notes"] != []
         for frame, label, message in (
             (changed("position", None), None, "'position' has 3 missing values"),
             (changed("f1", float("nan")), None, "feature 'f1' has values that are missing or not finite"),

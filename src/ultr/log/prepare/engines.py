@@ -9,14 +9,18 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import pyarrow as pa
 
 from ultr.errors import DataError, MissingExtraError, OptionError, UltrError
-from ultr.log.prepare.nesting import GROUP_BYTES, ORDER, SHARD_BYTES, BadRowsError, Nesting, write_shards
-from ultr.log.prepare.sources import Source
+from ultr.log.prepare.nesting import GROUP_BYTES, ORDER, SHARD_BYTES, BadRowsError, Counts, Nesting, write_shards
+from ultr.log.prepare.sources import Tables
+from ultr.log.sources import SourceFile
+from ultr.utils.stores import as_fsspec
 
 EngineName = Literal["duckdb", "spark"]
 Progress = Callable[[int], None]  # called with the number of rows done so far
@@ -27,14 +31,14 @@ WORKER_ERROR = re.compile(r"(?:BadRowsError|LabelError): (.+)")  # our own error
 class Engine(Protocol):
     """An engine (DuckDB or Spark) that evaluates Ibis expressions."""
 
-    def read(self, source: Source) -> Any: ...
+    def read(self, tables: Tables) -> Any: ...
 
     def fetch(self, expression: Any) -> pa.Table:
         """Evaluate an expression whose result fits in memory."""
         ...
 
-    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> tuple[int, int]:
-        """Sort the rows, group them by request and write them as shards; return the number of requests and rows."""
+    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> Counts:
+        """Sort the rows, group them by request and write them as shards; return what was written."""
         ...
 
 
@@ -87,28 +91,54 @@ def _no_warnings() -> Iterator[None]:
 class DuckDB:
     def __init__(self, backend: Any) -> None:
         self.backend = backend
+        self._views = 0
+        self._stores: list[Any] = []  # file systems that DuckDB knows
 
-    def read(self, source: Source) -> Any:
-        # DuckDB reads a path as a pattern, and brackets escape its special characters.
-        paths = [re.sub(r"([\[*?])", r"[\1]", str(path)) for path in source.files]
+    def read(self, tables: Tables) -> Any:
+        source, paths = tables.source, [self._path(file) for file in tables.source.files]
+        settings: dict[str, Any] = {"hive_partitioning": False, "union_by_name": len(paths) > 1}
+        partitions = source.partitions.names
         with _no_warnings():
-            return self.backend.read_parquet(paths, hive_partitioning=False, union_by_name=len(paths) > 1)
+            if not partitions:
+                return self.backend.read_parquet(paths, **settings)
+            rows = self.backend.read_parquet(paths, filename=True, **settings)
+            rows = rows.select(*(name for name in rows.columns if name not in partitions))
+            # DuckDB returns the paths that it was given, without the brackets.
+            names = [self._path(file, escaped=False) for file in source.files]
+            values = {f"ultr_{i}": source.values(name) for i, name in enumerate(partitions)}
+            self._views += 1
+            self.backend.con.register(f"ultr_files_{self._views}", pa.table({"ultr_file": names, **values}))
+            of_file = self.backend.table(f"ultr_files_{self._views}")
+            joined = rows.inner_join(of_file, rows.filename == of_file.ultr_file).drop("filename", "ultr_file")
+            return joined.rename({name: f"ultr_{i}" for i, name in enumerate(partitions)})
+
+    def _path(self, file: SourceFile, *, escaped: bool = True) -> str:
+        """Return the path of a file for DuckDB, which reads files of a store through pyarrow's file system."""
+        path = str(Path(file.path).resolve())
+        if file.stored is not None:
+            # Each store has a scheme of its own. For `s3` itself, Ibis would download an extension of DuckDB.
+            if file.filesystem not in self._stores:
+                self._stores.append(file.filesystem)
+                self.backend.con.register_filesystem(as_fsspec(file.filesystem, f"ultr{len(self._stores)}"))
+            path = f"ultr{self._stores.index(file.filesystem) + 1}://{file.path}"
+        # DuckDB reads a path as a pattern, and brackets escape its special characters.
+        return re.sub(r"([\[*?])", r"[\1]", path) if escaped else path
 
     def fetch(self, expression: Any) -> pa.Table:
         with _no_warnings():
             return self.backend.to_pyarrow(expression)
 
-    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> tuple[int, int]:
+    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> Counts:
         """Write shards from a sort that uses disk; DuckDB's `list` aggregate would need several times the memory."""
         # This avoids the batch reader of Ibis, which keeps the whole result in memory.
         relation = self.backend.con.sql(self.backend.compile(rows.order_by(*ORDER)))
         read = getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader
-        requests = done = 0
+        written = Counts(0, 0, 0)
         batches = read(max(2048, 2 * GROUP_BYTES // nesting.row_bytes))
-        for some_requests, some_rows in write_shards(batches, nesting, str(folder), "part"):
-            requests, done = requests + some_requests, done + some_rows
-            progress(done)
-        return requests, done
+        for counts in write_shards(batches, nesting, str(folder), "part"):
+            written = Counts(*map(add, written, counts))
+            progress(written.rows + written.copies)
+        return written
 
 
 @contextmanager
@@ -139,28 +169,44 @@ class Spark:
         self.backend, self.session = backend, session
         self._views = 0
 
-    def read(self, source: Source) -> Any:
-        from pyspark.sql import functions
-
-        # Spark reads a path as a pattern, and backslashes escape its special characters.
-        paths = ["file://" + re.sub(r"([\\\[\]{}*?])", r"\\\1", str(path)) for path in source.files]
-        frame = self.session.read.parquet(*paths)
-        for column in source.schema:  # Spark reads times in nanoseconds as plain numbers
-            if pa.types.is_timestamp(column.type) and column.type.unit == "ns":
-                quoted = "`" + column.name.replace("`", "``") + "`"
-                micros = functions.floor(functions.col(quoted) / 1000).cast("long")
-                frame = frame.withColumn(column.name, functions.timestamp_micros(micros))
+    def read(self, tables: Tables) -> Any:
+        groups: dict[Any, list[SourceFile]] = {}  # files with the same columns and partitions
+        for file, schema in zip(tables.source.files, tables.schemas, strict=True):
+            groups.setdefault((schema.remove_metadata(), tuple(file.partitions.items())), []).append(file)
+        frames = [self._frame(tables, schema, files) for (schema, _), files in groups.items()]
+        frame = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), frames)
         name = f"ultr_source_{id(self)}_{self._views}"
         self._views += 1
         frame.createOrReplaceTempView(name)
         with _no_warnings():
             return self.backend.table(name)
 
+    def _frame(self, tables: Tables, schema: pa.Schema, files: list[SourceFile]) -> Any:
+        """Read files with the same columns and partitions; the types are those of all files of the source."""
+        from pyspark.sql import functions
+        from pyspark.sql.pandas.types import from_arrow_type
+
+        # Spark reads a path as a pattern, and backslashes escape its special characters.
+        paths = [re.sub(r"([\\\[\]{}*?])", r"\\\1", _spark_path(file)) for file in files]
+        frame, source = self.session.read.parquet(*paths), tables.source
+        for column in schema:
+            quoted = "`" + column.name.replace("`", "``") + "`"
+            if pa.types.is_timestamp(column.type) and column.type.unit == "ns":  # Spark reads them as plain numbers
+                micros = functions.floor(functions.col(quoted) / 1000).cast("long")
+                frame = frame.withColumn(column.name, functions.timestamp_micros(micros))
+            elif (kind := tables.types.get(column.name, column.type)) != column.type:
+                frame = frame.withColumn(column.name, functions.col(quoted).cast(from_arrow_type(kind)))
+        for name in source.partitions.names:
+            kind = source.partitions.field(name).type
+            value = source.typed_value(files[0], name)
+            frame = frame.withColumn(name, functions.lit(value).cast(from_arrow_type(kind)))
+        return frame
+
     def fetch(self, expression: Any) -> pa.Table:
         with _no_warnings():
             return self.backend.to_pyarrow(expression)
 
-    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> tuple[int, int]:
+    def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> Counts:
         """Let each worker sort and write the requests in a range of hashed ids; all workers must share the folder."""
         import pyspark
 
@@ -172,10 +218,18 @@ class Spark:
         parts = max(1, -(-size // SHARD_BYTES), min(cores, size // (16 << 20)))
         frame = self.session.sql(self.backend.compile(rows))
         ordered = frame.repartitionByRange(parts, ORDER[0]).sortWithinPartitions(*ORDER)
-        counts = ordered.mapInArrow(_task(nesting, str(folder)), "requests long, rows long").collect()
+        schema = ", ".join(f"{name} long" for name in Counts._fields)
+        counts = ordered.mapInArrow(_task(nesting, str(folder)), schema).collect()
         for partial in folder.glob("*/.*"):  # files of failed attempts
             partial.unlink()
-        return sum(row["requests"] for row in counts), sum(row["rows"] for row in counts)
+        return Counts(*(sum(row[name] for row in counts) for name in Counts._fields))
+
+
+def _spark_path(file: SourceFile) -> str:
+    """Return a path for Spark, which reads files of stores with its own connectors; that of S3 is `s3a`."""
+    if file.stored is None:
+        return f"file://{Path(file.path).resolve()}"
+    return re.sub("^s3:", "s3a:", file.name)
 
 
 def _task(nesting: Nesting, folder: str) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -184,8 +238,8 @@ def _task(nesting: Nesting, folder: str) -> Callable[[Iterator[pa.RecordBatch]],
 
         task = TaskContext.get()
         name, attempt = f"part-{task.partitionId():05}", task.taskAttemptId()
-        for requests, rows in write_shards(batches, nesting, folder, name, attempt=attempt):
-            yield pa.record_batch({"requests": pa.array([requests]), "rows": pa.array([rows])})
+        for counts in write_shards(batches, nesting, folder, name, attempt=attempt):
+            yield pa.record_batch({name: pa.array([count]) for name, count in counts._asdict().items()})
 
     return write
 

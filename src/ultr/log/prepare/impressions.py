@@ -55,7 +55,7 @@ def id_column(column: Any, *, what: str, where: object) -> Any:
     if kind.is_integer() and not kind.is_uint64():
         return column.cast("int64")
     whole = kind.is_uint64() or (kind.is_decimal() and kind.scale == 0) or kind.is_boolean() or kind.is_uuid()
-    if kind.is_string() or whole:
+    if kind.is_string() or kind.is_date() or whole:
         return column.cast("string")
     text, got = f"{what} column '{column.get_name()}' must hold strings or whole numbers", f"type {kind}"
     raise ColumnError(text, where=where, got=got, hint="convert the column")
@@ -94,7 +94,7 @@ def impressions(table: Any, columns: Columns, *, time: str | None, where: object
         else:
             chosen[role] = id_column(table[name], what=role, where=where)
     if time is not None:
-        chosen["time"] = _seconds(table[time], where)
+        chosen["time"] = seconds_column(table[time], where)
     for i, name in enumerate(columns.categorical):
         chosen[f"category_{i}"] = id_column(table[name], what="categorical", where=where).cast("string")
     if columns.features:
@@ -102,7 +102,7 @@ def impressions(table: Any, columns: Columns, *, time: str | None, where: object
     return table.select(**chosen)
 
 
-def _seconds(column: Any, where: object) -> Any:
+def seconds_column(column: Any, where: object) -> Any:
     """Return times in whole seconds since 1970; numbers are only rounded down."""
     kind = column.type()
     if kind.is_integer():

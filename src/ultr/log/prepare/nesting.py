@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import md5
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,14 @@ SPLIT_DIGITS, SAMPLE_DIGITS = slice(8, 16), slice(16, 24)
 
 class BadRowsError(ValueError):
     """Bad values in rows; a plain exception, which a Spark worker can send to the main process."""
+
+
+class Counts(NamedTuple):
+    """Numbers of requests and rows; `rows` is without the rows that were merged, and without copies of other rows."""
+
+    requests: int
+    rows: int
+    copies: int
 
 
 @dataclass(frozen=True)
@@ -62,19 +70,18 @@ class Nesting:
         """The approximate size of a row in bytes, before compression."""
         return 4 * (len(self.features) + len(self.actions) + 2) + 16 * (len(self.categorical) + len(self.of_rows))
 
-    def lists(self, rows: pa.Table) -> tuple[dict[str, pa.Table], int, int]:
-        """Return split -> table of lists, and the numbers of requests and of rows after the merging of repeated rows.
-
-        The numbers include requests that are dropped.
-        """
+    def lists(self, rows: pa.Table) -> tuple[dict[str, pa.Table], Counts]:
+        """Return split -> table of lists, and the numbers of requests and rows, which include dropped requests."""
         digests = _digests(rows["digest"])
         starts = np.concatenate([[0], np.flatnonzero((digests[1:] != digests[:-1]).any(axis=1)) + 1])
         positions = rows["position"].to_numpy()
         columns = self._row_columns(rows)
-        order = _order_of_ties(positions, starts, columns)
+        order, copies = _order_of_ties(positions, starts, columns)
         if order is not None:
-            columns = {name: _take(values, order) for name, values in columns.items()}
-        firsts, lengths = starts, np.diff(np.append(starts, len(digests)))  # `firsts`: of `columns`, which change
+            columns = {name: _take(values, order[~copies]) for name, values in columns.items()}
+            positions = positions[~copies]
+        lengths = np.diff(np.append(starts, len(digests))) - np.add.reduceat(copies, starts, dtype=np.int64)
+        firsts = np.cumsum(lengths) - lengths  # of `columns`
         if self.on_duplicates in ("first", "sum"):
             columns, firsts, lengths = self._merged({"position": positions, **columns}, lengths)
             positions = columns.pop("position")
@@ -99,7 +106,7 @@ class Nesting:
         for code, name in enumerate(SPLITS):
             if len(requests := np.flatnonzero(chosen & (split == code))):
                 lists[name] = _nested(single, columns, firsts[requests], kept[requests], requests)
-        return lists, len(starts), len(positions)
+        return lists, Counts(len(starts), len(positions), int(copies.sum()))
 
     def _merged(self, columns: dict[str, Any], lengths: np.ndarray) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
         """Merge rows that repeat an item or a position of their request.
@@ -195,15 +202,18 @@ def _any_positive(columns: list[np.ndarray], starts: np.ndarray, kept: np.ndarra
     return any_positive
 
 
-def _order_of_ties(positions: np.ndarray, starts: np.ndarray, columns: dict[str, Any]) -> np.ndarray | None:
+def _order_of_ties(
+    positions: np.ndarray, starts: np.ndarray, columns: dict[str, Any]
+) -> tuple[np.ndarray | None, np.ndarray]:
     """Return the row order that sorts items with the same position by id and then by all other columns.
 
-    The order of the source then has no effect on the lists. Return None if no two items have the same position.
+    The order of the source then has no effect on the lists. The order is None if no two items have the same position.
+    Also return a mask of the rows, in this order, that show the item of the row before and equal it in all columns.
     """
-    same = np.diff(positions, prepend=-1) == 0
+    same, copies = np.diff(positions, prepend=-1) == 0, np.zeros(len(positions), bool)
     same[starts] = False
     if not same.any():
-        return None
+        return None, copies
     tied = np.flatnonzero(same | np.append(same[1:], False))
     keys: list[np.ndarray] = [np.cumsum(~same)[tied]]
     for name in sorted(columns, key=lambda name: name != "item"):
@@ -214,8 +224,15 @@ def _order_of_ties(positions: np.ndarray, starts: np.ndarray, columns: dict[str,
         else:
             keys.append(_ranks(values.take(pa.array(tied))))
     order = np.arange(len(positions))
-    order[tied] = tied[np.lexsort(keys[::-1])]
-    return order
+    sorted_ties = np.lexsort(keys[::-1])
+    order[tied] = tied[sorted_ties]
+    if "item" in columns:  # without items, two rows of a position may be two items
+        equal = columns["item"].take(pa.array(order[tied])).is_valid().to_numpy(zero_copy_only=False)
+        equal = np.append(False, equal[1:])
+        for key in keys:
+            equal[1:] &= key[sorted_ties[1:]] == key[sorted_ties[:-1]]
+        copies[tied] = equal
+    return order, copies
 
 
 def _ranks(values: Any) -> np.ndarray:
@@ -327,8 +344,8 @@ class ShardWriter:
 
 def write_shards(
     batches: Iterable[pa.RecordBatch], nesting: Nesting, folder: str, name: str, *, attempt: int = 0
-) -> Iterator[tuple[int, int]]:
-    """Write sorted rows as shards; yield the numbers of requests and rows in each table, without repeated rows.
+) -> Iterator[Counts]:
+    """Write sorted rows as shards; yield the numbers of requests and rows in each table.
 
     A second thread writes while the next lists are made. This saves time because Arrow releases Python's global lock.
     """
@@ -337,11 +354,11 @@ def write_shards(
     try:
         with ThreadPoolExecutor(max_workers=1) as pool:
             for rows in whole_requests(batches):
-                lists, requests, count = nesting.lists(rows)
+                lists, counts = nesting.lists(rows)
                 writing.append(pool.submit(writer.write, lists))
                 if len(writing) > MAX_WAITING:
                     writing.popleft().result()
-                yield requests, count
+                yield counts
             for future in writing:
                 future.result()
         writer.close()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from datetime import UTC
+from dataclasses import astuple, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from ultr.errors import ColumnError, OptionError, nearest
-from ultr.log.conditions import utc_time
-from ultr.log.duplicates import HINT, MERGED
+from ultr.log.conditions import parse_conditions
+from ultr.log.duplicates import HINT, MERGED, copies_note
 from ultr.log.labels import Label
 from ultr.log.prepare.checks import (
     bounds_by_time,
@@ -23,90 +22,35 @@ from ultr.log.prepare.checks import (
     reject_differing,
     suspicious_ids,
 )
-from ultr.log.prepare.engines import Engine, EngineName, engine_errors, start_engine
-from ultr.log.prepare.events import EventColumns, action_names, actions_by_item, event_columns, event_notes, with_events
+from ultr.log.prepare.engines import Engine, engine_errors, start_engine
+from ultr.log.prepare.events import (
+    action_names,
+    actions_by_item,
+    check_ids,
+    event_columns,
+    event_notes,
+    in_window,
+    with_events,
+    with_ids,
+    without_repeats,
+)
 from ultr.log.prepare.facts import shard_facts
 from ultr.log.prepare.impressions import filtered, impressions, rounded, without_missing_actions
 from ultr.log.prepare.nesting import HASH_RANGE, Nesting
-from ultr.log.prepare.sources import Source, feature_names, find_source
-from ultr.log.schema import ROLES, Columns, resolve_columns
+from ultr.log.prepare.options import Preparation, as_seconds
+from ultr.log.prepare.sources import Tables, feature_names, find_tables
+from ultr.log.schema import Columns, resolve_columns
 from ultr.log.shards import SPLITS, Manifest, footer_sum
 from ultr.log.suspicious import SUSPICIOUS_FILE, write_suspicious
 from ultr.log.table import RESERVED
 from ultr.log.values import missing_note
-from ultr.utils.arguments import check_fields, checked
+from ultr.utils.arguments import checked
 from ultr.utils.files import atomic_path
 from ultr.utils.memory import available_memory
 
 MIN_MEMORY = 256 << 20  # bytes; an engine gets at least this much
 MAX_COLUMNS = 10_000  # because the time to plan a query grows faster than its number of columns
 Progress = Callable[[str, int, int], None]  # called with the stage, the rows done, and the total number of rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """The options of `prepare_lists`; `ultr prepare --help` describes each of them."""
-
-    engine: EngineName = "duckdb"
-    master: str | None = None
-    memory: int | None = None  # bytes; None is half of the available memory
-    threads: int | None = None
-    request: str | None = None
-    position: str | None = None
-    actions: Sequence[str] | str | None = None
-    features: Sequence[str] | str | None = None
-    categorical: Sequence[str] | str | None = None
-    relevance: str | None = None
-    weight: str | None = None
-    item: str | None = None
-    query: str | None = None
-    segment: str | None = None
-    randomised: str | None = None
-    events: str | Path | None = None
-    event_request: str | None = None
-    event_item: str | None = None
-    event_type: str | None = None
-    event_value: str | None = None
-    label: str | None = None
-    where: Sequence[str] = ()
-    on_duplicates: Literal["keep", "error", "first", "sum"] = "keep"
-    min_items: int = 1
-    max_items: int | None = None
-    keep_clickless: float = 1.0
-    drop_suspicious: bool = False
-    split: Literal["hash", "time"] = "hash"
-    time: str | None = None
-    validation: float = 0.1
-    test: float = 0.1
-    validation_from: str | None = None
-    test_from: str | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not 0 < self.keep_clickless <= 1:
-            raise OptionError("'keep_clickless' must be above 0 and at most 1", got=self.keep_clickless)
-        if not (min(self.validation, self.test) >= 0 and self.validation + self.test < 1):
-            got = f"validation {self.validation}, test {self.test}"
-            raise OptionError("validation and test must not be negative, and their sum must be below 1", got=got)
-        if self.min_items < 1:
-            raise OptionError("'min_items' must be at least 1", got=self.min_items)
-        if self.max_items is not None and self.max_items < self.min_items:
-            what, hint = f"max_items ({self.max_items}) is less than min_items ({self.min_items})", "raise --max-items"
-            raise OptionError(what, hint=f"{hint} or lower --min-items")
-        if (self.split == "time") != (self.time is not None):
-            hint = "pass --split time --time COLUMN"
-            raise OptionError("a split by time needs both --split time and the column of the times", hint=hint)
-        if self.split == "hash" and (self.validation_from or self.test_from):
-            raise OptionError("--validation-from and --test-from need a split by time", hint="pass --split time")
-        if self.threads is not None and self.threads < 1:
-            raise OptionError("'threads' must be at least 1", got=self.threads)
-        if self.events is None and (self.event_request or self.event_item or self.event_type or self.event_value):
-            raise OptionError("the --event-... options need a table of events", hint="pass it with --events")
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """The columns that the caller named, by role, as arguments of `resolve_columns`."""
-        return {role: getattr(self, role) for role in ROLES}
 
 
 @checked
@@ -141,13 +85,13 @@ def prepare_lists(
     return manifest
 
 
-def _find(source: str | Path, chosen: Preparation, scratch: Path) -> Source:
+def _find(source: str | Path, chosen: Preparation, scratch: Path) -> Tables:
     def ids(schema: pa.Schema) -> Iterable[str | None]:
         columns = resolve_columns(schema, where=source, **chosen.named | {"actions": ()})
         context = (columns.context.get("query"), columns.context.get("segment"))
         return (columns.request, columns.item, *context, *columns.categorical)
 
-    files = find_source(source, scratch=scratch / "source", ids=ids)
+    files = find_tables(source, scratch=scratch / "source", ids=ids, where=chosen.where)
     lower = [name.lower() for name in files.schema.names]
     if len(set(lower)) < len(lower):
         twice = next(name for name in lower if lower.count(name) > 1)
@@ -160,7 +104,7 @@ class _Work:
     """The work of one `prepare_lists` call: read and check the rows, write the shards, and return their manifest."""
 
     def __init__(
-        self, engine: Engine, source: Source, chosen: Preparation, label: Label | None, progress: Progress
+        self, engine: Engine, source: Tables, chosen: Preparation, label: Label | None, progress: Progress
     ) -> None:
         self.engine, self.source, self.chosen, self.label, self.progress = engine, source, chosen, label, progress
         self.notes: list[str] = []
@@ -174,7 +118,8 @@ class _Work:
         rows = impressions(filtered(table, self.chosen.where), columns, time=self.chosen.time, where=self.where)
         actions = columns.actions
         if self.chosen.events is not None:
-            shown = impressions(table, replace(columns, features=(), categorical=()), time=None, where=self.where)
+            light = replace(columns, features=(), categorical=())
+            shown = impressions(table, light, time=self.chosen.time, where=self.where)
             rows, further = self._with_events(rows, shown, actions, wanted, scratch)
             actions = (*actions, *further)
         self._check_actions(actions, columns)
@@ -190,11 +135,13 @@ class _Work:
             total = int(self.engine.fetch(rows.aggregate(rows=rows.count()))["rows"][0].as_py())
         nesting = self._nesting(rows, columns, actions)
         self.progress("sorting", 0, total)
-        requests, kept = self.engine.write(
+        requests, kept, copies = self.engine.write(
             rounded(rows), nesting, folder, total=total, progress=lambda done: self.progress("writing", done, total)
         )
-        if kept < total:
-            what = f"{total - kept:,} rows repeat the item or position of another row of their request"
+        if copies:
+            self.notes.append(copies_note(copies))
+        if kept + copies < total:
+            what = f"{total - kept - copies:,} rows repeat the item or position of another row of their request"
             self.notes.append(f"{what}; {MERGED[self.chosen.on_duplicates]}")
         return self._manifest(folder, nesting, columns, requests=requests, rows=total)
 
@@ -220,6 +167,8 @@ class _Work:
         if self.chosen.events is not None and columns.item is None:
             what = "events are joined by request and item, but the log has no column of items"
             raise ColumnError(what, where=self.where, hint="name it with --item")
+        conditions = [condition.column for condition in parse_conditions(self.chosen.where, schema.names)]
+        self.source.check([*columns.used, *conditions, *filter(None, [self.chosen.time])], columns)
         return columns, wanted
 
     def _check_time(self, names: Sequence[str]) -> None:
@@ -231,25 +180,31 @@ class _Work:
         self, rows: Any, shown: Any, actions: tuple[str, ...], wanted: list[str] | None, scratch: Path
     ) -> tuple[Any, tuple[str, ...]]:
         chosen, where = self.chosen, str(self.chosen.events)
-        ids = {"request": chosen.event_request, "item": chosen.event_item}
-
-        def columns_of(schema: pa.Schema) -> EventColumns:
-            return event_columns(schema, where=where, **ids, kind=chosen.event_type, value=chosen.event_value)
 
         def text_columns(schema: pa.Schema) -> Iterable[str | None]:
-            names = columns_of(schema)
-            return (names.request, names.item, names.kind)
+            names = event_columns(schema, chosen, where=where)
+            return (names.request, names.item, names.kind, names.id)
 
-        files = find_source(where, scratch=scratch / "events", ids=text_columns)
-        columns = columns_of(files.schema)
+        files = find_tables(where, scratch=scratch / "events", ids=text_columns)
+        columns, fetch = event_columns(files.schema, chosen, where=where), self.engine.fetch
+        files.check(name for name in astuple(columns) if name is not None)
         events = self.engine.read(files)
-        further = action_names(events, columns, wanted, fetch=self.engine.fetch, where=where)
+        if chosen.event_id != "":
+            events, notes = without_repeats(events, columns, fetch=fetch)
+            self.notes += notes
+        events = with_ids(events, columns, where=where)
+        check_ids(rows, events, where=where)
+        if chosen.event_window is not None:
+            events, notes = in_window(events, shown, columns, chosen.event_window, fetch=fetch, where=where)
+            self.notes += notes
+        further = action_names(events, columns, wanted, fetch=fetch, where=where)
         if both := set(further) & set(actions):
             what, hint = "the log and its events have the same action", "name the actions to use with --actions"
             raise ColumnError(what, where=where, got=f"'{min(both)}'", hint=hint)
+        files.check(further)
         totals = actions_by_item(events, columns, further, where=where)
-        joined = with_events(rows, totals, len(actions), len(further), where=where)
-        self.notes += event_notes(shown, totals, fetch=self.engine.fetch)
+        joined = with_events(rows, totals, len(actions), len(further))
+        self.notes += event_notes(shown, totals, fetch=fetch)
         return joined, further
 
     def _check_actions(self, actions: tuple[str, ...], columns: Columns) -> None:
@@ -312,8 +267,8 @@ class _Work:
             return HASH_RANGE * (1 - chosen.validation - chosen.test), HASH_RANGE * (1 - chosen.test)
         if chosen.validation_from is None and chosen.test_from is None:
             return bounds_by_time(rows, chosen.validation, chosen.test, fetch=self.engine.fetch)
-        test_from = float("inf") if chosen.test_from is None else _as_number(chosen.test_from)
-        validation_from = test_from if chosen.validation_from is None else _as_number(chosen.validation_from)
+        test_from = float("inf") if chosen.test_from is None else as_seconds(chosen.test_from)
+        validation_from = test_from if chosen.validation_from is None else as_seconds(chosen.validation_from)
         if validation_from > test_from:
             got = f"{chosen.validation_from} and {chosen.test_from}"
             raise OptionError("--validation-from must not be later than --test-from", got=got)
@@ -345,6 +300,7 @@ class _Work:
             "columns": {**columns.by_role, "actions": list(nesting.actions)},
             "engine": chosen.engine,
             "events": None if chosen.events is None else str(chosen.events),
+            "event_window": chosen.event_window,
             "where": list(chosen.where),
             "on_duplicates": chosen.on_duplicates,
             "min_items": chosen.min_items,
@@ -376,16 +332,3 @@ def _number(folder: Path) -> None:
             path.rename(path.with_name(f"part-{number:05}.parquet.named"))
         for path in (folder / split).glob("*.named"):
             path.rename(path.with_suffix(""))
-
-
-def _as_number(time: str) -> float:
-    """Return a time as seconds since 1970; a text that is a number is returned as this number."""
-    try:
-        return float(time)
-    except ValueError:
-        pass
-    try:
-        return utc_time(time).replace(tzinfo=UTC).timestamp()
-    except ValueError as error:
-        hint = "write 2024-05-31, 2024-05-31T12:00 or a number"
-        raise OptionError("--validation-from and --test-from must be times", got=f"'{time}'", hint=hint) from error
