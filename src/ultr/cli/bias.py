@@ -71,7 +71,7 @@ def bias(
     from ultr.bias.identification import NOT
     from ultr.bias.propensities import read_propensities
     from ultr.log.labels import click_label, default_label
-    from ultr.log.sampling import filled, read_for_audit
+    from ultr.log.sampling import read_for_audit
     from ultr.utils.files import check_output
 
     columns = named_columns(locals())
@@ -80,8 +80,7 @@ def bias(
         check_output(out, overwrite=overwrite, folder=True)
     with words.status(f"reading {log} ..."):
         rows: dict[str, Any] = {"on_duplicates": on_duplicates, **columns}
-        whole, read = read_for_audit(log, sample_rows=sample, seed=seed, **rows)
-        sampled = None if read is None else filled(read)
+        whole, sampled = read_for_audit(log, sample_rows=sample, seed=seed, **rows)
     trained_label = label or default_label(whole.actions)
     if label is None:
         label = click_label(whole.actions)
@@ -132,7 +131,6 @@ def bias(
             columns={**columns, **_features_without(warned, sampled)},
             label=trained_label,
             on_duplicates=unless(on_duplicates, "error"),
-            missing=None if sampled is read else "mean",
             out=free_path("run"),
         )
 

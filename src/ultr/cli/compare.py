@@ -99,7 +99,7 @@ def compare(
     where: options.Where = None,
     split: shared.Split = "random",
     time: shared.Time = None,
-    missing: shared.MissingOption = "error",
+    missing: shared.MissingOption = "mean",
     allow_leaks: shared.AllowLeaks = False,
     drop_suspicious: shared.DropSuspicious = False,
     stream: shared.Stream = "auto",

@@ -47,7 +47,7 @@ def describe(
     from ultr.log.summary import by_position
 
     named = named_columns(locals())
-    log = read_log(log_path, on_duplicates=on_duplicates, missing="keep", **named)  # type: ignore[arg-type]  # checked
+    log = read_log(log_path, on_duplicates=on_duplicates, **named)  # type: ignore[arg-type]  # checked
     lengths, notes = log.lengths, [*log.notes, *_missing_values(log)]
     facts: dict[str, Any] = {
         "requests": len(log),

@@ -109,7 +109,7 @@ MissingOption = Annotated[
     str,
     typer.Option(
         "--missing",
-        help="Missing values in features, for networks: error, or mean (the mean of training rows, and an indicator).",
+        help="Missing values in features, for networks: mean (the mean of training rows, and an indicator) or error.",
     ),
 ]
 AllowLeaks = Annotated[

@@ -82,7 +82,7 @@ def read_batches(
     feature_names: Sequence[str],
     categorical: Sequence[str] = (),
     columns: Mapping[str, Any] | None = None,
-    missing: Missing = "reject",
+    missing: Missing = "keep",
     **named: Any,
 ) -> LogBatches:
     """Read requests, items, positions and features, in batches, from any source that `read_log` can read.

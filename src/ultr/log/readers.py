@@ -56,7 +56,7 @@ def read_log(
     query: str | None = None,
     segment: str | None = None,
     randomised: str | None = None,
-    missing: Missing = "reject",
+    missing: Missing = "keep",
     on_duplicates: OnDuplicates = "error",
     where: Sequence[str] = (),
     time: str | None = None,
@@ -71,7 +71,7 @@ def read_log(
     - Rankers learn a vector for each value of a `categorical` column.
     - A request may have a `query` (requests with the same query have the same items), a `segment`, a mark that its
       order was `randomised`, and a `time`.
-    - NaN in features is an error with `missing="reject"`, and is accepted with `missing="keep"`. Missing actions are 0.
+    - NaN in features is a missing value; it is an error with `missing="reject"`. Missing actions are 0.
     - If two rows of a request have the same item or position, this is an error. With `on_duplicates="first"` the first
       row is kept; with "sum" it also gets the actions of the others.
     - `where` has conditions on rows, such as `country = de`.

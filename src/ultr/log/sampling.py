@@ -46,8 +46,7 @@ def read_for_audit(
 ) -> tuple[Log, Log | None]:
     """Return the whole log without features, and a sample of its requests with features (None if it has no features).
 
-    A large Parquet log is read twice. The second pass reads features and keeps those of the sampled requests. Missing
-    values of features are kept (see `filled`).
+    A large Parquet log is read twice. The second pass reads features and keeps those of the sampled requests.
     """
     shards = _shards(Path(source))
     for shard in shards:
@@ -55,7 +54,7 @@ def read_for_audit(
     with as_data_error(Path(source), "Parquet"):
         rows = sum(pq.ParquetFile(shard).metadata.num_rows for shard in shards)
     if rows <= WHOLE_ROWS:
-        log = read_log(source, on_duplicates=on_duplicates, missing="keep", **columns)
+        log = read_log(source, on_duplicates=on_duplicates, **columns)
         if not log.feature_names:
             return log, None
         return log.without_features(), log.select(_sample(log, len(log.feature_names), sample_rows, seed))
@@ -65,7 +64,7 @@ def read_for_audit(
         return light, None
     with_rows = next(shard for shard in shards if pq.ParquetFile(shard).metadata.num_rows)
     first = read_log(
-        pq.ParquetFile(with_rows).read_row_group(0, columns=resolved.used).slice(0, 1), missing="keep", **columns
+        pq.ParquetFile(with_rows).read_row_group(0, columns=resolved.used).slice(0, 1), **columns
     )
     chosen = _sample(light, len(first.feature_names), sample_rows, seed)
     ids = light.request_ids.take(pa.array(chosen))
@@ -78,17 +77,7 @@ def read_for_audit(
             parts.append(rows.take(pa.array(chosen_rows)))
     table = pa.concat_tables(parts, promote_options="permissive").combine_chunks()
     table = table.replace_schema_metadata(pq.read_schema(shards[0]).metadata)
-    return light, read_log(table, on_duplicates=on_duplicates, missing="keep", **columns)
-
-
-def filled(log: Log) -> Log:
-    """Return the log with missing values of features replaced by the mean of their column, or by 0 if all are."""
-    missing = np.isnan(log.features)
-    if not missing.any():
-        return log
-    present = np.maximum(1, (~missing).sum(0))
-    mean = np.where(missing, 0.0, log.features).sum(0, dtype=np.float64) / present
-    return replace(log, features=np.where(missing, mean, log.features).astype(np.float32))
+    return light, read_log(table, on_duplicates=on_duplicates, **columns)
 
 
 def _shards(path: Path) -> list[Path]:
