@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ultr.cli import options
 from ultr.cli import training_options as shared
-from ultr.cli.options import pages_can_be_made, print_table, progress_bar, words
+from ultr.cli.options import pages_can_be_made, print_table, print_warning, progress_bar, words
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def compare(
             reference=reference,
             jobs=jobs,
             on_done=show,
-            on_warning=shared.print_warning,
+            on_warning=print_warning,
         )
     if has_page := pages_can_be_made():
         write_comparison_page(out, out / "comparison.html", overwrite=True)

@@ -6,12 +6,15 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from ultr.bias.pitfalls import Pitfall
 
 words = Console(stderr=True, highlight=False)  # data goes to stdout, messages to stderr
 
@@ -106,6 +109,11 @@ def free_path(name: str) -> Path:
 def print_notes(notes: Iterable[str]) -> None:
     for note in notes:
         words.print(f"[yellow]note:[/] {plain(one_line(note))}", soft_wrap=True)
+
+
+def print_warning(pitfall: Pitfall) -> None:
+    """Print a problem of the data, and what to do."""
+    words.print(f"[yellow]warning:[/] {plain(f'{pitfall.name}: {pitfall.what}; {pitfall.hint}')}", soft_wrap=True)
 
 
 def columns_text(columns: Mapping[str, Any], most: int = 12) -> str:

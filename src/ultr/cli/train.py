@@ -10,7 +10,7 @@ import typer
 
 from ultr.cli import options
 from ultr.cli import training_options as shared
-from ultr.cli.options import free_path, print_next, print_notes, progress_bar, words
+from ultr.cli.options import free_path, print_next, print_notes, print_warning, progress_bar, words
 
 
 def train(
@@ -112,7 +112,7 @@ def train(
             warm_start=warm_start,
             checkpoint_seconds=checkpoint_seconds,
             on_note=lambda note: print_notes([note]),
-            on_warning=shared.print_warning,
+            on_warning=print_warning,
             on_bias_progress=show_bias_progress,
             on_progress=show,
         )

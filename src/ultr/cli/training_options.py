@@ -13,7 +13,6 @@ from ultr.cli.options import named_columns, plain, print_notes, words
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
-    from ultr.bias.pitfalls import Pitfall
     from ultr.training.config import RunConfig
 
 Data = Annotated[
@@ -123,11 +122,6 @@ DropSuspicious = Annotated[
     ),
 ]
 SELECT = "auto"
-
-
-def print_warning(pitfall: Pitfall) -> None:
-    """Print a problem of the data, and what to do."""
-    words.print(f"[yellow]warning:[/] {plain(f'{pitfall.name}: {pitfall.what}; {pitfall.hint}')}", soft_wrap=True)
 
 
 def print_thresholds(label: str, methods: Mapping[str, tuple[str, Mapping[str, Any], str]]) -> None:

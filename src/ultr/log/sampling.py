@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +62,7 @@ def read_for_audit(
     if not resolved.features and not resolved.categorical:
         return light, None
     with_rows = next(shard for shard in shards if pq.ParquetFile(shard).metadata.num_rows)
-    first = read_log(
-        pq.ParquetFile(with_rows).read_row_group(0, columns=resolved.used).slice(0, 1), **columns
-    )
+    first = read_log(pq.ParquetFile(with_rows).read_row_group(0, columns=resolved.used).slice(0, 1), **columns)
     chosen = _sample(light, len(first.feature_names), sample_rows, seed)
     ids = light.request_ids.take(pa.array(chosen))
     parts = []

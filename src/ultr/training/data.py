@@ -360,7 +360,9 @@ def notes_of(config: RunConfig, run_data: RunData) -> list[str]:
     """Return the notes about the data of a run: what was changed on reading, and which values are missing."""
     notes = list(run_data.train.notes)
     if (missing := missing_values(run_data.train)) is not None:
-        how = "trees choose a branch for them" if is_trees(config.ranker) else "they count as the mean, with an indicator"
+        how = "trees choose a branch for them"
+        if not is_trees(config.ranker):
+            how = "they count as the mean of training rows, with an indicator"
         notes.append(f"values of features are missing: {missing}; {how}")
     return notes
 
