@@ -109,7 +109,6 @@ def test_every_printed_command_runs_as_it_is(example, ultr, tmp_path, monkeypatc
     label = train[train.index("--label") + 1]
     expected = {"odd_names": "`Was Clicked?`", "with_dwell": "click + dwell / exp(3)", "several_actions": "purchase"}
     assert label == expected.get(example.__name__, "click")
-    assert ("--missing" in train) == (example is missing_values)
     if example is position_among_the_features:
         assert train[train.index("--features") + 1] == "feature_quality,feature_age"
 

@@ -122,7 +122,26 @@ def read_log(
 
 def read_columns(source: str | Path, **named: Any) -> Columns | None:
     """Return the columns that `read_log` would take; None if the source has no named columns (lists, SVMlight)."""
+    schema = _schema(Path(source))
+    return None if schema is None else resolve_columns(schema, where=source, **named)
+
+
+def numeric_columns(source: str | Path, names: Sequence[str]) -> list[str]:
+    """Return those of the columns that hold numbers; in a CSV file, by its first rows."""
     path = Path(source)
+    schema = _schema(path)
+    if schema is not None and path.is_file() and file_kind(path) == "CSV":
+        compression, delimiter, columns = csv_form(path)
+        with as_data_error(path, "CSV"):
+            stream = pa.input_stream(str(path), compression=compression)
+            schema = pa.csv.open_csv(stream, **csv_settings(delimiter, columns, {})).schema
+    kinds = {} if schema is None else {field.name: field.type for field in schema}
+    numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
+    return [name for name in names if name in kinds and any(is_kind(kinds[name]) for is_kind in numbers)]
+
+
+def _schema(path: Path) -> pa.Schema | None:
+    """Return the schema of a log; None if it has no named columns. The columns of a CSV file count as numbers."""
     if is_lists(path) or is_lists(path.parent):
         return None
     if path.is_dir():
@@ -131,15 +150,13 @@ def read_columns(source: str | Path, **named: Any) -> Columns | None:
     if kind == "SVMlight":
         return None
     if kind == "CSV":
-        schema = pa.schema([(name, pa.float64()) for name in csv_form(path)[2]])
-    elif kind == "JSON Lines":
-        schema = json_schema(path)
-    elif kind == "Parquet":
-        schema = read_schemas([path])[0]
-    else:
-        with as_data_error(path, kind):
-            schema = pa.ipc.open_file(pa.memory_map(str(path))).schema
-    return resolve_columns(schema, where=source, **named)
+        return pa.schema([(name, pa.float64()) for name in csv_form(path)[2]])
+    if kind == "JSON Lines":
+        return json_schema(path)
+    if kind == "Parquet":
+        return read_schemas([path])[0]
+    with as_data_error(path, kind):
+        return pa.ipc.open_file(pa.memory_map(str(path))).schema
 
 
 def _reject_conditions(path: Path, reading: Reading, *, hint: str) -> None:
