@@ -502,7 +502,9 @@ def test_networks_take_missing_values_as_the_mean_and_an_indicator():
     scores, good = model.predict(holes), holes["feature_noise"].isna()
     assert scores[good].mean() > scores[~good].mean() + 0.3
     same = quick().fit(data)
-    np.testing.assert_array_equal(same.predict(data), quick(missing="error").fit(data).predict(data))  # without missing values
+    np.testing.assert_array_equal(
+        same.predict(data), quick(missing="error").fit(data).predict(data)
+    )  # without missing values
     assert np.isfinite(same.predict(holes)).all()
 
 

@@ -246,7 +246,11 @@ BAD_TABLES = [
     (dict(click=[0, float("inf"), 1]), {}, "got inf in row 2"),
     (dict(click=[0, 1e39, 1]), {}, "got 1e[+]39 in row 2"),
     (dict(click=["x", "y", "z"]), {}, "action column 'click' must hold numbers, got type string"),
-    (dict(f2=[1.0, None, 2.0]), dict(missing="reject"), "feature 'f2' has values that are not finite, got nan in row 2"),
+    (
+        dict(f2=[1.0, None, 2.0]),
+        dict(missing="reject"),
+        "feature 'f2' has values that are not finite, got nan in row 2",
+    ),
     (dict(f2=[1.0, 2.0, float("nan")]), dict(missing="reject"), "missing='reject'"),
     (dict(f2=[1.0, 2.0, float("-inf")]), {}, "feature 'f2' .* got -inf in row 3"),
     (dict(f2=[1.0, 2.0, 1e300]), {}, "got inf in row 3 .* beyond 3.4e38"),

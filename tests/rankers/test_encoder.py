@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -46,7 +47,9 @@ def test_a_model_that_takes_missing_values_is_saved_and_exported(tmp_path):
     data_config = RunConfig(data=str(tmp_path / "log.parquet"), **config)
     run = run_training(data_config, tmp_path / "run", on_note=notes.append)
     share = f"{data['f2'].isna().mean():.0%}"[:-1]
-    assert re.fullmatch(rf"values of features are missing: f2 \({share[0]}\d\.\d%\); they count as the mean .*", notes[0])
+    assert re.fullmatch(
+        rf"values of features are missing: f2 \({share[0]}\d\.\d%\); they count as the mean .*", notes[0]
+    )
     model, log = load_model(run), read_log(data)
     assert model.missing == "keep"
     scores = model.score(log)
@@ -55,7 +58,7 @@ def test_a_model_that_takes_missing_values_is_saved_and_exported(tmp_path):
 
 
 def test_a_model_that_rejects_missing_values_does_not_score_them():
-    log = read_log({"request": [1, 1], "position": [1, 2], "click": [0, 1], "f1": [0.5, np.nan]})
+    log = read_log(pa.table({"request": [1, 1], "position": [1, 2], "click": [0, 1], "f1": [0.5, np.nan]}))
     model = Model(LinearRanker(FeatureEncoder(1)), ("f1",), "click")
     with pytest.raises(DataError, match="feature 'f1' has missing values"):
         model.score(log)
