@@ -48,7 +48,7 @@ app = typer.Typer(
     name="ultr",
     help="Unbiased learning to rank from clicks and continuous feedback.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,  # ultr --install-completion
     pretty_exceptions_enable=False,
 )
 for command in COMMANDS:

@@ -11,7 +11,15 @@ from rich.table import Table
 
 from ultr.cli import options
 from ultr.cli import training_options as shared
-from ultr.cli.options import pages_can_be_made, print_table, print_warning, progress_bar, words
+from ultr.cli.options import (
+    free_path,
+    pages_can_be_made,
+    print_next,
+    print_table,
+    print_warning,
+    progress_bar,
+    words,
+)
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
@@ -117,7 +125,7 @@ def compare(
     from ultr.report import write_comparison_page
     from ultr.training.compare import LONGEST, PATIENCE, SESSIONS
     from ultr.training.compare import compare as run_comparison
-    from ultr.training.entries import Entry
+    from ultr.training.entries import Entry, run_folder
 
     if sessions is None:
         sessions = 0 if users is None else SESSIONS
@@ -161,6 +169,10 @@ def compare(
     _print_comparison(result)
     page = f" and {out / 'comparison.html'}" if has_page else ""
     words.print(f"wrote {out / 'comparison.json'}{page}", soft_wrap=True)
+    best = result.best()
+    folder = run_folder(out, Entry.parse(best.entry, base.ranker), best.setting, 0)
+    if (folder / "model").is_dir():
+        print_next("report", folder, out=free_path("report.html"))
 
 
 def _numbers(option: str, text: str) -> list[float]:

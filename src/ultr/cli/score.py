@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ultr.cli import options
-from ultr.cli.options import columns_text, plain, print_notes, progress_bar, words
+from ultr.cli.options import columns_text, plain, print_next, print_notes, progress_bar, words
 
 if TYPE_CHECKING:
     from ultr.log import Log
@@ -49,6 +49,7 @@ def score(
             on_progress=lambda done, rows: bar.update(task, completed=done, total=rows),
         )
     words.print(f"wrote {out}: {scores:,} scores", soft_wrap=True)
+    print_next("serve", run)
 
 
 def _print_columns(first: Log) -> None:
