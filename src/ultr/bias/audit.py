@@ -7,7 +7,7 @@ determines it well enough to correct the bias.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,13 +17,13 @@ import torch
 
 from ultr.bias import estimators
 from ultr.bias.counts import Impressions, compared_clicks, counted, impressions, in_pools, replicates
-from ultr.bias.estimators import SCALE, SMALLEST, largest_one, pools
+from ultr.bias.estimators import pools
 from ultr.bias.evidence import best_source, evidence, items_comparable
-from ultr.bias.identification import INTERVALS, Agreement, Estimate, Verdict, agreement, estimate, links, verdict
+from ultr.bias.identification import Estimate, agreement, estimate, links, verdict
 from ultr.bias.likelihood import TUNED, HeldOut
 from ultr.bias.logging_policy import recovered_score, strata_of
-from ultr.bias.pitfalls import Pitfall, find_pitfalls, suspicious_requests
-from ultr.bias.summary import summary
+from ultr.bias.pitfalls import find_pitfalls, suspicious_requests
+from ultr.bias.result import BiasReport
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.labels import Label
@@ -35,96 +35,6 @@ BUCKETS = 20  # groups of rows with similar predicted relevance, in which the re
 MAX_SEGMENTS = 10  # the segments with the most requests are audited separately
 MAX_REPLICATES = 10_000  # of the bootstrap
 CLEAR_GAIN = 1e-3  # features explain clicks if they raise the held-out log-likelihood by this share of it
-
-
-@dataclass(frozen=True, eq=False)
-class BiasReport:
-    """The result of an audit: estimates of examination by position, a verdict, and problems of the log."""
-
-    label: str
-    requests: int
-    positions: np.ndarray
-    impressions: np.ndarray
-    clicks: np.ndarray  # number of rows with positive feedback at each position
-    rate: np.ndarray  # share of the impressions at each position with positive feedback
-    reference: int  # the position that θ is relative to: θ is 1 there
-    estimates: Mapping[str, Estimate]
-    agreements: list[Agreement]
-    verdict: Verdict
-    pitfalls: list[Pitfall]
-    links: Mapping[str, Any] | None = None  # groups of positions that shared items link (`identification.links`)
-    explained: float | None = None  # share of the logged order that features explain
-    sampled_requests: int = 0  # number of requests that estimates from features use
-    left_out: int = 0  # number of suspicious requests that no estimate uses
-    pool: np.ndarray = field(default_factory=lambda: np.arange(0))  # of each position; those of a pool share one θ
-    notes: tuple[str, ...] = ()
-    segments: Mapping[str, BiasReport] = field(default_factory=dict)
-
-    @property
-    def anchor(self) -> Estimate | None:
-        """The estimate that the verdict recommends, or None."""
-        return None if self.verdict.anchor is None else self.estimates[self.verdict.anchor]
-
-    def propensities(self) -> dict[int, float]:
-        """Return examination by position, at most 0.7; {} if no estimate is recommended.
-
-        Pools of positions with imprecise estimates share one with their neighbours (`estimators.pools`). It is
-        Σn / Σ(n/θ), where n is the precision of log θ, but at most the number of clicks. Where θ is unknown, it is
-        interpolated.
-        """
-        if self.anchor is None or not np.isfinite(self.anchor.theta).any():
-            return {}
-        theta, clicks = self.anchor.theta.copy(), np.full(len(self.positions), np.inf)
-        if self.verdict.anchor != "known":
-            first, of_pool = np.unique(self.pool, return_index=True)[1], np.bincount(self.pool, self.clicks)
-            theta, clicks = theta[first], np.full(len(first), np.inf)
-            precision = self.anchor.precision[first] if np.isfinite(self.anchor.low).any() else of_pool
-            estimated = np.isfinite(theta)
-            n = np.minimum(precision, np.maximum(of_pool, 1))[estimated]
-            joined = pools(n, self.positions[first][estimated])
-            theta[estimated] = (np.bincount(joined, n) / np.bincount(joined, n / theta[estimated]))[joined]
-            clicks[estimated] = np.bincount(joined, n)[joined]
-            theta, clicks = theta[self.pool], clicks[self.pool]
-        scaled = np.maximum(SCALE * largest_one(theta, clicks), SMALLEST)
-        return {int(k): float(v) for k, v in zip(self.positions, scaled, strict=True)}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a dictionary for bias.json, where `ultr train --bias` reads `positions` and `theta`."""
-        theta = self.propensities()
-        return {
-            "label": self.label,
-            "summary": summary(self),
-            "requests": self.requests,
-            "positions": self.positions.tolist(),
-            "theta": [theta.get(position) for position in self.positions.tolist()],
-            "impressions": self.impressions.tolist(),
-            "rate": self.rate.tolist(),
-            "reference": self.reference,
-            "pools": self.pool.tolist(),
-            "estimates": {name: _estimate_json(result) for name, result in self.estimates.items()},
-            "intervals": INTERVALS,
-            "left_out": self.left_out,
-            "agreements": [asdict(test) for test in self.agreements],
-            "links": self.links,
-            "order_explained_by_features": self.explained,
-            "sampled_requests": self.sampled_requests,
-            "verdict": {**asdict(self.verdict), "advice": self.verdict.advice},
-            "pitfalls": [asdict(pitfall) for pitfall in self.pitfalls],
-            "notes": list(self.notes),
-            "segments": {name: report.to_json() for name, report in self.segments.items()},
-        }
-
-
-def _estimate_json(result: Estimate) -> dict[str, Any]:
-    def plain(values: np.ndarray) -> list[float | None]:
-        return [float(v) if np.isfinite(v) else None for v in values]
-
-    return {
-        "theta": plain(result.theta),
-        "low": plain(result.low),
-        "high": plain(result.high),
-        "held_out_log_likelihood": None if result.held_out is None else plain(np.array([result.held_out]))[0],
-    }
 
 
 @dataclass(frozen=True)

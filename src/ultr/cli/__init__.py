@@ -66,7 +66,7 @@ def version() -> None:
 def main() -> None:
     """Run a command; print an error on stderr and exit with its code: 2 (wrong option), 3 (time limit) or 1 (other)."""
     try:
-        app()
+        app(prog_name="ultr")
     except UltrError as error:
         if isinstance(error, ProcessError):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may send SIGTERM while this prints

@@ -26,8 +26,8 @@ from ultr.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from ultr.bias.audit import BiasReport
     from ultr.bias.click_quality import QualityReport
+    from ultr.bias.result import BiasReport
     from ultr.log import Log
 
 TABLE = "propensities.csv"
@@ -151,7 +151,7 @@ def _features_without(warned: set[str], log: Log | None) -> dict[str, str]:
 
 
 def _print_summary(report: BiasReport) -> None:
-    from ultr.bias.summary import summary
+    from ultr.bias.result import summary
 
     for name, text in summary(report).items():
         words.print(f"[bold]{name}:[/] {plain(text)}", soft_wrap=True)
@@ -189,7 +189,7 @@ def _print_details(report: BiasReport) -> None:
 
 def _print_estimates(report: BiasReport, *, title: str) -> None:
     """Print the estimates, with a row for each position, or for each group of positions that share one estimate."""
-    from ultr.bias.summary import rows_of
+    from ultr.bias.result import rows_of
 
     table = Table(title=title, title_justify="left")
     for heading in ("position", "shown", "rate", *report.estimates, *(("rate/theta",) if report.anchor else ())):
