@@ -495,21 +495,23 @@ def test_networks_take_missing_values_as_the_mean_and_an_indicator():
     data = frame(200)
     # A missing value says that the item is good, which its mean cannot say.
     holes = data.assign(feature_noise=data["feature_noise"].where(data["feature_good"] < 0.5))
-    with pytest.raises(UltrError, match="missing='mean'"):
-        quick().fit(holes)
-    only = {"missing": "mean", "features": ["feature_noise"], "steps": 60}
+    with pytest.raises(UltrError, match="missing='error'"):
+        quick(missing="error").fit(holes)
+    only = {"features": ["feature_noise"], "steps": 60}
     model = quick(**only).fit(holes)
     scores, good = model.predict(holes), holes["feature_noise"].isna()
     assert scores[good].mean() > scores[~good].mean() + 0.3
-    same = quick(missing="mean").fit(data)
-    np.testing.assert_array_equal(same.predict(data), quick().fit(data).predict(data))  # without missing values
+    same = quick().fit(data)
+    np.testing.assert_array_equal(
+        same.predict(data), quick(missing="error").fit(data).predict(data)
+    )  # without missing values
     assert np.isfinite(same.predict(holes)).all()
 
 
 # --- Save, load, progress and importance ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"ranker": "lightgbm", "lr": None}, {"missing": "mean"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"ranker": "lightgbm", "lr": None}, {"missing": "error"}], ids=str)
 def test_a_saved_ranker_is_loaded_equal(options, tmp_path):
     data = frame(60)
     model = quick(propensities=pd.Series({k: 1 / k for k in range(1, 6)}), random_state=3, **options).fit(data)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ultr._version import __version__
 
 if TYPE_CHECKING:
-    from ultr.bias.audit import BiasReport, audit
+    from ultr.bias.audit import audit
+    from ultr.bias.result import BiasReport
     from ultr.datasets import Dataset, load_dataset, ranking_svm, show
     from ultr.datasets.dwell import Dwell
     from ultr.datasets.simulate import simulate_log
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from ultr.training.run import run_training
 
 _MODULE_OF = {
-    "BiasReport": "bias.audit",
+    "BiasReport": "bias.result",
     "Dataset": "datasets",
     "Dwell": "datasets.dwell",
     "Label": "log.labels",

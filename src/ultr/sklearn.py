@@ -68,7 +68,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
     - `propensities` are known probabilities that positions are seen: a dict, a Series with positions as its index, or
       the frame of propensities.csv, which `ultr bias` writes.
     - `segment` is a column of X, such as the device. Examination is estimated for each of its values.
-    - `missing="mean"` lets a network take missing values: as the mean of training rows, and with an indicator.
+    - Networks take a missing value as the mean of training rows, with an indicator; `missing="error"` rejects it.
     - `drop_suspicious` leaves out requests with impossible click rates. Features that follow the feedback on their item
       are an error, unless `allow_leaks` is true.
     - `verbose=1` prints each evaluation.
@@ -118,7 +118,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         query: str | int | None = None,
         randomised: str | int | None = None,
         segment: str | int | None = None,
-        missing: str = "error",
+        missing: str = "mean",
         allow_leaks: bool = False,
         drop_suspicious: bool = False,
         verbose: int = 0,

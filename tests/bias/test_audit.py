@@ -17,7 +17,10 @@ from bias.worlds import THETA, small_log, with_rare_positions, world
 from ultr.bias import counts, logging_policy
 from ultr.bias.audit import audit
 from ultr.bias.identification import CARE, IDENTIFIED, NOT
+from ultr.bias.result import rows_of, summary
 from ultr.errors import DataError
+from ultr.log import read_log
+from worlds.shop import FEATURES, shop
 
 RELATIVE = THETA / THETA[0]
 
@@ -216,9 +219,62 @@ def test_known_propensities_are_reported_next_to_the_estimates():
 def test_known_propensities_that_the_log_contradicts_need_care():
     report = audit(world("random"), bootstrap=30, known=dict.fromkeys(range(1, 6), 0.5))
     assert (report.verdict.anchor, report.verdict.status) == ("known", CARE)
-    assert any(reason.startswith("The estimators known and harvest differ") for reason in report.verdict.reasons)
+    assert any(reason.startswith("The estimates known and ") for reason in report.verdict.reasons)
     held = {name: found.held_out for name, found in report.estimates.items()}
     assert held["known"] < min(held["harvest"], held["items"])
+
+
+@pytest.fixture(scope="module")
+def long_lists():
+    """The audit of a shop with lists of up to 40 items, whose last positions are nearly never shown."""
+    made = shop(4000, random_share=0.3, bots=0)
+    log = read_log(made.log, features=list(FEATURES), query="")
+    position = made.log["position"].to_numpy()
+    truth = np.bincount(position, made.examination)[1:] / np.bincount(position)[1:]
+    return audit(log, bootstrap=20, sample=log.select(np.arange(300))), truth
+
+
+def test_rare_positions_share_one_estimate(long_lists):
+    report, truth = long_lists
+    assert report.verdict.anchor == "randomised"
+    assert len(report.positions) > 30
+    rows = rows_of(report)
+    assert len(rows) < len(report.positions)
+    assert rows[-1].positions.endswith(f" to {report.positions[-1]}")
+    last = report.anchor.theta[report.pool == report.pool[-1]]
+    assert len(last) > 5
+    assert (last == last[0]).all()
+    weights = report.impressions
+    error = np.average(np.abs(np.log(report.anchor.theta / (truth / truth[0]))), weights=weights)
+    assert error < 0.2  # where the rows are; the mean examination of users with two devices
+
+
+def test_the_requests_needed_do_not_follow_from_positions_nearly_never_shown(long_lists):
+    report, _ = long_lists
+    few = audit(read_log(shop(800, bots=0).log, features=[], item="", query=""), bootstrap=20)
+    assert 0 < few.verdict.requests_needed < 10_000
+    assert f"show about {few.verdict.requests_needed:,} requests in random order" in few.verdict.to_be_safe
+    assert report.verdict.requests_needed <= 3 * few.verdict.requests_needed
+
+
+def test_a_summary_has_the_bias_the_verdict_the_positions_and_what_to_do(long_lists):
+    words = summary(long_lists[0])
+    assert list(words) == ["how biased", "verdict", "positions", "to be safe"]
+    assert re.match(
+        r"compared with position 1, users look 0\.\d\d times as often at 2, 0\.\d\d at 3", words["how biased"]
+    )
+    assert re.search(r"^1 to \d+ .*known to within 30% \(\d+\.\d% of rows\)", words["positions"])
+    assert re.search(r"share one estimate: .*\d+ to \d+$", words["positions"])
+
+
+def test_missing_values_of_features_do_not_make_items_incomparable():
+    log = world("random", requests=600, features=3)
+    features = log.features.copy()
+    codes = np.asarray(log.item_ids)
+    features[codes % 3 == 0, 1] = np.nan  # of an item, always the same
+    report = audit(replace(log, features=features, context={}), bootstrap=5)
+    assert report.verdict.anchor == "items"
+    assert np.isfinite(report.estimates["regression"].theta).all()
 
 
 def with_segments(log, keep, names=("desk", "phone"), seed=1):
@@ -387,14 +443,15 @@ def test_the_pitfalls_of_a_log_are_in_its_report():
 
 def test_reports_are_json_without_nan():
     log = with_segments(world("random", requests=800, features=3), KEEP)
-    clicks = log.actions["click"] * (log.positions < 5)  # the last position has no estimate
+    clicks = log.actions["click"] * (log.positions < 5)  # the last position has no clicks, and joins the one above
     report = strict_json(audit(replace(log, actions={"click": clicks}), bootstrap=10, known={1: 0.5, 2: 0.4}))
-    assert report["estimates"]["harvest"]["theta"][4] is None
+    assert report["pools"] == [0, 1, 2, 3, 3]
+    assert report["estimates"]["harvest"]["theta"][4] == report["estimates"]["harvest"]["theta"][3]
     assert report["estimates"]["known"]["theta"] == [1, 0.8, None, None, None]
     assert report["verdict"]["advice"]
     assert set(report["segments"]) == {"desk", "phone"}
     assert report["order_explained_by_features"] < 0.1
-    assert set(report["agreements"][0]) == {"first", "second", "largest", "position", "agree"}
+    assert set(report["agreements"][0]) == {"first", "second", "largest", "position", "agree", "typical"}
 
 
 @settings(max_examples=30, deadline=None)

@@ -30,16 +30,25 @@ FAST = ("--bootstrap", 20)
 
 
 def test_a_verdict_is_printed_with_its_reasons(ultr, path):
-    done = ultr("bias", path, *FAST)
+    done = ultr("bias", path, *FAST, "--verbose")
     assert done.returncode == 0, done.stderr
     assert "verdict: identified - correct for position bias. Items were shown at several positions." in done.stderr
     assert "harvest and items agree" in done.stderr
     assert "items shown at several positions link all positions" in done.stderr
-    assert "requests in random order" in done.stderr
     assert "Examination relative to position 1" in done.stdout
     assert "95% intervals cover sampling error only" in done.stderr
     for heading in ("position", "shown", "rate", "harvest", "items", "held-out"):
         assert heading in done.stdout
+
+
+def test_a_result_is_five_lines(ultr, path):
+    done = ultr("bias", path, *FAST)
+    lines = done.stderr.splitlines()
+    assert done.stdout == ""
+    assert [line.split(":")[0] for line in lines[1:]] == ["how biased", "verdict", "positions", "to be safe"]
+    assert "compared with position 1, users look 0." in lines[1]
+    assert "1 to 5 known to within 30% (100.0% of rows)" in lines[3]
+    assert lines[4] == "to be safe: nothing more is needed"
 
 
 def test_json_goes_to_stdout_alone(ultr, path):
@@ -120,12 +129,12 @@ def test_suspicious_requests_are_left_out_unless_they_are_kept(ultr, tmp_path):
     log = world("random", requests=2000, theta=0.9 / np.arange(1, 9))
     clicks = np.maximum(log.actions["click"], np.repeat(np.arange(2000) % 80 == 0, 8))
     write_log(replace(log, actions={"click": clicks.astype(np.float32)}), tmp_path / "log.parquet")
-    done = ultr("bias", tmp_path / "log.parquet", *FAST, "--models", "pbm")
+    done = ultr("bias", tmp_path / "log.parquet", *FAST, "--models", "pbm", "--verbose")
     assert "note: The estimates leave out 25 suspicious requests (--keep-suspicious keeps them)." in done.stderr
     assert "verdict: identified - " in done.stderr
     assert "Click models on 400 held-out requests" not in done.stdout  # a fifth of all 2,000 requests
-    kept = ultr("bias", tmp_path / "log.parquet", *FAST, "--keep-suspicious")
-    assert "leave out" not in kept.stderr
+    kept = ultr("bias", tmp_path / "log.parquet", *FAST, "--keep-suspicious", "--verbose")
+    assert "estimates leave out" not in kept.stderr
     assert "verdict: identified with care - " in kept.stderr
     assert "The estimates use 25 suspicious requests (see the warnings)." in kept.stderr
 
@@ -133,7 +142,7 @@ def test_suspicious_requests_are_left_out_unless_they_are_kept(ultr, tmp_path):
 def test_estimates_from_features_are_printed(ultr, tmp_path):
     path = tmp_path / "log.parquet"
     write_log(world("deterministic", requests=600, features=3), path)
-    done = ultr("bias", path, *FAST, "--sample", 1000)
+    done = ultr("bias", path, *FAST, "--sample", 1000, "--verbose")
     assert done.returncode == 0, done.stderr
     assert "(200 requests)" in done.stderr
     assert "of the logged order" in done.stderr
@@ -144,7 +153,7 @@ def test_a_note_says_which_items_are_not_compared(ultr, tmp_path):
     log = world("random", requests=300, features=3)
     other = np.random.default_rng(0).normal(size=log.features.shape).astype(np.float32)
     write_log(replace(log, features=other, context={}), tmp_path / "log.parquet")
-    done = ultr("bias", tmp_path / "log.parquet", *FAST)
+    done = ultr("bias", tmp_path / "log.parquet", *FAST, "--verbose")
     assert "note: Items are not compared across positions" in done.stderr
 
 
@@ -157,11 +166,12 @@ def with_segments(names, features=0):
 def test_segments_are_printed_and_written_separately(ultr, tmp_path):
     path, out = tmp_path / "log.parquet", tmp_path / "bias"
     write_log(with_segments(["desk", "phone"], features=1), path)
-    done = ultr("bias", path, *FAST, "--segment", "segment", "--out", out)
+    done = ultr("bias", path, *FAST, "--segment", "segment", "--out", out, "--verbose")
     assert done.returncode == 0, done.stderr
     assert f"next: ultr train {path} --segment segment --bias {out} --label click --out run" in done.stderr
     for name in ("desk", "phone"):
         assert f"Segment '{name}' (1,000 requests)" in done.stdout
+        assert f"segment '{name}' (1,000 requests): identified; compared with position 1" in done.stderr
     propensities = read_propensities(out / "propensities.csv")
     assert set(propensities) == {f"{k}{name}" for k in range(1, 6) for name in ("", "@desk", "@phone")}
     assert max(propensities.values()) == pytest.approx(0.7)
@@ -196,26 +206,28 @@ def test_the_name_of_a_segment_may_contain_a_comma(ultr, tmp_path):
 
 
 def test_the_name_of_a_segment_may_contain_brackets(ultr, tmp_path):
-    assert "Segment '[b]'" in segmented(ultr, tmp_path, "[b]").stdout
+    assert "segment '[b]'" in segmented(ultr, tmp_path, "[b]").stderr
 
 
-def test_positions_without_an_estimate_are_printed_as_a_dash_and_interpolated_in_the_file(ultr, tmp_path):
+def test_positions_without_clicks_share_an_estimate_with_their_neighbours(ultr, tmp_path):
     log = world("random", requests=1000)
     clicks = log.actions["click"] * (log.positions != 4)
     path, out = tmp_path / "log.parquet", tmp_path / "bias"
     write_log(replace(log, actions={"click": clicks}), path)
-    done = ultr("bias", path, *FAST, "--out", out)
+    done = ultr("bias", path, *FAST, "--out", out, "--verbose")
     assert done.returncode == 0, done.stderr
-    row = next(line for line in done.stdout.splitlines() if line.strip("│ ").startswith("4 "))
-    assert "-" in row
-    assert list(map(int, read_propensities(out / "propensities.csv"))) == [1, 2, 3, 4, 5]
+    rows = [line.strip("│ ").split("│")[0].strip() for line in done.stdout.splitlines() if line.startswith("│")]
+    assert rows[:4] == ["1", "2", "3", "4 to 5"]
+    assert "positions with few clicks share one estimate: 4 to 5" in done.stderr
+    theta = read_propensities(out / "propensities.csv")
+    assert theta["4"] == theta["5"]
 
 
 def test_a_long_table_is_cut(ultr, tmp_path):
     path = tmp_path / "log.parquet"
-    log = world("random", requests=300)
-    write_log(replace(log, positions=log.positions + 5 * np.repeat(np.arange(300) % 8, 5)), path)
-    done = ultr("bias", path, *FAST)
+    log = world("random", requests=5000)
+    write_log(replace(log, positions=log.positions + 5 * np.repeat(np.arange(5000) % 8, 5)), path)
+    done = ultr("bias", path, *FAST, "--verbose")
     assert done.returncode == 0, done.stderr
     assert "and 10 more positions" in done.stderr
 

@@ -78,7 +78,15 @@ def test_a_log_is_simulated_and_described(ultr, tmp_path):
     assert facts["unused_columns"] == []
     assert facts["positions"]["position"] == [1, 2, 3, 4, 5]
     assert facts["positions"]["click_rate"][0] > facts["positions"]["click_rate"][4]
-    assert "Feedback by position" in ultr("describe", path).stdout
+    assert "Feedback by position" in ultr("describe", path, "--verbose").stdout
+
+
+def test_the_shell_completes_commands_and_options(ultr, monkeypatch):
+    monkeypatch.setenv("_ULTR_COMPLETE", "complete_bash")
+    for typed, completed in (("ultr des", "describe"), ("ultr bias --verb", "--verbose")):
+        monkeypatch.setenv("COMP_WORDS", typed)
+        monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+        assert ultr().stdout.split() == [completed]
 
 
 def test_methods_for_clicks_are_named_if_the_label_has_other_values(ultr, tmp_path):

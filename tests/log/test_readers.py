@@ -210,8 +210,8 @@ def test_a_log_needs_no_features_and_no_actions():
     assert read_log(table_with(click=None)).actions == {}
 
 
-def test_missing_features_are_kept_when_asked_for():
-    log = read_log(table_with(f1=[0.1, None, float("nan")]), missing="keep")
+def test_missing_features_are_kept():
+    log = read_log(table_with(f1=[0.1, None, float("nan")]))
     assert np.isnan(log.features[:, 0]).tolist() == [False, True, True]
 
 
@@ -246,8 +246,12 @@ BAD_TABLES = [
     (dict(click=[0, float("inf"), 1]), {}, "got inf in row 2"),
     (dict(click=[0, 1e39, 1]), {}, "got 1e[+]39 in row 2"),
     (dict(click=["x", "y", "z"]), {}, "action column 'click' must hold numbers, got type string"),
-    (dict(f2=[1.0, None, 2.0]), {}, "feature 'f2' has values that are not finite, got nan in row 2"),
-    (dict(f2=[1.0, 2.0, float("nan")]), {}, "missing='keep'"),
+    (
+        dict(f2=[1.0, None, 2.0]),
+        dict(missing="reject"),
+        "feature 'f2' has values that are not finite, got nan in row 2",
+    ),
+    (dict(f2=[1.0, 2.0, float("nan")]), dict(missing="reject"), "missing='reject'"),
     (dict(f2=[1.0, 2.0, float("-inf")]), {}, "feature 'f2' .* got -inf in row 3"),
     (dict(f2=[1.0, 2.0, 1e300]), {}, "got inf in row 3 .* beyond 3.4e38"),
     (dict(f2=["x", "y", "z"]), {}, "feature column 'f2' must hold numbers"),
@@ -267,7 +271,7 @@ def test_a_bad_table_is_an_error_with_a_hint(changes, options, message):
 
 def test_infinite_features_are_an_error_even_if_missing_ones_are_kept():
     with pytest.raises(ColumnError, match="got inf"):
-        read_log(table_with(f1=[0.1, None, float("inf")]), missing="keep")
+        read_log(table_with(f1=[0.1, None, float("inf")]))
 
 
 def test_tables_without_rows_and_other_objects_are_errors():

@@ -324,7 +324,6 @@ DAMAGED = {
     "no list of positions": (with_values("position", lambda _: None), "must have at least one item"),
     "no list of features": (with_values("features", lambda _: None), "lists of 'features' must be as long"),
     "an item without features": (with_values("features", lambda v: [None, *v[1:]]), "must have 3 features"),
-    "a NaN": (with_values("features", lambda v: [[0, float("nan"), 0], *v[1:]]), "'f1' has values that are not finite"),
     "an infinity": (with_values("features", lambda v: [[0, 0, float("inf")], *v[1:]]), "'f2' has values that are not"),
     "a feature more": (with_values("features", lambda v: [[0.0] * 4, *v[1:]]), "each item must have 3 features"),
     "a feature moved": (

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 from ultr.errors import DataError
 from ultr.log import read_log
-from ultr.rankers import FeatureEncoder
-from ultr.rankers.model import load_model
+from ultr.rankers import FeatureEncoder, LinearRanker
+from ultr.rankers.model import Model, load_model
 from ultr.serving.export import export_run
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.run import run_training
@@ -37,11 +41,25 @@ def test_a_model_that_takes_missing_values_is_saved_and_exported(tmp_path):
     data.to_parquet(tmp_path / "log.parquet")
     few = TrainingOptions(steps=5, evaluate_every=5, batch=32, device="cpu")
     config = {"label": "click", "method": "pointwise", "ranker": "linear", "training": few}
-    with pytest.raises(DataError, match="--missing mean"):
-        run_training(RunConfig(data=str(tmp_path / "log.parquet"), **config), tmp_path / "run")
-    run = run_training(RunConfig(data=str(tmp_path / "log.parquet"), missing="mean", **config), tmp_path / "run")
-    model, log = load_model(run), read_log(data, missing="keep")
+    with pytest.raises(DataError, match="leave out --missing error"):
+        run_training(RunConfig(data=str(tmp_path / "log.parquet"), missing="error", **config), tmp_path / "run")
+    notes: list[str] = []
+    data_config = RunConfig(data=str(tmp_path / "log.parquet"), **config)
+    run = run_training(data_config, tmp_path / "run", on_note=notes.append)
+    share = f"{data['f2'].isna().mean():.0%}"[:-1]
+    assert re.fullmatch(
+        rf"values of features are missing: f2 \({share[0]}\d\.\d%\); they count as the mean .*", notes[0]
+    )
+    model, log = load_model(run), read_log(data)
     assert model.missing == "keep"
     scores = model.score(log)
     assert np.isfinite(scores).all()
     assert export_run(run, tmp_path / "exported").keeps_missing
+
+
+def test_a_model_that_rejects_missing_values_does_not_score_them():
+    log = read_log(pa.table({"request": [1, 1], "position": [1, 2], "click": [0, 1], "f1": [0.5, np.nan]}))
+    model = Model(LinearRanker(FeatureEncoder(1)), ("f1",), "click")
+    with pytest.raises(DataError, match="feature 'f1' has missing values"):
+        model.score(log)
+    assert np.isfinite(replace(model, takes_missing=True).score(log)).all()

@@ -9,6 +9,7 @@ import shutil
 import sys
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import plotly.graph_objects
@@ -21,7 +22,8 @@ from pages import plots_of
 from ultr.errors import AbsentError, DataError, OptionError, OutputError, UltrError
 from ultr.evaluation.scores import holm, mean_with_interval, paired_test
 from ultr.log import write_log
-from ultr.report import write_comparison_page, write_report
+from ultr.report import write_bias_page, write_comparison_page, write_report
+from ultr.report.answer import answer as answer_of
 from ultr.report.bias import bias_section
 from ultr.report.page import page
 from ultr.report.parts import Card, Cards, Code, Folded, Grid, Heading, Notes, Plot, Section, Table, Text
@@ -75,6 +77,48 @@ def test_every_section_is_there(five):
 def test_plotly_accepts_every_plot(five):
     for figure in plots_of(five):
         plotly.graph_objects.Figure(figure)  # raises an error for unknown names and values
+
+
+def test_the_page_begins_with_an_answer_in_words(runs, tmp_path):
+    page = write_report([runs["plain"], runs["em"]], tmp_path / "page.html", names=["old one", "new one"]).read_text()
+    assert "<title>old one and new one" in page
+    words = [page.index(each) for each in ("Is it better?", "Which run is best?", "How sure?", "What to do?")]
+    assert words == sorted(words)
+    assert words[-1] < page.index("on validation, at step")  # before the cards
+    for names in (["one"], ["same", "same"]):
+        with pytest.raises(OptionError, match="a name of its own"):
+            write_report([runs["plain"], runs["em"]], tmp_path / "other.html", names=names)
+
+
+@pytest.mark.parametrize(
+    ("shift", "answer", "do"),
+    [
+        (0.2, "Yes. With new, the expected feedback on the first 10 items is 20.0% higher", "a later log"),
+        (-0.2, "No. With new, the expected feedback on the first 10 items is 20.0% lower", "Keep the"),
+        (0.0005, "Not clear. With new, the expected feedback", "Collect more requests"),
+    ],
+)
+def test_the_answer_follows_from_the_difference_to_the_logged_ranking(shift, answer, do):
+    rng, metric = np.random.default_rng(0), "off-policy-reward@10"
+    logged = 1 + rng.normal(0, 0.01, 400)
+    logged += 1 - logged.mean()
+    results = {metric: logged + shift + rng.permutation(np.linspace(-0.1, 0.1, 400)), LOGGED + metric: logged}
+    outcome = SimpleNamespace(results=results, weights=np.ones(400))
+    bias = {"theta_from": "1,000 requests in random order", "theta_standard_error": 0.3}
+    run = SimpleNamespace(
+        name="new",
+        folder=Path("my run"),
+        selected=(metric, 1.2, 5),
+        outcome=outcome,
+        bias=bias,
+        warnings=["few clicks"],
+    )
+    notes = answer_of([run], None)
+    assert notes.notes[0].startswith(f"Is it better? {answer}")
+    assert do in notes.notes[-1]
+    assert notes.good == (shift == 0.2)
+    for words in ("over 400 validation requests", f"{bias['theta_from']} (standard error 30%)", "the warning below"):
+        assert words in notes.notes[1]
 
 
 def test_the_page_shows_the_metrics_of_the_run(five, runs):
@@ -336,6 +380,9 @@ def test_a_comparison_has_its_page(tmp_path):
     assert f"<td>{test['difference']:+.4f}</td>" in text
     assert '<tr class="marked">\n<th scope="row">dla</th>' in text
     assert re.search(r'class="name">dla</div><div class="value">0.7167', text)
+    assert "Which method is best? dla, by ndcg@10 (0.7167)." in text
+    assert "How sure? It is 40.5% higher than pointwise (p = " in text
+    assert "What to do? Train dla (lr 0.1) with ultr train" in text
     table = table_of(text)
     assert list(table["dla"]) == [
         "ndcg@10",
@@ -445,6 +492,11 @@ def test_curves_by_position_do_not_fold_back(ultr, tmp_path):
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "bias" / "bias.html").read_text()
     assert "95% intervals cover sampling error only" in text
+    assert "how biased: compared with position 1" in text
+    report = json.loads((tmp_path / "bias" / "bias.json").read_text())
+    for estimate in report["estimates"].values():  # as in files of older versions, which do not pool rare positions
+        estimate["low"][5:], estimate["high"][5:] = [None] * 36, [None] * 36
+    text = write_bias_page(report, tmp_path / "older.html", source="log").read_text()
     figure = plots_of(text)[0]
     assert figure["layout"]["xaxis"]["categoryarray"] == [str(k) for k in range(1, 42)]
     assert any(len(set(trace["x"])) < 41 for trace in figure["data"])

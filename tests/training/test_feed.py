@@ -340,7 +340,7 @@ def test_a_shard_that_cannot_be_read_is_an_error_of_the_step(log, tmp_path):
     shards = Shards(write_lists(log, tmp_path / "lists", shards=4, group=5))
     path = tmp_path / "lists" / "train" / "part-00002.parquet"
     table = pq.read_table(path)
-    rows = [[[math.nan] * 3] * len(items) for items in table["position"].to_pylist()]
+    rows = [[[math.inf] * 3] * len(items) for items in table["position"].to_pylist()]
     place = table.schema.get_field_index("features")
     changed = table.set_column(place, "features", pa.array(rows, table["features"].type))
     pq.write_table(changed, path, row_group_size=5)

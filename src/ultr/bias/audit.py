@@ -7,7 +7,7 @@ determines it well enough to correct the bias.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,13 +16,14 @@ import pyarrow.compute as pc
 import torch
 
 from ultr.bias import estimators
-from ultr.bias.counts import Impressions, counted, impressions, replicates
-from ultr.bias.estimators import SCALE, SMALLEST, largest_one, pools
+from ultr.bias.counts import Impressions, compared_clicks, counted, impressions, in_pools, replicates
+from ultr.bias.estimators import pools
 from ultr.bias.evidence import best_source, evidence, items_comparable
-from ultr.bias.identification import INTERVALS, Agreement, Estimate, Verdict, agreement, estimate, links, verdict
+from ultr.bias.identification import Estimate, agreement, estimate, links, verdict
 from ultr.bias.likelihood import TUNED, HeldOut
-from ultr.bias.logging_policy import logging_score, strata_of
-from ultr.bias.pitfalls import Pitfall, find_pitfalls, suspicious_requests
+from ultr.bias.logging_policy import recovered_score, strata_of
+from ultr.bias.pitfalls import find_pitfalls, suspicious_requests
+from ultr.bias.result import BiasReport
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.labels import Label
@@ -34,89 +35,6 @@ BUCKETS = 20  # groups of rows with similar predicted relevance, in which the re
 MAX_SEGMENTS = 10  # the segments with the most requests are audited separately
 MAX_REPLICATES = 10_000  # of the bootstrap
 CLEAR_GAIN = 1e-3  # features explain clicks if they raise the held-out log-likelihood by this share of it
-
-
-@dataclass(frozen=True, eq=False)
-class BiasReport:
-    """The result of an audit: estimates of examination by position, a verdict, and problems of the log."""
-
-    label: str
-    requests: int
-    positions: np.ndarray
-    impressions: np.ndarray
-    clicks: np.ndarray  # number of rows with positive feedback at each position
-    rate: np.ndarray  # share of the impressions at each position with positive feedback
-    reference: int  # the position that θ is relative to: θ is 1 there
-    estimates: Mapping[str, Estimate]
-    agreements: list[Agreement]
-    verdict: Verdict
-    pitfalls: list[Pitfall]
-    links: Mapping[str, Any] | None = None  # groups of positions that shared items link (`identification.links`)
-    explained: float | None = None  # share of the logged order that features explain
-    sampled_requests: int = 0  # number of requests that estimates from features use
-    left_out: int = 0  # number of suspicious requests that no estimate uses
-    notes: tuple[str, ...] = ()
-    segments: Mapping[str, BiasReport] = field(default_factory=dict)
-
-    @property
-    def anchor(self) -> Estimate | None:
-        """The estimate that the verdict recommends, or None."""
-        return None if self.verdict.anchor is None else self.estimates[self.verdict.anchor]
-
-    def propensities(self) -> dict[int, float]:
-        """Return examination by position, at most 0.7; {} if no estimate is recommended.
-
-        Positions with few clicks or imprecise estimates share one with their neighbours (`estimators.pools`). It is
-        Σn / Σ(n/θ), where n is the precision of log θ, but at most the number of clicks. Where θ is unknown, it is
-        interpolated.
-        """
-        if self.anchor is None or not (estimated := np.isfinite(self.anchor.theta)).any():
-            return {}
-        theta, clicks = self.anchor.theta.copy(), np.full(len(self.positions), np.inf)
-        if self.verdict.anchor != "known":
-            precision = self.anchor.precision if np.isfinite(self.anchor.low).any() else self.clicks
-            n = np.minimum(precision, np.maximum(self.clicks, 1))[estimated]
-            pool = pools(n, self.positions[estimated])
-            theta[estimated] = (np.bincount(pool, n) / np.bincount(pool, n / theta[estimated]))[pool]
-            clicks[estimated] = np.bincount(pool, n)[pool]
-        scaled = np.maximum(SCALE * largest_one(theta, clicks), SMALLEST)
-        return {int(k): float(v) for k, v in zip(self.positions, scaled, strict=True)}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a dictionary for bias.json, where `ultr train --bias` reads `positions` and `theta`."""
-        theta = self.propensities()
-        return {
-            "label": self.label,
-            "requests": self.requests,
-            "positions": self.positions.tolist(),
-            "theta": [theta.get(position) for position in self.positions.tolist()],
-            "impressions": self.impressions.tolist(),
-            "rate": self.rate.tolist(),
-            "reference": self.reference,
-            "estimates": {name: _estimate_json(result) for name, result in self.estimates.items()},
-            "intervals": INTERVALS,
-            "left_out": self.left_out,
-            "agreements": [asdict(test) for test in self.agreements],
-            "links": self.links,
-            "order_explained_by_features": self.explained,
-            "sampled_requests": self.sampled_requests,
-            "verdict": {**asdict(self.verdict), "advice": self.verdict.advice},
-            "pitfalls": [asdict(pitfall) for pitfall in self.pitfalls],
-            "notes": list(self.notes),
-            "segments": {name: report.to_json() for name, report in self.segments.items()},
-        }
-
-
-def _estimate_json(result: Estimate) -> dict[str, Any]:
-    def plain(values: np.ndarray) -> list[float | None]:
-        return [float(v) if np.isfinite(v) else None for v in values]
-
-    return {
-        "theta": plain(result.theta),
-        "low": plain(result.low),
-        "high": plain(result.high),
-        "held_out_log_likelihood": None if result.held_out is None else plain(np.array([result.held_out]))[0],
-    }
 
 
 @dataclass(frozen=True)
@@ -134,7 +52,7 @@ def audit(
     label: str = "click",
     sample: Log | None = None,
     known: Mapping[Any, float] | None = None,
-    bootstrap: Annotated[int, Within(0, MAX_REPLICATES)] = 100,
+    bootstrap: Annotated[int, Within(0, MAX_REPLICATES)] = 50,
     seed: Seed = 0,
     keep_suspicious: bool = False,
 ) -> BiasReport:
@@ -210,16 +128,11 @@ def _audit(
         what = f"the log has no positive feedback: the label '{options.label}' is never above 0"
         raise DataError(what, hint="choose another label with --label")
     seen = impressions(log, clicked, seed=options.seed)
-    width, groups = len(seen.positions), int(seen.group.max()) + 1
+    positions, width, groups = seen.positions, len(seen.positions), int(seen.group.max()) + 1
     shown = np.bincount(seen.place, seen.row_weights(), width)
+    clicks = np.bincount(seen.place[clicked], minlength=width)
     rate = np.bincount(seen.place, seen.row_weights() * clicked, width) / shown
-    reference = int((rate * shown).argmax())
-    weights = replicates(groups, options.bootstrap, seed=options.seed)
-    estimates: dict[str, Estimate] = {}
     notes: list[str] = []
-    values = np.array([known.get(str(k), np.nan) for k in seen.positions.tolist()])
-    if np.isfinite(values).any():
-        estimates["known"] = estimate("known", np.tile(values, (options.bootstrap + 1, 1)), reference)
     no_links = "no clicked item was shown at more than one position"  # the reason, if items give no estimate
     if seen.items is None:
         no_links = "the log has no item ids"
@@ -230,78 +143,102 @@ def _audit(
             "their relevance may differ too. To compare them, add a column `query`, or a new item id for each context."
         )
         seen = replace(seen, items=None)
-    best, graph = _count_estimates(seen, weights, reference, estimates, notes, options.seed)
+    best = best_source(evidence(seen, seed=options.seed), seen)
+    pool = pools(clicks if best is None else compared_clicks(best.cells, log.weights), positions)
+    view = _View(positions, pool, int((rate * shown).argmax()), {})
+    values = np.array([known.get(str(k), np.nan) for k in positions.tolist()])
+    if np.isfinite(values).any():
+        view.estimates["known"] = estimate("known", np.tile(values, (options.bootstrap + 1, 1)), view.reference)
+    seen = in_pools(seen, pool)
+    weights = replicates(groups, options.bootstrap, seed=options.seed)
+    graph = _count_estimates(seen, weights, view, shown, notes, options.seed)
     explained, explain_clicks = None, False
     if sample is not None:
-        explained, explain_clicks = _feature_estimates(seen, sample, reference, estimates, notes, options)
+        explained, explain_clicks = _feature_estimates(view, sample, notes, options, network=best is None)
+    estimates = view.estimates
     pairs = [(a, b) for i, a in enumerate(estimates.values()) for b in list(estimates.values())[i + 1 :]]
-    agreements = [test for a, b in pairs if (test := agreement(a, b, seen.positions)) is not None]
+    tests = [agreement(a, b, positions, shown=shown, pool=pool) for a, b in pairs]
+    agreements = [test for test in tests if test is not None]
     return BiasReport(
         label=options.label,
         requests=len(log),
-        positions=seen.positions,
+        positions=positions,
         impressions=shown,
-        clicks=np.bincount(seen.place[clicked], minlength=width),
+        clicks=clicks,
         rate=rate,
-        reference=int(seen.positions[reference]),
+        reference=int(positions[view.reference]),
         estimates=estimates,
         agreements=agreements,
         verdict=verdict(
             estimates,
             agreements,
-            best=best,
+            best=None if best is None else best.name,
             impressions=shown,
             requests=float(len(log) if log.weights is None else log.weights.sum()),
             rate=rate,
             explained=explained,
             features_explain_clicks=explain_clicks,
             no_links=no_links,
+            pool=pool,
             suspicious=int(suspicious_requests(log, clicked).sum()) if options.keep_suspicious else 0,
         ),
         pitfalls=[],
         links=graph,
         explained=explained,
         sampled_requests=0 if sample is None else len(sample),
+        pool=pool,
         notes=tuple(notes),
     )
 
 
-def _count_estimates(
-    seen: Impressions,
-    weights: np.ndarray,
-    reference: int,
-    estimates: dict[str, Estimate],
-    notes: list[str],
-    seed: int,
-) -> tuple[str | None, Mapping[str, Any] | None]:
-    """Add estimates from requests in random order and from items shown at several positions to `estimates`.
+@dataclass(frozen=True, eq=False)
+class _View:
+    """The positions of an audit, the pool of each, the index of the reference position, and the estimates so far."""
 
-    Return the name of the best of them, or None, and the groups of positions that such items link
-    (`identification.links`), or None if there are no such items.
+    positions: np.ndarray
+    pool: np.ndarray
+    reference: int
+    estimates: dict[str, Estimate]
+
+    def add(self, name: str, draws: np.ndarray, at: np.ndarray | None = None, held_out: float | None = None) -> None:
+        """Add an estimate, given θ [replicates, pools]; `at` are the pools, if they are not all."""
+        if at is not None:
+            some, draws = draws, np.full((len(draws), int(self.pool[-1]) + 1), np.nan)
+            draws[:, at] = some
+        self.estimates[name] = estimate(name, draws[:, self.pool], self.reference, held_out)
+
+
+def _count_estimates(
+    seen: Impressions, weights: np.ndarray, view: _View, shown: np.ndarray, notes: list[str], seed: int
+) -> Mapping[str, Any] | None:
+    """Add estimates from requests in random order and from items shown at several positions to those of `view`.
+
+    Return the groups of positions that such items link (`identification.links`), or None without such items.
     """
     training = _training_groups(weights)
-    fitted: dict[str, np.ndarray] = {name: result.theta for name, result in estimates.items()}
+    of_pool = np.bincount(view.pool, shown)
+    fitted = {name: np.bincount(view.pool, shown * result.theta) / of_pool for name, result in view.estimates.items()}
     sources = evidence(seen, seed=seed)
     graph = None
     if (counts := sources.get("randomised")) is not None:
-        estimates["randomised"] = estimate("randomised", estimators.position_based(counts, weights), reference)
+        view.add("randomised", estimators.position_based(counts, weights))
         fitted["randomised"] = estimators.position_based(counts, training)[0]
     if (counts := sources.get("items")) is not None:
         if counts.share < 1:
             used = f"a random {counts.share:.1%} of the items that were clicked and shown at several positions"
             notes.append(f"The estimators harvest and items use {used}.")
-        estimates["harvest"] = estimate("harvest", estimators.harvest(counts, weights, seed=seed), reference)
-        estimates["items"] = estimate("items", estimators.position_based(counts, weights), reference)
+        view.add("harvest", estimators.harvest(counts, weights, seed=seed))
+        view.add("items", estimators.position_based(counts, weights))
         fitted["harvest"] = estimators.harvest(counts, training, seed=seed)[0]
         fitted["items"] = estimators.position_based(counts, training)[0]
-        graph = links(estimators.pair_clicks(counts, weights[:, 0], seed=seed), seen.positions)
+        graph = links(estimators.pair_clicks(counts, weights[:, 0], seed=seed), view.positions, view.pool)
     if seen.items is not None and fitted:
         held_out = HeldOut(seen, seen.items, seed=seed)
         common = np.isfinite(list(fitted.values())).all(0)  # likelihoods are comparable only at the same positions
         for name, theta in fitted.items():
-            estimates[name] = replace(estimates[name], held_out=held_out.score(np.where(common, theta, np.nan)))
-    best = best_source(sources, seen)
-    return None if best is None else best.name, graph
+            score = held_out.score(np.where(common, theta, np.nan))
+            view.estimates[name] = replace(view.estimates[name], held_out=score)
+    return graph
 
 
 def _training_groups(weights: np.ndarray) -> np.ndarray:
@@ -310,43 +247,38 @@ def _training_groups(weights: np.ndarray) -> np.ndarray:
 
 
 def _feature_estimates(
-    seen: Impressions,
-    sample: Log,
-    reference: int,
-    estimates: dict[str, Estimate],
-    notes: list[str],
-    options: _Options,
+    view: _View, sample: Log, notes: list[str], options: _Options, *, network: bool
 ) -> tuple[float, bool]:
-    """Add estimates from features to `estimates`.
+    """Add estimates from features to those of `view`.
 
-    Return the share of the logged order that features explain, and True if features explain clicks.
+    With `network`, a network may model the logging ranker, which takes longer. Return the share of the logged order
+    that features explain, and True if features explain clicks.
     """
     seed = options.seed
     clicked = _clicked(sample, options.label)
     sampled = impressions(sample, clicked, seed=seed)
-    if not np.isin(sampled.positions, seen.positions).all():
-        got = f"position {np.setdiff1d(sampled.positions, seen.positions)[0]}, which the log does not show"
+    if not np.isin(sampled.positions, view.positions).all():
+        got = f"position {np.setdiff1d(sampled.positions, view.positions)[0]}, which the log does not show"
         hint = "draw the sample from the requests of the log"
         raise DataError("the sample must be a subset of the log's requests", got=got, hint=hint)
-    at = np.searchsorted(seen.positions, sampled.positions)
-    logging = logging_score(sample, seed=seed)
+    pool = view.pool[np.searchsorted(view.positions, sampled.positions)]
+    sampled, at = in_pools(sampled, pool), np.unique(pool)
+    logging = recovered_score(sample, seed=seed, network=network)
     strata = strata_of(sample, logging.score, clicks=float(clicked.sum()))
     weights = replicates(int(sampled.group.max()) + 1, options.bootstrap, seed=seed + 1)
     training = _training_groups(weights)
     counts = counted(sampled, strata)
-    _add(estimates, "strata", estimators.position_based(counts, weights), at, seen, reference)
     score = HeldOut(sampled, strata, seed=seed).score(estimators.position_based(counts, training)[0])
-    estimates["strata"] = replace(estimates["strata"], held_out=score)
+    view.add("strata", estimators.position_based(counts, weights), at, score)
     numeric = [i for i in range(len(sample.feature_names)) if i not in sample.categories]
     if len(numeric) > MAX_FEATURES:
         notes.append(f"The estimator regression uses {MAX_FEATURES:,} of {len(numeric):,} features, chosen at random.")
         numeric = np.sort(np.random.default_rng(seed).choice(numeric, MAX_FEATURES, replace=False)).tolist()
     features = standardised(sample.features, numeric)
-    _add(estimates, "regression", estimators.regression(sampled, features, weights), at, seen, reference)
     log_theta, logit = estimators.fitted_regression(sampled, features, training[:, 0])
     edges = np.quantile(logit, np.linspace(0, 1, BUCKETS + 1)[1:-1])
     bucketed = HeldOut(sampled, np.searchsorted(edges, logit), seed=seed).score(np.exp(log_theta))
-    estimates["regression"] = replace(estimates["regression"], held_out=bucketed)
+    view.add("regression", estimators.regression(sampled, features, weights), at, bucketed)
     flat = HeldOut(sampled, np.zeros(sample.rows, np.int64), seed=seed).score(np.exp(log_theta))
     return logging.explained, bool(bucketed > flat + CLEAR_GAIN * abs(flat))
 
@@ -356,12 +288,3 @@ def standardised(features: np.ndarray, numeric: list[int]) -> np.ndarray:
     encoder = FeatureEncoder(features.shape[1], only=numeric)
     encoder.fit(features)
     return np.asarray(encoder(torch.from_numpy(np.array(features))).numpy())
-
-
-def _add(
-    estimates: dict[str, Estimate], name: str, theta: np.ndarray, at: np.ndarray, seen: Impressions, reference: int
-) -> None:
-    """Add θ [replicates, positions of the sample] to `estimates`; `at` is the index of each position in the log."""
-    draws = np.full((len(theta), len(seen.positions)), np.nan)
-    draws[:, at] = theta
-    estimates[name] = estimate(name, draws, reference)

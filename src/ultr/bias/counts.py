@@ -46,6 +46,13 @@ class Impressions:
         return self.of_rows(self.weights.astype(np.float64))[rows]
 
 
+def in_pools(seen: Impressions, pool: np.ndarray) -> Impressions:
+    """Return impressions by pool of positions; `pool` has the pool of each position, and pools without rows go."""
+    used, place = np.unique(pool, return_inverse=True)
+    first = np.searchsorted(place, np.arange(len(used)))
+    return replace(seen, positions=seen.positions[first], place=place[seen.place].astype(np.int32))
+
+
 def check_positions(count: int, most: int) -> None:
     """Raise DataError if `count`, the number of different positions in a log, is above `most`."""
     if count > most:
@@ -113,6 +120,16 @@ def count_cells(strata: np.ndarray, places: np.ndarray, shown: np.ndarray, click
     ids, cells = np.unique(strata.astype(np.int64) * width + places, return_inverse=True)
     sums = (np.bincount(cells, rows, len(ids)) for rows in (shown, clicked))
     return Cells(ids // width, ids % width, (int(strata.max(initial=-1)) + 1, width), *sums)
+
+
+def compared_clicks(cells: Cells, weights: np.ndarray | None) -> np.ndarray:
+    """Return the clicks behind θ of each position: those of strata that were shown at several positions.
+
+    `weights` are those of requests; they may be shares of requests, and then count as multiples of their mean.
+    """
+    compared = np.bincount(cells.strata)[cells.strata] > 1
+    unit = 1.0 if weights is None else min(1.0, float(weights.mean()))
+    return np.bincount(cells.places, cells.clicked * compared, cells.size[1]) / unit
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,9 @@ Each returns θ [replicates, positions] up to a factor, for bootstrap replicates
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +24,10 @@ from scipy.sparse.csgraph import connected_components
 
 from ultr.bias.counts import Cells, Counts, Impressions
 from ultr.log.segments import SHIFT
+from ultr.utils.lbfgs import minimise
 
-PAIR_WORK = 30_000_000  # `harvest` samples items if their number times positions squared is above this
+PAIR_WORK = 8_000_000  # `harvest` samples items if their number times positions squared is above this
+DENSE = 2_000_000  # matrices with at most this many entries are dense, which is faster
 NEWTON = 50  # most iterations of Newton's method
 SETTLED = 1e-6  # EM stops if no θ changes by more than this share
 SMALLEST = 1e-3  # the smallest θ; a lower one cannot be distinguished from 0
@@ -48,15 +52,14 @@ def pair_clicks(counts: Counts, weights: np.ndarray, *, seed: int = 0) -> np.nda
         sampled[np.random.default_rng(seed).permutation(items)[:most]] = True
     row = np.cumsum(sampled) - 1
     cells = sampled[counts.strata]
-    n, rate = np.zeros((int(sampled.sum()), width)), np.zeros((int(sampled.sum()), width))
-    at = row[counts.strata[cells]], counts.places[cells]
+    n, rate = np.zeros((width, int(sampled.sum()))), np.zeros((width, int(sampled.sum())))
+    at = counts.places[cells], row[counts.strata[cells]]
     n[at], rate[at] = shown[cells], clicked[cells] / np.maximum(shown[cells], 1e-300)
     clicks = np.zeros((width, width))
     for k in range(width):
-        here = n[:, k] > 0
-        at_k = n[here, k][:, None]
-        overlap = at_k * n[here] / (at_k + n[here])
-        clicks[k] = rate[here, k] @ overlap
+        here = np.flatnonzero(rate[k] > 0)  # other items add nothing
+        at_k, others = n[k, here], n[:, here]
+        clicks[k] = (others * at_k / (others + at_k)) @ rate[k, here]
     np.fill_diagonal(clicks, 0)
     return clicks
 
@@ -110,13 +113,9 @@ def position_based(counts: Counts, weights: np.ndarray) -> np.ndarray:
     for every position: equations that are conditional on the clicks of each stratum. They have one solution, and mean
     zero at the truth even if strata were rarely shown. The binomial likelihood is then biased by its bound β <= 1.
     """
-    start: np.ndarray | None = None
-    draws = []
-    for column in weights.T:
-        fit = fit_conditional(counts.weighted(column), start)
-        start = np.where(np.isfinite(fit.theta), np.log(fit.theta), 0.0)
-        draws.append(fit.theta)
-    return np.array(draws)
+    first = fit_conditional(counts.weighted(weights[:, 0])).theta
+    start = np.where(np.isfinite(first), np.log(first), 0.0)
+    return np.array([first, *(fit_conditional(counts.weighted(each), start).theta for each in weights.T[1:])])
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,9 +145,8 @@ def fit_conditional(cells: Cells, start: np.ndarray | None = None) -> Conditiona
     )
     clicks = np.bincount(places, clicked, width)
     anchor = int(clicks.argmax())
-    together = sparse.csr_matrix((np.ones(len(places)), (strata, places)), (size, width))
-    won = sparse.csr_matrix((clicked > 0, (strata, places)), (size, width), dtype=float)
-    linked = _linked((won.T @ together).toarray(), anchor)
+    matrix = _matrices(strata, places, (size, width))
+    linked = _linked(_product(matrix(clicked > 0), matrix(shown > 0)), anchor)
     free = linked & (np.arange(width) != anchor)
     log_theta = np.where(linked, 0.0 if start is None else start, -40.0)
     step, curve = np.zeros(width), np.zeros((width, width))
@@ -156,17 +154,36 @@ def fit_conditional(cells: Cells, start: np.ndarray | None = None) -> Conditiona
         expected = shown * np.exp(log_theta - log_theta[anchor])[places]
         share = expected / np.bincount(strata, expected, size)[strata]
         drawn = total[strata] * share
-        root = sparse.csr_matrix((np.sqrt(total[strata]) * share, (strata, places)), (size, width))
-        curve = np.diag(np.bincount(places, drawn, width)) - (root.T @ root).toarray()
+        root = matrix(np.sqrt(total[strata]) * share)
+        curve = np.diag(np.bincount(places, drawn, width)) - _product(root, root)
         slope = clicks - np.bincount(places, drawn, width)
         step = np.zeros(width)
         if free.any():
             step[free] = _solve(curve[np.ix_(free, free)], slope[free])
         log_theta = log_theta + np.clip(step, -1, 1)
-        if np.abs(step).max() < 1e-8:
+        if np.abs(step).max() < 1e-6:  # the next step would be about its square
             break
     theta = np.where(linked, np.exp(log_theta - log_theta[anchor]), np.nan)
     return ConditionalFit(theta, float(np.abs(step).max()), curve, anchor)
+
+
+def _matrices(strata: np.ndarray, places: np.ndarray, size: tuple[int, int]) -> Callable[[np.ndarray], Any]:
+    """Return a function from values of cells to a matrix [strata, positions], which is dense if it is small."""
+    if size[0] * size[1] > DENSE:
+        return lambda values: sparse.csr_matrix((values.astype(np.float64), (strata, places)), size)
+    at = strata * size[1] + places
+
+    def dense(values: np.ndarray) -> np.ndarray:
+        flat = np.zeros(size[0] * size[1])
+        flat[at] = values
+        return flat.reshape(size)
+
+    return dense
+
+
+def _product(a: Any, b: Any) -> np.ndarray:
+    product = a.T @ b
+    return np.asarray(product.toarray() if sparse.issparse(product) else product)
 
 
 def _solve(curve: np.ndarray, slope: np.ndarray) -> np.ndarray:
@@ -311,7 +328,9 @@ def regression(seen: Impressions, features: np.ndarray, weights: np.ndarray) -> 
     """
     log_theta, logit = fitted_regression(seen, features, np.ones(len(weights)))
     chance = np.minimum(np.exp(log_theta)[seen.place] / (1 + np.exp(-logit)), 1 - 1e-6)
-    return np.asarray(np.exp(log_theta + _one_step(seen, features, logit, chance, weights)))
+    draws = np.exp(log_theta + _one_step(seen, features, logit, chance, weights))
+    clicks = np.bincount(seen.place, seen.clicked, len(seen.positions))
+    return np.where(clicks > 0, draws, np.nan)  # a position without a click has no estimate
 
 
 def fitted_regression(
@@ -325,18 +344,14 @@ def fitted_regression(
     rate = torch.bincount(place, each * clicked, width) / torch.bincount(place, each, width).clamp(min=1e-9)
     coefficients = torch.zeros(x.shape[1] + 1, requires_grad=True)
     log_theta = (rate.clamp(min=1e-6) / rate.max().clamp(min=1e-6)).log().float().requires_grad_()
-    optimizer = torch.optim.LBFGS([coefficients, log_theta], max_iter=100, line_search_fn="strong_wolfe")
 
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
+    def loss() -> torch.Tensor:
         logit = x @ coefficients[1:] + coefficients[0]
         log_p = (log_theta.clamp(max=0)[place] + torch.nn.functional.logsigmoid(logit)).clamp(max=-1e-6)
         likelihood = torch.where(clicked, log_p, torch.log1p(-log_p.exp()))
-        loss = -(each * likelihood).sum() / each.sum() + RIDGE * coefficients[1:].square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
+        return -(each * likelihood).sum() / each.sum() + RIDGE * coefficients[1:].square().sum()
 
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    minimise([coefficients, log_theta], loss)
     with torch.no_grad():
         logit = x @ coefficients[1:] + coefficients[0]
     return log_theta.detach().clamp(max=0).double().numpy(), logit.clamp(-30, 30).numpy()

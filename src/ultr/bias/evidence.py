@@ -115,5 +115,6 @@ def items_comparable(log: Log, sample: Log | None) -> bool:
     again = np.flatnonzero(codes[order][1:] == codes[order][:-1])
     if not len(again):
         return True
-    same = (sample.features[order[again]] == sample.features[order[again + 1]]).all(1)
+    first, second = sample.features[order[again]], sample.features[order[again + 1]]
+    same = ((first == second) | (np.isnan(first) & np.isnan(second))).all(1)
     return bool(same.mean() >= SAME_FEATURES)

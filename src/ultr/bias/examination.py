@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ultr.bias.counts import Cells, check_positions, count_cells, impressions, item_codes
+from ultr.bias.counts import Cells, check_positions, compared_clicks, count_cells, impressions, item_codes
 from ultr.bias.estimators import fit_conditional, fit_trust, largest_one, pools
 from ultr.bias.evidence import Source, best_source, evidence, items_comparable
 from ultr.bias.logging_policy import logging_score, strata_of
@@ -108,9 +108,7 @@ def estimate_examination(
 
 def _pooled(cells: Cells, ids: np.ndarray, weights: np.ndarray | None) -> tuple[Cells, np.ndarray, np.ndarray]:
     """Return cells by pool of positions (`estimators.pools`), the pool of each position, and the clicks of pools."""
-    compared = np.bincount(cells.strata)[cells.strata] > 1  # a stratum at one position says nothing about θ
-    unit = 1.0 if weights is None else min(1.0, float(weights.mean()))  # weights may be shares of requests
-    clicks = np.bincount(cells.places, cells.clicked * compared, len(ids)) / unit
+    clicks = compared_clicks(cells, weights)
     pool = pools(clicks, ids)
     width = int(pool[-1]) + 1
     pooled = count_cells(cells.strata, pool[cells.places], cells.shown, cells.clicked, width=width)

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
+from scipy.special import ndtri
 
 MIN_ESTIMATED = 0.8  # a position has an interval if this share of the replicates has an estimate for it
 NORMAL = 1.959964  # half-width of a 95% interval, in standard deviations
 SIGNIFICANCE = 0.01  # level of the test, over all positions together, that two estimators differ
 NEGLIGIBLE = 0.05  # estimators whose relative difference is smaller agree without a test
 PRECISE = 0.3  # relative half-width of an interval that is good enough to correct the bias
-TARGET = 0.10  # relative half-width that the suggested number of requests in random order would reach
+MARGIN = 1.25  # the suggested number of requests in random order is this many times what would just be enough
 MOST_IMPRESSIONS = 0.9  # share of the impressions that must be at positions with a precise estimate
 MIN_LINK_CLICKS = 10.0  # two positions are linked if each has this many clicks on the items they share
 SOME_ORDER = 0.02  # features that explain less of the order than this say nothing about it
@@ -25,9 +26,8 @@ ADVICE = {
     NOT: "show some requests in random order first",
 }
 INTERVALS = "95% intervals cover sampling error only; they do not cover wrong assumptions of an estimator."
-HELP = (
-    "One of these would identify examination: random order in some requests (marked by the column of --randomised), "
-    "ids of items that were shown at several positions (--item), or known examination (--propensities)."
+OTHERWISE = (
+    "ids of items that were shown at several positions (--item), or known examination (--propensities), may do as well"
 )
 INTERVENED = ("known", "randomised", "items", "harvest")  # most trusted first; only these can identify examination
 EVIDENCE = {
@@ -35,6 +35,11 @@ EVIDENCE = {
     "randomised": "Some requests were in random order.",
     "items": "Items were shown at several positions.",
     "harvest": "Items were shown at several positions.",
+}
+CHECKS = {
+    "known": "check that the known propensities are those of this log",
+    "randomised": "check that the requests that --randomised marks were in random order",
+    "items": "name the query with --query if items were shown for different queries",
 }
 
 
@@ -85,18 +90,22 @@ class Agreement:
     largest: float  # the largest relative difference of θ
     position: int  # where that difference is
     agree: bool
+    typical: float = 0.0  # the mean relative difference of θ over impressions
 
 
-def agreement(a: Estimate, b: Estimate, positions: np.ndarray) -> Agreement | None:
+def agreement(
+    a: Estimate, b: Estimate, positions: np.ndarray, *, shown: np.ndarray, pool: np.ndarray
+) -> Agreement | None:
     """Test whether two estimates agree at all positions, by the differences between their replicates.
 
     Estimates from counts use the same replicates, so that errors of both cancel. Estimates from features use other
     replicates, so that the test errs towards agreement. Return None if fewer than two positions have both estimates.
+    Positions of one `pool` have one estimate, and count once; `shown` are the impressions of positions.
     """
-    from scipy.stats import norm
-
     number = min(len(a.logs), len(b.logs))
     difference = a.logs[:number] - b.logs[:number]
+    shown, first = np.bincount(pool, shown), np.unique(pool, return_index=True)[1]
+    difference, positions = difference[:, first], positions[first]
     both = np.isfinite(difference[0]) & (np.isfinite(difference).mean(0) >= MIN_ESTIMATED)
     if both.sum() < 2:
         return None
@@ -107,28 +116,32 @@ def agreement(a: Estimate, b: Estimate, positions: np.ndarray) -> Agreement | No
     point = difference[0]
     largest = int(np.abs(point).argmax())
     largest_difference = float(np.expm1(np.abs(point[largest])))
+    typical = float(np.average(np.expm1(np.abs(point)), weights=shown[both]))
     spread = difference[1:].std(0, ddof=1) if len(difference) > 2 else np.zeros(len(point))
     varies = spread > 0
     agree = largest_difference <= NEGLIGIBLE
     if varies.any() and not agree:
-        critical = float(norm.isf(SIGNIFICANCE / 2 / varies.sum()))
+        critical = float(-ndtri(SIGNIFICANCE / 2 / varies.sum()))
         agree = bool((np.abs(point[varies]) <= np.maximum(critical * spread[varies], np.log1p(NEGLIGIBLE))).all())
-    return Agreement(a.name, b.name, largest_difference, int(positions[both][largest]), agree)
+    return Agreement(a.name, b.name, largest_difference, int(positions[both][largest]), agree, typical)
 
 
-def links(wins: np.ndarray, positions: np.ndarray) -> dict[str, Any]:
-    """Return the groups of linked positions, and the weakest link; `wins` is the result of `estimators.pair_clicks`."""
+def links(wins: np.ndarray, positions: np.ndarray, pool: np.ndarray) -> dict[str, Any]:
+    """Return the groups of linked positions, and the weakest link; `wins` is the result of `estimators.pair_clicks`.
+
+    `pool` has the row of each position in `wins`, which positions may share.
+    """
     strength = np.minimum(wins, wins.T)
     linked = strength >= MIN_LINK_CLICKS
     number, part = connected_components(linked, directed=False)
     tree = minimum_spanning_tree(np.where(linked, -strength, 0)).tocoo()
     weakest = int(tree.data.argmax()) if len(tree.data) else None
     return {
-        "components": [positions[part == i].tolist() for i in range(number)],
+        "components": [positions[part[pool] == i].tolist() for i in range(number)],
         "weakest": None
         if weakest is None
         else {
-            "positions": sorted(int(positions[i]) for i in (tree.row[weakest], tree.col[weakest])),
+            "positions": sorted(int(positions[pool == i][0]) for i in (tree.row[weakest], tree.col[weakest])),
             "clicks": float(-tree.data[weakest]),
         },
     }
@@ -136,12 +149,13 @@ def links(wins: np.ndarray, positions: np.ndarray) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a log: how well it identifies examination, why, and how many requests in random order suffice."""
+    """The verdict on a log: how well it identifies examination, why, and what would make the decision safe."""
 
     status: str
     anchor: str | None  # name of the estimator to use
     reasons: tuple[str, ...]  # full sentences
-    requests_needed: int  # requests in random order that would estimate examination to within 10%
+    requests_needed: int  # requests in random order that would identify examination; 0 if it is identified
+    to_be_safe: str = ""  # what to do before relying on the estimate
 
     @property
     def advice(self) -> str:
@@ -159,9 +173,12 @@ def verdict(
     explained: float | None,
     features_explain_clicks: bool,
     no_links: str,
+    pool: np.ndarray,
     suspicious: int = 0,
 ) -> Verdict:
     """Return a verdict on estimates of examination; `no_links` says why items give no estimate, if they do not.
+
+    Positions of one `pool` have one estimate.
 
     Only known propensities, random order and items at several positions can identify examination; of the last two,
     `best` is the better one (`evidence.best_source`). Features alone cannot: the rest of the order may be chance, or
@@ -171,24 +188,28 @@ def verdict(
     share = impressions / impressions.sum()
     candidates = [name for name in ("known", best) if name is not None and name in estimates]
     anchor = next((name for name in candidates if share[np.isfinite(estimates[name].theta)].sum() > 0.5), None)
-    reasons = []
+    reasons, remedies = [], []
+    few = False  # whether more requests in random order would help
     if anchor is not None:
         precise = float(share[estimates[anchor].half_width <= PRECISE].sum())
-        status = IDENTIFIED if precise >= MOST_IMPRESSIONS else CARE
+        status, few = (IDENTIFIED, False) if precise >= MOST_IMPRESSIONS else (CARE, True)
         reasons.append(EVIDENCE[anchor])
-        if status == CARE:
+        if few:
             where = f"at positions where examination is known to within {PRECISE:.0%}"
             reasons.append(f"Only {precise:.0%} of the impressions are {where}.")
-        for a in agreements:
-            if anchor in (a.first, a.second) and {a.first, a.second} <= {*INTERVENED} and not a.agree:
-                status, names = CARE, f"{a.first} and {a.second}"
-                reasons.append(f"The estimators {names} differ by {a.largest:.0%} at position {a.position}.")
+        apart = [a for a in agreements if anchor in (a.first, a.second) and {a.first, a.second} <= {*INTERVENED}]
+        if differ := [a for a in apart if not a.agree]:
+            status, worst = CARE, max(differ, key=lambda a: a.typical)
+            other = worst.second if worst.first == anchor else worst.first
+            reasons.append(f"The estimates {anchor} and {other} differ, by {worst.typical:.0%} on average.")
+            remedies.append(CHECKS["items" if {anchor, other} <= {"items", "harvest"} else anchor])
         if suspicious:
             status = CARE
             reasons.append(f"The estimates use {suspicious:,} suspicious requests (see the warnings).")
+            remedies.append("leave out --keep-suspicious")
     elif explained is None or (explained < SOME_ORDER and not features_explain_clicks):
         status = NOT
-        reasons += [_sentence(*_missing(estimates, no_links), "no features explain clicks"), HELP]
+        reasons.append(_sentence(*_missing(estimates, no_links), "no features explain clicks"))
     else:
         status, anchor = NOT, _best_of_features(estimates)
         share_explained = f"features explain {max(0, explained):.0%} of the logged order"
@@ -196,10 +217,20 @@ def verdict(
             _sentence(share_explained, *_missing(estimates, no_links)),
             "Higher positions may be seen more or may hold better items; this log cannot separate the two.",
             "Estimates from features are right only if nothing but these features and chance decided the order.",
-            HELP,
         ]
     theta = estimates[anchor].theta if anchor is not None else rate / rate.max()
-    return Verdict(status, anchor, tuple(reasons), _requests_needed(theta, rate, impressions / requests))
+    needed = 0
+    if few or status == NOT:
+        needed = _requests_needed(theta, rate, impressions, requests, pool)
+        many = f"about {needed:,} requests in random order ({_size(needed / requests)})"
+        random = many if needed else "some requests in random order"
+        remedies.insert(0, f"show {random}, and mark them with the column of --randomised")
+        remedies += [OTHERWISE] if status == NOT else []
+    return Verdict(status, anchor, tuple(reasons), needed, "; ".join(remedies) or "nothing more is needed")
+
+
+def _size(ratio: float) -> str:
+    return f"{ratio:.1%} of the size of this log" if ratio < 1 else f"{ratio:.1f} times the size of this log"
 
 
 def _missing(estimates: Mapping[str, Estimate], no_links: str) -> tuple[str, ...]:
@@ -218,12 +249,27 @@ def _best_of_features(estimates: Mapping[str, Estimate]) -> str | None:
     return next((name for name in ("strata", "regression") if name in estimates), None)
 
 
-def _requests_needed(theta: np.ndarray, rate: np.ndarray, shown: np.ndarray) -> int:
-    """Return how many requests in random order estimate θ, relative to its largest value, to within `TARGET`."""
+def _requests_needed(
+    theta: np.ndarray, rate: np.ndarray, impressions: np.ndarray, requests: float, pool: np.ndarray
+) -> int:
+    """Return how many requests in random order identify θ: they estimate it well enough where most impressions are.
+
+    So rare positions do not matter. The number has two significant digits, rounded up. θ is relative to its largest
+    value, and positions of one `pool` are estimated together.
+    """
+    seen, first = np.bincount(pool, impressions), np.unique(pool, return_index=True)[1]
+    theta, rate = theta[first], np.bincount(pool, impressions * rate) / seen
     usable = np.isfinite(theta) & (theta > 0) & (rate > 0)
     if usable.sum() < 2:
         return 0
-    relevance = float(np.mean(rate[usable] / theta[usable]))
-    chance = np.clip(theta[usable] * relevance, 1e-6, 1)
-    variance = (1 - chance) / chance / np.minimum(shown[usable], 1)  # not every request shows every position
-    return int(np.ceil((variance.max() + variance[theta[usable].argmax()]) / np.log1p(TARGET) ** 2 * NORMAL**2))
+    theta, rate, seen = theta[usable], rate[usable], seen[usable]
+    chance = np.clip(theta * np.mean(rate / theta), 1e-6, 1 - 1e-6)
+    variance = (1 - chance) / chance / (seen / requests)  # not every request shows every position
+    best = theta.argmax()
+    enough = (variance + variance[best]) * (NORMAL / np.log1p(PRECISE)) ** 2
+    enough[best] = 0
+    order = np.argsort(enough)
+    covered = np.cumsum(seen[order]) >= MOST_IMPRESSIONS * impressions.sum()
+    number = MARGIN * float(enough[order][covered.argmax() if covered.any() else -1])
+    digits = 10.0 ** max(0, np.floor(np.log10(max(number, 1))) - 1)
+    return int(np.ceil(number / digits) * digits)

@@ -6,10 +6,10 @@ import numpy as np
 
 from ultr.bias.counts import Impressions
 
-ROWS = 2_000_000  # about the most rows that are used; a sample has all rows of a stratum or none
+ROWS, CELLS = 2_000_000, 100_000  # about the most rows and cells that are used; a sample has whole strata
 TRAINED, TUNED = 0.7, 0.8  # the first 70% of the requests fit β, the next 10% choose the prior, the rest validate θ
 STRENGTHS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)  # candidates for the strength of β's prior, in impressions
-EM_STEPS = 60
+EM_STEPS = 30
 
 
 class HeldOut:
@@ -30,6 +30,11 @@ class HeldOut:
         self.size = int(strata.max()) + 1, len(seen.positions)
         cell = strata[rows].astype(np.int64) * self.size[1] + seen.place[rows]
         ids, cells = np.unique(cell, return_inverse=True)
+        if len(ids) > CELLS:
+            sampled = np.random.default_rng(seed).random(self.size[0]) < CELLS / len(ids)
+            kept = sampled[ids // self.size[1]]
+            rows = np.arange(len(strata))[rows][kept[cells]]
+            part, cells, ids = part[kept[cells]], (np.cumsum(kept) - 1)[cells[kept[cells]]], ids[kept]
         self.strata, self.places = ids // self.size[1], ids % self.size[1]
         weights, clicked = seen.row_weights(rows), seen.clicked[rows]
         self.shown, self.clicked = (

@@ -23,6 +23,7 @@ from ultr.log.queries import queries_of, split_by_query
 from ultr.log.sampling import sample_requests
 from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, make_ranker, score_rows
 from ultr.utils.files import atomic_path
+from ultr.utils.lbfgs import minimise
 from ultr.utils.stopping import EarlyStopping
 from ultr.utils.tensors import load_tensors, save_tensors
 
@@ -111,7 +112,9 @@ def _load(file: Path, log: Log, device: torch.device | str) -> LoggingScore:
     return LoggingScore(score, explained, ranker.to(device).eval())
 
 
-def recovered_score(log: Log, *, seed: int = 0, device: torch.device | str = "cpu") -> LoggingScore:
+def recovered_score(
+    log: Log, *, seed: int = 0, device: torch.device | str = "cpu", network: bool = True
+) -> LoggingScore:
     """Recover the logging ranker from the order that it showed (Plackett-Luce).
 
     The score is linear in the features, unless that leaves much of the order of held-out requests unexplained and a
@@ -128,10 +131,10 @@ def recovered_score(log: Log, *, seed: int = 0, device: torch.device | str = "cp
     where = held_out_lists[1]
     by_chance = max(1e-9, float(_order_loss(torch.zeros(where.shape, device=device), where)))
     unexplained = _unexplained(separate, held_out_lists)
-    if len(learned) > FEW_REQUESTS and unexplained > MUCH_OPEN * by_chance:
-        network, by_network = _network_score(log, learned, held_out_lists, seed, device)
-        if by_network < unexplained - CLEARLY_MORE * by_chance:
-            ranker, unexplained = network, by_network
+    if network and len(learned) > FEW_REQUESTS and unexplained > MUCH_OPEN * by_chance:
+        by_network, unexplained_by_it = _network_score(log, learned, held_out_lists, seed, device)
+        if unexplained_by_it < unexplained - CLEARLY_MORE * by_chance:
+            ranker, unexplained = by_network, unexplained_by_it
     return LoggingScore(score_rows(ranker, log.features, device=device), 1 - unexplained / by_chance, ranker)
 
 
@@ -149,15 +152,11 @@ def _linear_score(log: Log, requests: np.ndarray, device: torch.device | str) ->
     score: torch.nn.Module = ranker
     if not log.categories:  # then the encoding does not change while the weights are learned
         score, features = ranker.output, ranker.encoder(features)
-    optimizer = torch.optim.LBFGS(ranker.parameters(), max_iter=100, history_size=20, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = _order_loss(score(features).view(where.shape), where) + 1e-4 * ranker.output.weight.square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    weights = ranker.output.weight
+    minimise(
+        list(ranker.parameters()),
+        lambda: _order_loss(score(features).view(where.shape), where) + 1e-4 * weights.square().sum(),
+    )
     return ranker
 
 
@@ -176,7 +175,8 @@ def _network_score(
         batch = torch.from_numpy(rng.choice(requests, min(256, len(requests)), replace=False))
         features, where = _by_position(lists[batch])
         optimizer.zero_grad()
-        _order_loss(network(features), where).backward()  # type: ignore[no-untyped-call]
+        scores = torch.zeros(where.shape, device=device).masked_scatter(where, network(features[where]))
+        _order_loss(scores, where).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if step % NETWORK_EVALUATE_EVERY == 0:
             if stopping.update(-_unexplained(network.eval(), held_out), step):

@@ -17,7 +17,7 @@ FAR_BELOW = 0.2  # warn below this part of the expected share; 0.3 is normal if 
 FLAT, FLAT_SIGMAS, RISE = 0.15, 3.0, 0.3  # change of the click rate over a list, by its mean; -1 to -6 is usual
 SEEN_WHOLE = 4  # users may see lists up to this length at one glance, without position bias
 GAP_SHARE, SHOWN_MOSTLY = 0.05, 0.5  # share of requests with a gap; it is at a position that most requests show
-RARE_IMPRESSIONS, RARE_CLICKS = 0.001, 100  # share of rows, and clicks, below which a position is rare
+MIN_CLICKS = 100  # fewest clicks for a check of what they are joined with
 UNCLICKED_SHARE, TWICE_SHARE = 0.001, 0.01  # share of dwell times without a click; of requests with an item twice
 FEATURE_REQUESTS, FEATURE_ROWS, ITEM_ROWS = 10, 50_000, 1_000_000  # fewest requests, and most rows, that are checked
 SAME_VALUE, SAME_RATIO, VARIES = 0.02, 0.1, 0.01  # shares of neighbours that differ: at a position, ratio, in a list
@@ -200,15 +200,6 @@ def _reranked(view: _View) -> Iterable[Pitfall]:
         yield Pitfall("click rates rise with position", what, hint)
 
 
-def _rarely_seen(view: _View) -> Iterable[Pitfall]:
-    rare = (view.impressions < RARE_IMPRESSIONS * view.log.rows) | (view.clicks < RARE_CLICKS)
-    if len(rare_ids := view.ids[rare & (view.impressions > 0)]):
-        count = f"{len(rare_ids)} of {len(view.shown)}"
-        what = f"{count} positions have fewer than 0.1% of the rows or 100 clicks: {names_of(rare_ids)}"
-        hint = "examination is uncertain there: log more requests, or drop the rows at these positions"
-        yield Pitfall("positions nearly never seen", what, hint)
-
-
 def find_bots(view: _View) -> Iterable[Pitfall]:
     bots = _suspicious(view)
     if bots.any():
@@ -237,7 +228,7 @@ def _dwell_and_clicks(view: _View) -> Iterable[Pitfall]:
             what = f"{alone / some:.1%} of the {some:,} rows with '{name}' above 0 have no click"
             hint = f"check how clicks and '{name}' were joined; if both can occur alone, use one of them in the label"
             yield Pitfall(f"{name} without click", what, hint)
-        if some == alone and clicks >= RARE_CLICKS:
+        if some == alone and clicks >= MIN_CLICKS:
             hint = f"check how clicks and '{name}' were joined, or use a label without '{name}'"
             yield Pitfall(f"clicks without {name}", f"'{name}' is 0 in all {clicks:,} clicked rows", hint)
 
@@ -267,7 +258,7 @@ def names_of(values: list[str] | np.ndarray) -> str:
 Check = Callable[[_View], Iterable[Pitfall]]
 CHECKS: tuple[Check, ...] = (
     *(_one_place, _clickless_dropped, _row_order, _encoded_positions, _reranked),
-    *(_rarely_seen, find_bots, _dwell_and_clicks, _items_twice),
+    *(find_bots, _dwell_and_clicks, _items_twice),
 )
 TRAINING_CHECKS: tuple[Check, ...] = (_encoded_positions, find_bots, _items_twice)  # what `ultr train` warns of
 

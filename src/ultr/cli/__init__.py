@@ -54,7 +54,7 @@ app = typer.Typer(
     name="ultr",
     help="Unbiased learning to rank from clicks and continuous feedback.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,  # ultr --install-completion
     pretty_exceptions_enable=False,
 )
 for command in COMMANDS:
@@ -78,7 +78,7 @@ def main() -> None:
 def _run() -> None:
     try:
         _check_arguments()
-        app()
+        app(prog_name="ultr")
     except SystemExit as end:
         if end.code == INTERRUPTED:  # typer turns a KeyboardInterrupt in a command into this exit
             words.print("interrupted")

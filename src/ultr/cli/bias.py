@@ -21,12 +21,13 @@ from ultr.cli.options import (
     print_next,
     print_notes,
     print_table,
+    print_warning,
     unless,
 )
 
 if TYPE_CHECKING:
-    from ultr.bias.audit import BiasReport
     from ultr.bias.click_quality import QualityReport
+    from ultr.bias.result import BiasReport
     from ultr.log import Log
 
 TABLE = "propensities.csv"
@@ -59,11 +60,14 @@ def bias(
     out: Annotated[
         str | None, typer.Option(help="Folder for propensities.csv, bias.json and bias.html; also a URL.")
     ] = None,
-    bootstrap: Annotated[int, typer.Option(help="Bootstrap resamples for the confidence intervals.", min=10)] = 100,
-    sample: Annotated[int, typer.Option(help="Rows to use in estimators that need features.", min=1000)] = 200_000,
+    bootstrap: Annotated[int, typer.Option(help="Bootstrap resamples for the confidence intervals.", min=10)] = 50,
+    sample: Annotated[int, typer.Option(help="Rows to use in estimators that need features.", min=1000)] = 100_000,
     seed: options.Seed = 0,
     keep_suspicious: Annotated[
         bool, typer.Option(help="Keep suspicious requests, such as those of bots, in the estimates.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also print all estimates by position, and how well they agree.")
     ] = False,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
@@ -74,7 +78,7 @@ def bias(
     from ultr.bias.identification import NOT
     from ultr.bias.propensities import read_propensities
     from ultr.log.labels import click_label, default_label
-    from ultr.log.sampling import filled, read_for_audit
+    from ultr.log.sampling import read_for_audit
     from ultr.utils.files import check_output
 
     columns = named_columns(locals())
@@ -84,8 +88,7 @@ def bias(
     source = options.one_source(log)
     with words.status(plain(f"reading {source} ...")):
         rows: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where or (), **columns}
-        whole, read = read_for_audit(source, sample_rows=sample, seed=seed, **rows)
-        sampled = None if read is None else filled(read)
+        whole, sampled = read_for_audit(source, sample_rows=sample, seed=seed, **rows)
     trained_label = label or default_label(whole.actions)
     if label is None:
         label = click_label(whole.actions)
@@ -117,9 +120,9 @@ def bias(
         return
     words.print(f"{len(whole):,} requests with {whole.rows:,} rows; feedback: {plain(label)} > 0", soft_wrap=True)
     print_notes(whole.notes)
-    _print(report)
-    for name, part in report.segments.items():
-        _print_estimates(part, title=f"Segment '{plain(name)}' ({part.requests:,} requests): {part.verdict.status}")
+    _print_summary(report)
+    if verbose:
+        _print_details(report)
     if quality is not None:
         _print_models(quality)
     if out is not None:
@@ -134,7 +137,6 @@ def bias(
             label=trained_label,
             on_duplicates=unless(on_duplicates, "error"),
             where=where,
-            missing=None if sampled is read else "mean",
             out=free_path("run"),
         )
 
@@ -150,7 +152,19 @@ def _features_without(warned: set[str], log: Log | None) -> dict[str, str]:
     return {role: ",".join(n for n in names if n not in warned) for role, names in columns.items() if names}
 
 
-def _print(report: BiasReport) -> None:
+def _print_summary(report: BiasReport) -> None:
+    from ultr.bias.result import summary
+
+    for name, text in summary(report).items():
+        words.print(f"[bold]{name}:[/] {plain(text)}", soft_wrap=True)
+    for name, part in report.segments.items():
+        what = f"{part.verdict.status}; {summary(part)['how biased']}"
+        words.print(plain(f"segment '{name}' ({part.requests:,} requests): {what}"), soft_wrap=True)
+    for pitfall in report.pitfalls:
+        print_warning(pitfall)
+
+
+def _print_details(report: BiasReport) -> None:
     from ultr.bias.identification import INTERVALS
 
     _print_estimates(report, title=f"Examination relative to position {report.reference}, with 95% intervals")
@@ -158,8 +172,8 @@ def _print(report: BiasReport) -> None:
     for note in report.notes:
         words.print(f"note: {plain(note)}", soft_wrap=True)
     for test in report.agreements:
-        result = "agree" if test.agree else "differ"
-        where = f"largest difference {test.largest:.0%}, at position {test.position}"
+        result = "agree within sampling error" if test.agree else "differ"
+        where = f"by {test.typical:.0%} on average over impressions, most at position {test.position}"
         words.print(f"{test.first} and {test.second} {result} ({where})", soft_wrap=True)
     if report.links is not None:
         groups, weakest = len(report.links["components"]), report.links["weakest"]
@@ -171,38 +185,31 @@ def _print(report: BiasReport) -> None:
     if report.explained is not None:
         share, requests = max(0, report.explained), report.sampled_requests
         words.print(f"features explain {share:.0%} of the logged order ({requests:,} requests)")
-    for pitfall in report.pitfalls:
-        words.print(
-            f"[yellow]warning:[/] {plain(pitfall.name)}: {plain(pitfall.what)}; {plain(pitfall.hint)}", soft_wrap=True
-        )
-    verdict = report.verdict
-    reasons = plain(" ".join(verdict.reasons))
-    words.print(f"[bold]verdict: {verdict.status}[/] - {verdict.advice}. {reasons}", soft_wrap=True)
-    if verdict.requests_needed:
-        ratio = verdict.requests_needed / report.requests
-        size = f"{ratio:.1%} of the size of this log" if ratio < 1 else f"{ratio:.1f} times the size of this log"
-        what = f"{verdict.requests_needed:,} requests in random order ({size})"
-        words.print(f"{what} would estimate examination to within 10% at every position", soft_wrap=True)
+    for name, part in report.segments.items():
+        _print_estimates(part, title=f"Segment '{plain(name)}' ({part.requests:,} requests)")
 
 
 def _print_estimates(report: BiasReport, *, title: str) -> None:
+    """Print the estimates, with a row for each position, or for each group of positions that share one estimate."""
+    from ultr.bias.result import rows_of
+
     table = Table(title=title, title_justify="left")
-    anchor = report.anchor
-    for heading in ("position", "shown", "rate", *report.estimates, *(("rate/theta",) if anchor else ())):
+    for heading in ("position", "shown", "rate", *report.estimates, *(("rate/theta",) if report.anchor else ())):
         table.add_column(heading, justify="right")
-    for i, position in enumerate(report.positions[:MOST_ROWS].tolist()):
-        cells = [_cell(result.theta[i], result.low[i], result.high[i]) for result in report.estimates.values()]
-        if anchor is not None:
-            cells.append(f"{report.rate[i] / anchor.theta[i]:.3f}")
-        table.add_row(str(position), f"{report.impressions[i]:,.0f}", f"{report.rate[i]:.2%}", *cells)
+    rows = rows_of(report)
+    for row in rows[:MOST_ROWS]:
+        cells = [_cell(each.theta[row.at], each.low[row.at], each.high[row.at]) for each in report.estimates.values()]
+        if report.anchor is not None:
+            cells.append(f"{row.rate / report.anchor.theta[row.at]:.3f}")
+        table.add_row(row.positions, f"{row.shown:,.0f}", f"{row.rate:.2%}", *cells)
     held_out = [result.held_out for result in report.estimates.values()]
     if any(value is not None for value in held_out):
         likelihoods = ["" if value is None else f"{value:.5f}" for value in held_out]
         table.add_section()
         table.add_row("held-out", "log-lik.", "", *likelihoods)
     print_table(table)
-    if len(report.positions) > MOST_ROWS:
-        words.print(f"and {len(report.positions) - MOST_ROWS} more positions (--json prints all)")
+    if len(rows) > MOST_ROWS:
+        words.print(f"and {len(rows) - MOST_ROWS} more positions (--json prints all)")
 
 
 def _print_models(quality: QualityReport) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 from ultr.cli import options
 from ultr.cli import training_options as shared
 from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import pages_can_be_made, print_table
+from ultr.cli.options import free_path, pages_can_be_made, print_next, print_table, print_warning
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def compare(
     where: options.Where = None,
     split: shared.Split = "random",
     time: shared.Time = None,
-    missing: shared.MissingOption = "error",
+    missing: shared.MissingOption = "mean",
     allow_leaks: shared.AllowLeaks = False,
     drop_suspicious: shared.DropSuspicious = False,
     stream: shared.Stream = "auto",
@@ -118,7 +118,7 @@ def compare(
     from ultr.report import write_comparison_page
     from ultr.training.compare import LONGEST, PATIENCE, SESSIONS
     from ultr.training.compare import compare as run_comparison
-    from ultr.training.entries import Entry
+    from ultr.training.entries import Entry, run_folder
 
     if sessions is None:
         sessions = 0 if users is None else SESSIONS
@@ -152,7 +152,7 @@ def compare(
             reference=reference,
             jobs=jobs,
             on_done=show,
-            on_warning=shared.print_warning,
+            on_warning=print_warning,
         )
     if has_page := pages_can_be_made():
         write_comparison_page(out, out / "comparison.html", overwrite=True)
@@ -162,6 +162,10 @@ def compare(
     _print_comparison(result)
     page = f" and {out / 'comparison.html'}" if has_page else ""
     words.print(f"wrote {out / 'comparison.json'}{page}", soft_wrap=True)
+    best = result.best()
+    folder = run_folder(out, Entry.parse(best.entry, base.ranker), best.setting, 0)
+    if (folder / "model").is_dir():
+        print_next("report", folder, out=free_path("report.html"))
 
 
 def _numbers(option: str, text: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""`ultr describe`: check and summarise a log."""
+"""`ultr describe`: the first command for a log. It says what was recognised, what is wrong, and what to do next."""
 
 from __future__ import annotations
 
@@ -10,11 +10,26 @@ from rich.table import Table
 
 from ultr.cli import options
 from ultr.cli.messages import words
-from ultr.cli.options import columns_text, free_path, named_columns, plain, print_next, print_notes, print_table, unless
+from ultr.cli.options import (
+    columns_text,
+    free_path,
+    named_columns,
+    plain,
+    print_next,
+    print_notes,
+    print_table,
+    print_warning,
+    unless,
+)
 
 if TYPE_CHECKING:
+    from ultr.bias.pitfalls import Pitfall
     from ultr.log import Log
     from ultr.log.summary import ByPosition
+
+NAMED_POSITIONS = (1, 2, 3, 5, 10, 20)  # the positions, by their order in the list, whose feedback is printed
+MOST_WARNINGS, MOST_NAMES = 4, 12  # largest number of warnings, and of columns in a line, that are printed
+NOT_FEATURES = ("id", "time", "timestamp", "date", "day", "ts", "url", "seed")  # last words of names of other columns
 
 
 def describe(
@@ -34,17 +49,22 @@ def describe(
     relevance: options.RelevanceColumn = None,
     on_duplicates: options.OnDuplicates = "error",
     where: options.Where = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print all feedback by position as a table.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Check a log and summarise it: requests, the column taken for each part, and feedback by position."""
+    """Check a log: what was recognised in it, what is wrong, and what to do next."""
     from ultr.log import read_log
-    from ultr.log.summary import by_position
+    from ultr.log.readers import numeric_columns
+    from ultr.log.summary import by_position, missing_values
 
     named = named_columns(locals())
     source = options.one_source(log_path)
     rows: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where or (), **named}
-    log = read_log(source, missing="keep", **rows)
-    lengths, notes = log.lengths, [*log.notes, *_missing_values(log)]
+    log = read_log(source, **rows)
+    lengths, notes = log.lengths, list(log.notes)
+    if (missing := missing_values(log)) is not None:
+        notes.append(f"values of features are missing: {missing}; rankers learn that they are missing")
+    warnings = _warnings(log)
     facts: dict[str, Any] = {
         "requests": len(log),
         "rows": log.rows,
@@ -55,6 +75,7 @@ def describe(
         "columns": dict(log.columns),
         "unused_columns": list(log.unused_columns),
         "notes": notes,
+        "warnings": [{"name": each.name, "what": each.what, "hint": each.hint} for each in warnings],
     }
     table = by_position(log) if log.positions is not None else None
     if table is not None:
@@ -69,28 +90,74 @@ def describe(
         return
     words.print(f"{log!r}, {lengths.min()} to {lengths.max()} items per request", soft_wrap=True)
     if log.columns:
-        words.print(plain(f"columns: {columns_text(log.columns)}"), soft_wrap=True)
-    print_notes(notes)
+        words.print(plain(f"recognised: {columns_text(log.columns)}"), soft_wrap=True)
+    if table is not None and log.actions:
+        _print_feedback(log, table, verbose=verbose)
+    suggested = _suggested_features(log, numeric_columns(source, log.unused_columns))
     if log.unused_columns:
-        names = ", ".join(log.unused_columns[:20]) + (" ..." if len(log.unused_columns) > 20 else "")
-        words.print(plain(f"unused columns: {names} (use them with --features or --actions)"), soft_wrap=True)
+        use = "use them with --features, --categorical, --segment or --actions"
+        words.print(plain(f"unused columns: {_names(log.unused_columns)} ({use})"), soft_wrap=True)
+    if suggested:
+        what = "no column was recognised as a feature, and a ranker needs features"
+        notes.append(f"{what}; the next command takes the unused numbers: leave out what is not known before ranking")
+    print_notes(notes)
+    for pitfall in warnings[:MOST_WARNINGS]:
+        print_warning(pitfall)
+    if len(warnings) > MOST_WARNINGS:
+        words.print(f"and {len(warnings) - MOST_WARNINGS} more warnings (--json prints all)")
     if table is None or not log.actions:
-        words.print(f"the log has no {'positions' if table is None else 'actions'}, so feedback cannot be shown")
+        absent, option = ("positions", "--position") if table is None else ("actions", "--actions")
+        words.print(f"the log has no {absent}: name their column with {option}, and run this command again")
         return
-    _print_by_position(table)
-    print_next("bias", source, columns=named, on_duplicates=unless(on_duplicates, "error"), out=free_path("bias"))
+    columns = {**named, "features": ",".join(suggested)} if suggested else named
+    print_next(
+        "bias",
+        source,
+        columns=columns,
+        on_duplicates=unless(on_duplicates, "error"),
+        where=where,
+        out=free_path("bias"),
+    )
 
 
-def _missing_values(log: Log) -> list[str]:
-    """Return a note about missing values of features, if there are some."""
+def _warnings(log: Log) -> list[Pitfall]:
+    """Return the common problems of a log of impressions, and features that follow feedback."""
     import numpy as np
 
-    shares = dict(zip(log.feature_names, np.isnan(log.features).mean(0).tolist(), strict=True))
-    if not (missing := {name: share for name, share in shares.items() if share}):
+    from ultr.bias.leaks import find_leaks
+    from ultr.bias.pitfalls import find_pitfalls
+    from ultr.log.labels import Label, click_label
+
+    if log.positions is None or not log.actions:
         return []
-    some = ", ".join(f"{name} ({share:.1%})" for name, share in list(missing.items())[:5])
-    more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-    return [f"values of features are missing: {some}{more}; trees accept them, and networks with --missing mean"]
+    clicked = np.asarray(Label(click_label(log.actions))(log.actions)) > 0
+    leaks = [pitfall for found in find_leaks(log) for pitfall in found]
+    sample = log if log.feature_names else None
+    return [*leaks, *find_pitfalls(log.without_features(), clicked, sample=sample)]
+
+
+def _suggested_features(log: Log, numbers: list[str]) -> list[str]:
+    """Return unused columns of numbers that may be features, by their names; none if the log has features."""
+    if log.feature_names:
+        return []
+    return [name for name in numbers if name.lower().replace("-", "_").split("_")[-1] not in NOT_FEATURES]
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+
+
+def _print_feedback(log: Log, table: ByPosition, *, verbose: bool) -> None:
+    """Print the rate of the click by position on one line, or all actions by position as a table."""
+    from ultr.log.labels import CLICKS
+
+    if verbose:
+        _print_by_position(table)
+        return
+    name = next((each for each in log.actions if each.lower() in CLICKS), next(iter(log.actions)))
+    places = [k - 1 for k in NAMED_POSITIONS if k <= len(table.positions)]
+    rates = ", ".join(f"{table.rates[name][i]:.2%} at {table.positions[i]}" for i in places)
+    words.print(plain(f"feedback by position: {name} {rates} (--verbose prints all)"), soft_wrap=True)
 
 
 def _print_by_position(table: ByPosition, most: int = 20) -> None:

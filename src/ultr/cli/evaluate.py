@@ -14,7 +14,7 @@ from rich.table import Table
 from ultr.cli import options
 from ultr.cli import training_options as shared
 from ultr.cli.messages import words
-from ultr.cli.options import named_columns, plain, print_notes, print_table
+from ultr.cli.options import free_path, named_columns, plain, print_next, print_notes, print_table
 from ultr.errors import DataError, OptionError
 
 SHOWN_POSITIONS = 20  # positions whose examination is printed, at most
@@ -164,6 +164,8 @@ def evaluate(
         print(json.dumps({"data": data, **judged.to_json(), "warnings": warnings}))
         return
     print_judgement(judged, data)
+    if folders:
+        print_next("report", *folders, out=free_path("report.html"))
 
 
 class _Source:

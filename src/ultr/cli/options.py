@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.table import Table
 
 from ultr.cli.messages import words
 from ultr.errors import OptionError
+
+if TYPE_CHECKING:
+    from ultr.bias.pitfalls import Pitfall
 
 
 def print_table(table: Table) -> None:
@@ -115,6 +118,11 @@ def free_path(name: str) -> Path:
 def print_notes(notes: Iterable[str]) -> None:
     for note in notes:
         words.print(f"[yellow]note:[/] {plain(one_line(note))}", soft_wrap=True)
+
+
+def print_warning(pitfall: Pitfall) -> None:
+    """Print a problem of the data, and what to do."""
+    words.print(f"[yellow]warning:[/] {plain(f'{pitfall.name}: {pitfall.what}; {pitfall.hint}')}", soft_wrap=True)
 
 
 def columns_text(columns: Mapping[str, Any], most: int = 12) -> str:

@@ -9,15 +9,18 @@ import typer
 from rich.table import Table
 
 from ultr.cli.messages import words
-from ultr.cli.options import Overwrite, plain, print_table
+from ultr.cli.options import Overwrite, free_path, plain, print_next, print_table
 
 
 def report(
     runs: Annotated[list[str], typer.Argument(help="Finished runs, or one folder from ultr compare or ultr bias.")],
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    name: Annotated[
+        list[str] | None, typer.Option(help="Name of a run on the page; one for each run, in their order.")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write one HTML page about runs: data, learning curves, metrics, bias and changed rankings.
+    """Write one HTML page about runs: whether they are better, data, learning curves, metrics, bias and rankings.
 
     p values are from paired tests over validation requests, for runs with the same requests and the same estimate of
     examination. To compare other runs, use ultr evaluate.
@@ -28,10 +31,12 @@ def report(
 
     check_output(out, overwrite=overwrite)
     folders = [fetched(run) for run in runs]
-    write_report(folders, out, overwrite=overwrite)
+    write_report(folders, out, names=name or (), overwrite=overwrite)
     for run in folders:
         _print_importance(run)
     words.print(f"wrote {out} ({out.stat().st_size / 2**20:.1f} MB): open it in a browser", soft_wrap=True)
+    if len(runs) == 1 and (folders[0] / "model").is_dir():
+        print_next("export", runs[0], out=free_path("model"))
 
 
 def _print_importance(folder: Path) -> None:

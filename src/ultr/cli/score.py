@@ -9,7 +9,7 @@ import typer
 
 from ultr.cli import options
 from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import columns_text, plain, print_notes
+from ultr.cli.options import columns_text, plain, print_next, print_notes
 
 if TYPE_CHECKING:
     from ultr.log import Log
@@ -64,6 +64,7 @@ def score(
         print(json.dumps({"out": out, "run": run, "scores": scores, **first}))
         return
     words.print(f"wrote {out}: {scores:,} scores", soft_wrap=True)
+    print_next("serve", run)
 
 
 def _print_columns(first: Log) -> None:

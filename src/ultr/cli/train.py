@@ -14,7 +14,7 @@ from ultr.cli import options
 from ultr.cli import training_options as shared
 from ultr.cli.config_file import chosen_options, read_config
 from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import free_path, print_next, print_notes
+from ultr.cli.options import free_path, print_next, print_notes, print_warning
 
 
 def train(
@@ -71,7 +71,7 @@ def train(
     where: options.Where = None,
     split: shared.Split = "random",
     time: shared.Time = None,
-    missing: shared.MissingOption = "error",
+    missing: shared.MissingOption = "mean",
     allow_leaks: shared.AllowLeaks = False,
     drop_suspicious: shared.DropSuspicious = False,
     stream: shared.Stream = "auto",
@@ -147,7 +147,7 @@ def train(
             overwrite=overwrite,
             checkpoint_seconds=checkpoint_seconds,
             on_note=show_note,
-            on_warning=shared.print_warning,
+            on_warning=print_warning,
             on_bias_progress=show_bias_progress,
             on_progress=show,
         )

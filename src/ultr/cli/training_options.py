@@ -14,7 +14,6 @@ from ultr.cli.options import SOURCES, named_columns, one_source, plain, print_no
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
-    from ultr.bias.pitfalls import Pitfall
     from ultr.training.config import RunConfig
 
 Data = Annotated[
@@ -113,7 +112,7 @@ MissingOption = Annotated[
     str,
     typer.Option(
         "--missing",
-        help="Missing values in features, for networks: error, or mean (the mean of training rows, and an indicator).",
+        help="Missing values in features, for networks: mean (the mean of training rows, and an indicator) or error.",
     ),
 ]
 AllowLeaks = Annotated[
@@ -127,11 +126,6 @@ DropSuspicious = Annotated[
     ),
 ]
 SELECT = "auto"
-
-
-def print_warning(pitfall: Pitfall) -> None:
-    """Print a problem of the data, and what to do."""
-    words.print(f"[yellow]warning:[/] {plain(f'{pitfall.name}: {pitfall.what}; {pitfall.hint}')}", soft_wrap=True)
 
 
 def print_thresholds(label: str, methods: Mapping[str, tuple[str, Mapping[str, Any], str]]) -> None:

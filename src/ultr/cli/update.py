@@ -59,7 +59,7 @@ def update(
             refit_bias=refit_bias,
             listeners=Listeners(on_progress=show),
             on_note=lambda note: print_notes([note]),
-            on_warning=shared.print_warning,
+            on_warning=options.print_warning,
             steps=steps,
             lr=lr,
             device=device,

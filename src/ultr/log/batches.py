@@ -81,7 +81,7 @@ def read_batches(
     feature_names: Sequence[str],
     categorical: Sequence[str] = (),
     columns: Mapping[str, Any] | None = None,
-    missing: Missing = "reject",
+    missing: Missing = "keep",
     where: Sequence[str] = (),
     **named: Any,
 ) -> LogBatches:

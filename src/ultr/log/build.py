@@ -38,7 +38,7 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12  # sums of squared weights within these bou
 class Reading:
     """How to read the rows of a log: missing features, repeated rows, conditions, and the column of times."""
 
-    missing: Missing = "reject"
+    missing: Missing = "keep"
     on_duplicates: OnDuplicates = "error"
     where: tuple[str, ...] = ()
     time: str | None = None

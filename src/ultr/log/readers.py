@@ -43,7 +43,7 @@ def read_log(
     query: str | None = None,
     segment: str | None = None,
     randomised: str | None = None,
-    missing: Missing = "reject",
+    missing: Missing = "keep",
     on_duplicates: OnDuplicates = "error",
     where: Sequence[str] = (),
     time: str | None = None,
@@ -60,7 +60,7 @@ def read_log(
     - Rankers learn a vector for each value of a `categorical` column.
     - A request may have a `query` (requests with the same query have the same items), a `segment`, a mark that its
       order was `randomised`, and a `time`.
-    - NaN in features is an error with `missing="reject"`, and is accepted with `missing="keep"`. Missing actions are 0.
+    - NaN in features is a missing value; it is an error with `missing="reject"`. Missing actions are 0.
     - If two rows of a request have the same item or position, this is an error. With `on_duplicates="first"` the first
       row is kept; with "sum" it also gets the actions of the others.
     - `where` has conditions on rows, such as `country = de`.
@@ -119,12 +119,30 @@ def prepared(source: str | Path | Sequence[str | Path]) -> Shards | None:
 
 def read_columns(source: str | Path | Sequence[str | Path], **named: Any) -> Columns | None:
     """Return the columns that `read_log` would take; None if the source has no named columns (lists, SVMlight)."""
+    schema = _schema(source)
+    return None if schema is None else resolve_columns(schema, where=open_source(source).name, **named)
+
+
+def numeric_columns(source: str | Path | Sequence[str | Path], names: Sequence[str]) -> list[str]:
+    """Return those of the columns that hold numbers; in CSV files, by the first rows of the first file."""
+    schema = _schema(source)
+    if schema is not None and (files := open_source(source)).kind == "CSV":
+        file = files.files[0]
+        with as_data_error(file, "CSV"):
+            schema = pa.csv.open_csv(file.stream(), **csv_settings(*csv_form(file), {})).schema
+    kinds = {} if schema is None else {field.name: field.type for field in schema}
+    numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
+    return [name for name in names if name in kinds and any(is_kind(kinds[name]) for is_kind in numbers)]
+
+
+def _schema(source: str | Path | Sequence[str | Path]) -> pa.Schema | None:
+    """Return the schema of a log; None if it has no named columns. The columns of CSV files count as numbers."""
     if prepared(source) is not None:
         return None
     files = open_source(source)
     if files.kind == "SVMlight":
         return None
-    return resolve_columns(all_columns(files, file_schemas(files)), where=files.name, **named)
+    return all_columns(files, file_schemas(files))
 
 
 def file_schemas(source: Source) -> list[pa.Schema]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +49,12 @@ def read_for_audit(
 ) -> tuple[Log, Log | None]:
     """Return the whole log without features, and a sample of its requests with features (None if it has no features).
 
-    A large Parquet log is read twice. The second pass reads features and keeps those of the sampled requests. Missing
-    values of features are kept (see `filled`).
+    A large Parquet log is read twice. The second pass reads features and keeps those of the sampled requests.
     """
     reading: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where}
     files = None if prepared(source) is not None else open_source(source).only(where)
     if files is None or files.kind != "Parquet" or files.sum(lambda footer: footer.num_rows) <= WHOLE_ROWS:
-        log = read_log(source, missing="keep", **reading, **columns)
+        log = read_log(source, **reading, **columns)
         if not log.feature_names:
             return log, None
         return log.without_features(), log.select(_sample(log, len(log.feature_names), sample_rows, seed))
@@ -93,16 +91,6 @@ def read_for_audit(
 def _groups(file: Any) -> list[int]:
     """Return the numbers of the row groups of a Parquet file that have rows."""
     return [i for i in range(file.num_row_groups) if file.metadata.row_group(i).num_rows]
-
-
-def filled(log: Log) -> Log:
-    """Return the log with missing values of features replaced by the mean of their column, or by 0 if all are."""
-    missing = np.isnan(log.features)
-    if not missing.any():
-        return log
-    present = np.maximum(1, (~missing).sum(0))
-    mean = np.where(missing, 0.0, log.features).sum(0, dtype=np.float64) / present
-    return replace(log, features=np.where(missing, mean, log.features).astype(np.float32))
 
 
 def _sample(log: Log, features: int, rows: int, seed: int) -> np.ndarray:

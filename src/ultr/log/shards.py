@@ -293,7 +293,7 @@ def _log_of(table: pa.Table, manifest: Manifest, *, where: str) -> Log:
     if not parts:
         raise DataError("the lists have no features", where=where, hint=AGAIN)
     features = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-    check_features(features, [*manifest.features, *vocabularies], where=where, missing="reject")
+    check_features(features, [*manifest.features, *vocabularies], where=where, missing="keep")
     return Log(
         features=features,
         offsets=offsets,

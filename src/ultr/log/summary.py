@@ -1,4 +1,4 @@
-"""The impressions of a log, and the rate and mean of each action, by position."""
+"""Summaries of a log: impressions, and the rate and mean of each action, by position; features with missing values."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ class ByPosition:
     impressions: np.ndarray
     rates: dict[str, np.ndarray]  # share of impressions with the action
     means: dict[str, np.ndarray]  # mean of the action over the impressions
+
+
+def missing_values(log: Log, most: int = 5) -> str | None:
+    """Return the features with missing values, and the share of rows without a value, in words; None without any."""
+    shares = {name: float(np.isnan(log.features[:, i]).mean()) for i, name in enumerate(log.feature_names)}
+    missing = [f"{name} ({share:.1%})" for name, share in shares.items() if share]
+    more = f" and {len(missing) - most} more" if len(missing) > most else ""
+    return ", ".join(missing[:most]) + more if missing else None
 
 
 def by_position(log: Log) -> ByPosition:

@@ -47,7 +47,7 @@ class Model:
 
     @property
     def missing(self) -> Missing:
-        """How a log for this model treats missing values: trees accept them, and networks trained with `missing`."""
+        """How a log for this model treats missing values: networks trained with `--missing error` reject them."""
         return "keep" if self.indicators is not None or _are_trees(self.ranker) else "reject"
 
     @checked
@@ -63,6 +63,10 @@ class Model:
             raise DataError(f"features must have the shape [rows, {width}], as in training", got=list(features.shape))
         with np.errstate(over="ignore"):  # values too large for float32 become infinite, and are clipped as outliers
             features = features.astype(np.float32, copy=False)
+        if self.missing == "reject" and np.isnan(features).any():
+            name = self.feature_names[int(np.isnan(features).any(0).argmax())]
+            hint = "fill them, or train again without --missing error"
+            raise DataError(f"feature '{name}' has missing values, which the model was trained to reject", hint=hint)
         return score_rows(self.ranker.to(chosen), features, device=chosen)
 
     def view(self, log: Log) -> Log:

@@ -17,25 +17,35 @@ from ultr.training.comparison import FORMAT
 from ultr.utils.arguments import check_value, checked
 from ultr.utils.jsonfiles import check_format, content_errors, read_json
 
+MOST_IN_TITLE = 3  # a title has the names of up to this many runs
+
 __all__ = ["write_bias_page", "write_comparison_page", "write_report"]
 
 
 @checked
-def write_report(folders: Sequence[str | Path], out: str | Path, *, overwrite: bool = False) -> Path:
-    """Write a page about one run, several runs side by side, or a folder that `ultr compare` or `ultr bias` wrote."""
+def write_report(
+    folders: Sequence[str | Path], out: str | Path, *, names: Sequence[str] = (), overwrite: bool = False
+) -> Path:
+    """Write a page about one run, several runs side by side, or a folder that `ultr compare` or `ultr bias` wrote.
+
+    `names` are the names of the runs on the page, in order; without them, runs have the names of their folders.
+    """
     paths = [Path(check_value("folders", folder, str | Path)) for folder in folders]
     if not paths:
         raise OptionError("a report needs at least one run", hint="pass the folders that ultr train wrote")
     for path in paths:
         if not path.is_dir():
             raise AbsentError("the folder does not exist", where=path, hint="pass a folder that ultr train wrote")
+    if names and (len(names) != len(paths) or len(set(names)) < len(names)):
+        got = f"{len(names)} names for {len(paths)} runs" if len(names) != len(paths) else ", ".join(names)
+        raise OptionError("each run must have a name of its own", got=got, hint="pass one --name for each run")
     if len(paths) == 1 and (paths[0] / "comparison.json").is_file():
         return write_comparison_page(paths[0], Path(out), overwrite=overwrite)
     if len(paths) == 1 and (paths[0] / BIAS_FILE).is_file() and not (paths[0] / "config.json").is_file():
         content = read_bias_file(paths[0] / BIAS_FILE)
         return write_bias_page(content, Path(out), source=str(paths[0]), overwrite=overwrite)
-    runs = load_runs(paths)
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    runs = load_runs(paths, names)
+    title = " and ".join(run.name for run in runs) if len(runs) <= MOST_IN_TITLE else f"{len(runs)} runs"
     lede = ", ".join(dict.fromkeys(f"{run.config.method} on {run.config.data}" for run in runs))
     with content_errors("the files of the runs cannot be read", where=", ".join(map(str, paths)), hint="train again"):
         sections = run_sections(runs)

@@ -203,9 +203,11 @@ def log_sections(report: Mapping[str, Any]) -> list[Section]:
         )
     if verdict["requests_needed"]:
         cards.append(
-            Card("random requests needed", f"{verdict['requests_needed']:,}", ["for θ within 10% at every position"])
+            Card("random requests needed", f"{verdict['requests_needed']:,}", ["to identify θ where most rows are"])
         )
-    parts: list[Part] = [Cards(cards), Notes(verdict["reasons"], good=verdict["status"] == "identified")]
+    sentences = [f"{name}: {text}" for name, text in report.get("summary", {}).items()]  # older files have none
+    good = verdict["status"] == "identified"
+    parts: list[Part] = [Notes(sentences or verdict["reasons"], good=good), Cards(cards)]
     parts.append(_estimates(report, "Examination by position"))
     parts.append(_estimates_table(report))
     parts += [Text(note) for note in report["notes"]]
@@ -275,10 +277,18 @@ def _identification(report: Mapping[str, Any]) -> list[Part]:
         parts.append(Table(["estimator", "held-out log-likelihood"], rows))
     if report["agreements"]:
         rows = [
-            [f"{a['first']}, {a['second']}", "yes" if a["agree"] else "no", f"{a['largest']:.0%}", str(a["position"])]
+            [
+                f"{a['first']}, {a['second']}",
+                "yes" if a["agree"] else "no",
+                f"{a['typical']:.0%}" if "typical" in a else "-",
+                f"{a['largest']:.0%}",
+                str(a["position"]),
+            ]
             for a in report["agreements"]
         ]
-        parts.append(Table(["estimators", "agree", "largest difference", "at position"], rows))
+        head = ["estimators", "agree", "mean difference", "largest difference", "at position"]
+        caption = "Two estimators agree if their differences are within sampling error at all positions."
+        parts.append(Table(head, rows, caption))
     if (links := report["links"]) is not None:
         groups = links["components"]
         linked = "link all positions" if len(groups) == 1 else f"leave {len(groups)} groups of positions without a link"

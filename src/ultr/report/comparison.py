@@ -7,19 +7,55 @@ from pathlib import Path
 from typing import Any
 
 from ultr.evaluation.judgement import LOGGED_RANKING
-from ultr.report.parts import Card, Cards, Part, Plot, Section, Table, Text
+from ultr.report.answer import change_text
+from ultr.report.parts import Card, Cards, Notes, Part, Plot, Section, Table, Text
 from ultr.report.plots import dot_plot
 from ultr.report.run import Run, load_run
 from ultr.report.runs import bias_of_runs, learning_section
 from ultr.training.entries import Entry, Setting, run_folder
 from ultr.training.selection import less_is_better
 
+LEVEL = 0.05  # p values below this are called sure
+
 
 def comparison_sections(result: Mapping[str, Any], folder: Path) -> list[Section]:
     """Return the sections of a comparison: plots, tables, and learning curves and bias of each method's first run."""
-    sections = [Section("Comparison", [Cards(_best(result)), *comparison_plots(result)]), _table(result)]
+    sections = [
+        Section("Comparison", [_answer(result), Cards(_best(result)), *comparison_plots(result)]),
+        _table(result),
+    ]
     runs = _first_runs(result, folder)
     return [*sections, learning_section(runs), bias_of_runs(runs)] if runs else sections
+
+
+def _answer(result: Mapping[str, Any]) -> Notes:
+    """Return in words which method is best by the first metric, how sure that is, and what to do."""
+    metric = result["metrics"][0]
+    sign = -1 if less_is_better(metric) else 1
+    best = max(result["rows"], key=lambda row: sign * row["figures"][metric]["mean"])
+    means = {row["method"]: row["figures"][metric]["mean"] for row in result["rows"]}
+    reference, found = result["reference"], best["figures"][metric]
+    sentences = [f"Which method is best? {best['method']}, by {metric} ({found['mean']:.4f})."]
+    sure = True
+    if found["against"] is not None:
+        p_values = [p for p in _p_values(found["against"]) if p is not None]
+        sure = all(p < LEVEL for p in p_values)
+        chance = "" if sure else ", which may be chance"
+        change = change_text(found["against"]["difference"], means[reference])
+        sentences.append(f"How sure? It is {change} than {reference}{chance} (p = {max(p_values):.2g}).")
+    elif len(means) > 1:
+        sentences.append("How sure? It is the reference; the table has the tests of the other methods against it.")
+    if (test := found.get("against_logged")) is not None:
+        better = sign * test["difference"] > 0 and test["holm"] < LEVEL
+        sure = sure and better
+        change = change_text(test["difference"], result["logged"][metric]["mean"])
+        clear = "Yes" if better else "Not clear" if test["holm"] >= LEVEL else "No"
+        sentences.append(f"Is it better than {LOGGED_RANKING}? {clear}: it is {change} (p = {test['holm']:.2g}).")
+    do = "Collect more requests, or run more seeds (--seeds)."
+    if sure:
+        do = f"Train {best['method']} ({setting_text(best)}) with ultr train, and judge it on a later log."
+    sentences.append(f"What to do? {do}")
+    return Notes(sentences, good=sure)
 
 
 def comparison_plots(result: Mapping[str, Any]) -> list[Plot]:

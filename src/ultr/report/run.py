@@ -51,9 +51,9 @@ class Run:
         return [FeatureImportance(**each) for each in saved.get("features", [])]
 
 
-def load_runs(folders: Sequence[Path]) -> list[Run]:
-    """Load finished runs, each with a different name."""
-    return [load_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+def load_runs(folders: Sequence[Path], names: Sequence[str] = ()) -> list[Run]:
+    """Load finished runs, each with a different name: one of `names`, or else the name of its folder."""
+    return [load_run(folder, name) for folder, name in zip(folders, names or _names(folders), strict=True)]
 
 
 def load_run(folder: Path, name: str) -> Run:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ultr.evaluation.judgement import LOGGED_RANKING
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, Mean, PairedTest, holm, mean_with_interval, paired_test
+from ultr.report.answer import against_logged, answer
 from ultr.report.bias import bias_section
 from ultr.report.parts import Card, Cards, Code, Grid, Heading, Notes, Part, Plot, Section, Table, Text
 from ultr.report.plots import drop_plot, interval_plot, line_plot
@@ -41,25 +42,20 @@ def _summary(runs: Sequence[Run]) -> Section:
     for run in runs:
         metric, value, step = run.selected
         lines = [f"{metric} on validation, at step {step:,}"]
-        if _difference(runs, metric) is None and (test := _against_logged(run, metric)) is not None:
+        if _difference(runs, metric) is None and (test := against_logged(run, metric)) is not None:
             p = f" (p = {test.p:.2g} over requests)" if len(runs) == 1 else ""
             lines.append(f"{test.difference:+.4f} compared with {LOGGED_RANKING}{p}")
         lines += [f"{run.config.method}, {run.config.ranker}", f"label: {run.config.label}"]
         cards.append(Card(run.name, f"{value:.4f}", lines))
     metrics = list(dict.fromkeys(run.selected[0] for run in runs))
-    parts: list[Part] = [Cards(cards), Grid([_interval_plot(runs, m) for m in metrics if _means(runs, m)])]
+    why_not = _difference(runs, metrics[0]) if len(metrics) == 1 else "the runs were selected by different metrics"
+    words = answer(runs, why_not)
+    parts: list[Part] = [] if words is None else [words]
+    parts += [Cards(cards), Grid([_interval_plot(runs, m) for m in metrics if _means(runs, m)])]
     warnings = [f"{run.name}: {warning}" for run in runs for warning in run.warnings]
     parts.append(Notes(warnings) if warnings else Notes(["No warnings."], good=True))
     parts.append(Text(" ".join(_explanations(metrics))))
     return Section("Summary", parts)
-
-
-def _against_logged(run: Run, metric: str) -> PairedTest | None:
-    """Return the paired test of a run's ranking against the logged ranking; None if one was not evaluated."""
-    if run.outcome is None or not {metric, LOGGED + metric} <= set(run.outcome.results):
-        return None
-    results = run.outcome.results
-    return paired_test(results[metric], results[LOGGED + metric], run.outcome.weights)
 
 
 def _explanations(metrics: Iterable[str]) -> list[str]:
@@ -263,8 +259,8 @@ def _means(runs: Sequence[Run], metric: str) -> dict[str, Mean]:
 
 def _tests(runs: Sequence[Run], metric: str) -> list[tuple[str, str, PairedTest]]:
     """Return (name, other name, paired test): runs, which can be compared, against the logged ranking and in pairs."""
-    against_logged = ((run.name, LOGGED_RANKING, _against_logged(run, metric)) for run in runs)
-    tests = [(name, before, test) for name, before, test in against_logged if test is not None]
+    against = ((run.name, LOGGED_RANKING, against_logged(run, metric)) for run in runs)
+    tests = [(name, before, test) for name, before, test in against if test is not None]
     evaluated = [(run, run.outcome) for run in runs if run.outcome is not None and metric in run.outcome.results]
     for (a, first), (b, second) in combinations(evaluated, 2):
         tests.append((b.name, a.name, paired_test(second.results[metric], first.results[metric], first.weights)))

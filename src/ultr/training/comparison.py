@@ -11,6 +11,7 @@ import numpy as np
 from ultr.evaluation.scores import Mean, PairedTest, holm, paired_test
 from ultr.training.entries import Setting
 from ultr.training.logged import LoggedTest
+from ultr.training.selection import less_is_better
 
 FORMAT = 1
 
@@ -111,6 +112,11 @@ class Comparison:
     metrics: list[str]
     reference: str
     logged: Mapping[str, Mean] = field(default_factory=dict)  # metric -> mean of the logged ranking; only for logs
+
+    def best(self) -> Row:
+        """Return the row of the best method by the first metric."""
+        choose, metric = (min if less_is_better(self.metrics[0]) else max), self.metrics[0]
+        return choose(self.rows, key=lambda row: float(np.mean(row.results[metric])))
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -113,7 +113,7 @@ class RunConfig:
     bias: str | None = None  # a run, `ultr bias` folder or bias.json to take the estimated bias from
     warm_start: str | None = None  # a finished run whose ranker training starts from
     workers: int = 0  # threads that read streamed lists; 0: chosen by the number of cores
-    missing: MissingValues = "error"  # of features of a network; mean: the mean of training rows, and an indicator
+    missing: MissingValues = "mean"  # of features of a network; mean: the mean of training rows, and an indicator
     allow_leaks: bool = False  # train also with features that follow the feedback on their item
     drop_suspicious: bool = False  # leave out requests with impossible click rates, such as those of bots
     training: TrainingOptions = field(default_factory=TrainingOptions)

@@ -29,7 +29,8 @@ from ultr.log.sampling import sample_log
 from ultr.log.segments import by_segment
 from ultr.log.shards import Shards, concatenate_logs, is_lists
 from ultr.log.sources import Source, is_source, open_source
-from ultr.log.values import Missing
+from ultr.log.summary import missing_values
+from ultr.log.values import Missing, check_features
 from ultr.methods import MethodInputs
 from ultr.rankers.boosters import is_trees
 from ultr.rankers.model import Model, load_model
@@ -203,10 +204,13 @@ def _read_training_log(config: RunConfig) -> RunData:
         raise OptionError("only prepared lists can be streamed", got=config.data, hint="run ultr prepare on it first")
     source = open_source(config.data).only(config.where)
     _check_fits_in_memory(source)
-    missing: Missing = "keep" if is_trees(config.ranker) or config.missing == "mean" else "reject"
     rows: dict[str, Any] = {"on_duplicates": config.on_duplicates, "where": config.where, "time": config.time}
-    run_data = split_log(read_log(config.data, missing=missing, **rows, **config.columns), config)
+    run_data = split_log(read_log(config.data, missing=_missing(config), **rows, **config.columns), config)
     return replace(run_data, fingerprint=source.fingerprint())
+
+
+def _missing(config: RunConfig) -> Missing:
+    return "keep" if is_trees(config.ranker) or config.missing == "mean" else "reject"
 
 
 def _check_fits_in_memory(source: Source) -> None:
@@ -236,13 +240,13 @@ def _read_lists(config: RunConfig) -> RunData:
     validation = sample_log(Shards(config.data, "validation").sample(MAX_VALIDATION_ROWS, 0), MAX_VALIDATION_ROWS)
     test = Shards(config.data, "test").sample(rows, 0) if config.judged else None
     streamed = config.stream == "yes" or (config.stream == "auto" and not _fits(shards))
-    train = shards.sample(rows, seed) if streamed else shards.read_all()
+    train = _checked(shards.sample(rows, seed) if streamed else shards.read_all(), config)
     if config.learn_from == "feedback":
         _check_label(train, config)
     segments: tuple[str, ...] = ()
     if config.columns.get("segment"):
         train, segments = by_segment(train)
-    view = partial(_view_segments, segments=segments)
+    view = partial(_view, segments=segments, config=config)
     validation = in_groups(view(validation))
 
     def feed(options: TrainingOptions) -> Feeding:
@@ -261,8 +265,15 @@ def _read_lists(config: RunConfig) -> RunData:
     )
 
 
-def _view_segments(log: Log, segments: tuple[str, ...]) -> Log:
+def _view(log: Log, segments: tuple[str, ...], config: RunConfig) -> Log:
+    log = _checked(log, config)
     return by_segment(log, segments)[0] if segments else log
+
+
+def _checked(log: Log, config: RunConfig) -> Log:
+    """Return prepared lists; raise DataError if a value is missing and the configuration rejects such values."""
+    check_features(log.features, list(log.feature_names), where=config.data, missing=_missing(config))
+    return log
 
 
 def _fits(shards: Shards) -> bool:
@@ -358,6 +369,17 @@ def known_theta(config: RunConfig, run_data: RunData) -> dict[int, float] | None
     """Return position id -> known probability of being seen, from `config.propensities` or `config.bias`, or None."""
     theta = config.propensities if config.bias is None else read_bias_theta(fetched(config.bias))
     return None if theta is None else theta_by_id(theta, run_data.positions, run_data.segments)
+
+
+def notes_of(config: RunConfig, run_data: RunData) -> list[str]:
+    """Return the notes about the data of a run: what was changed on reading, and which values are missing."""
+    notes = list(run_data.train.notes)
+    if (missing := missing_values(run_data.train)) is not None:
+        how = "trees choose a branch for them"
+        if not is_trees(config.ranker):
+            how = "they count as the mean of training rows, with an indicator"
+        notes.append(f"values of features are missing: {missing}; {how}")
+    return notes
 
 
 def missing_features(config: RunConfig, log: Log) -> tuple[int, ...] | None:

@@ -19,7 +19,7 @@ from ultr.rankers.boosters import is_trees
 from ultr.training.bias_stage import BIAS
 from ultr.training.checkpoints import lock_run, read_metrics
 from ultr.training.config import RunConfig
-from ultr.training.data import RunData, load_run_data, split_log
+from ultr.training.data import RunData, load_run_data, notes_of, split_log
 from ultr.training.finish import Listeners
 from ultr.training.loop import Progress
 from ultr.training.networks import NetworkRun
@@ -84,7 +84,7 @@ def run_training(
         begin_stage("reading the data")
         # Data and options are checked before anything is written.
         config, run_data = _load_data(config, log)
-        for note in run_data.train.notes:
+        for note in notes_of(config, run_data):
             on_note(note)
         torch.manual_seed(config.training.seed)
         if on_warning is not None:

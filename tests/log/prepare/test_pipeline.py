@@ -189,6 +189,15 @@ def test_shards_are_read_back_as_a_log(log, tmp_path):
     assert set(back.context) == {"query", "segment", "randomised"}
 
 
+def test_missing_features_are_kept(tmp_path):
+    frame = make_rows()
+    frame.loc[frame.index % 3 == 0, "f1"] = np.nan
+    prepare_lists(write(frame, tmp_path / "log.parquet"), tmp_path / "lists", **PARTS)
+    missing = np.isnan(read_log(tmp_path / "lists").features).mean(0)
+    assert 0.1 < missing[0] < 0.6
+    assert not missing[1:].any()
+
+
 def test_a_log_that_write_log_wrote_keeps_the_names_of_its_features(shown_log, tmp_path):
     from dataclasses import replace
 
@@ -650,8 +659,7 @@ def changed(column: str, value: object, rows: int = 3) -> pd.DataFrame:
         (changed("device", "tv"), {}, r"'device' \(segment\) must have one value per request"),
         (changed("device", None), {}, r"'device' \(segment\) must have one value per request"),
         (changed("query", 77), {"query": "query"}, r"'query' \(query\) must have one value per request"),
-        (changed("f1", None), {}, "feature 'f1' has values that are missing or not finite, got nan"),
-        (changed("f1", float("inf")), {}, "feature 'f1' has values that are missing or not finite, got inf"),
+        (changed("f1", float("inf")), {}, "feature 'f1' has values that are not finite, got inf"),
         (make_rows().assign(request=1.5), {}, "request column 'request' must hold strings or whole numbers, got type"),
         (make_rows().assign(click="yes"), {}, "action column 'click' must hold numbers, got type string"),
         (make_rows().assign(f1="red"), {}, "feature column 'f1' must hold numbers"),
@@ -943,7 +951,7 @@ class TestSpark:
         assert windows[0].about["notes"] == windows[1].about["notes"] != []
         for frame, label, message in (
             (changed("position", None), None, "'position' has 3 missing values"),
-            (changed("f1", float("nan")), None, "feature 'f1' has values that are missing or not finite"),
+            (changed("f1", float("inf")), None, "feature 'f1' has values that are not finite"),
             (make_rows(), "1 / click", "label '1 / click' must be finite and not negative, got inf"),
         ):
             bad = write(frame, tmp_path / "bad.parquet")

@@ -148,11 +148,11 @@ class Nesting:
         matrix: np.ndarray = flat.astype(np.float32, copy=False).reshape(-1, width)
         with np.errstate(over="ignore", invalid="ignore"):
             if not np.isfinite(matrix.sum()):  # a sum is not finite if a value is not
-                bad = ~np.isfinite(matrix)
+                bad = np.isinf(matrix)
                 if bad.any():
                     row, column = np.argwhere(bad)[0]
-                    what = f"feature '{self.features[column]}' has values that are missing or not finite"
-                    raise BadRowsError(f"{what}, got {matrix[row, column]}; fill or clip them, or filter with --where")
+                    what = f"feature '{self.features[column]}' has values that are not finite"
+                    raise BadRowsError(f"{what}, got {matrix[row, column]}; clip them, or filter with --where")
         return matrix
 
     def _request_columns(self, rows: pa.Table, starts: np.ndarray, clicked: np.ndarray) -> dict[str, Any]:

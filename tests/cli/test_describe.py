@@ -1,0 +1,62 @@
+"""`ultr describe`, the first command for a log: what was recognised, what is wrong, and what to do next."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import numpy as np
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from worlds.shop import FEATURES, shop
+
+
+@pytest.fixture(scope="module")
+def log():
+    return shop(400).log
+
+
+def lines_of(done):
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_a_log_is_described_in_ten_lines_and_its_numbers_are_suggested_as_features(suffix, ultr, log, tmp_path):
+    path = tmp_path / f"log.{suffix}"
+    (pq.write_table if suffix == "parquet" else pyarrow.csv.write_csv)(log.append_column("ts", log["query"]), path)
+    lines = lines_of(done := ultr("describe", path))
+    assert done.stdout == ""
+    assert len(lines) <= 10
+    assert lines[0].startswith("Log(400 requests; ")
+    assert "request 'request_id'; position 'position'; item 'item_id'; query 'query'; randomised" in lines[1]
+    assert lines[2].startswith("feedback by position: click ")
+    assert any("no column was recognised as a feature" in line for line in lines)
+    words = shlex.split(lines[-1])
+    assert words[:4] == ["next:", "ultr", "bias", str(path)]
+    assert words[words.index("--features") + 1] == ",".join(FEATURES)  # neither the time nor the device
+
+
+def test_missing_values_and_features_that_follow_feedback_are_named(ultr, log, tmp_path):
+    seconds = log["click"].to_numpy() * np.random.default_rng(0).gamma(2, 10, len(log))
+    names = {name: f"feature_{name}" for name in FEATURES}
+    table = log.rename_columns([names.get(name, name) for name in log.column_names])
+    pq.write_table(table.append_column("feature_seconds", [seconds]), tmp_path / "log.parquet")
+    lines = lines_of(ultr("describe", tmp_path / "log.parquet"))
+    assert len(lines) <= 10
+    note = next(line for line in lines if line.startswith("note: values of features are missing"))
+    assert "feature_rating (2" in note
+    assert "feature_shipping_days (" in note
+    assert any(line.startswith("warning: features that follow feedback: 'feature_seconds'") for line in lines)
+    facts = json.loads(ultr("describe", tmp_path / "log.parquet", "--json").stdout)
+    assert facts["warnings"][0]["name"] == "features that follow feedback"
+
+
+def test_a_log_without_actions_says_what_to_name(ultr, log, tmp_path):
+    pq.write_table(
+        log.rename_columns(["tap" if n == "click" else n for n in log.column_names]), tmp_path / "log.parquet"
+    )
+    lines = lines_of(ultr("describe", tmp_path / "log.parquet"))
+    assert lines[-1] == "the log has no actions: name their column with --actions, and run this command again"
