@@ -28,6 +28,7 @@ from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.rankers import FeatureEncoder
 from ultr.utils.arguments import Seed, Within, checked
+from ultr.utils.html import facts_html, table_html
 
 MAX_FEATURES = 1_000  # most features in the regression of relevance; its work grows with their square
 BUCKETS = 20  # groups of rows with similar predicted relevance, in which the regression is validated
@@ -81,6 +82,17 @@ class BiasReport:
             clicks[estimated] = np.bincount(pool, n)[pool]
         scaled = np.maximum(SCALE * largest_one(theta, clicks), SMALLEST)
         return {int(k): float(v) for k, v in zip(self.positions, scaled, strict=True)}
+
+    def _repr_html_(self) -> str:
+        names = list(self.estimates)
+        rows = []
+        for i, position in enumerate(self.positions.tolist()):
+            cells = [self.estimates[name].text(i) for name in names]
+            rows.append([str(position), f"{self.impressions[i]:,.0f}", f"{self.rate[i]:.2%}", *cells])
+        table = table_html(["position", "shown", "rate", *names], rows, f"θ relative to position {self.reference}")
+        facts = {"verdict": f"{self.verdict.status}: {self.verdict.advice}", "requests": f"{self.requests:,}"}
+        warnings = [f"{p.name}: {p.what}; {p.hint}" for p in self.pitfalls]
+        return facts_html("Position bias", facts, [*self.verdict.reasons, *warnings]) + table
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a dictionary for bias.json, where `ultr train --bias` reads `positions` and `theta`."""
