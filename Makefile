@@ -4,7 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 BASE   := $(VENV)/.installed-base
 STAMP  := $(VENV)/.installed
-PIP    := $(BIN)/pip install --disable-pip-version-check
+# Python compiles modules when they are first imported; compiling all of them here would double the time.
+PIP    := $(BIN)/pip install --disable-pip-version-check --no-compile
 # Real data for tests that can use it; they skip, saying so, where it is absent.
 export ULTR_DATA ?= $(wildcard ../shared/data)
 
@@ -36,7 +37,7 @@ check: $(STAMP)
 # The documentation site, in site/. A wrong link, or a page that is not in the navigation, is an error.
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict --quiet
-	@echo "open site/index.html in a browser"
+	@echo "wrote site/: open site/index.html; for the search, run make docs-serve"
 
 docs-serve: $(STAMP)
 	$(BIN)/mkdocs serve
