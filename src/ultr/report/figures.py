@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ultr.bias.audit import BiasReport
 from ultr.bias.propensities import BIAS_FILE, read_bias_file
 from ultr.errors import AbsentError, OptionError, UltrError, nearest
@@ -20,7 +18,7 @@ from ultr.report.parts import Plot
 from ultr.report.plots import interval_plot
 from ultr.report.run import load_run
 from ultr.training.comparison import Comparison
-from ultr.utils.arguments import checked
+from ultr.utils.arguments import check_value, checked
 from ultr.utils.jsonfiles import content_errors
 
 
@@ -35,7 +33,7 @@ def plot_bias(source: object, *, truth: Mapping[int, float] | None = None) -> An
     if isinstance(source, BiasReport):
         return _figure(estimates_plot(source.to_json(), truth=true))
     if isinstance(source, str | Path):
-        folder = Path(source)
+        folder = Path(check_value("source", source, str | Path))
         if not (folder / BIAS_FILE).is_file():
             hint = "pass a folder that ultr bias wrote, or a run of a method that estimates bias"
             raise AbsentError(f"the folder has no {BIAS_FILE}", where=folder, hint=hint)
@@ -68,8 +66,13 @@ def plot_comparison(source: object, metric: str | None = None) -> Any:
     the metric of a comparison to plot (default: its first), or the name of the axis.
     """
     if isinstance(source, Comparison | str | Path):
-        result = source.to_json() if isinstance(source, Comparison) else read_comparison(Path(source))
-        plots = {plot.title: plot for plot in comparison_plots(result)}
+        if isinstance(source, Comparison):
+            result, where = source.to_json(), None
+        else:
+            where = Path(check_value("source", source, str | Path))
+            result = read_comparison(where)
+        with content_errors("the comparison cannot be read", where=where, hint="run ultr compare again"):
+            plots = {plot.title: plot for plot in comparison_plots(result)}
         chosen = next(iter(plots)) if metric is None else metric
         if chosen not in plots:
             raise OptionError(f"the comparison has no metric '{chosen}'", hint=nearest(chosen, plots))
@@ -77,20 +80,14 @@ def plot_comparison(source: object, metric: str | None = None) -> Any:
     if not isinstance(source, Mapping) or not source:
         hint = "pass a folder that ultr compare wrote, or a dict from names to values by request"
         raise OptionError("there is nothing to compare", got=type(source).__name__, hint=hint)
-    rows = {str(name): _interval(name, values) for name, values in source.items()}
+    rows = {str(name): _interval(values) for name, values in source.items()}
     return _figure(interval_plot(metric or "Comparison", rows, x=metric or ""))
 
 
-def _interval(name: object, values: object) -> tuple[float, float, float]:
+def _interval(values: Any) -> tuple[float, float, float]:
     if isinstance(values, OffPolicyValue):
         return values.value, values.low, values.high
-    mean = values if isinstance(values, Mean) else None
-    if mean is None:
-        try:
-            mean = mean_with_interval(np.asarray(values, float))
-        except (TypeError, ValueError) as error:
-            hint = "pass an array with one value per request"
-            raise OptionError(f"'{name}' has no values", got=type(values).__name__, hint=hint) from error
+    mean = values if isinstance(values, Mean) else mean_with_interval(values)
     return mean.mean, mean.low, mean.high
 
 
