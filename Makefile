@@ -2,13 +2,16 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+BASE   := $(VENV)/.installed-base
 STAMP  := $(VENV)/.installed
+# Python compiles modules when they are first imported; compiling all of them here would double the time.
+PIP    := $(BIN)/pip install --disable-pip-version-check --no-compile
 # Real data for tests that can use it; they skip, saying so, where it is absent.
 export ULTR_DATA ?= $(wildcard ../shared/data)
 
-.PHONY: demo test test-fast test-long mutants check bench clean
+.PHONY: demo test test-fast test-long mutants check docs docs-serve bench clean
 
-demo: $(STAMP)
+demo: $(BASE)
 	$(BIN)/ultr demo
 
 test: $(STAMP)
@@ -31,14 +34,30 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The documentation site, in site/. A wrong link, or a page that is not in the navigation, is an error.
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "wrote site/: open site/index.html; for the search, run make docs-serve"
+
+docs-serve: $(STAMP)
+	$(BIN)/mkdocs serve
+
 # Every benchmark at a small size; each has options for its full size (see the top of its file).
 bench: $(STAMP)
 	$(BIN)/python tools/bench.py
 
-$(STAMP): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
-	touch $@
+# The demo needs only the base package; everything else needs the extras too.
+$(BASE): pyproject.toml
+	@echo "1/2 making the virtual environment $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "2/2 installing ultr and the packages that it always needs; torch is the largest"
+	@$(PIP) --editable .
+	@touch $@
+
+$(STAMP): $(BASE)
+	@echo "installing the extras and the tools for development (some minutes)"
+	@$(PIP) --quiet --editable ".[dev]"
+	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist site

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +19,15 @@ from ultr.cli import main
 from ultr.log import Log
 
 TESTS = Path(__file__).parent
+CHROMIUM_OPTIONS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 FILES_BEFORE = pytest.StashKey[set[str]]()
 # Tests that `make test-fast` leaves out: a browser, other processes, hostile input, examples of the documentation, and
 # whole runs that take seconds each.
@@ -34,7 +44,9 @@ SLOW = (
     "report/",
     "serving/",
     "test_docs.py",
+    "test_notebooks.py",
     "test_package.py",
+    "test_site.py",
     "test_sklearn.py",
     "training/test_compare.py",
     "training/test_feed.py",
@@ -138,6 +150,19 @@ def ultr(monkeypatch, capsys):
         return SimpleNamespace(returncode=end.value.code or 0, stdout=printed.out, stderr=printed.err)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, for tests of pages; they are skipped if it is not installed."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("Chromium is not installed: install Debian's package chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as started:
+        chrome = started.chromium.launch(executable_path=chromium, args=list(CHROMIUM_OPTIONS))
+        yield chrome
+        chrome.close()
 
 
 def some_always(names: Iterable[str], always: Iterable[str]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The plots of a page, read from its data."""
+"""Pages in tests: the plots of a report, read from its data, and the messages of a browser."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ def plots_of(text: str) -> list[dict[str, Any]]:
 def titles_of(text: str) -> list[str]:
     """Return the title of each plot of a page, in order."""
     return re.findall(r"<figcaption><b>(.*?)</b>", text)
+
+
+class Messages(list):
+    """Console messages and requests of a browser, without those of the page's own file."""
+
+    def append(self, message: str) -> None:
+        if not message.startswith(("file:", "data:", "blob:")):
+            super().append(message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -122,3 +123,15 @@ def test_public_names_are_sorted_and_exist():
 def test_modules_have_at_most_400_lines():
     for path in FILES:
         assert path.read_text().count("\n") <= 400, path
+
+
+def test_the_demo_installs_no_extra(tmp_path):
+    for name in ("Makefile", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    steps = {
+        target: subprocess.run(["make", "--dry-run", target], cwd=tmp_path, capture_output=True, text=True, check=True)
+        for target in ("demo", "test")
+    }
+    assert "--editable .\n" in steps["demo"].stdout
+    assert "[dev]" not in steps["demo"].stdout
+    assert "[dev]" in steps["test"].stdout

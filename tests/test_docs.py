@@ -17,14 +17,14 @@ import pytest
 import ultr as package
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 LONG = {"reproduce.md", "scale.md", "trees.md"}
 MODULES = sorted(m.name for m in pkgutil.walk_packages(package.__path__, "ultr.") if "main" not in m.name)
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def marked(path: Path) -> Any:
-    return pytest.param(path, id=path.name, marks=pytest.mark.long if path.name in LONG else ())
+    return pytest.param(path, id=str(path.relative_to(ROOT)), marks=pytest.mark.long if path.name in LONG else ())
 
 
 @pytest.mark.parametrize("path", [marked(path) for path in DOCUMENTS])

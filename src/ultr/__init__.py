@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ultr.log.labels import Label
     from ultr.log.prepare.pipeline import prepare_lists
     from ultr.rankers.model import Model, load_model
-    from ultr.report import write_report
+    from ultr.report import load_run, plot_bias, plot_comparison, write_report
     from ultr.serving.export import export_run
     from ultr.serving.exported import load_exported
     from ultr.serving.scoring import score_file
@@ -57,10 +57,13 @@ _MODULE_OF = {
     "load_dataset": "datasets",
     "load_exported": "serving.exported",
     "load_model": "rankers.model",
+    "load_run": "report",
     "make_user": "datasets.users",
     "mean_with_interval": "evaluation.scores",
     "off_policy_value": "evaluation.off_policy",
     "paired_test": "evaluation.scores",
+    "plot_bias": "report",
+    "plot_comparison": "report",
     "prepare_lists": "log.prepare",
     "ranking_svm": "datasets",
     "read_log": "log",
@@ -96,10 +99,13 @@ __all__ = [
     "load_dataset",
     "load_exported",
     "load_model",
+    "load_run",
     "make_user",
     "mean_with_interval",
     "off_policy_value",
     "paired_test",
+    "plot_bias",
+    "plot_comparison",
     "prepare_lists",
     "ranking_svm",
     "read_log",

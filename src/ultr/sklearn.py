@@ -39,6 +39,7 @@ from ultr.training.outcome import ranks, read_outcome
 from ultr.training.run import run_training
 from ultr.utils.arguments import check_value
 from ultr.utils.files import atomic_path
+from ultr.utils.html import facts_html
 from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
 
 FORMAT, FITTED = 1, "ranker.json"  # the file that `save` adds to the files of a run
@@ -51,7 +52,7 @@ CLIP = 10.0  # in `score`, feedback is weighted by 1 / P(seen), at most by this
 class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
     """A ranker that learns from logged feedback and corrects its position bias.
 
-    >>> ranker = UnbiasedRanker(method="lambdarank", label="click", steps=200)
+        >>> ranker = UnbiasedRanker(method="lambdarank", label="click", steps=200)
 
     X has one row per item shown. It is a frame (pandas, polars, Arrow) or an array.
 
@@ -60,7 +61,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
     - The columns of an array are called `feature_0`, `feature_1`, ... Pass request and position to `fit`, or name
       their columns by number:
 
-    >>> ranker = UnbiasedRanker(label="click", request=0, position=1)
+        >>> ranker = UnbiasedRanker(label="click", request=0, position=1)
 
     `ranker="lightgbm"` or `"xgboost"` trains trees, with `ranker_options` as parameters of the library. If `steps` and
     `lr` are None, networks train for 1000 steps with learning rate 0.02, and trees for up to 500 rounds with 0.1.
@@ -318,6 +319,15 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         self.importance_ = [FeatureImportance(**each) for each in saved.get("features", [])]
         files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.name not in (".lock", FITTED)]
         self._files = {path.relative_to(run).as_posix(): path.read_bytes() for path in files}
+
+    def _html_repr(self) -> str:
+        """Return what a notebook shows: scikit-learn's table of options, and after `fit` the results."""
+        html = str(super()._html_repr())
+        if not hasattr(self, "model_"):
+            return html
+        theta = ", ".join(f"{k}: {value:.3f}" for k, value in (self.theta_ or {}).items())
+        last = {name: f"{value:.4g}" for name, value in self.history_[-1].items()}
+        return html + facts_html("Fitted", {**last, "theta by position": theta or "not estimated"})
 
     def _write_run(self, folder: Path) -> None:
         for name, content in self._files.items():

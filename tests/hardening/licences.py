@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "licences.md"
-FAMILIES = ("Apache", "BSD", "MIT", "MPL", "AGPL", "LGPL", "GPL")
+FAMILIES = ("Apache", "BSD", "ISC", "MIT", "MPL", "AGPL", "LGPL", "GPL")
 NOT_EVERYWHERE = {"xgboost": "Apache-2.0"}  # replaces xgboost-cpu where that is not available
 INTRO = """\
 # Licences

@@ -177,6 +177,17 @@ CASES: dict[str, Case] = {
         lambda **a: model().score_features(**a), lambda: {"features": np.ones((6, 3))}, {"features": arrays(6, 3)}
     ),
     "load_model": Case(lambda run: ultr.load_model(run).feature_names, lambda: {"run": a_run()}, {"run": PATHS}),
+    "load_run": Case(lambda folder: ultr.load_run(folder).selected, lambda: {"folder": a_run()}, {"folder": PATHS}),
+    "plot_bias": Case(
+        ultr.plot_bias,
+        lambda: {"source": estimator(), "truth": {1: 0.5}},
+        {"source": PATHS, "truth": st.dictionaries(st.integers(0, 9), REAL, max_size=3)},
+    ),
+    "plot_comparison": Case(
+        ultr.plot_comparison,
+        lambda: {"source": {"a": np.arange(4.0)}, "metric": "ndcg@10"},
+        {"source": PATHS | st.dictionaries(TEXTS, arrays(4), max_size=3), "metric": TEXTS},
+    ),
     "feature_importance": Case(
         lambda **a: ultr.feature_importance(a_run(), **a),
         lambda: {"log": make_log(), "metric": None, "rows": None, "repeats": 2, "seed": 0},

@@ -3,44 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
+from pages import Messages
 from ultr.report import write_report
 
-CHROMIUM_OPTIONS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 TABS = ["Summary", "Data", "Learning", "Metrics", "Bias", "Features", "Rankings", "Configuration"]
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
-
-
-class Messages(list):
-    """Console messages and requests of a browser, without those of the page's own file."""
-
-    def append(self, message: str) -> None:
-        if not message.startswith(("file:", "data:", "blob:")):
-            super().append(message)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("Chromium is not installed: install Debian's package chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as started:
-        chrome = started.chromium.launch(executable_path=chromium, args=list(CHROMIUM_OPTIONS))
-        yield chrome
-        chrome.close()
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,12 @@ class Estimate:
         spread = (np.log(self.high) - np.log(self.low)) / (2 * NORMAL)
         return np.where(np.isfinite(spread), 1 / np.maximum(spread, 1e-6) ** 2, 1e-6)
 
+    def text(self, place: int) -> str:
+        """Return θ of a position, by its index, with its interval if there is one."""
+        theta, low, high = self.theta[place], self.low[place], self.high[place]
+        interval = f" [{low:.3f}, {high:.3f}]" if low < high else ""
+        return f"{theta:.3f}{interval}" if np.isfinite(theta) else "-"
+
 
 def estimate(name: str, draws: np.ndarray, reference: int, held_out: float | None = None) -> Estimate:
     """Return an estimate from `draws`, θ [1 + replicates, positions] at any scale; intervals are normal in log θ."""

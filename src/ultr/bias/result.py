@@ -11,6 +11,7 @@ import numpy as np
 from ultr.bias.estimators import SCALE, SMALLEST, largest_one, pools
 from ultr.bias.identification import INTERVALS, NOT, PRECISE, Agreement, Estimate, Verdict
 from ultr.bias.pitfalls import Pitfall
+from ultr.utils.html import facts_html, table_html
 
 NAMED_POSITIONS = (2, 3, 5, 10, 20, 50)  # the positions, by their order in the list, whose θ a summary has
 
@@ -65,6 +66,17 @@ class BiasReport:
             theta, clicks = theta[self.pool], clicks[self.pool]
         scaled = np.maximum(SCALE * largest_one(theta, clicks), SMALLEST)
         return {int(k): float(v) for k, v in zip(self.positions, scaled, strict=True)}
+
+    def _repr_html_(self) -> str:
+        names = list(self.estimates)
+        rows = []
+        for i, position in enumerate(self.positions.tolist()):
+            cells = [self.estimates[name].text(i) for name in names]
+            rows.append([str(position), f"{self.impressions[i]:,.0f}", f"{self.rate[i]:.2%}", *cells])
+        table = table_html(["position", "shown", "rate", *names], rows, f"θ relative to position {self.reference}")
+        facts = {"verdict": f"{self.verdict.status}: {self.verdict.advice}", "requests": f"{self.requests:,}"}
+        warnings = [f"{p.name}: {p.what}; {p.hint}" for p in self.pitfalls]
+        return facts_html("Position bias", facts, [*self.verdict.reasons, *warnings]) + table
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a dictionary for bias.json, where `ultr train --bias` reads `positions` and `theta`."""

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from ultr.cli import options
-from ultr.cli import training_options as shared
 from ultr.cli.evaluate import print_judgement
 from ultr.cli.messages import progress_bar, words
 from ultr.cli.options import free_path, plain, print_next, print_notes

@@ -44,6 +44,7 @@ from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.log.sampling import sample_log
 from ultr.rankers import FeatureEncoder, score_rows
 from ultr.utils.arguments import Seed, checked
+from ultr.utils.html import facts_html
 
 ByPosition = Mapping[int, float]
 KINDS = ("reward", "dcg")
@@ -75,6 +76,14 @@ class OffPolicyValue:
     effective_clicks: float  # (Σ f u)² / Σ (f u)² of rows with c > 0: equally weighted clicks with the same information
     clipped: float  # share of the first k places whose w is above M
     coverage: float  # share of the first k places that have an item; the others count 0
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "value, 95% interval": f"{self.value:.4f} [{self.low:.4f}, {self.high:.4f}]",
+            "effective clicks": f"{self.effective_clicks:,.0f}",
+            "weights clipped": f"{self.clipped:.1%}",
+        }
+        return facts_html(f"Off-policy {self.kind}@{self.k} ({self.estimator})", facts)
 
 
 @checked

@@ -16,6 +16,7 @@ from ultr.lists import ListBatches, Lists
 from ultr.log import Log
 from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.utils.arguments import checked
+from ultr.utils.html import facts_html
 
 FEEDBACK = "feedback-"  # names of metrics of the logged, biased feedback begin so
 OFF_POLICY = "off-policy-"  # names of metrics that `evaluation.judge` estimates from biased feedback begin so
@@ -36,6 +37,9 @@ class Mean:
     def __str__(self) -> str:
         return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
 
+    def _repr_html_(self) -> str:
+        return facts_html("Mean", {"mean, 95% interval": str(self), "requests": f"{self.requests:,}"})
+
 
 @dataclass(frozen=True)
 class PairedTest:
@@ -50,6 +54,11 @@ class PairedTest:
     @property
     def significant(self) -> bool:
         return self.p < 0.05
+
+    def _repr_html_(self) -> str:
+        interval = f"{self.difference:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
+        facts = {"difference, 95% interval": interval, "p": f"{self.p:.2g}", "requests": f"{self.requests:,}"}
+        return facts_html("Paired test: " + ("significant" if self.significant else "not significant"), facts)
 
 
 @checked

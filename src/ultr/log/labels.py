@@ -70,8 +70,10 @@ def default_label(actions: Iterable[str]) -> str:
 class Label:
     """A label expression. Call it with actions (name -> array or tensor) to get the labels c, finite and >= 0.
 
-    >>> Label("click + dwell / exp(3)").actions
-    ('click', 'dwell')
+    `actions` are the names in the expression:
+
+        >>> Label("click + dwell / exp(3)").actions
+        ('click', 'dwell')
     """
 
     def __init__(self, expression: str = DEFAULT_LABEL) -> None:

@@ -9,17 +9,17 @@ from typing import Any
 from ultr.bias.propensities import BIAS_FILE, read_bias_file
 from ultr.errors import AbsentError, OptionError
 from ultr.report.bias import log_sections
-from ultr.report.comparison import comparison_sections
+from ultr.report.comparison import comparison_sections, read_comparison
+from ultr.report.figures import plot_bias, plot_comparison
 from ultr.report.page import write_page
-from ultr.report.run import load_runs
+from ultr.report.run import load_run, load_runs
 from ultr.report.runs import run_sections
-from ultr.training.comparison import FORMAT
 from ultr.utils.arguments import check_value, checked
-from ultr.utils.jsonfiles import check_format, content_errors, read_json
+from ultr.utils.jsonfiles import content_errors
 
 MOST_IN_TITLE = 3  # a title has the names of up to this many runs
 
-__all__ = ["write_bias_page", "write_comparison_page", "write_report"]
+__all__ = ["load_run", "plot_bias", "plot_comparison", "write_bias_page", "write_comparison_page", "write_report"]
 
 
 @checked
@@ -54,8 +54,7 @@ def write_report(
 
 def write_comparison_page(folder: Path, out: Path, *, overwrite: bool = False) -> Path:
     """Write a page about a comparison, given the folder that `ultr compare` wrote."""
-    result = read_json(folder / "comparison.json")
-    check_format(result, FORMAT, what="the comparison", where=folder, hint="run ultr compare again")
+    result = read_comparison(folder)
     with content_errors("the comparison cannot be read", where=folder, hint="run ultr compare again"):
         sections = comparison_sections(result, folder)
         lede = f"{len(result['rows'])} methods; the reference is {result['reference']}"

@@ -80,7 +80,7 @@ def _bias_of_run(bias: Mapping[str, Any], truth: Truth) -> list[Part]:
     parts: list[Part] = []
     plots: list[Plot] = []
     if "theta" in bias:
-        plots.append(_theta(bias, at, truth))
+        plots.append(examination_plot(bias, truth))
         error = bias.get("theta_standard_error")
         sure = "" if error is None else f" (standard error {error:.1%})"
         parts.append(Text(f"Source of θ: {bias['theta_from']}{sure}. Scale of θ: {bias['theta_scale']}."))
@@ -136,8 +136,9 @@ def pair_map(key: str, matrix: Sequence[Sequence[float]], at: Sequence[str]) -> 
     )
 
 
-def _theta(bias: Mapping[str, Any], at: Sequence[str], truth: Truth) -> Plot:
-    theta = _relative(bias["theta"])
+def examination_plot(bias: Mapping[str, Any], truth: Truth) -> Plot:
+    """Return a plot of the examination that a run estimated (bias.json), next to the true one if it is known."""
+    at, theta = [str(k) for k in bias["positions"]], _relative(bias["theta"])
     lines: dict[str, tuple[Sequence[str], Sequence[Any]]] = {"θ": (at, theta)}
     if truth is not None:
         lines["true"] = (truth[0], _relative(truth[1]))
@@ -208,7 +209,7 @@ def log_sections(report: Mapping[str, Any]) -> list[Section]:
     sentences = [f"{name}: {text}" for name, text in report.get("summary", {}).items()]  # older files have none
     good = verdict["status"] == "identified"
     parts: list[Part] = [Notes(sentences or verdict["reasons"], good=good), Cards(cards)]
-    parts.append(_estimates(report, "Examination by position"))
+    parts.append(estimates_plot(report))
     parts.append(_estimates_table(report))
     parts += [Text(note) for note in report["notes"]]
     sections = [Section("Examination", parts), Section("Identification", _identification(report))]
@@ -219,12 +220,13 @@ def log_sections(report: Mapping[str, Any]) -> list[Section]:
         inner: list[Part] = []
         for name, part in report["segments"].items():
             title = f"{name} ({part['requests']:,} requests): {part['verdict']['status']}"
-            inner += [_estimates(part, title), _estimates_table(part)]
+            inner += [estimates_plot(part, title), _estimates_table(part)]
         sections.append(Section("Segments", inner))
     return sections
 
 
-def _estimates(report: Mapping[str, Any], title: str) -> Plot:
+def estimates_plot(report: Mapping[str, Any], title: str = "Examination by position", *, truth: Truth = None) -> Plot:
+    """Return a plot of all estimates of a bias report (`BiasReport.to_json`), with their intervals."""
     at = [str(k) for k in report["positions"]]
     lines: dict[str, tuple[Sequence[str], Sequence[Any]]] = {
         name: (at, estimate["theta"]) for name, estimate in report["estimates"].items()
@@ -236,12 +238,15 @@ def _estimates(report: Mapping[str, Any], title: str) -> Plot:
         theta = report["estimates"][anchor]["theta"]
         ratio = _relative([r / t if t else None for r, t in zip(report["rate"], theta, strict=True)])
         lines[f"rate / θ ({anchor})"] = (at, ratio)
+    if truth is not None:
+        lines["true"] = (truth[0], _relative(truth[1]))
     return line_plot(
         title,
         lines,
         x="position",
         y="relative",
         caption=f"{INTERVALS} If the feedback rate falls more than θ, the difference is due to relevance.",
+        dashed=["true"],
         bands=bands,
         from_zero=True,
         categories=True,

@@ -12,8 +12,18 @@ from ultr.report.parts import Card, Cards, Notes, Part, Plot, Section, Table, Te
 from ultr.report.plots import dot_plot
 from ultr.report.run import Run, load_run
 from ultr.report.runs import bias_of_runs, learning_section
+from ultr.training.comparison import FORMAT
 from ultr.training.entries import Entry, Setting, run_folder
 from ultr.training.selection import less_is_better
+from ultr.utils.jsonfiles import check_format, read_json
+
+
+def read_comparison(folder: Path) -> dict[str, Any]:
+    """Read comparison.json, which `ultr compare` wrote to a folder."""
+    result = read_json(folder / "comparison.json")
+    check_format(result, FORMAT, what="the comparison", where=folder, hint="run ultr compare again")
+    return result
+
 
 LEVEL = 0.05  # p values below this are called sure
 

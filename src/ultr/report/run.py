@@ -1,4 +1,4 @@
-"""Load finished runs from their run directories, for report pages."""
+"""Load finished runs from their run directories."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ultr.training.checkpoints import read_metrics
 from ultr.training.config import RunConfig
 from ultr.training.outcome import RunOutcome, read_outcome
 from ultr.training.run import best_evaluation
+from ultr.utils.arguments import checked
+from ultr.utils.html import facts_html
 from ultr.utils.jsonfiles import read_json
 
 JUDGE_FILE = "judge/judge.json"
@@ -45,6 +47,25 @@ class Run:
         return [f"{w['name']}: {w['what']}" for w in [*of_data, *(self.bias or {}).get("warnings", [])]]
 
     @property
+    def true_theta(self) -> tuple[list[str], list[float]] | None:
+        """Positions and their true examination by simulated users; None if users were not simulated."""
+        if self.outcome is None or "true_theta" not in self.outcome.about["data"]:
+            return None
+        facts = self.outcome.about["data"]
+        return facts["by_position"]["positions"], facts["true_theta"]
+
+    def _repr_html_(self) -> str:
+        config, (metric, value, step) = self.config, self.selected
+        facts = {
+            f"{metric} on validation": f"{value:.4f} (step {step:,})",
+            "method, ranker": f"{config.method}, {config.ranker}",
+            "data": f"{config.data or 'in memory'}{f', users {config.users}' if config.users else ''}",
+            "label": config.label,
+            "theta from": str((self.bias or {}).get("theta_from", "not estimated")),
+        }
+        return facts_html(f"Run {self.name}", facts, self.warnings)
+
+    @property
     def importance(self) -> list[FeatureImportance]:
         """The most important features, most important first; empty if the run has not saved them."""
         saved = {} if self.outcome is None else self.outcome.about.get("importance", {})
@@ -56,8 +77,13 @@ def load_runs(folders: Sequence[Path], names: Sequence[str] = ()) -> list[Run]:
     return [load_run(folder, name) for folder, name in zip(folders, names or _names(folders), strict=True)]
 
 
-def load_run(folder: Path, name: str) -> Run:
-    """Load a finished run from its run directory; `name` is its name on the page."""
+@checked
+def load_run(folder: str | Path, name: str | None = None) -> Run:
+    """Load the configuration, metrics, bias and outcome of a finished run; a notebook shows a summary of it.
+
+    `name` is its name in reports (default: that of the folder). `load_model` loads what scores items.
+    """
+    folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise AbsentError("this folder is not a run", where=folder, hint="pass a folder that ultr train wrote")
     if not (folder / "model").is_dir():
@@ -66,7 +92,9 @@ def load_run(folder: Path, name: str) -> Run:
     config = RunConfig.from_json(content, where=folder)
     versions: dict[str, str] = {key: content[key] for key in ("ultr", "torch", "lightgbm", "xgboost") if key in content}
     bias, judge = (read_json(path) if path.is_file() else None for path in (folder / "bias.json", folder / JUDGE_FILE))
-    return Run(name, folder, config, versions, read_metrics(folder), bias, read_outcome(folder), judge)
+    return Run(
+        name or folder.resolve().name, folder, config, versions, read_metrics(folder), bias, read_outcome(folder), judge
+    )
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -127,15 +127,7 @@ def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 def bias_of_runs(runs: Sequence[Run]) -> Section:
     """Return a section with the position bias that each run estimated."""
-    return bias_section({run.name: (run.bias, _true_theta(run)) for run in runs})
-
-
-def _true_theta(run: Run) -> tuple[list[str], list[float]] | None:
-    """Return (positions, their true examination by simulated users); None if users were not simulated."""
-    if run.outcome is None or "true_theta" not in run.outcome.about["data"]:
-        return None
-    facts = run.outcome.about["data"]
-    return facts["by_position"]["positions"], facts["true_theta"]
+    return bias_section({run.name: (run.bias, run.true_theta) for run in runs})
 
 
 # --- Learning and metrics ---------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def _step(length: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if length / (power * factor) <= 8)
 
 
-def svg(title: str, figure: Mapping[str, Any], height: int) -> str:
+def svg(title: str, figure: Mapping[str, Any], height: int, width: int = WIDTH) -> str:
     """Return a plot (see `parts.Plot`) of lines, dots, intervals or coloured cells as the text of an SVG file."""
     traces, layout = figure["data"], figure["layout"]
     y_names = _categories(traces, layout, "y")
@@ -53,7 +53,7 @@ def svg(title: str, figure: Mapping[str, Any], height: int) -> str:
     named = named if layout.get("showlegend") else []
     left = 20 + LETTER * max([8, *(len(name) + 2 for name in y_names)])
     right = RIGHT + (LETTER * max(len(t["name"]) for t in named) + 30 if named else 0)
-    x = _axis(traces, layout, "x", left, WIDTH - right)
+    x = _axis(traces, layout, "x", left, width - right)
     y = _axis(traces, layout, "y", height - BOTTOM, TOP)
     if layout["yaxis"].get("autorange") == "reversed":
         y = Axis(y.end, y.start, y.low, y.high, y.names)
@@ -65,8 +65,8 @@ def svg(title: str, figure: Mapping[str, Any], height: int) -> str:
         parts.append(f'<rect x="{x.end + 12:.0f}" y="{place - 5}" width="14" height="6" fill="{colour}"/>')
         parts.append(_text(x.end + 32, place + 2, trace["name"]))
     body = "\n".join(parts)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif"'
-    return f'{head} font-size="12">\n<rect width="{WIDTH}" height="{height}" fill="white"/>\n{body}\n</svg>\n'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif"'
+    return f'{head} font-size="12">\n<rect width="{width}" height="{height}" fill="white"/>\n{body}\n</svg>\n'
 
 
 def _categories(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any], axis: str) -> list[str]:

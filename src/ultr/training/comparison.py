@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ultr.evaluation.scores import Mean, PairedTest, holm, paired_test
+from ultr.evaluation.scores import Mean, PairedTest, holm, mean_with_interval, paired_test
 from ultr.training.entries import Setting
 from ultr.training.logged import LoggedTest
 from ultr.training.selection import less_is_better
+from ultr.utils.html import table_html
 
 FORMAT = 1
 
@@ -117,6 +118,13 @@ class Comparison:
         """Return the row of the best method by the first metric."""
         choose, metric = (min if less_is_better(self.metrics[0]) else max), self.metrics[0]
         return choose(self.rows, key=lambda row: float(np.mean(row.results[metric])))
+
+    def _repr_html_(self) -> str:
+        means = ({m: mean_with_interval(np.array(values)) for m, values in row.results.items()} for row in self.rows)
+        rows = [[row.entry, *(str(mean[m]) for m in self.metrics)] for row, mean in zip(self.rows, means, strict=True)]
+        rows += [["logged ranking", *(f"{self.logged[m].mean:.4f}" for m in self.metrics)]] if self.logged else []
+        caption = f"Means over runs, with 95% intervals; the reference is {self.reference}"
+        return table_html(["method", *self.metrics], rows, caption)
 
     def to_json(self) -> dict[str, Any]:
         return {

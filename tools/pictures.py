@@ -1,0 +1,103 @@
+"""Draw the pictures of docs/concepts, from simulated users: `python tools/pictures.py`. Takes about a minute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ultr.datasets import load_dataset, ranking_svm, show
+from ultr.datasets.simulate import simulate_log
+from ultr.datasets.users import User, make_user
+from ultr.evaluation.off_policy import OffPolicyValue, fit_direct, off_policy_value
+from ultr.evaluation.scores import evaluate_scores, mean_with_interval
+from ultr.log.summary import by_position
+from ultr.report.parts import Plot
+from ultr.report.plots import interval_plot, line_plot
+from ultr.report.svg import svg
+from ultr.utils.files import atomic_path
+
+FOLDER = Path(__file__).parents[1] / "docs" / "concepts"
+SESSIONS, POSITIONS = 20_000, np.arange(1, 11)
+NAMES = [str(k) for k in POSITIONS]
+
+
+def lines(title: str, values: dict[str, np.ndarray], y: str, *, dashed: tuple[str, ...] = ()) -> Plot:
+    points = {name: (NAMES, [float(value) for value in each]) for name, each in values.items()}
+    return line_plot(title, points, x="position", y=y, from_zero=True, categories=True, dashed=dashed)
+
+
+def draw(name: str, plot: Plot) -> None:
+    with atomic_path(FOLDER / f"{name}.svg", overwrite=True) as path:
+        path.write_text(svg(plot.title, plot.figure, 300, width=600), encoding="utf-8")
+
+
+def main() -> None:
+    data, user = load_dataset("synthetic"), User()
+    initial = ranking_svm(data.train)
+    shown = show(data.train, initial(data.train.features))
+    log, _ = simulate_log(shown, user, sessions=SESSIONS)
+    theta = user.theta(torch.from_numpy(POSITIONS)).double().numpy()
+    clicks = by_position(log).rates["click"]
+    attracted = user.attracted(torch.from_numpy(log.true_relevance)).numpy()
+    relevance = np.array([attracted[log.shown_positions("a picture") == k].mean() for k in POSITIONS])
+
+    title = "Clicks fall faster than relevance (position 1 = 1)"
+    values = {"clicks": clicks / clicks[0], "true relevance": relevance / relevance[0], "examination": theta / theta[0]}
+    draw("position-bias", lines(title, values, "relative", dashed=("examination",)))
+
+    corrected = clicks / theta
+    values = {"clicks": clicks / clicks[0], "clicks / θ": corrected / corrected[0], "true": relevance / relevance[0]}
+    draw("propensities", lines("Divided by examination, clicks show relevance", values, "relative", dashed=("true",)))
+
+    rng = np.random.default_rng(0)
+    good = ranking_svm(data.train, share=0.5)(data.train.features)
+    ordered, mixed = (
+        by_position(simulate_log(show(data.train, scores), user, sessions=SESSIONS, seed=1)[0]).rates["click"]
+        for scores in (good, rng.random(data.train.rows))
+    )
+    values = {"production order": ordered / ordered[0], "random order": mixed / mixed[0], "true θ": theta / theta[0]}
+    draw("identification", lines("Clicks on requests in random order show θ", values, "relative", dashed=("true θ",)))
+
+    trusting = make_user("trust", eta=0.0)
+    grades = {"relevant item": 4.0, "item that is not relevant": 0.0}
+    positions = torch.from_numpy(POSITIONS)
+    values = {
+        name: trusting.expected(torch.full((len(POSITIONS),), grade), positions, "click").double().numpy()
+        for name, grade in grades.items()
+    }
+    draw("trust", lines("Users trust high positions: P(click | examined)", values, "probability of a click"))
+
+    draw("off-policy", values_of_rankers(user))
+
+
+def values_of_rankers(user: User, k: int = 3) -> Plot:
+    """Plot clicks@k of the old and a new ranker: as logged clicks say, as estimated off policy, and in truth."""
+    data = load_dataset("synthetic")
+    old, new = ranking_svm(data.train), ranking_svm(data.train, share=0.2)
+    log, _ = simulate_log(show(data.train, old(data.train.features)), user, sessions=SESSIONS)
+    train, held_out = log.select(range(SESSIONS // 2)), log.select(range(SESSIONS // 2, SESSIONS))
+    theta = {int(k): float(user.theta(torch.tensor([k]))[0]) for k in POSITIONS}
+    everything_seen = dict.fromkeys(theta, 1.0)
+    direct = fit_direct(train, theta=theta, label="click")(held_out)
+    logged, scores = -held_out.shown_positions("a picture").astype(float), new(held_out.features)
+
+    def as_logged(order: np.ndarray) -> OffPolicyValue:
+        return off_policy_value(held_out, order, theta=everything_seen, estimator="ips", label="click", k=k)
+
+    estimate = off_policy_value(held_out, scores, theta=theta, direct=direct, label="click", k=k)
+    metric = f"reward@{k}"
+    truth = mean_with_interval(evaluate_scores(held_out, scores, metric, user=user, label="click")[metric])
+    values = {
+        "old ranker: clicks in the log": as_logged(logged),
+        "new ranker: clicks as they are": as_logged(scores),
+        "new ranker: off-policy estimate": estimate,
+    }
+    rows = {name: (each.value, each.low, each.high) for name, each in values.items()}
+    rows["new ranker: truth"] = (truth.mean, truth.low, truth.high)
+    return interval_plot(f"Expected clicks on the first {k} items", rows, x="clicks per request")
+
+
+if __name__ == "__main__":
+    main()
