@@ -32,7 +32,8 @@ from ultr.serving.exported import load_exported
 from ultr.training.bias_stage import load_bias
 from ultr.training.checkpoints import load_checkpoint, lock_run, newest_checkpoint, read_metrics
 from ultr.training.config import RunConfig
-from ultr.training.data import load_run_data, method_inputs
+from ultr.training.data import load_run_data
+from ultr.training.inputs import method_inputs
 from ultr.training.loop import start
 from ultr.training.outcome import read_outcome
 from ultr.training.run import run_training

@@ -28,7 +28,8 @@ from ultr.training import config as configs
 from ultr.training import outcome as outcomes
 from ultr.training.checkpoints import newest_checkpoint, write_checkpoint
 from ultr.training.config import RunConfig
-from ultr.training.data import load_run_data, method_inputs
+from ultr.training.data import load_run_data
+from ultr.training.inputs import method_inputs
 from ultr.training.outcome import read_outcome
 from ultr.training.run import best_evaluation
 from ultr.utils.jsonfiles import check_format, read_json

@@ -69,7 +69,9 @@ def make_run(folder: Path, ranker: str, **changes) -> Path:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
-    return {ranker: make_run(folder / ranker, ranker) for ranker in ("mlp", "lightgbm", "xgboost")}
+    one_file = {"method_options": {"final": "pairs"}}
+    runs = {ranker: make_run(folder / ranker, ranker, **one_file) for ranker in ("lightgbm", "xgboost")}
+    return {"mlp": make_run(folder / "mlp", "mlp"), **runs, "blend": make_run(folder / "blend", "lightgbm")}
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +291,15 @@ def test_an_exported_folder_has_the_scores_of_its_run(ranker, runs, folders):
     assert 0 <= parity["largest_difference"] <= parity["tolerance"]
     scores = onnx_scores(exported.session(threads=1), log.features[None])[0]
     np.testing.assert_allclose(scores, load_model(runs[ranker]).score(log), rtol=1e-5, atol=1e-5)
+
+
+def test_a_blend_is_one_onnx_model(runs, folders):
+    exported, log = load_exported(folders["blend"]), coloured_log(seed=3)
+    assert {path.name for path in exported.folder.iterdir()} == {"model.onnx", "model.json", "README.md"}
+    assert [part["link"] for part in exported.about["parts"]][:2] == ["identity", "log-sigmoid"]
+    assert exported.keeps_missing
+    scores = onnx_scores(exported.session(threads=1), log.features[None])[0]
+    np.testing.assert_allclose(scores, load_model(runs["blend"]).score(log), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("ranker", ["mlp", "lightgbm"])

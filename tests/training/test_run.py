@@ -20,7 +20,8 @@ from ultr.methods import METHODS, bias_model, make_method
 from ultr.rankers.model import load_model
 from ultr.training.checkpoints import load_checkpoint, lock_run, read_metrics, save_checkpoint
 from ultr.training.config import RunConfig, TrainingOptions
-from ultr.training.data import RunData, load_run_data, method_inputs
+from ultr.training.data import RunData, load_run_data
+from ultr.training.inputs import method_inputs
 from ultr.training.loop import start
 from ultr.training.run import best_evaluation, run_training
 

@@ -18,6 +18,8 @@ from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError, UltrError
 from ultr.log import read_log, write_log
+from ultr.rankers import score_rows
+from ultr.rankers.blend import Blend
 from ultr.rankers.boosters import BOOSTERS
 from ultr.rankers.model import load_model
 from ultr.training.checkpoints import read_metrics
@@ -27,6 +29,7 @@ from ultr.training.data import load_run_data
 from ultr.training.entries import Entry, Setting
 from ultr.training.run import run_training
 from ultr.training.trees import TreeRun
+from ultr.utils.jsonfiles import write_json
 
 FAST = {"steps": 12, "bias_steps": 10, "batch": 16, "evaluate_every": 4, "patience": 0, "device": "cpu"}
 FILES = {"lightgbm": "lightgbm.txt", "xgboost": "xgboost.json"}
@@ -55,9 +58,9 @@ def files_of(run) -> set[str]:
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        ("pairwise-em", {}),
+        ("pairwise-em", {"final": "pairs"}),
         ("pairwise-em", {"loss": "opt"}),
-        ("pairwise-em", {"loss": "opt-posterior"}),
+        ("pairwise-em", {"loss": "opt-posterior", "final": "pairs"}),
         ("direct", {}),
         ("pairwise-em", {"loss": "bayes-ipw"}),
         ("pairwise-em", {"em": "trees", "loss": "bayes-ipw"}),
@@ -125,9 +128,62 @@ def test_a_stopped_run_resumes_to_the_same_trees(ranker, method, log_path, tmp_p
 
 @pytest.mark.parametrize("ranker", BOOSTERS)
 def test_the_same_seed_gives_the_same_file(ranker, log_path, tmp_path):
-    runs = [run_training(config(log_path, ranker), tmp_path / name) for name in ("one", "two")]
+    chosen = config(log_path, ranker, method_options={"final": "pairs"})
+    runs = [run_training(chosen, tmp_path / name) for name in ("one", "two")]
     first, second = ((run / "model" / FILES[ranker]).read_bytes() for run in runs)
     assert first == second
+
+
+@pytest.fixture
+def blend(log_path, tmp_path):
+    return run_training(config(log_path), tmp_path / "blend")
+
+
+def test_the_ranker_is_the_sum_of_pairs_and_likelihood_each_divided_by_its_spread(blend, log_path):
+    model, log = load_model(blend), read_log(log_path)
+    assert isinstance(model.ranker, Blend)
+    pairs, click, value = model.ranker.parts
+    assert [part.link for part in model.ranker.parts] == ["identity", "log-sigmoid", "identity"]
+    assert click.weight == value.weight
+    s = [score_rows(part.ranker, log.features).astype(float) + part.shift for part in model.ranker.parts]
+    likelihood = -np.log1p(np.exp(-s[1])) + s[2]
+    np.testing.assert_allclose(model.score(log), pairs.weight * s[0] + click.weight * likelihood, rtol=1e-4, atol=1e-5)
+    validation = load_run_data(RunConfig.from_json(json.loads((blend / "config.json").read_text()))).validation
+    request = np.repeat(np.arange(len(validation)), validation.lengths)
+    for weight, ranker in ((pairs.weight, Blend([pairs])), (click.weight, Blend([click, value]))):
+        values = score_rows(ranker, validation.features).astype(float) / weight
+        means = np.bincount(request, values) / validation.lengths
+        assert weight == pytest.approx(1 / np.std(values - means[request]), rel=1e-3)
+
+
+def test_the_final_ranker_can_be_chosen_on_validation_requests(log_path, tmp_path):
+    run = run_training(config(log_path, method_options={"final": "auto"}), tmp_path / "run")
+    final = json.loads((run / "bias.json").read_text())["final"]
+    assert set(final["values"]) == {"pairs", "likelihood", "blend"}
+    assert final["values"][final["ranker"]] == max(final["values"].values())
+
+
+@pytest.mark.parametrize(("options", "ranker"), [({"em": "network"}, "lightgbm"), ({"loss": "ipw"}, "lightgbm")])
+def test_a_blend_needs_trees_of_relevance(options, ranker, log_path, tmp_path):
+    with pytest.raises(OptionError, match="final=blend needs trees"):
+        run_training(config(log_path, ranker, method_options={**options, "final": "blend"}), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"link": "exp"}, "must be one of"),
+        ({"weight": float("inf")}, "finite"),
+        ({"ranker": "mlp"}, "cannot be read"),
+    ],
+)
+def test_a_damaged_part_of_a_blend_is_an_error(change, what, blend):
+    path = blend / "model" / "model.json"
+    about = json.loads(path.read_text())
+    about["parts"][1] |= change
+    write_json(path, {key: value for key, value in about.items() if key != "seal"})
+    with pytest.raises(DataError, match=what):
+        load_model(blend)
 
 
 @pytest.mark.long

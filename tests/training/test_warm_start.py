@@ -184,7 +184,8 @@ def beta(run, path, columns=COLUMNS) -> np.ndarray:
 
     from ultr.methods import make_method
     from ultr.training.bias_stage import load_bias
-    from ultr.training.data import load_run_data, method_inputs
+    from ultr.training.data import load_run_data
+    from ultr.training.inputs import method_inputs
 
     chosen = config(path, method="pairwise-em", columns=columns)
     data = load_run_data(chosen)

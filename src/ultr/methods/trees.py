@@ -128,10 +128,8 @@ class TreePairwiseEM(TreeMethod):
             )
             if booster is not None
         ]
-        rows, lengths = torch.from_numpy(validation.features), validation.lengths
-        spreads = [
-            spread_within_requests(ranker(rows).double().numpy(), lengths) for ranker in (pairs, Blend(likelihood))
-        ]
+        scores = (score_rows(ranker, validation.features) for ranker in (pairs, Blend(likelihood)))
+        spreads = [spread_within_requests(each.astype(np.float64), validation.lengths) for each in scores]
         blend = [Part(pairs, self.inputs.ranker), *likelihood]
         weights = [1 / spreads[0], *(1 / spreads[1] for _ in likelihood)]
         rankers: dict[str, nn.Module] = {

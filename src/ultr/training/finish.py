@@ -17,9 +17,10 @@ from ultr.log.suspicious import write_suspicious
 from ultr.rankers.model import save_model
 from ultr.training.bias_stage import write_bias_report
 from ultr.training.config import RunConfig
-from ultr.training.data import RunData, missing_features
+from ultr.training.data import RunData
 from ultr.training.feed import Feeding
 from ultr.training.importance import importance_of_run
+from ultr.training.inputs import missing_features
 from ultr.training.loop import Progress
 from ultr.training.outcome import write_outcome
 from ultr.utils.stages import begin_stage

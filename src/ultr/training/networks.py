@@ -17,8 +17,9 @@ from ultr.rankers import score_rows, scores_on_device
 from ultr.training.bias_stage import run_bias_stage
 from ultr.training.checkpoints import append_metrics, load_checkpoint, rewind_metrics, save_checkpoint
 from ultr.training.config import RunConfig
-from ultr.training.data import RunData, method_inputs
+from ultr.training.data import RunData
 from ultr.training.finish import Listeners, finish_run
+from ultr.training.inputs import method_inputs
 from ultr.training.loop import Progress, check_has_features, start, train
 from ultr.training.selection import evaluator, judge_of, less_is_better
 from ultr.training.traps import check_pairs

@@ -19,8 +19,9 @@ from ultr.rankers.boosters import is_trees
 from ultr.training.bias_stage import BIAS
 from ultr.training.checkpoints import lock_run, read_metrics
 from ultr.training.config import RunConfig
-from ultr.training.data import RunData, load_run_data, notes_of, split_log
+from ultr.training.data import RunData, load_run_data, split_log
 from ultr.training.finish import Listeners
+from ultr.training.inputs import notes_of
 from ultr.training.loop import Progress
 from ultr.training.networks import NetworkRun
 from ultr.training.replace import begin_successor, is_being_replaced, settle, successor, take_place

@@ -21,7 +21,8 @@ from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, ScoreMetrics
 from ultr.log import Log
 from ultr.rankers.boosters import is_trees
 from ultr.training.config import DEFAULT_METHOD, RunConfig, with_training
-from ultr.training.data import RunData, cached_run_data, known_theta, load_run_data
+from ultr.training.data import RunData, cached_run_data, load_run_data
+from ultr.training.inputs import known_theta
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import barrier, is_main
 from ultr.utils.stages import begin_stage

@@ -25,9 +25,10 @@ from ultr.rankers.tree_objective import kernels
 from ultr.training.bias_stage import held_out_requests, run_bias_stage, some_batches
 from ultr.training.checkpoints import append_metrics, newest_checkpoint, rewind_metrics, write_checkpoint
 from ultr.training.config import RunConfig
-from ultr.training.data import RunData, method_inputs
+from ultr.training.data import RunData
 from ultr.training.feed import Feed
 from ultr.training.finish import Listeners, finish_run
+from ultr.training.inputs import method_inputs
 from ultr.training.loop import Progress, RunState, as_numbers
 from ultr.training.selection import evaluator, judge_of, less_is_better
 from ultr.training.traps import check_pairs
