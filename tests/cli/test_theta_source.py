@@ -55,7 +55,8 @@ def test_training_takes_theta_from_the_best_evidence_and_names_it(ultr, path, tm
     assert bias["theta_from"].endswith(BY_ITEMS)
     assert 0.03 < bias["theta_standard_error"] < 0.2
     assert error_of(np.array(bias["theta"])) < 0.15
-    assert f"theta from {bias['theta_from']} (standard error " in messages
+    assert f"evidence: {bias['theta_from']}, with a standard error of " in messages
+    assert "users: compared with position 1, they look 0." in messages
     judge = json.loads((tmp_path / "run" / "judge" / "judge.json").read_text())["theta"]
     assert error_of(np.array(list(judge.values()))) < 0.15
 
@@ -68,14 +69,15 @@ def test_columns_with_other_names_reach_training(ultr, path, tmp_path):
     unnamed, messages = trained(ultr, odd, tmp_path / "unnamed")
     assert unnamed["theta_from"] == "groups of rows with similar scores of the logging ranker"
     assert "theta_standard_error" not in unnamed
-    assert "theta from groups of rows" in messages
+    assert "evidence: groups of rows" in messages
+    assert "would help: some requests in random order" in messages
 
 
 def test_a_bias_model_that_is_loaded_keeps_the_source_of_theta(ultr, path, tmp_path):
     first, _ = trained(ultr, path, tmp_path / "first")
     second, messages = trained(ultr, path, tmp_path / "second", "--bias", tmp_path / "first")
     assert second["theta_from"] == first["theta_from"]
-    assert f"theta from {first['theta_from']}" in messages
+    assert f"evidence: {first['theta_from']}" in messages
 
 
 def test_compare_reads_the_columns_of_the_evidence(ultr, path, tmp_path):

@@ -14,7 +14,7 @@ from ultr.cli import options
 from ultr.cli import training_options as shared
 from ultr.cli.config_file import chosen_options, read_config
 from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import free_path, print_next, print_notes, print_warning
+from ultr.cli.options import free_path, plain, print_next, print_notes, print_warning
 
 
 def train(
@@ -181,10 +181,8 @@ def _bias(run: Path) -> dict[str, Any]:
 
 
 def _print_bias(bias: dict[str, Any]) -> None:
-    """Print the warnings of the bias model and the source of theta, if there are any."""
+    """Print the warnings of the bias model, and what was done about bias."""
     for warning in bias.get("warnings", ()):
         words.print(f"warning: {warning['name']}: {warning['what']}", soft_wrap=True)
-    if "theta_from" in bias:
-        error = bias.get("theta_standard_error")
-        sure = "" if error is None else f" (standard error {error:.1%})"
-        words.print(f"theta from {bias['theta_from']}{sure}", soft_wrap=True)
+    for name, sentence in bias.get("summary", {}).items():
+        words.print(plain(f"{name}: {sentence}"), soft_wrap=True)

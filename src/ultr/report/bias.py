@@ -84,6 +84,8 @@ def _bias_of_run(bias: Mapping[str, Any], truth: Truth) -> list[Part]:
         error = bias.get("theta_standard_error")
         sure = "" if error is None else f" (standard error {error:.1%})"
         parts.append(Text(f"Source of θ: {bias['theta_from']}{sure}. Scale of θ: {bias['theta_scale']}."))
+    if "summary" in bias:
+        parts.append(Notes([f"{name}: {sentence}" for name, sentence in bias["summary"].items()], good=True))
     if "towers" in bias:
         lines = {f"tower of {name}": (at, values) for name, values in bias["towers"].items()}
         how = "multiplied by" if bias["tower"] == "multiplies" else "increased by"

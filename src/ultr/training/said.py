@@ -1,0 +1,64 @@
+"""What a run did about bias, in a few sentences: how users look, from which evidence, and what would help most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ultr.bias.examination import SOURCES
+from ultr.training.config import RunConfig
+from ultr.training.data import RunData
+
+NAMED = (2, 3, 5, 10, 20)  # the positions, by their order in the list, whose θ is told
+IMPRECISE = 0.1  # a standard error of θ above which more evidence would help
+FINAL = {
+    "pairs": "the ranker of pairs",
+    "likelihood": "the model of relevance and value",
+    "blend": "the sum of the ranker of pairs and of the model of relevance and value",
+}
+
+
+def what_was_done(report: Mapping[str, Any], config: RunConfig, run_data: RunData) -> dict[str, str]:
+    """Return sentences by name from the bias report of a run, in which positions do not yet have names of segments."""
+    said = {"users": _users(report, run_data.segments), "evidence": _evidence(report)}
+    if "rho" in report or "zeta" in report:
+        said["trust"] = "higher positions are trusted more; feedback is corrected for that"
+    if "final" in report:
+        said["ranker"] = FINAL[report["final"]["ranker"]]
+    if (advice := _would_help(report, config, run_data)) is not None:
+        said["would help"] = advice
+    return said
+
+
+def _users(report: Mapping[str, Any], segments: tuple[str, ...]) -> str:
+    theta = np.array(report["theta"], np.float64)
+    if segments:
+        return f"they look by position, in each of {len(segments)} segments ({', '.join(segments[:5])})"
+    positions = [str(position) for position in report["positions"]]
+    top = int(theta.argmax())
+    places = [k - 1 for k in NAMED if k <= len(theta) and k - 1 != top]
+    if not places or theta[top] <= 0:
+        return "they look at one position"
+    times = ", ".join(f"{theta[i] / theta[top]:.2f} at {positions[i]}" for i in places)
+    return f"compared with position {positions[top]}, they look {times.replace(' at', ' times as often at', 1)}"
+
+
+def _evidence(report: Mapping[str, Any]) -> str:
+    error = report.get("theta_standard_error")
+    return f"{report['theta_from']}" + ("" if error is None else f", with a standard error of {error:.1%}")
+
+
+def _would_help(report: Mapping[str, Any], config: RunConfig, run_data: RunData) -> str | None:
+    """Return what would make the estimate of examination better, or None if it is known, or simulated, or precise."""
+    if config.users is not None or config.propensities is not None or config.bias is not None:
+        return None
+    log, error = run_data.train, report.get("theta_standard_error")
+    if report["theta_from"] == SOURCES["strata"]:
+        ids = "" if log.item_ids is not None else ", or the ids of items (--item), if items recur at other positions"
+        return f"some requests in random order, marked in a column (--randomised){ids}: features alone cannot tell bias"
+    if error is not None and error > IMPRECISE:
+        needed = int(np.ceil(len(log) * (error / IMPRECISE) ** 2 / 1000)) * 1000
+        return f"more requests: about {needed:,} in all for a standard error of {IMPRECISE:.0%}"
+    return None
