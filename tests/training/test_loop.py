@@ -14,9 +14,11 @@ from ultr.lists import ListBatches
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_method
 from ultr.rankers import FeatureEncoder, make_ranker, score_rows
-from ultr.training.config import TrainingOptions
+from ultr.training.config import RunConfig, TrainingOptions, patience_for
+from ultr.training.data import RunData
 from ultr.training.feed import Feed, step_seed
 from ultr.training.loop import precision, start, take_step, train
+from ultr.training.networks import NetworkRun
 from ultr.utils.devices import choose_device
 
 CPU = torch.device("cpu")
@@ -294,3 +296,19 @@ def test_unknown_rankers_and_shapes_are_errors():
     ]:
         with pytest.raises(OptionError, match=message):
             make_ranker(name, FeatureEncoder(2), **options)
+
+
+@pytest.mark.parametrize(("requests", "evaluations"), [(10, 3), (3_000, 3), (10_000, 8), (30_000, 12), (10**6, 12)])
+def test_the_patience_follows_from_the_size_of_the_log(requests, evaluations):
+    assert patience_for(requests, TrainingOptions(evaluate_every=50), least=150, most=600) == evaluations
+
+
+def test_a_run_has_the_patience_of_its_log_unless_it_was_chosen():
+    log = feedback_log(requests=20)
+    common = {"data": "log", "method": "pointwise", "ranker_options": {"hidden": (4,)}}
+    for chosen, expected in ((None, 30), (0, 0), (7, 7)):
+        training = TrainingOptions(evaluate_every=5, patience=chosen, device="cpu")
+        run = NetworkRun(RunConfig(**common, training=training), RunData(log, log, ""))
+        assert run.options.patience == expected
+    simulated = NetworkRun(RunConfig(**common, training=training), RunData(log, log, "", feeding_user=User()))
+    assert simulated.options.patience == 7

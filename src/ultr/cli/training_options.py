@@ -80,7 +80,7 @@ Patience = Annotated[
     typer.Option(
         "--patience",
         help="Stop after this number of evaluations without improvement; 0: never.",
-        show_default="0, or 5 for trees",
+        show_default="10 passes over the log, or 5 for trees",
     ),
 ]
 Select = Annotated[

@@ -28,7 +28,7 @@ from ultr.methods.boosted_bias import BoostedOutputs
 from ultr.rankers.matching import load_matched_weights, load_weights, match_features
 from ultr.rankers.model import load_model
 from ultr.training.checkpoints import wait_for_lock
-from ultr.training.config import BIAS_TRAINING, RunConfig, TrainingOptions
+from ultr.training.config import BIAS_TRAINING, RunConfig, TrainingOptions, patience_for
 from ultr.training.data import RunData, StreamedLists
 from ultr.training.feed import Feed, Feeding, step_seed
 from ultr.training.loop import Progress, TrainingState, start, train
@@ -42,6 +42,7 @@ from ultr.utils.stores import fetched
 from ultr.utils.tensors import load_tensors, save_tensors
 
 HELD_OUT_SHARE = 0.1  # share of the training requests that are held out to evaluate the fit of a bias model
+LEAST_STEPS, MOST_STEPS = 200, 1000  # without improvement, after which the training of a bias model stops
 SHORT_LIST = 64  # items; shorter lists are evaluated all at once on a GPU
 REPORTED_BATCHES = 20  # batches that the summary in bias.json is computed from
 BIAS = "bias"  # the folder of a run that holds its bias model
@@ -158,6 +159,9 @@ def bias_training(
         device=options.device,
         precision=options.precision,
     )
+    if stream is None and user is None:
+        patience = patience_for(len(log), bias_options, least=LEAST_STEPS, most=MOST_STEPS)
+        bias_options = replace(bias_options, patience=patience)
     if stream is None:
         learned, held_out = held_out_requests(log, seed)
         lists, count = ListBatches(log, device=device), len(held_out)

@@ -129,7 +129,8 @@ class Plan:
         folders = [run_folder(self.out, entry, setting, seed) for seed in range(self.seeds)]
         best = [int(best_evaluation(folder)[1]["step"]) for folder in folders]
         last = [int(read_metrics(folder)[-1]["step"]) for folder in folders]
-        stops_at = training.steps - training.patience * training.evaluate_every  # a best step until here ends a run
+        waits = (training.patience or 0) * training.evaluate_every
+        stops_at = training.steps - waits  # a best step until here ends a run
         at_bound = sum(step > stops_at or step >= training.steps for step in best)
         return Steps(float(np.median(best)), float(np.median(last)), training.steps, at_bound)
 

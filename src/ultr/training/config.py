@@ -48,7 +48,7 @@ class TrainingOptions:
     clip: float = 5.0  # largest norm of the gradient of each network; 0: no limit
     weight_decay: float = 0.0
     evaluate_every: int = 50
-    patience: int = 0  # stop after this number of evaluations without improvement; 0: never
+    patience: int | None = None  # stop after so many evaluations without improvement; 0: never; None: by the log
     bias_steps: int = 3000  # largest number of training steps of a bias model, which comes before the ranker
     seed: Seed = 0
     device: str = "auto"
@@ -60,7 +60,7 @@ class TrainingOptions:
             if getattr(self, name) < 1:
                 raise OptionError(f"'{name}' must be at least 1", got=getattr(self, name))
         for name in ("warmup", "clip", "weight_decay", "patience", "seed"):
-            if not 0 <= getattr(self, name) < math.inf:
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise OptionError(f"'{name}' must be at least 0 and finite", got=getattr(self, name))
         if not 0 < self.lr < math.inf:
             raise OptionError("the learning rate must be above 0 and finite", got=self.lr)
@@ -73,8 +73,18 @@ class TrainingOptions:
         return self.lr * warm * shape
 
 
+PASSES = 10  # over a log without improvement, after which training stops
 TREE_TRAINING = TrainingOptions(steps=500, lr=0.1, evaluate_every=10, patience=5)
 BIAS_TRAINING = TrainingOptions(lr=0.03, evaluate_every=25, patience=40)
+
+
+def patience_for(requests: int, options: TrainingOptions, *, least: int, most: int) -> int:
+    """Return the number of evaluations without improvement after which training on a log stops.
+
+    They take as many steps as ten passes over the requests of the log, but at least `least` and at most `most` steps.
+    """
+    steps = min(most, max(least, PASSES * requests // options.batch))
+    return math.ceil(steps / options.evaluate_every)
 
 
 def default_training(ranker: str) -> TrainingOptions:

@@ -40,7 +40,7 @@ class RunState:
     stopping: EarlyStopping = field(default_factory=EarlyStopping)
 
     def is_done(self, options: TrainingOptions) -> bool:
-        return self.step >= options.steps or self.stopping.is_over(options.patience)
+        return self.step >= options.steps or self.stopping.is_over(options.patience or 0)
 
 
 @dataclass(kw_only=True)

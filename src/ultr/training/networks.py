@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from ultr.methods import Method, make_method
 from ultr.rankers import score_rows, scores_on_device
 from ultr.training.bias_stage import run_bias_stage
 from ultr.training.checkpoints import append_metrics, load_checkpoint, rewind_metrics, save_checkpoint
-from ultr.training.config import RunConfig
+from ultr.training.config import RunConfig, TrainingOptions, patience_for
 from ultr.training.data import RunData
 from ultr.training.finish import Listeners, finish_run
 from ultr.training.inputs import method_inputs
@@ -27,6 +28,8 @@ from ultr.training.warm_start import start_from
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import barrier, check_equal, gather_shares, is_main, own_share
 from ultr.utils.stages import begin_stage
+
+LEAST_STEPS, MOST_STEPS = 150, 600  # without improvement, after which training on a log stops
 
 
 class NetworkRun:
@@ -40,6 +43,15 @@ class NetworkRun:
         self._first_weights: dict[str, Tensor] = {}  # of the ranker, if it starts from another run
         self.state = start(self.method, run_data.train, config.training, warm_start=self._warm_start)
 
+    @property
+    def options(self) -> TrainingOptions:
+        """The training options, in which the patience is decided: by the log, unless it was chosen."""
+        options, data = self.config.training, self.run_data
+        if options.patience is not None or data.feeding_user is not None:
+            return options
+        requests = MOST_STEPS * options.batch if data.stream is not None else len(data.train)
+        return replace(options, patience=patience_for(requests, options, least=LEAST_STEPS, most=MOST_STEPS))
+
     def _warm_start(self) -> None:
         if self.config.warm_start is not None:
             self._first_weights = start_from(self.method, Path(self.config.warm_start), self.run_data.train)
@@ -48,7 +60,7 @@ class NetworkRun:
         """Fit the bias model, if the method has one, take all training steps, and write the results into `out`."""
         self.prepare(out, shared, listeners)
         begin_stage("training")
-        options, select = self.config.training, self.config.selection
+        options, select = self.options, self.config.selection
         how = {"larger_is_better": not less_is_better(select), "evaluate_start": self.config.warm_start is not None}
         for progress in train(self.state, self.feed, self.evaluate, options, select=select, **how):
             self.record(progress)

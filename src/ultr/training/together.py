@@ -40,7 +40,7 @@ def make_network_run(config: RunConfig) -> NetworkRun:
 def can_train_together(runs: Sequence[NetworkRun], outs: Sequence[Path]) -> bool:
     """Return whether runs can be one stack: learners of the same shapes, enough requests, and no checkpoints."""
     first = runs[0].run_data
-    options = [run.config.training for run in runs]
+    options = [run.options for run in runs]
     return (
         Stack.can_hold([run.method for run in runs], options)
         and all(run.run_data.stream is None for run in runs)
@@ -75,7 +75,7 @@ def train_together(
         log = run.run_data.train
         lists[id(log)] = lists.get(id(log)) or ListBatches(log, device=device)
         run.prepare(out, shared, Listeners(), lists[id(log)])
-    options, select = [run.config.training for run in runs], runs[0].config.selection
+    options, select = [run.options for run in runs], runs[0].config.selection
     for number, progress in train_all(
         [run.state for run in runs],
         _steps([run.state for run in runs], [run.feed for run in runs], options),
