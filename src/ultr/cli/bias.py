@@ -173,7 +173,7 @@ def _print_details(report: BiasReport) -> None:
         words.print(f"note: {plain(note)}", soft_wrap=True)
     for test in report.agreements:
         result = "agree within sampling error" if test.agree else "differ"
-        where = f"by {test.typical:.0%} on average over impressions, most at position {test.position}"
+        where = f"difference {test.typical:.0%} on average over impressions, largest at position {test.position}"
         words.print(f"{test.first} and {test.second} {result} ({where})", soft_wrap=True)
     if report.links is not None:
         groups, weakest = len(report.links["components"]), report.links["weakest"]
