@@ -82,7 +82,7 @@ def test_a_written_file_repeats_the_options(ultr, log_path, tmp_path):
     assert options["where"] == [where]
     assert options["steps"] == 2
     assert options["allow-leaks"] is True
-    assert options["data"] == str(log_path)
+    assert options["data"] == [str(log_path)]
     assert "label" not in options
     assert "overwrite" not in options
     assert "# label =" in file.read_text(encoding="utf-8")

@@ -39,7 +39,7 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
 
 def _as_option(key: str, value: Any, parameter: Any, file: Path) -> Any:
     """Return a value of a TOML file in the form that the option has on the command line."""
-    several = getattr(parameter, "multiple", False)
+    several = getattr(parameter, "multiple", False) or parameter.nargs == -1  # an argument may have several values
     if isinstance(value, dict) and several:  # such as [option] with key = value
         return [f"{name}={_text(each)}" for name, each in value.items()]
     if isinstance(value, list) and not any(isinstance(each, list | dict) for each in value):
