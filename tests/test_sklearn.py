@@ -428,7 +428,7 @@ def test_data_that_does_not_fit_the_model_is_an_error():
     with pytest.raises(UltrError, match="must have 2 columns"):
         model.predict(np.zeros((3, 5)))
     with pytest.raises(UltrError, match="finite"):
-        model.predict(np.full((3, 2), np.nan))
+        model.predict(np.full((3, 2), np.inf))
     with pytest.raises(UltrError, match="the request of each row is not given"):
         model.score(data[FEATURES].to_numpy(), data["click"])
     with pytest.raises(UltrError, match="no column with the request id of each row"):

@@ -62,4 +62,4 @@ def test_a_model_that_rejects_missing_values_does_not_score_them():
     model = Model(LinearRanker(FeatureEncoder(1)), ("f1",), "click")
     with pytest.raises(DataError, match="feature 'f1' has missing values"):
         model.score(log)
-    assert np.isfinite(replace(model, takes_missing=True).score(log)).all()
+    assert np.isfinite(replace(model, indicators=()).score(log)).all()

@@ -352,9 +352,9 @@ def test_missing_values_and_categories_are_learned_from(ranker, ultr, tmp_path):
     assert data["score"][liked].quantile(0.1) > data["score"][~liked].quantile(0.9)
     done = ultr("evaluate", run, path, "--metrics", "feedback-ndcg@5", "--json")
     assert json.loads(done.stdout)["rankers"][str(run)]["feedback-ndcg@5"]["mean"] > 0.8
-    done = ultr("train", path, "--label", "click", "--out", tmp_path / "network")
-    assert done.returncode == 1  # networks do not accept missing values
-    assert "--ranker lightgbm" in done.stderr
+    done = ultr("train", path, "--label", "click", "--missing", "error", "--out", tmp_path / "network")
+    assert done.returncode == 1
+    assert "missing" in done.stderr
 
 
 def test_parameters_are_for_trees(ultr, log_path, tmp_path):

@@ -107,7 +107,8 @@ def describe(
         words.print(f"and {len(warnings) - MOST_WARNINGS} more warnings (--json prints all)")
     if table is None or not log.actions:
         absent, option = ("positions", "--position") if table is None else ("actions", "--actions")
-        words.print(f"the log has no {absent}: name their column with {option}, and run this command again")
+        what = f"the log has no {absent}: name their column with {option}, and run this command again"
+        words.print(what, soft_wrap=True)
         return
     columns = {**named, "features": ",".join(suggested)} if suggested else named
     print_next(

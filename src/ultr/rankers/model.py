@@ -228,10 +228,11 @@ def load_model(run: str | Path) -> Model:
             if "parts" in about
             else _load_ranker(folder, about, names, categories)
         )
+        described = (about, *about.get("parts", ()))
+        missing = next((part["missing"] for part in described if part.get("missing") is not None), None)
+        indicators = None if missing is None else tuple(int(i) for i in missing)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OptionError, OverflowError) as error:
         raise DataError(f"the model cannot be loaded ({error})", where=folder, hint="train again") from error
-    networks = [part for part in (about, *about.get("parts", ())) if "missing" in part]
-    indicators = tuple(networks[0]["missing"]) if networks else None
     return Model(ranker.eval(), names, str(about["label"]), vocabularies, columns, indicators)
 
 

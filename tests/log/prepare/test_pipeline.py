@@ -858,8 +858,8 @@ from pyspark import cloudpickle
 _, nesting = cloudpickle.loads(pathlib.Path("task").read_bytes())
 features = pa.array([[1.0], [2.0]], pa.list_(pa.float32()))
 rows = {{"digest": ["{digest(1)}"] * 2, "request": [1, 1], "position": [1, 2], "action_0": [0.0, 1.0]}}
-lists, requests, _ = nesting.lists(pa.table({{**rows, "features": features}}))
-assert (requests, lists["train"]["label"].to_pylist()) == (1, [[0, 2]])
+lists, counts = nesting.lists(pa.table({{**rows, "features": features}}))
+assert (counts.requests, lists["train"]["label"].to_pylist()) == (1, [[0, 2]])
 """
     subprocess.run([sys.executable, "-c", worker], cwd=tmp_path, check=True)
 
