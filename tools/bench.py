@@ -19,6 +19,7 @@ SMALL = {
     "click_models": "--models pbm",
     "direct": "--requests 2000 --rounds 10 --turns 2",
     "examination": "--seeds 1 --sessions 60000",
+    "first_model": "--requests 300 --rankers lightgbm",
     "large_log": "--rows 20000 --folder {folder}",
     "memory": "--like yahoo --share 0.01 --jobs 1 --minutes 0.2",
     "offpolicy": "--replications 2 --sessions 3000 --bootstrap 2",
