@@ -18,6 +18,7 @@ from ultr.training.checkpoints import read_metrics
 from ultr.training.config import RunConfig
 from ultr.training.workers import Workers
 
+pytestmark = pytest.mark.long  # one fixture trains 40 runs
 TINY = replace(QUICK, hidden=(4,), bias_steps=4, evaluate_every=2, sessions=300, tuning_runs=2)
 
 
