@@ -148,6 +148,12 @@ def rows_of(report: BiasReport) -> list[Row]:
     return [Row(*row) for row in zip(names, first.tolist(), shown.tolist(), rate.tolist(), strict=True)]
 
 
+def times_as_often(ratios: Mapping[str, float]) -> str:
+    """Return position -> ratio in words, such as `0.51 times as often at 2, 0.34 at 3`."""
+    text = ", ".join(f"{ratio:.2f} at {position}" for position, ratio in ratios.items())
+    return text.replace(" at", " times as often at", 1)
+
+
 def _how_biased(report: BiasReport) -> str:
     places = [i - 1 for i in NAMED_POSITIONS if i <= len(report.positions)]
     anchor = report.anchor
@@ -158,8 +164,7 @@ def _how_biased(report: BiasReport) -> str:
     known = [i for i in places if np.isfinite(anchor.theta[i]) and report.positions[i] != report.reference]
     if not known:
         return "unknown: only one position has an estimate"
-    first, *others = [f"{anchor.theta[i]:.2f}{{}} at {report.positions[i]}" for i in known]
-    times = ", ".join([first.format(" times as often"), *(each.format("") for each in others)])
+    times = times_as_often({str(report.positions[i]): float(anchor.theta[i]) for i in known})
     if_right = ", if the estimate from features is right" if report.verdict.status == NOT else ""
     return f"compared with position {report.reference}, users look {times}{if_right}"
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-LINKS = ("identity", "log-sigmoid", "log")
-SMALLEST = 1e-12  # the least score whose logarithm is taken
+LINKS = ("identity", "log-sigmoid")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +29,6 @@ class Part:
         score = self.ranker(features) + self.shift
         if self.link == "log-sigmoid":
             score = logsigmoid(score)
-        elif self.link == "log":
-            score = score.clamp(min=SMALLEST).log()
         return torch.as_tensor(self.weight * score)
 
     def to_json(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ultr.rankers.blend import SMALLEST, Part
+from ultr.rankers.blend import Part
 from ultr.serving.exported import OUTPUT
 
 
@@ -26,7 +26,7 @@ def blend_to_onnx(parts: Sequence[tuple[Part, bytes]]) -> bytes:
         opsets |= {each.domain: max(each.version, opsets.get(each.domain, 0)) for each in model.opset_import}
         nodes += model.graph.node
         constants += model.graph.initializer
-        for name, value in (("shift", part.shift), ("weight", part.weight), ("least", SMALLEST)):
+        for name, value in (("shift", part.shift), ("weight", part.weight)):
             constants.append(numpy_helper.from_array(np.array(value, np.float32), prefix + name))
         last = f"{prefix}shifted"
         nodes.append(helper.make_node("Add", [prefix + OUTPUT, f"{prefix}shift"], [last]))
@@ -35,10 +35,6 @@ def blend_to_onnx(parts: Sequence[tuple[Part, bytes]]) -> bytes:
             for kind, name in zip(("Neg", "Softplus", "Neg"), names, strict=True):
                 nodes.append(helper.make_node(kind, [last], [name]))
                 last = name
-        elif part.link == "log":
-            nodes.append(helper.make_node("Max", [last, f"{prefix}least"], [f"{prefix}least_of"]))
-            nodes.append(helper.make_node("Log", [f"{prefix}least_of"], [f"{prefix}linked"]))
-            last = f"{prefix}linked"
         nodes.append(helper.make_node("Mul", [last, f"{prefix}weight"], [f"{prefix}term"]))
         terms.append(f"{prefix}term")
     nodes.append(helper.make_node("Sum", terms, [OUTPUT]))

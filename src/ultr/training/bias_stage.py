@@ -32,7 +32,7 @@ from ultr.training.config import BIAS_TRAINING, RunConfig, TrainingOptions, pati
 from ultr.training.data import RunData, StreamedLists
 from ultr.training.feed import Feed, Feeding, step_seed
 from ultr.training.loop import Progress, TrainingState, start, train
-from ultr.training.said import what_was_done
+from ultr.training.summary import bias_summary
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import copy_from_main, is_main
 from ultr.utils.files import atomic_path
@@ -250,7 +250,7 @@ def write_bias_report(
     if (report := bias(feed(step) for step in range(REPORTED_BATCHES))) is None:
         return
     if "theta_from" in report:
-        report["summary"] = what_was_done(report, config, run_data)
+        report["summary"] = bias_summary(report, config, run_data)
     clicks_only = thresholds(config.method, config.label, config.method_options, ranker=config.ranker)
     if run_data.segments:
         report["positions"] = [slot(position, run_data.segments) for position in report["positions"]]

@@ -1,4 +1,4 @@
-"""What a method gets from the configuration and the data of a run."""
+"""The inputs of a method, from the configuration and the data of a run."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from ultr.training.data import RunData
 from ultr.training.feed import Feed
 from ultr.training.finish import Listeners, finish_run
 from ultr.training.inputs import method_inputs
-from ultr.training.loop import Progress, RunState, as_numbers
+from ultr.training.loop import Progress, RunState, as_numbers, check_has_features
 from ultr.training.selection import evaluator, judge_of, less_is_better
 from ultr.training.traps import check_pairs
 from ultr.utils.devices import choose_device
@@ -49,6 +49,7 @@ class TreeRun:
             raise OptionError("only one process can train trees", hint="run without torchrun; all cores are used")
         if run_data.stream is not None:
             raise OptionError("trees need the whole log in memory", hint="pass --stream no, or a smaller log")
+        check_has_features(run_data.train)
         features = run_data.train.features
         check_parameters(config.ranker, config.ranker_options, features=features.shape[1])
         if (features.min(axis=0) == features.max(axis=0)).all():  # a column with missing values is not equal

@@ -1,4 +1,4 @@
-"""What a run did about bias, in a few sentences: how users look, from which evidence, and what would help most."""
+"""A few sentences about bias at the end of a run: how users look, from which evidence, and what would help most."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ultr.bias.examination import SOURCES
+from ultr.bias.result import times_as_often
 from ultr.training.config import RunConfig
 from ultr.training.data import RunData
 
@@ -20,16 +21,16 @@ FINAL = {
 }
 
 
-def what_was_done(report: Mapping[str, Any], config: RunConfig, run_data: RunData) -> dict[str, str]:
+def bias_summary(report: Mapping[str, Any], config: RunConfig, run_data: RunData) -> dict[str, str]:
     """Return sentences by name from the bias report of a run, in which positions do not yet have names of segments."""
-    said = {"users": _users(report, run_data.segments), "evidence": _evidence(report)}
+    sentences = {"users": _users(report, run_data.segments), "evidence": _evidence(report)}
     if "rho" in report or "zeta" in report:
-        said["trust"] = "higher positions are trusted more; feedback is corrected for that"
+        sentences["trust"] = "higher positions are trusted more; feedback is corrected for that"
     if "final" in report:
-        said["ranker"] = FINAL[report["final"]["ranker"]]
+        sentences["ranker"] = FINAL[report["final"]["ranker"]]
     if (advice := _would_help(report, config, run_data)) is not None:
-        said["would help"] = advice
-    return said
+        sentences["would help"] = advice
+    return sentences
 
 
 def _users(report: Mapping[str, Any], segments: tuple[str, ...]) -> str:
@@ -41,8 +42,8 @@ def _users(report: Mapping[str, Any], segments: tuple[str, ...]) -> str:
     places = [k - 1 for k in NAMED if k <= len(theta) and k - 1 != top]
     if not places or theta[top] <= 0:
         return "they look at one position"
-    times = ", ".join(f"{theta[i] / theta[top]:.2f} at {positions[i]}" for i in places)
-    return f"compared with position {positions[top]}, they look {times.replace(' at', ' times as often at', 1)}"
+    times = times_as_often({positions[i]: theta[i] / theta[top] for i in places})
+    return f"compared with position {positions[top]}, they look {times}"
 
 
 def _evidence(report: Mapping[str, Any]) -> str:

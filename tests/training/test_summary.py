@@ -11,7 +11,7 @@ from conftest import make_shown_log
 from ultr.bias.examination import SOURCES
 from ultr.training.config import RunConfig
 from ultr.training.data import RunData
-from ultr.training.said import what_was_done
+from ultr.training.summary import bias_summary
 
 LOG = make_shown_log(requests=50)
 DATA = RunData(LOG, LOG, "")
@@ -25,14 +25,14 @@ REPORT = {
 
 
 def test_it_says_how_users_look_and_from_which_evidence():
-    assert what_was_done(REPORT, CONFIG, DATA) == {
+    assert bias_summary(REPORT, CONFIG, DATA) == {
         "users": "compared with position 1, they look 0.50 times as often at 2, 0.20 at 3",
         "evidence": "100 requests in random order, with a standard error of 5.0%",
     }
 
 
 def test_an_imprecise_estimate_asks_for_more_requests():
-    said = what_was_done({**REPORT, "theta_standard_error": 0.45}, CONFIG, DATA)
+    said = bias_summary({**REPORT, "theta_standard_error": 0.45}, CONFIG, DATA)
     assert said["would help"] == "more requests: about 2,000 in all for a standard error of 10%"  # 50 · 4.5² = 1,013
 
 
@@ -40,7 +40,7 @@ def test_an_imprecise_estimate_asks_for_more_requests():
 def test_an_estimate_from_features_alone_asks_for_random_order_and_ids(ids):
     log = replace(LOG, item_ids=pa.array(range(LOG.rows)) if ids else None)
     report = {**REPORT, "theta_from": SOURCES["strata"], "theta_standard_error": None}
-    advice = what_was_done(report, CONFIG, replace(DATA, train=log))["would help"]
+    advice = bias_summary(report, CONFIG, replace(DATA, train=log))["would help"]
     assert "--randomised" in advice
     assert ("--item" in advice) is not ids
 
@@ -48,17 +48,17 @@ def test_an_estimate_from_features_alone_asks_for_random_order_and_ids(ids):
 @pytest.mark.parametrize("known", [{"users": "pbm"}, {"propensities": {"1": 1.0}}, {"bias": "run"}])
 def test_nothing_would_help_if_examination_is_known_or_simulated(known):
     report = {**REPORT, "theta_from": SOURCES["strata"], "theta_standard_error": None}
-    assert "would help" not in what_was_done(report, replace(CONFIG, **known), DATA)
+    assert "would help" not in bias_summary(report, replace(CONFIG, **known), DATA)
 
 
 def test_segments_trust_and_the_choice_of_the_ranker_are_named():
     report = {**REPORT, "rho": [1, 0.9, 0.8, 0.8], "final": {"ranker": "blend"}}
-    said = what_was_done(report, CONFIG, replace(DATA, segments=("mobile", "desktop")))
+    said = bias_summary(report, CONFIG, replace(DATA, segments=("mobile", "desktop")))
     assert said["users"] == "they look by position, in each of 2 segments (mobile, desktop)"
     assert said["trust"].startswith("higher positions are trusted more")
     assert said["ranker"].startswith("the sum of")
 
 
 def test_one_position_has_nothing_to_compare():
-    said = what_was_done({**REPORT, "positions": [1], "theta": [0.7]}, CONFIG, DATA)
+    said = bias_summary({**REPORT, "positions": [1], "theta": [0.7]}, CONFIG, DATA)
     assert said["users"] == "they look at one position"
