@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from ultr.datasets.users import make_user
-from ultr.errors import OptionError
+from ultr.errors import DivergedError, OptionError
 from ultr.evaluation.judge import evaluate_requests, load_judge
 from ultr.evaluation.scores import OFF_POLICY
 from ultr.rankers.boosters import is_trees
@@ -27,12 +28,16 @@ from ultr.utils.jsonfiles import read_json, write_json
 from ultr.utils.tensors import load_tensors, save_tensors
 
 MOST_TOGETHER = 12  # runs that are trained together on a GPU
+DIVERGED = "diverged.json"  # file in the folder of a run that diverged
 TEST, REQUESTS = "test.json", "test.safetensors"  # files of a run: means of test metrics, and metrics by request
 
 
 @dataclass(frozen=True)
 class RunTask:
-    """The task to train one run and evaluate it on test requests; metrics that were computed before are kept."""
+    """The task to train one run and evaluate it on test requests; metrics that were computed before are kept.
+
+    A run without metrics only helps to choose a setting: if it diverges, its folder says so, and nothing is raised.
+    """
 
     config: dict[str, Any]
     folder: str
@@ -46,13 +51,21 @@ class RunTask:
     @property
     def finished(self) -> bool:
         if not self.metrics:
-            return (Path(self.folder) / "model").is_dir()
+            return (Path(self.folder) / "model").is_dir() or has_diverged(Path(self.folder))
         path = Path(self.folder) / TEST
         return path.is_file() and set(self.metrics) <= set(read_json(path))
 
     def perform(self) -> str:
         folder, config = Path(self.folder), RunConfig.from_json(self.config)
-        run_training(config, folder, resume=True, shared=Path(self.shared))
+        if not self.metrics and has_diverged(folder):
+            return self.folder
+        try:
+            run_training(config, folder, resume=True, shared=Path(self.shared))
+        except DivergedError as error:
+            if self.metrics:
+                raise
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / DIVERGED, {"error": str(error)})
         results = read_json(folder / TEST) if (folder / TEST).is_file() else {}
         if missing := [metric for metric in self.metrics if metric not in results]:
             found, weights = evaluate_run(config, folder, missing)
@@ -88,7 +101,8 @@ class RunsTask:
     def perform(self) -> str:
         configs = [RunConfig.from_json(task.config) for task in self.tasks]
         later = [with_training(configs[0], seed=seed) for seed in range(self.seeds)]
-        run_together(configs, [Path(task.folder) for task in self.tasks], Path(self.tasks[0].shared), later)
+        with suppress(DivergedError):  # then they are trained one by one
+            run_together(configs, [Path(task.folder) for task in self.tasks], Path(self.tasks[0].shared), later)
         return [task.perform() for task in self.tasks][-1]  # evaluates them
 
 
@@ -111,6 +125,11 @@ class SharedTask:
         else:
             load_run_data(config)
         return f"what the runs with seed {config.training.seed} on {config.data} share"
+
+
+def has_diverged(folder: Path) -> bool:
+    """Return whether the run that has this folder diverged."""
+    return (folder / DIVERGED).is_file()
 
 
 def _on_gpu(config: RunConfig) -> bool:
