@@ -4,6 +4,7 @@ UltrError
 ├── OptionError          an option or argument is wrong                       (exit 2)
 ├── DataError            a file, table or array cannot be used as it is       (exit 1)
 │   ├── AbsentError      a data set or a run was not found
+│   ├── DivergedError    the loss of a training run is not finite
 │   └── ColumnError      a column is missing, misspelt or holds bad values
 ├── LabelError           a label expression cannot be parsed or computed      (exit 1)
 ├── OutputError          an output exists already or cannot be written        (exit 1)
@@ -46,6 +47,10 @@ class AbsentError(DataError):
 
 
 class ColumnError(DataError):
+    pass
+
+
+class DivergedError(DataError):
     pass
 
 

@@ -15,7 +15,7 @@ import pytest
 from conftest import make_shown_log
 from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import User
-from ultr.errors import OptionError, UltrError, UnfinishedError
+from ultr.errors import DivergedError, OptionError, UltrError, UnfinishedError
 from ultr.evaluation.judge import load_judge
 from ultr.evaluation.scores import holm, paired_test
 from ultr.log import write_log
@@ -74,6 +74,22 @@ def test_methods_are_tuned_alike_run_with_all_seeds_and_never_twice(tmp_path, mo
     )
     assert compare(BASE, METHODS, tmp_path, seeds=3, rates=[0.001, 0.1], jobs=1).to_json() == result.to_json()
     assert working.default_jobs() >= 1
+
+
+def test_a_setting_that_diverges_is_not_chosen_and_not_tried_again(tmp_path, monkeypatch):
+    rates = [1e38, 0.01]  # steps of the first are so large that the scores overflow
+    result = compare(BASE, ["pointwise"], tmp_path, seeds=1, rates=rates, tuning_seeds=2, jobs=1)
+    assert result.rows[0].setting.lr == 0.01
+    diverged = sorted(path.parent.name for path in tmp_path.glob("runs/*/lr-1e*38/*/diverged.json"))
+    assert diverged == [f"seed-{FIRST_TUNING_SEED + i}" for i in range(2)]
+    monkeypatch.setattr(
+        "ultr.training.networks.NetworkRun.train", lambda *_: pytest.fail("a finished run was repeated")
+    )
+    again = compare(BASE, ["pointwise"], tmp_path, seeds=1, rates=rates, tuning_seeds=2, jobs=1)
+    assert again.to_json() == result.to_json()
+    monkeypatch.undo()
+    with pytest.raises(DivergedError, match="lower --lr"):  # a tested run
+        compare(BASE, ["pointwise"], tmp_path, seeds=1, rates=rates[:1], tuning_seeds=2, jobs=1)
 
 
 def test_runs_side_by_side_have_memory_enough(monkeypatch):

@@ -6,6 +6,7 @@ resumed with the same call, and extended by more methods or seeds.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from ultr.training.entries import Entry, Setting, run_folder
 from ultr.training.logged import LOGGED, against_logged, read_logged
 from ultr.training.run import best_evaluation
 from ultr.training.selection import less_is_better
-from ultr.training.tasks import TEST, LoggedTask, RunTask, SharedTask, grouped, read_requests
+from ultr.training.tasks import TEST, LoggedTask, RunTask, SharedTask, grouped, has_diverged, read_requests
 from ultr.training.traps import traps_of_log
 from ultr.training.workers import OnDone, Stage, Workers, default_jobs
 from ultr.utils.files import output_errors
@@ -105,8 +106,10 @@ class Plan:
             return Setting(self.rates_for(entry)[0])
 
         def mean_metric(setting: Setting) -> float:
-            best = [best_evaluation(run_folder(self.out, entry, setting, seed)) for seed in self.tuning]
-            return float(np.mean([line[select] for select, line in best]))
+            folders = [run_folder(self.out, entry, setting, seed) for seed in self.tuning]
+            if any(map(has_diverged, folders)):
+                return math.inf if best is min else -math.inf
+            return float(np.mean([line[select] for select, line in map(best_evaluation, folders)]))
 
         best = min if less_is_better(self.base.selection) else max
         return best(self.candidates(entry, number - 1), key=mean_metric)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ultr.errors import DataError
+from ultr.errors import DataError, DivergedError
 from ultr.lists import Lists, Part
 from ultr.log import Log
 from ultr.methods.base import Learner, Method
@@ -149,7 +149,7 @@ def train_all(
         for number in running:
             if not math.isfinite(losses[number]):
                 what = f"training diverged: the loss is {losses[number]} by step {now}"
-                raise DataError(what, hint="lower --lr, or pass --clip 1")
+                raise DivergedError(what, hint="lower --lr, or pass --clip 1")
         found = [evaluate[number](states[number].method) for number in running]
         for number, metrics in zip(running, as_numbers(found, select), strict=True):
             yield number, _progress(states[number], losses[number], metrics, select, larger_is_better)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from ultr.datasets.users import make_user
-from ultr.errors import OptionError
+from ultr.errors import DivergedError, OptionError
 from ultr.evaluation.judge import evaluate_requests, load_judge
 from ultr.evaluation.judgement import logged_scores
 from ultr.evaluation.scores import OFF_POLICY
@@ -29,6 +30,7 @@ from ultr.utils.jsonfiles import read_json, write_json
 from ultr.utils.tensors import load_tensors, save_tensors
 
 MOST_TOGETHER = 12  # runs that are trained together on a GPU
+DIVERGED = "diverged.json"  # file in the folder of a run that diverged
 TEST, REQUESTS = "test.json", "test.safetensors"  # files of a run: means of test metrics, and metrics by request
 WEIGHTS = "weights"  # name, among the metrics by request of the logged ranking, of the weights of the requests
 ONE_JUDGE = "one judge"  # key of a run's means if the judge of its off-policy metrics is that of the whole comparison
@@ -36,7 +38,10 @@ ONE_JUDGE = "one judge"  # key of a run's means if the judge of its off-policy m
 
 @dataclass(frozen=True)
 class RunTask:
-    """The task to train one run and evaluate it on test requests; metrics that were computed before are kept."""
+    """The task to train one run and evaluate it on test requests; metrics that were computed before are kept.
+
+    A run without metrics only helps to choose a setting: if it diverges, its folder says so, and nothing is raised.
+    """
 
     config: dict[str, Any]
     folder: str
@@ -50,12 +55,20 @@ class RunTask:
     @property
     def finished(self) -> bool:
         if not self.metrics:
-            return (Path(self.folder) / "model").is_dir()
+            return (Path(self.folder) / "model").is_dir() or has_diverged(Path(self.folder))
         return set(self.metrics) <= set(_tested(Path(self.folder)))
 
     def perform(self) -> str:
         folder, config = Path(self.folder), RunConfig.from_json(self.config)
-        run_training(config, folder, resume=True, shared=Path(self.shared), on_warning=None)
+        if not self.metrics and has_diverged(folder):
+            return self.folder
+        try:
+            run_training(config, folder, resume=True, shared=Path(self.shared), on_warning=None)
+        except DivergedError as error:
+            if self.metrics:
+                raise
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / DIVERGED, {"error": str(error)})
         if missing := [metric for metric in self.metrics if metric not in _tested(folder)]:
             found, weights = evaluate_run(config, folder, missing, Path(self.shared))
             _write_tested(folder, found, weights)
@@ -113,7 +126,8 @@ class RunsTask:
     def perform(self) -> str:
         configs = [RunConfig.from_json(task.config) for task in self.tasks]
         later = [with_training(configs[0], seed=seed) for seed in range(self.seeds)]
-        run_together(configs, [Path(task.folder) for task in self.tasks], Path(self.tasks[0].shared), later)
+        with suppress(DivergedError):  # then they are trained one by one
+            run_together(configs, [Path(task.folder) for task in self.tasks], Path(self.tasks[0].shared), later)
         return [task.perform() for task in self.tasks][-1]  # evaluates them
 
 
@@ -136,6 +150,11 @@ class SharedTask:
         else:
             load_run_data(config)
         return f"what the runs with seed {config.training.seed} on {config.data} share"
+
+
+def has_diverged(folder: Path) -> bool:
+    """Return whether the run that has this folder diverged."""
+    return (folder / DIVERGED).is_file()
 
 
 def _on_gpu(config: RunConfig) -> bool:
