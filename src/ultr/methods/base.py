@@ -60,6 +60,16 @@ class MethodInputs:
         return labels.masked_fill(~lists.where, 0)
 
 
+@dataclass(frozen=True, eq=False)
+class HeldOutRows:
+    """Rows of requests that a method does not learn from, on its device."""
+
+    features: Tensor
+    request: Tensor  # the number of the request of each row
+    labels: Tensor | None  # None if no feedback is known
+    positions: Tensor | None
+
+
 class Learner(nn.Module):
     """A module that the training loop can train: the loop calls `update`, then takes a gradient step on `loss`."""
 
@@ -99,6 +109,7 @@ class Method(Learner):
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {}  # keyword options, each with a parser from text
     CLICKS_ALONE: ClassVar[bool] = False  # True if every label above zero counts as 1
+    anchored = False  # whether the ranker starts at a model of the log
     LEARNS_ALONE: ClassVar[bool] = False  # True if the ranker learns from requests with one item
 
     @classmethod
@@ -137,6 +148,12 @@ class Method(Learner):
     def score(self, features: Tensor) -> Tensor:
         """Return the scores of items from their features alone."""
         return at_least_single(self.ranker(features))
+
+    def balance(self, rows: HeldOutRows) -> None:
+        """Weigh the terms of the ranker, if it has several; called before each evaluation."""
+
+    def start_ranker(self, log: Log, *, seed: int) -> None:
+        """Give the ranker first weights that are better than random ones, if `anchored`, after the bias stage."""
 
     def serving(self) -> nn.Module:
         """Return the module for serving, which computes scores from features without the bias model."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,12 +29,25 @@ from ultr.errors import OptionError
 from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.base import RELEASED_ACCUMULATOR, Method, MethodInputs, as_limit, at_least, one_of, weight_limit
+from ultr.methods.anchor import fit_anchor, some_rows
+from ultr.methods.base import (
+    RELEASED_ACCUMULATOR,
+    HeldOutRows,
+    Method,
+    MethodInputs,
+    as_limit,
+    at_least,
+    at_least_single,
+    one_of,
+    weight_limit,
+)
 from ultr.methods.bias_model import BiasModel, with_clicks
 from ultr.methods.diagnosis import diagnosis
-from ultr.methods.losses import gaps, lambdaloss_weights, lambdarank_weights, pairwise_loss, preferred_pairs
+from ultr.methods.losses import gaps, lambdaloss_weights, lambdarank_weights, pairwise_loss, preferred_pairs, reduced
 from ultr.methods.oracle import OracleModel, with_known_theta
 from ultr.methods.position_model import LEAST_THETA, scale_option
+from ultr.rankers.combined import Combined
+from ultr.rankers.encoder import EncodedRanker
 
 MAX_WEIGHT = 10.0  # default of the largest weight of a pair
 
@@ -57,6 +72,10 @@ class PairwiseEM(Method):
     - `trust` is in `pairs` of positions (ε⁺, ε⁻: the default with m_ij), `clicks` (irrelevant items are clicked with
       probability ζ_k), `values` (scaled by ρ_k) or `none`.
     - `delta` is the ΔZ of opt: of `dcg` in f's order, or the weights of `lambdaloss`.
+    - `final` is the score: f alone (`pairs`), or `blend`, the default of `posterior` and `opt-posterior`: f plus
+      log(β μ), which other outputs of the same network learn by the likelihood, each divided by its deviation within
+      requests (see `Combined`). The errors of the two differ, so that the sum is better than both.
+    - `anchor=linear`, the default of `blend`, starts the ranker at a linear model of the log (see `fit_anchor`).
     - `row_power` p weights the rows of the bias model by θ_k^-p.
     - `scale` is the largest θ, which clicks do not determine; `estimated` fits it together with β.
     - `variant=released` is the code that the authors released. It changes the defaults to loss=opt, em=joint, theta=em,
@@ -73,6 +92,8 @@ class PairwiseEM(Method):
         "theta": one_of("theta", "auto", "strata", "items", "regression", "em", "oracle"),
         "scale": scale_option,
         "row_power": at_least("row_power", 0),
+        "final": one_of("final", "pairs", "blend"),
+        "anchor": one_of("anchor", "linear", "none"),
         "trust": one_of("trust", "none", "pairs", "clicks", "values"),
         "targets": one_of("targets", "soft", "sampled"),
         "delta": one_of("delta", "dcg", "lambdaloss"),
@@ -90,6 +111,8 @@ class PairwiseEM(Method):
         theta: str | None = None,
         scale: float | str = SCALE,
         row_power: float = 1.0,
+        final: str | None = None,
+        anchor: str | None = None,
         trust: str | None = None,
         targets: str = "soft",
         delta: str | None = None,
@@ -131,7 +154,48 @@ class PairwiseEM(Method):
             row_power=row_power,
         )
         self.bias_model.accumulator = self.accumulator
+        blends = self.by_value and not (self.joint or inputs.truth)
+        if final == "blend" and not blends and not inputs.truth:
+            hint = "remove final=blend, or use loss=posterior without em=joint"
+            raise OptionError(f"final=blend cannot be used with loss={self.kind} and em={em}", hint=hint)
+        if blends and final != "pairs":
+            self._make_combined(anchored=anchor != "none")
         self.train()
+
+    def _make_combined(self, *, anchored: bool) -> None:
+        self.anchored = anchored
+        if anchored and self.inputs.ranker == "mlp":
+            self.inputs = replace(self.inputs, ranker_options={**self.inputs.ranker_options, "skip": True})
+        self.ranker = Combined(self.inputs.make_ranker(outputs=Combined.OUTPUTS))
+
+    def balance(self, rows: HeldOutRows) -> None:
+        if isinstance(self.ranker, Combined):
+            log_theta = None
+            if rows.positions is not None:
+                theta = self.bias_model.theta[self.bias_model.index(rows.positions)]
+                log_theta = theta.clamp(min=LEAST_THETA).log()
+            self.ranker.balance(rows.features, rows.request, rows.labels, log_theta)
+
+    def start_ranker(self, log: Log, *, seed: int) -> None:
+        if not (self.anchored and isinstance(self.ranker, Combined)):
+            return
+        network, model = self.ranker.ranker, self.bias_model
+        assert isinstance(network, EncodedRanker)  # noqa: S101 - all networks are
+        rows, request = some_rows(log, seed=seed)
+        labels = np.asarray(self.inputs.label(log.actions), np.float64)[rows]
+        positions = log.shown_positions("the anchor of a ranker")[rows]
+        with torch.no_grad():
+            place = model.index(torch.from_numpy(positions).to(model.theta.device))
+            theta = model.theta[place].clamp(min=LEAST_THETA).double().cpu().numpy()
+            features = torch.from_numpy(np.asarray(log.features[rows])).to(model.theta.device)
+            inputs = network.encoder(features)[:, : len(network.encoder.mean)].double().cpu().numpy()
+        anchor = fit_anchor(inputs, labels, theta, positions, request, seed=seed)
+        if anchor is not None:
+            positive = labels > 0
+            beta = np.clip(positive.sum() / theta.sum(), 1e-3, 1 - 1e-3)
+            slopes = np.stack([anchor.slopes, anchor.slopes, np.zeros_like(anchor.slopes)])
+            constants = np.array([0.0, np.log(beta / (1 - beta)), np.log(labels[positive].mean())])
+            network.start_at(*(torch.from_numpy(each).to(model.theta) for each in (slopes, constants)))
 
     @classmethod
     def has_bias_stage(cls, options: Mapping[str, Any]) -> bool:
@@ -172,7 +236,11 @@ class PairwiseEM(Method):
             self.bias_model.update(lists)
 
     def loss(self, lists: Lists) -> Tensor:
-        scores, labels = self.score(lists.features), self.labels(lists)
+        labels = self.labels(lists)
+        if isinstance(self.ranker, Combined):
+            scores, logit, log_value = map(at_least_single, self.ranker.outputs(lists.features))
+        else:
+            scores = self.score(lists.features)
         with torch.no_grad(), self.bias_model.without_dropout():
             if self.by_value:
                 value = self.expected_value(lists, labels)
@@ -186,6 +254,10 @@ class PairwiseEM(Method):
                     weights = weights * self._metric_change(lists, labels, scores)
         kept = with_clicks(lists, labels) if self.released else lists
         loss = pairwise_loss(scores, weights, where=lists.where, weights=kept.weights)
+        if isinstance(self.ranker, Combined):
+            place = self.bias_model.index(lists.shown_positions)
+            items = self.bias_model.item_loss(logit, log_value, labels, place)
+            loss = loss + reduced(torch.where(lists.where, items, 0.0).sum(-1), lists.weights)
         return loss + self.bias_model.loss(lists) if self.joint else loss
 
     def expected_value(self, lists: Lists, labels: Tensor) -> Tensor:

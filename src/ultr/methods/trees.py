@@ -111,7 +111,8 @@ class TreePairwiseEM(TreeMethod):
             raise OptionError(what, hint="remove em=trees or targets=sampled")
         # PairwiseEM always has a network as its ranker. Here it is the smallest kind, and is not trained.
         options = {**({"row_power": 0.0} if em == "trees" else {}), **options}
-        self._pair_model = PairwiseEM(replace(inputs, ranker="linear", ranker_options={}, bias_ranker="mlp"), **options)
+        smallest = replace(inputs, ranker="linear", ranker_options={}, bias_ranker="mlp")
+        self._pair_model = PairwiseEM(smallest, final="pairs", **options)
 
     def pair_model(self) -> PairwiseEM:
         return self._pair_model

@@ -119,6 +119,10 @@ class EncodedRanker(nn.Module):
         """Return the layers that have the encoded features as inputs, by their name in this module."""
         raise NotImplementedError
 
+    def start_at(self, slopes: Tensor, constants: Tensor) -> None:
+        """Start at outputs that are linear in the standardised numbers: slopes [outputs, numbers] and constants."""
+        raise NotImplementedError
+
     def resize_embedding(self, feature: int, dimension: int) -> None:
         """Replace the embeddings of a categorical feature by new ones, and the first layers, if the size is another."""
         if self.encoder.dimension(feature) == dimension:
@@ -128,4 +132,6 @@ class EncodedRanker(nn.Module):
         self.encoder.embeddings[str(feature)] = nn.Embedding(size, dimension, device=device)
         for name, layer in self.first_layers().items():
             holder, _, key = name.rpartition(".")
-            setattr(self.get_submodule(holder), key, nn.Linear(self.encoder.width, layer.out_features, device=device))
+            new = nn.Linear(self.encoder.width, layer.out_features, bias=layer.bias is not None, device=device)
+            new.weight.requires_grad_(layer.weight.requires_grad)
+            setattr(self.get_submodule(holder), key, new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from ultr.rankers.encoder import EncodedRanker, FeatureEncoder
@@ -17,6 +18,13 @@ class LinearRanker(EncodedRanker):
 
     def first_layers(self) -> dict[str, nn.Linear]:
         return {"output": self.output}
+
+    @torch.no_grad()
+    def start_at(self, slopes: Tensor, constants: Tensor) -> None:
+        """Start at outputs that are linear in the standardised numbers: slopes [outputs, numbers] and constants."""
+        self.output.weight.zero_()
+        self.output.weight[:, : slopes.shape[1]] = slopes
+        self.output.bias.copy_(constants)
 
     def forward(self, features: Tensor) -> Tensor:
         outputs: Tensor = self.output(self.encoder(features))

@@ -20,8 +20,9 @@ Norm = Literal["none", "layer"]
 class MLPRanker(EncodedRanker):
     """A ranker of hidden layers with ELU, optionally layer normalisation and dropout, and linear outputs.
 
-    With `separate`, each output has hidden layers of its own. There is no batch normalisation, because the score of an
-    item must not depend on its batch.
+    With `separate`, each output has hidden layers of its own. With `skip`, a linear function of the inputs is added to
+    the outputs; it is not trained, and is zero until `start_at` sets it. There is no batch normalisation, because the
+    score of an item must not depend on its batch.
     """
 
     @checked
@@ -33,6 +34,7 @@ class MLPRanker(EncodedRanker):
         dropout: float = 0.0,
         norm: Norm = "none",
         separate: bool = False,
+        skip: bool = False,
         outputs: int = 1,
     ) -> None:
         super().__init__()
@@ -47,14 +49,40 @@ class MLPRanker(EncodedRanker):
             self.layers = _Parallel(_layers(sizes, 1, dropout, norm) for _ in range(outputs))
         else:
             self.layers = _layers(sizes, outputs, dropout, norm)
+        self.skip = nn.Linear(encoder.width, outputs, bias=False) if skip else None
+        if self.skip is not None:
+            nn.init.zeros_(self.skip.weight.requires_grad_(False))
 
     def first_layers(self) -> dict[str, nn.Linear]:
         parts = range(len(self.layers)) if isinstance(self.layers, _Parallel) else ()
         names = [f"layers.{part}.0" for part in parts] or ["layers.0"]
+        names += ["skip"] if self.skip is not None else []
         return {name: self.get_submodule(name) for name in names}  # type: ignore[misc]
 
+    @torch.no_grad()
+    def start_at(self, slopes: Tensor, constants: Tensor) -> None:
+        """Start at outputs that are linear in the standardised numbers: slopes [outputs, numbers] and constants."""
+        if self.skip is None or not isinstance(self.layers, nn.Sequential):
+            raise ValueError(
+                "only a network with a skip, and with common hidden layers, can start at a linear function"
+            )
+        self.skip.weight[:, : slopes.shape[1]] = slopes
+        *_, last = (layer for layer in self.layers if isinstance(layer, nn.Linear))
+        last.weight.zero_()
+        last.bias.copy_(constants)
+
+    def anchor(self, features: Tensor) -> Tensor:
+        """Return the linear function [..., outputs] that is added to the outputs; 0 without `skip`."""
+        if self.skip is None:
+            return features.new_zeros(*features.shape[:-1], 1)
+        anchor: Tensor = self.skip(self.encoder(features))
+        return anchor
+
     def forward(self, features: Tensor) -> Tensor:
-        outputs: Tensor = self.layers(self.encoder(features))
+        inputs = self.encoder(features)
+        outputs: Tensor = self.layers(inputs)
+        if self.skip is not None:
+            outputs = outputs + self.skip(inputs)
         return outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
 
 

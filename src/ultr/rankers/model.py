@@ -21,6 +21,7 @@ from ultr.log.values import Missing
 from ultr.rankers import FeatureEncoder, Hurdle, Product, Synthesised, WithConstants, make_ranker, score_rows
 from ultr.rankers.blend import LINKS, Blend, Part
 from ultr.rankers.boosters import BOOSTERS, TreeRanker, is_trees
+from ultr.rankers.combined import Combined
 from ultr.rankers.hurdle import HURDLE_OUTPUTS, make_hurdle
 from ultr.rankers.matching import load_weights, match_features, resize_embeddings
 from ultr.utils.arguments import checked
@@ -141,6 +142,7 @@ def _save_ranker(
         "hurdle": ranker.KIND if isinstance(ranker, Hurdle) else None,
         "duration": getattr(ranker, "duration", None),
         "product": isinstance(ranker, Product),
+        "combined": isinstance(ranker, Combined),
     }
     return about if indicators is None else {**about, "missing": list(indicators)}
 
@@ -188,8 +190,10 @@ def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int
     if len(options.get("hidden", ())) > MAX_LAYERS:
         raise ValueError(f"{len(options['hidden']):,} layers, at most {MAX_LAYERS} are allowed")
     hurdle, duration, is_product = about.get("hurdle"), about.get("duration"), about.get("product") is True
+    is_combined = about.get("combined") is True
     hurdle = Hurdle.KIND if hurdle is True else hurdle  # as models said when there was only this kind
     outputs = HURDLE_OUTPUTS[hurdle] if hurdle else 2 if is_product else 1 if binary is None else len(label.actions)
+    outputs = Combined.OUTPUTS if is_combined else outputs
     indicators = [int(i) for i in about.get("missing") or ()]
     if not all(0 <= i < inputs and i not in categories for i in indicators):
         raise ValueError(f"'missing' must be indices of numeric features, got {indicators[:5]}")
@@ -203,6 +207,8 @@ def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int
         ranker = make_hurdle(hurdle, ranker, duration)
     if is_product:
         ranker = Product(ranker)
+    if is_combined:
+        ranker = Combined(ranker)
     return WithConstants(ranker, torch.zeros(constants)) if constants else ranker
 
 

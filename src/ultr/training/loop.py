@@ -89,7 +89,9 @@ def trained_networks(method: Learner) -> list[list[nn.Parameter]]:
     """Return the parameters of each network of a method that is trained; its bias model is not."""
     bias_learner = method.bias_learner() if isinstance(method, Method) else None
     fixed = set() if bias_learner is None else set(bias_learner.parameters())
-    networks = [[p for p in network.parameters() if p not in fixed] for network in method.children()]
+    networks = [
+        [p for p in network.parameters() if p.requires_grad and p not in fixed] for network in method.children()
+    ]
     return [network for network in networks if network]
 
 
@@ -108,17 +110,13 @@ def train(
     Whenever this generator yields, all steps so far are complete, so the caller can save `state`. With
     `evaluate_start`, the weights before the first step are evaluated too, and may be the best.
     """
-    if evaluate_start and not state.best_weights:
-        (metrics,) = as_numbers([evaluate(state.method)], select)
-        yield _progress(state, math.nan, metrics, select, larger_is_better)
     graphed = graphed_steps(state, feed, options) if choose_device(options.device).type == "cuda" else None
 
     def step() -> Tensor:
         return take_step(state, feed(state.step), options) if graphed is None else graphed()
 
-    for _, progress in train_all(
-        [state], lambda: step().view(1), [evaluate], options, select=select, larger_is_better=larger_is_better
-    ):
+    how: dict[str, Any] = {"select": select, "larger_is_better": larger_is_better, "evaluate_start": evaluate_start}
+    for _, progress in train_all([state], lambda: step().view(1), [evaluate], options, **how):
         yield progress
 
 
@@ -130,11 +128,16 @@ def train_all(
     *,
     select: str,
     larger_is_better: bool = True,
+    evaluate_start: bool = False,
 ) -> Iterator[tuple[int, Progress]]:
     """Train several learners as `train` does: `step` takes a step of all and returns their losses.
 
     Yield the index of a learner and its progress, for each learner that is not done, after every evaluation.
     """
+    new = [number for number, state in enumerate(states) if evaluate_start and not state.best_weights]
+    found = [evaluate[number](states[number].method) for number in new]
+    for number, metrics in zip(new, as_numbers(found, select), strict=True):
+        yield number, _progress(states[number], math.nan, metrics, select, larger_is_better)
     total = torch.zeros(len(states), device=next(states[0].method.parameters()).device)
     steps = 0
     while running := [number for number, state in enumerate(states) if not state.is_done(options)]:

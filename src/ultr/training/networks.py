@@ -14,6 +14,7 @@ from torch import Tensor
 from ultr.bias.logging_policy import share_logging_score
 from ultr.lists import ListBatches
 from ultr.methods import Method, make_method
+from ultr.methods.base import HeldOutRows
 from ultr.rankers import score_rows, scores_on_device
 from ultr.training.bias_stage import run_bias_stage
 from ultr.training.checkpoints import append_metrics, load_checkpoint, rewind_metrics, save_checkpoint
@@ -26,9 +27,10 @@ from ultr.training.selection import evaluator, judge_of, less_is_better
 from ultr.training.traps import check_pairs
 from ultr.training.warm_start import start_from
 from ultr.utils.devices import choose_device
-from ultr.utils.distributed import barrier, check_equal, gather_shares, is_main, own_share
+from ultr.utils.distributed import barrier, check_equal, copy_from_main, gather_shares, is_main, own_share
 from ultr.utils.stages import begin_stage
 
+BALANCED_ROWS = 50_000  # validation rows by which the terms of a ranker are weighed
 LEAST_STEPS, MOST_STEPS = 150, 600  # without improvement, after which training on a log stops
 
 
@@ -52,6 +54,11 @@ class NetworkRun:
         requests = MOST_STEPS * options.batch if data.stream is not None else len(data.train)
         return replace(options, patience=patience_for(requests, options, least=LEAST_STEPS, most=MOST_STEPS))
 
+    @property
+    def starts_well(self) -> bool:
+        """Whether the first weights may be the best ones."""
+        return self.config.warm_start is not None or (self.method.anchored and self.run_data.feeding_user is None)
+
     def _warm_start(self) -> None:
         if self.config.warm_start is not None:
             self._first_weights = start_from(self.method, Path(self.config.warm_start), self.run_data.train)
@@ -61,7 +68,7 @@ class NetworkRun:
         self.prepare(out, shared, listeners)
         begin_stage("training")
         options, select = self.options, self.config.selection
-        how = {"larger_is_better": not less_is_better(select), "evaluate_start": self.config.warm_start is not None}
+        how = {"larger_is_better": not less_is_better(select), "evaluate_start": self.starts_well}
         for progress in train(self.state, self.feed, self.evaluate, options, select=select, **how):
             self.record(progress)
         self.finish()
@@ -80,6 +87,10 @@ class NetworkRun:
             run_bias_stage(config, run_data, method, out, shared, listeners.on_bias_progress)
             if self._first_weights:  # the bias stage may have fitted parts of the ranker to the log
                 method.serving().load_state_dict(self._first_weights)
+            elif run_data.feeding_user is None:
+                if is_main():
+                    method.start_ranker(run_data.train, seed=config.training.seed)
+                copy_from_main(method.state_dict().values())
         if is_main():
             rewind_metrics(out, state.step if resumed else -1)
         self.out, self.listeners = out, listeners
@@ -89,10 +100,26 @@ class NetworkRun:
         self._rows: np.ndarray | Tensor = run_data.validation.features[own_share(run_data.validation.rows)]
         if self.device.type == "cuda":
             self._rows = torch.from_numpy(np.array(self._rows)).to(self.device)
+        self._some = self._some_rows()
         self._saved = time.monotonic()
+
+    def _some_rows(self) -> HeldOutRows:
+        """Return validation rows by which the terms of a ranker are weighed."""
+        log, label = self.run_data.validation, self.method.inputs.label
+        features, request = log.features[:BALANCED_ROWS], log.request_of_row[:BALANCED_ROWS]
+        labels = positions = None
+        if log.positions is not None and set(label.actions) <= set(log.actions):
+            labels, positions = label(log.actions)[:BALANCED_ROWS], log.positions[:BALANCED_ROWS]
+
+        def here(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.array(values)).to(self.device)
+
+        known = (None if each is None else here(each) for each in (labels, positions))
+        return HeldOutRows(here(features), here(request), *known)
 
     def evaluate(self, method: Method) -> dict[str, Tensor]:
         method.eval()
+        method.balance(self._some)
         scores = scores_on_device(method.score, self._rows, device=self.device)
         return self._evaluate_scores(gather_shares(scores, self.run_data.validation.rows))
 

@@ -83,6 +83,7 @@ def train_together(
         options[0],
         select=select,
         larger_is_better=not less_is_better(select),
+        evaluate_start=runs[0].starts_well,
     ):
         runs[number].record(progress)
     for run in runs:

@@ -1,0 +1,115 @@
+"""The anchor of a network: a linear model of the feedback, drawn to the ranker that wrote the log.
+
+A log of a few thousand requests says little about a network, but the order of its items says much about relevance: the
+ranker that wrote it was chosen because it is good. A network that starts at the anchor learns how to be better.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultr.log import Log
+
+MOST_ROWS = 50_000
+HELD_OUT = 0.2  # share of the requests that choose the deviation of the prior
+DEVIATIONS = (0.03, 0.06, 0.125, 0.25, 0.5, 1.0)  # of the prior of v·x
+RIDGE = 1e-3  # by row, of the ranker that wrote the log
+LARGEST_LOG_RATE = 20.0
+ITERATIONS = 50
+
+
+@dataclass(frozen=True, eq=False)
+class Anchor:
+    """The log of E[c] / θ is constant + slopes · x."""
+
+    slopes: np.ndarray
+    constant: float
+
+
+def some_rows(log: Log, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of rows of some requests, all if they are few, and the number of the request of each row."""
+    order = np.random.default_rng(seed).permutation(len(log))
+    taken = np.zeros(len(log), bool)
+    taken[order[np.cumsum(log.lengths[order]) <= MOST_ROWS]] = True
+    rows = np.flatnonzero(taken[log.request_of_row])
+    request: np.ndarray = (np.cumsum(taken) - 1)[log.request_of_row[rows]]
+    return rows, request
+
+
+def fit_anchor(
+    x: np.ndarray, labels: np.ndarray, theta: np.ndarray, positions: np.ndarray, request: np.ndarray, *, seed: int
+) -> Anchor | None:
+    """Fit E[c] = θ exp(a + b g(x) + v·x) by Poisson regression to rows [rows, inputs] of requests; None if it cannot.
+
+    g is the ranker that wrote the log: the linear function that explains positions within requests best. v has a normal
+    prior with mean 0, so that v·x has one of `DEVIATIONS`: the one with the best likelihood of held-out requests.
+    """
+    lengths, total = np.bincount(request), labels.sum()
+    if not total > 0 or not x.shape[1] or len(lengths) < 10:
+        return None
+    toward = _logging_slopes(x, positions, request, lengths)
+    used = np.column_stack([x @ toward, x]) if toward is not None else x
+    free = int(toward is not None)  # b has no prior
+    dispersion = float((labels**2).sum() / total)  # of Poisson: 1
+    rng = np.random.default_rng(seed)
+    held_out = (rng.permutation(len(lengths)) < HELD_OUT * len(lengths))[request]
+    offset = np.log(theta)
+
+    def start(rows: np.ndarray) -> np.ndarray:
+        rate = max(labels[rows].sum(), 1e-9) / max(theta[rows].sum(), 1e-9)
+        return np.concatenate([[np.log(rate)], np.zeros(used.shape[1])])
+
+    learned = ~held_out
+    if not labels[learned].sum() > 0 or not held_out.any():
+        return None
+    found, best = start(learned), (np.inf, DEVIATIONS[0])
+    for deviation in DEVIATIONS:
+        found = _poisson(used[learned], labels[learned], offset[learned], found, free, dispersion, deviation)
+        log_mean = np.minimum(found[0] + used[held_out] @ found[1:] + offset[held_out], LARGEST_LOG_RATE)
+        best = min(best, (float((np.exp(log_mean) - labels[held_out] * log_mean).sum()), deviation))
+    everything = np.ones(len(x), bool)
+    found = _poisson(used, labels, offset, start(everything), free, dispersion, best[1])
+    slopes = found[1 + free :] + (found[1] * toward if toward is not None else 0.0)
+    return Anchor(slopes, float(found[0])) if np.isfinite(found).all() else None
+
+
+def _logging_slopes(
+    x: np.ndarray, positions: np.ndarray, request: np.ndarray, lengths: np.ndarray
+) -> np.ndarray | None:
+    """Return the slopes of the linear function that explains positions within requests; its deviation is 1."""
+
+    def centred(values: np.ndarray) -> np.ndarray:
+        sums = np.zeros((len(lengths), values.shape[1]))
+        np.add.at(sums, request, values)
+        return np.asarray(values - (sums / np.maximum(1, lengths)[:, None])[request])
+
+    inside, place = centred(x), centred(-positions[:, None].astype(np.float64) / lengths[request][:, None])
+    slopes = np.linalg.solve(inside.T @ inside + RIDGE * len(x) * np.eye(x.shape[1]), inside.T @ place[:, 0])
+    deviation = float((x @ slopes).std())
+    return slopes / deviation if np.isfinite(deviation) and deviation > 1e-9 else None
+
+
+def _poisson(
+    x: np.ndarray,
+    labels: np.ndarray,
+    offset: np.ndarray,
+    start: np.ndarray,
+    free: int,
+    dispersion: float,
+    deviation: float,
+) -> np.ndarray:
+    """Return the constant and slopes with the largest posterior; the first `free` slopes have no prior."""
+    from scipy.optimize import minimize
+
+    prior = np.r_[np.zeros(1 + free), np.full(x.shape[1] - free, max(1, x.shape[1] - free) / deviation**2)]
+
+    def loss(values: np.ndarray) -> tuple[float, np.ndarray]:
+        log_mean = np.minimum(values[0] + x @ values[1:] + offset, LARGEST_LOG_RATE)
+        mean = np.exp(log_mean)
+        slope = np.r_[(mean - labels).sum(), x.T @ (mean - labels)] / dispersion
+        value = (mean - labels * log_mean).sum() / dispersion + 0.5 * (prior * values**2).sum()
+        return float(value), slope + prior * values
+
+    return np.asarray(minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": ITERATIONS}).x)
