@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 import ultr.training.tasks
 import ultr.training.together
-from ultr.datasets.synthetic import make_synthetic
 from ultr.training.compare import Plan, compare
 from ultr.training.config import RunConfig, TrainingOptions, with_training
 from ultr.training.entries import Entry, Setting, run_folder
@@ -23,7 +22,6 @@ from ultr.training.stack import Stack
 from ultr.training.tasks import RunsTask, grouped
 from ultr.utils.jsonfiles import read_json
 
-SMALL = make_synthetic(requests=(400, 40, 40))
 METHODS = ["pairwise-em:loss=opt:weights=exact", "pal-click"]
 
 
@@ -33,14 +31,8 @@ def base(device: str) -> RunConfig:
     return RunConfig("synthetic", users="pbm", ranker_options=options, select="reward@10", training=training)
 
 
-@pytest.fixture(autouse=True)
-def small_data(monkeypatch):
-    for module in ("data", "tasks"):
-        monkeypatch.setattr(f"ultr.training.{module}.cached_dataset", lambda name, data_dir: SMALL)
-
-
 @pytest.fixture
-def as_on_a_gpu(monkeypatch):
+def as_on_a_gpu(monkeypatch, small_synthetic):
     """Let runs on the CPU be trained together, with the random numbers of a GPU."""
     monkeypatch.setattr(Feed, "__init__", partialmethod(Feed.__init__, keyed=True))
 
