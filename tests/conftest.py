@@ -5,6 +5,7 @@ import random
 import shutil
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from hypothesis import settings
 
 from ultr.cli import main
+from ultr.datasets.base import Dataset
+from ultr.datasets.synthetic import make_synthetic
 from ultr.log import Log
 
 TESTS = Path(__file__).parent
@@ -135,6 +138,18 @@ def real_data():
         return path
 
     return find
+
+
+@pytest.fixture
+def small_synthetic(monkeypatch):
+    """Let the runs of this process have a small data set in place of `synthetic`."""
+    for module in ("data", "tasks"):
+        monkeypatch.setattr(f"ultr.training.{module}.cached_dataset", lambda name, data_dir: _small_synthetic())
+
+
+@cache
+def _small_synthetic() -> Dataset:
+    return make_synthetic(requests=(400, 40, 40))
 
 
 @pytest.fixture

@@ -16,7 +16,16 @@ from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_tree_method
 from ultr.methods.trees import BUCKETS, bucketed
-from ultr.rankers.boosters import BOOSTERS, Boosting, TreeRanker, TreeRows, check_parameters, parse_parameters
+from ultr.rankers.boosters import (
+    BOOSTERS,
+    VALUES_PER_THREAD,
+    Boosting,
+    TreeRanker,
+    TreeRows,
+    check_parameters,
+    lightgbm_parameters,
+    parse_parameters,
+)
 from ultr.rankers.tree_objective import PairTerms, PairwiseObjective
 
 REQUESTS, ITEMS = 120, 5
@@ -360,3 +369,9 @@ def test_buckets_divide_the_labels_above_zero():
     found, means = bucketed(np.array([0, 3, 3, 3], np.float32))
     assert found.tolist() == [0, 1, 1, 1]
     assert means == [0, 3]
+
+
+@pytest.mark.parametrize(("values", "threads"), [(0, 1), (1000, 1), (2 * VALUES_PER_THREAD, 2), (10**12, 3)])
+def test_small_tables_have_one_thread_of_lightgbm(values, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert lightgbm_parameters(0.1, 0, values)["num_threads"] == threads

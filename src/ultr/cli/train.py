@@ -38,7 +38,7 @@ def train(
     label: shared.LabelOption = None,
     ranker: shared.RankerOption = "mlp",
     ranker_option: shared.RankerOptions = None,
-    hidden: shared.Hidden = "512,256,128",
+    hidden: shared.HiddenByLog = None,
     dropout: shared.Dropout = 0.0,
     norm: shared.Norm = "none",
     steps: shared.Steps = None,

@@ -60,6 +60,14 @@ BiasOption = Annotated[
     ),
 ]
 Hidden = Annotated[str, typer.Option("--hidden", help="Sizes of the hidden layers of the mlp, comma-separated.")]
+HiddenByLog = Annotated[
+    str | None,
+    typer.Option(
+        "--hidden",
+        help="Sizes of the hidden layers of the mlp, comma-separated.",
+        show_default="512,256,128; or 128,64,32 for a log of less than 100,000 rows",
+    ),
+]
 Dropout = Annotated[float, typer.Option("--dropout", help="Dropout rate of the mlp.")]
 Norm = Annotated[str, typer.Option("--norm", help="Normalisation of the mlp's layers: none or layer.")]
 Steps = Annotated[
@@ -163,11 +171,12 @@ def run_config(options: dict[str, Any]) -> RunConfig:
     ranker_options: dict[str, Any] = {}
     if options["ranker"] == "mlp":
         try:
-            sizes = [int(size) for size in options["hidden"].split(",")]
+            sizes = None if options["hidden"] is None else [int(size) for size in options["hidden"].split(",")]
         except ValueError as error:
             what = "--hidden must be comma-separated whole numbers, such as 512,256"
             raise OptionError(what, got=f"'{options['hidden']}'") from error
-        ranker_options = {"hidden": sizes, "dropout": options["dropout"], "norm": options["norm"]}
+        ranker_options = {} if sizes is None else {"hidden": sizes}
+        ranker_options |= {"dropout": options["dropout"], "norm": options["norm"]}
     parameters = options.get("ranker_option") or []
     if is_trees(options["ranker"]):
         ranker_options = parse_parameters(parameters)

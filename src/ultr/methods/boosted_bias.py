@@ -24,7 +24,7 @@ from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.bias_model import BiasModel
 from ultr.rankers.boosters import Booster, LightGBM, TreeRows, lightgbm_data, lightgbm_error, lightgbm_parameters
-from ultr.rankers.tree_objective import kernels, use_threads
+from ultr.rankers.tree_objective import preference_step
 from ultr.utils.jsonfiles import add_checksum, file_checksum, load_json
 from ultr.utils.stopping import EarlyStopping
 
@@ -138,7 +138,8 @@ def fit_boosted(
     label = torch.from_numpy(labels).double()
     em = _EM(model, log, place, label)
     rows = TreeRows(log.features, log.lengths, log.feature_names, categorical)
-    data, parameters = lightgbm_data(rows), {**lightgbm_parameters(RATE, seed), **TREES, "objective": "none"}
+    data = lightgbm_data(rows)
+    parameters = {**lightgbm_parameters(RATE, seed, log.features.size), **TREES, "objective": "none"}
     import lightgbm
 
     starts = em.starts()
@@ -243,10 +244,8 @@ class _EM:
     def _toward_preference(self, preference: Tensor, theta: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the E-step of pairs, update ε⁺ and ε⁻ from it, and return the derivatives of g."""
         model = self.model
-        compiled = kernels()
-        use_threads()
         tables = (table.double().numpy() for table in (model.plus, model.minus))
-        gradient, curvature, sums = compiled.preference_step(
+        gradient, curvature, sums = preference_step(
             preference.numpy(), self.offsets, self.requests, self.label.numpy(), theta.numpy(), beta.numpy(),
             self.place.numpy(), *tables,
         )  # fmt: skip

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ultr.errors import DataError, MissingExtraError, OptionError, UltrError, nearest
 from ultr.rankers.tree_objective import PairwiseObjective
 
+VALUES_PER_THREAD = 4_000_000  # rows times features for each thread of LightGBM
 PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
@@ -112,7 +113,7 @@ class LightGBM(Booster):
     def grow(cls, rows: TreeRows, how: Boosting, after_round: AfterRound, *, start: Path | None = None) -> None:
         lightgbm, categorical = _lightgbm(), rows.categorical
         objective = how.library_options if how.objective is None else {"objective": how.objective}
-        parameters = {**lightgbm_parameters(how.lr, how.seed), **how.parameters, **objective}
+        parameters = {**lightgbm_parameters(how.lr, how.seed, rows.features.size), **how.parameters, **objective}
 
         def after(env: Any) -> None:
             if after_round(cls(env.model, env.iteration + 1, categorical), env.iteration + 1):
@@ -160,7 +161,7 @@ class LightGBM(Booster):
                 start_iteration=first,
                 num_iteration=count,
                 raw_score=True,
-                num_threads=torch.get_num_threads(),
+                num_threads=_threads(features.size),
             )
         )
 
@@ -187,12 +188,17 @@ def lightgbm_data(rows: TreeRows) -> Any:
     )
 
 
-def lightgbm_parameters(lr: float, seed: int) -> dict[str, Any]:
-    """Return parameters for all LightGBM trees, with which only the seed and the number of threads change results."""
+def _threads(values: int) -> int:
+    """Return the number of threads of LightGBM: they wait for each other, which takes longer than a small table."""
+    return min(torch.get_num_threads(), max(1, values // VALUES_PER_THREAD))
+
+
+def lightgbm_parameters(lr: float, seed: int, values: int) -> dict[str, Any]:
+    """Return parameters for LightGBM on so many values; only the seed and the number of threads change results."""
     return {
         "deterministic": True,
         "force_row_wise": True,
-        "num_threads": torch.get_num_threads(),
+        "num_threads": _threads(values),
         "verbosity": -1,
         "metric": "none",
         "learning_rate": lr,

@@ -43,6 +43,7 @@ from ultr.utils.tensors import load_tensors, save_tensors
 
 HELD_OUT_SHARE = 0.1  # share of the training requests that are held out to evaluate the fit of a bias model
 LEAST_STEPS, MOST_STEPS = 200, 1000  # without improvement, after which the training of a bias model stops
+LEAST_GAIN = 0.001  # share of the held-out likelihood; training that gains less in all these steps stops too
 SHORT_LIST = 64  # items; shorter lists are evaluated all at once on a GPU
 REPORTED_BATCHES = 20  # batches that the summary in bias.json is computed from
 BIAS = "bias"  # the folder of a run that holds its bias model
@@ -173,7 +174,9 @@ def bias_training(
     held_out_lists = some_batches(held_out_feed, count)
     if device.type == "cuda" and max(lists.where.shape[1] for lists in held_out_lists) <= SHORT_LIST:
         held_out_lists = [Lists.together([replace(lists, parts=(), key=None) for lists in held_out_lists])]
-    return BiasTraining(model, start(model, log, bias_options), feed, held_out_lists, bias_options)
+    state = start(model, log, bias_options)
+    state.stopping.least = LEAST_GAIN
+    return BiasTraining(model, state, feed, held_out_lists, bias_options)
 
 
 def held_out_requests(log: Log, seed: int) -> tuple[np.ndarray | None, np.ndarray]:

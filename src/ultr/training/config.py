@@ -180,9 +180,11 @@ class RunConfig:
         """Return the options that differ from another configuration's: name -> (value here, value there).
 
         Names are those of `ultr train`. Options that do not change the result are left out, and a `stream` of "auto".
+        Hidden layers are left out if they are not chosen here.
         """
         here, there = _by_option(self), _by_option(other)
         left_out = {"device", "workers", *(("stream",) if self.stream == "auto" else ())}
+        left_out |= {"hidden"} - set(self.ranker_options)
         names = [name for name in {**here, **there} if name not in left_out]
         return {name: (here.get(name), there.get(name)) for name in names if here.get(name) != there.get(name)}
 

@@ -20,7 +20,7 @@ from ultr.training.checkpoints import append_metrics, load_checkpoint, rewind_me
 from ultr.training.config import RunConfig, TrainingOptions, patience_for
 from ultr.training.data import RunData
 from ultr.training.finish import Listeners, finish_run
-from ultr.training.inputs import method_inputs
+from ultr.training.inputs import method_inputs, with_hidden_layers
 from ultr.training.loop import Progress, check_has_features, start, train
 from ultr.training.selection import evaluator, judge_of, less_is_better
 from ultr.training.traps import check_pairs
@@ -38,6 +38,7 @@ class NetworkRun:
     def __init__(self, config: RunConfig, run_data: RunData) -> None:
         check_has_features(run_data.train)  # first, as torch warns about networks without inputs
         check_pairs(config, run_data.train)
+        config = with_hidden_layers(config, run_data)
         self.config, self.run_data = config, run_data
         self.method: Method = make_method(config.method, method_inputs(config, run_data), **config.method_options)
         self._first_weights: dict[str, Tensor] = {}  # of the ranker, if it starts from another run

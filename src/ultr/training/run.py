@@ -94,7 +94,7 @@ def run_training(
             for warning in run_data.warnings:
                 on_warning(warning)
         run = make_run(config, run_data)
-        with _writing(place, config) as finished_elsewhere:
+        with _writing(place, run.config) as finished_elsewhere:
             if not finished_elsewhere:
                 run.train(place.folder, shared, listeners)
         return out
@@ -117,8 +117,8 @@ def run_together(
             run_training(configs[number], outs[number], resume=True, shared=shared, on_warning=None)
         return
     with ExitStack() as writing:
-        for number in left:
-            if writing.enter_context(_writing(places[number], configs[number])):
+        for number, run in zip(left, runs, strict=True):
+            if writing.enter_context(_writing(places[number], run.config)):
                 raise OutputError("another process has finished this run", where=outs[number], hint="start again")
         train_together(runs, folders, shared, later)
 
