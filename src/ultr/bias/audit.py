@@ -140,9 +140,14 @@ def without_suspicious(log: Log, sample: Log | None, label: str) -> tuple[Log, L
     if not suspicious.any():
         return log, sample, 0
     if sample is not None:
-        out = pc.is_in(sample.request_ids, value_set=log.request_ids.filter(pa.array(suspicious)))
-        sample = sample.select(~out.to_numpy(zero_copy_only=False))
-    return log.select(~suspicious), sample if sample is not None and len(sample) else None, int(suspicious.sum())
+        sample = without_requests(sample, log.request_ids.filter(pa.array(suspicious)))
+    return log.select(~suspicious), sample, int(suspicious.sum())
+
+
+def without_requests(log: Log, ids: pa.Array) -> Log | None:
+    """Return a log without the requests with these ids; None if none is left."""
+    left = ~pc.is_in(log.request_ids, value_set=ids.cast(log.request_ids.type)).to_numpy(zero_copy_only=False)
+    return log.select(left) if left.any() else None
 
 
 def _segment_names(log: Log) -> tuple[pa.Array, np.ndarray]:

@@ -133,7 +133,7 @@ def compared_clicks(cells: Cells, unit: float) -> np.ndarray:
 
 
 def weight_unit(mean: float) -> float:
-    """Return the weight of one request: 1, or the mean weight of requests if it is smaller, as weights may be shares."""
+    """Return the weight of one request, given their mean weight: 1, or the mean if it is smaller (a share)."""
     return min(1.0, mean)
 
 
@@ -246,7 +246,7 @@ class LogCounts:
 
     @property
     def rate(self) -> np.ndarray:
-        return self.clicked / self.shown
+        return np.asarray(self.clicked / self.shown)
 
 
 def log_counts(seen: Impressions, *, seed: int = 0) -> LogCounts:

@@ -103,7 +103,8 @@ def estimate_examination(
         source, error = SOURCES["items" if theta_from == "items" else "strata"], None
         strata = _items(log) if theta_from == "items" else _strata(log, clicked, seed, device)
         cells = count_cells(strata, places, shown, clicked, width=len(ids))
-    cells, pool, clicks_behind = _pooled(cells, ids, 1.0 if log.weights is None else weight_unit(float(log.weights.mean())))
+    unit = 1.0 if log.weights is None else weight_unit(float(log.weights.mean()))
+    cells, pool, clicks_behind = _pooled(cells, ids, unit)
     if trust:
         fit = fit_trust(cells)
         theta, zeta, moved = fit.theta[pool], fit.zeta[pool], fit.moved
