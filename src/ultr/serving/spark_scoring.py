@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -21,16 +20,14 @@ from ultr.log.prepare.sources import Tables, find_tables
 from ultr.log.schema import Columns
 from ultr.log.values import (
     Missing,
-    category_codes,
     check_no_nulls,
     combined,
-    feature_matrix,
     is_list,
     non_negative,
     position_values,
 )
-from ultr.rankers.matching import match_features
 from ultr.rankers.model import load_model
+from ultr.rankers.rows import features_of
 from ultr.serving.export import export_run
 from ultr.serving.exported import onnx_scores, onnx_session
 from ultr.utils.arguments import checked
@@ -99,7 +96,7 @@ def score_on_spark(
             rows = filtered(engine.read(files), where).select(*columns.used)
             begin_stage("scoring")
             _write(engine, rows, task, folder)
-        scores = sum(pq.read_metadata(path).num_rows for path in folder.glob("*.parquet"))
+        scores = sum(int(pq.read_metadata(path).num_rows) for path in folder.glob("*.parquet"))
         if not scores:
             hint = "check --where, or the query that made the data"
             raise DataError("there are no rows", where=source, hint=hint)
@@ -158,13 +155,9 @@ class ScoringTask:
 
     def _features(self, table: pa.Table) -> Any:
         """Return the features of rows in the order and codes of the model."""
-        named = table.replace_schema_metadata(dict(self.metadata))
-        matrix, names = feature_matrix(named, self.columns.features, where=self.where, missing=self.missing)
-        vocabularies = {}
-        for name in self.columns.categorical:
-            codes, vocabularies[name] = category_codes(table[name], name, self.where)
-            matrix, names = np.column_stack([matrix, codes]), (*names, name)
-        return match_features(self, Features(names, vocabularies)).columns(matrix)
+        named, columns = table.replace_schema_metadata(dict(self.metadata)), self.columns
+        settings: dict[str, Any] = {"missing": self.missing, "where": self.where}
+        return features_of(self, named, columns.features, columns.categorical, **settings)
 
     def _key(self, role: str, name: str, column: pa.ChunkedArray) -> Any:
         if role == "position":
@@ -175,11 +168,3 @@ class ScoringTask:
         if role == "request":
             check_no_nulls(values, name, self.where, what=role)
         return pc.not_equal(values.cast(pa.float64()), 0.0) if role == "randomised" else values
-
-
-@dataclass(frozen=True)
-class Features:
-    """The features of rows: their names, and the values of categorical ones."""
-
-    feature_names: tuple[str, ...]
-    vocabularies: Mapping[str, Any]
