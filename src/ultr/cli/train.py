@@ -115,17 +115,18 @@ def train(
     as_json: options.Json = False,
 ) -> None:
     """Train a ranker from a log, or from a data set with simulated users, and write a run directory."""
-    from ultr.datasets.cache import cache_folder
-    from ultr.training.run import best_evaluation, run_training
-    from ultr.utils.stores import kept_here
-
     words.quiet = os.environ.get("RANK", "0") != "0"  # of several processes, only the first prints messages
     if write_config is not None:
         config_files.write_config(context, write_config, overwrite=overwrite)
         words.print(f"wrote {write_config}", soft_wrap=True, markup=False)
         print_next("train", config=write_config)
         return
-    config = shared.run_config({**locals()})
+    with words.status("starting ..."):  # imports take seconds on a busy machine
+        from ultr.datasets.cache import cache_folder
+        from ultr.training.run import best_evaluation, run_training
+        from ultr.utils.stores import kept_here
+
+        config = shared.run_config({**locals()})
     shared.print_thresholds(config.label, {method: (method, config.method_options, config.ranker)})
     steps, notes = config.training.steps, list[str]()
     here = kept_here(out, cache_folder() / "runs", resume=resume, overwrite=overwrite, writes=not words.quiet)
