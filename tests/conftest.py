@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -204,3 +206,31 @@ def make_shown_log(requests: int = 40, seed: int = 0, features: int = 3, longest
         positions=np.arange(rows) - np.repeat(offsets[:-1], lengths) + 1,
         relevance=rng.integers(0, 5, rows).astype(np.float32),
     )
+
+
+@pytest.fixture(scope="session")
+def spark_session() -> Iterable[Any]:
+    """One session of Spark for all tests of a process, as it takes seconds to start."""
+    pytest.importorskip("pyspark")
+    if shutil.which("java") is None and not os.environ.get("JAVA_HOME"):
+        pytest.skip("Spark needs Java")
+    from ultr.log.prepare import engines
+
+    # A virtual machine that starts fast, and few partitions for few rows.
+    options = {
+        "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "PYSPARK_SUBMIT_ARGS": "--conf spark.sql.shuffle.partitions=2 pyspark-shell",
+    }
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for name, value in options.items():
+            patch.setenv(name, value)
+        session = engines._new_session(Path(folder), "local[2]")
+        yield session
+        session.stop()
+
+
+@pytest.fixture
+def spark(spark_session: Any) -> Iterable[Any]:
+    """The session of Spark; PySpark leaves sockets behind, which are collected here, where that is no error."""
+    yield spark_session
+    gc.collect()

@@ -101,10 +101,11 @@ def test_the_log_package_does_not_import_torch():
 def test_every_third_party_import_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    used = ("movielens", "prepare", "spark", "trees", "export", "serve", "tensorboard")
+    used = ("movielens", "prepare", "spark", "trees", "export", "serve", "tensorboard", "mlflow")
     declared = [*project["dependencies"], *(name for extra in used for name in extras[extra])]
     names = {re.split(r"[<>=\[ ]", dependency)[0] for dependency in declared}
     module_of = {"scikit-learn": "sklearn", "ibis-framework": "ibis", "prometheus-client": "prometheus_client"}
+    module_of["mlflow-skinny"] = "mlflow"
     allowed = {module_of.get(name, name) for name in names} | {"ultr"} | set(sys.stdlib_module_names)
     for path in SOURCE.rglob("*.py"):
         for name in imports_of(path):

@@ -12,7 +12,6 @@ from rich.table import Table
 from ultr.cli import options
 from ultr.cli.messages import progress_bar, words
 from ultr.cli.options import free_path, plain, print_next, print_notes, print_table
-from ultr.errors import OptionError
 
 if TYPE_CHECKING:
     from ultr.log.shards import Manifest
@@ -86,13 +85,9 @@ def prepare(
     test: Annotated[float, typer.Option(help="Share of requests for testing.", min=0, max=1)] = 0.1,
     validation_from: Annotated[str | None, typer.Option(help="Validate on requests since this time.")] = None,
     test_from: Annotated[str | None, typer.Option(help="Test on requests since this time.")] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory limit of DuckDB, e.g. 4GB; default: half of the free memory.")
-    ] = None,
+    memory: options.Memory = None,
     threads: Annotated[int | None, typer.Option(help="Threads of DuckDB; default: all cores.", min=1)] = None,
-    master: Annotated[
-        str | None, typer.Option(help="Spark master, e.g. local[4]; default: the environment variable SPARK_MASTER.")
-    ] = None,
+    master: options.Master = None,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
 ) -> None:
@@ -105,7 +100,7 @@ def prepare(
     from ultr.log.prepare.pipeline import prepare_lists
 
     settings["where"] = tuple(where or ())
-    settings["memory"] = None if memory is None else _bytes(memory)
+    settings["memory"] = options.bytes_of(memory)
     with progress_bar() as bar:
         task = bar.add_task("starting", total=None, figure="rows")
 
@@ -125,15 +120,6 @@ def prepare(
     if manifest.actions:
         label = None if manifest.label is not None else default_label(manifest.actions)
         print_next("train", out, label=label, out=free_path("my-run"))
-
-
-def _bytes(text: str) -> int:
-    from ultr.utils.memory import parse_bytes
-
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise OptionError("--memory must be a size such as 512MB or 4GB", got=f"'{text}'") from error
 
 
 def _print(manifest: Manifest) -> None:

@@ -52,8 +52,9 @@ class TreeMethod:
         """Return the inputs of the tree library for a log; the pair model, if any, must be fitted before."""
         raise NotImplementedError
 
-    def estimate_bias(self, log: Log, *, seed: int) -> None:
-        """Estimate position bias from the training log, if the method needs it and has no pair model."""
+    def position_model(self) -> PositionModel | None:
+        """Return the examination by position that the method needs, if any; it must be estimated before the trees."""
+        return None
 
     def pair_model(self) -> PairwiseEM | None:
         """Return the method that gives pairs their weights, if any; its bias model must be fitted before the trees."""
@@ -274,8 +275,8 @@ class TreeDirect(TreeMethod):
         self.likelihood = likelihood or ("poisson" if is_binary(inputs.label, inputs.binary) else "tweedie")
         self.positions = PositionModel(inputs, theta_from=theta)
 
-    def estimate_bias(self, log: Log, *, seed: int) -> None:
-        self.positions.estimate(log, user=None, sessions=0, seed=seed)
+    def position_model(self) -> PositionModel:
+        return self.positions
 
     def task(self, log: Log) -> TreeTask:
         label = self.labels(log)

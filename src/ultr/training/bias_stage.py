@@ -27,6 +27,7 @@ from ultr.methods.bias_model import BiasModel
 from ultr.methods.boosted_bias import BoostedOutputs
 from ultr.rankers.matching import load_matched_weights, load_weights, match_features
 from ultr.rankers.model import load_model
+from ultr.training.bias_progress import EVIDENCE, BiasProgress
 from ultr.training.checkpoints import wait_for_lock
 from ultr.training.config import BIAS_TRAINING, RunConfig, TrainingOptions, patience_for
 from ultr.training.data import RunData, StreamedLists
@@ -48,7 +49,6 @@ SHORT_LIST = 64  # items; shorter lists are evaluated all at once on a GPU
 REPORTED_BATCHES = 20  # batches that the summary in bias.json is computed from
 BIAS = "bias"  # the folder of a run that holds its bias model
 Weights = Mapping[str, Tensor]
-EVIDENCE = "evidence.json"  # the file of this folder that says how θ was estimated
 
 
 def run_bias_stage(
@@ -59,12 +59,13 @@ def run_bias_stage(
     shared: Path | None,
     on_progress: Callable[[Progress], None],
     *,
+    progress: BiasProgress,
     fit: Callable[[], None] | None = None,
 ) -> None:
     """Fit the bias of a method, or load it if it was saved: in `out`, in the run `config.bias`, or in `shared`.
 
-    `shared` is a folder of bias models for runs with the same data, seed and bias options. `fit`, if given, is called
-    to fit the bias model in place of `fit_bias`.
+    `shared` is a folder of bias models for runs with the same data, seed and bias options. `progress` has the
+    checkpoints of this stage. `fit`, if given, is called to fit the bias model in another way.
     """
     begin_stage("estimating the bias")
     model = method.bias_learner()
@@ -72,13 +73,15 @@ def run_bias_stage(
 
     def default_fit() -> None:
         user, stream = run_data.feeding_user, run_data.stream
-        fit_bias(method, run_data.train, config.training, user=user, stream=stream, on_progress=on_progress)
+        training = bias_training(method, run_data.train, config.training, user=user, stream=stream, progress=progress)
+        if training is not None:
+            train_bias(training, progress, on_progress)
 
     fit = fit or default_fit
-    if not isinstance(model, BiasModel):  # all other kinds of bias are fitted quickly and not saved
+    if not isinstance(model, BiasModel):  # all other kinds of bias are fitted quickly, and not used by other runs
         fit()
         return
-    if (out / BIAS).is_dir():
+    if (out / BIAS).is_dir():  # written by this run before it was killed
         load_bias(out / BIAS, model)
         return
     other = None if config.bias is None else fetched(config.bias)
@@ -116,24 +119,14 @@ class BiasTraining:
         self.model.load_state_dict(self.state.best_weights)
 
 
-def fit_bias(
-    method: Method,
-    log: Log,
-    options: TrainingOptions,
-    *,
-    user: User | None = None,
-    stream: StreamedLists | None = None,
-    on_progress: Callable[[Progress], None] = lambda _: None,
-) -> None:
-    """Estimate the bias of a method from the whole log, then train its bias model with early stopping.
-
-    The bias model has its own learning rate and steps, so that those of the ranker can be tuned separately. If `stream`
-    is given, `log` is a sample of the stream, and the training steps use the stream.
-    """
-    if (training := bias_training(method, log, options, user=user, stream=stream)) is not None:
-        for progress in train(training.state, training.feed, training.evaluate, training.options, select="likelihood"):
-            on_progress(progress)
-        training.finish()
+def train_bias(training: BiasTraining, progress: BiasProgress, on_progress: Callable[[Progress], None]) -> None:
+    """Train a bias model with early stopping, from its newest checkpoint."""
+    state = training.state
+    progress.resume(state)
+    for evaluation in train(state, training.feed, training.evaluate, training.options, select="likelihood"):
+        progress.save(state)
+        on_progress(evaluation)
+    training.finish()
 
 
 def bias_training(
@@ -143,11 +136,23 @@ def bias_training(
     *,
     user: User | None = None,
     stream: StreamedLists | None = None,
+    progress: BiasProgress | None = None,
 ) -> BiasTraining | None:
-    """Estimate the bias of a method from the whole log; return what trains its bias model, or None."""
+    """Estimate the bias of a method from the whole log; return what trains its bias model, or None.
+
+    The bias model has its own learning rate and steps, so that those of the ranker can be tuned separately. If `stream`
+    is given, `log` is a sample of the stream, and the training steps use the stream. `progress` saves the estimate.
+    """
     seed, device = options.seed, choose_device(options.device)
-    if is_main():
+
+    def estimate() -> None:
         method.estimate_bias(log, user=user, sessions=options.bias_steps * options.batch, seed=seed)
+
+    if is_main():
+        if progress is None:
+            estimate()
+        else:
+            progress.estimate(method, estimate)
     copy_from_main(method.state_dict().values())
     model = method.bias_learner()
     if model is None or next(model.parameters(), None) is None:
@@ -217,6 +222,14 @@ def load_bias(folder: Path, model: BiasModel, load: Callable[[nn.Module, Weights
     except (RuntimeError, KeyError, ValueError, IndexError) as error:
         hint = "pass --bias with a run that has the same features, positions, label and bias options"
         raise DataError("the saved bias model does not fit this run", where=folder, hint=hint) from error
+
+
+def load_evidence(method: Method, out: Path, progress: BiasProgress) -> None:
+    """Set how θ was estimated in a method whose weights are those of a checkpoint, which does not say it."""
+    progress.load_evidence(method)
+    model = method.bias_learner()
+    if isinstance(model, BiasModel) and (out / BIAS / EVIDENCE).is_file():
+        model.evidence = read_json(out / BIAS / EVIDENCE)
 
 
 def _take_bias(run: Path, model: BiasModel, config: RunConfig, run_data: RunData) -> None:

@@ -23,6 +23,7 @@ from ultr.evaluation.scores import FEEDBACK, OFF_POLICY
 from ultr.lists import ListBatches
 from ultr.log import Log, read_log
 from ultr.log.labels import Label
+from ultr.log.parts import SAMPLE_BYTES, SAMPLE_ROWS
 from ultr.log.queries import split_by_query, split_by_time
 from ultr.log.sampling import sample_log
 from ultr.log.segments import by_segment
@@ -40,7 +41,6 @@ from ultr.utils.jsonfiles import read_json
 from ultr.utils.memory import available_memory
 
 MAX_VALIDATION_ROWS = 100_000  # validation requests are evaluated often, so more rows would take too long
-SAMPLE_ROWS, SAMPLE_BYTES = 1_000_000, 256 << 20  # largest sample of streamed lists, used in place of the whole log
 LARGEST_LABEL = 1e12  # largest label, because labels are squared in single precision
 GROUPED = 10  # held-out requests with one item that are ranked as one list
 MEMORY_SHARE = 0.5  # lists that need more than this share of the available memory are streamed
@@ -235,7 +235,7 @@ def _read_lists(config: RunConfig) -> RunData:
     rows = min(SAMPLE_ROWS, SAMPLE_BYTES // shards.row_bytes)
     validation = sample_log(Shards(config.data, "validation").sample(MAX_VALIDATION_ROWS, 0), MAX_VALIDATION_ROWS)
     test = Shards(config.data, "test").sample(rows, 0) if config.judged else None
-    streamed = config.stream == "yes" or (config.stream == "auto" and not _fits(shards))
+    streamed = config.stream == "yes" or (config.stream == "auto" and not fits_in_memory(shards))
     train = _checked(shards.sample(rows, seed) if streamed else shards.read_all(), config)
     if config.learn_from == "feedback":
         _check_label(train, config)
@@ -272,7 +272,7 @@ def _checked(log: Log, config: RunConfig) -> Log:
     return log
 
 
-def _fits(shards: Shards) -> bool:
+def fits_in_memory(shards: Shards) -> bool:
     """Return whether one copy of the lists per process takes less than `MEMORY_SHARE` of the free memory."""
     return shards.rows * shards.row_bytes * local_size() < MEMORY_SHARE * available_memory()
 

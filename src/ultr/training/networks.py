@@ -15,7 +15,8 @@ from ultr.bias.logging_policy import share_logging_score
 from ultr.lists import ListBatches
 from ultr.methods import Method, make_method
 from ultr.rankers import score_rows, scores_on_device
-from ultr.training.bias_stage import run_bias_stage
+from ultr.training.bias_progress import BiasProgress
+from ultr.training.bias_stage import load_evidence, run_bias_stage
 from ultr.training.checkpoints import append_metrics, load_checkpoint, rewind_metrics, save_checkpoint
 from ultr.training.config import RunConfig, TrainingOptions, patience_for
 from ultr.training.data import RunData
@@ -77,8 +78,11 @@ class NetworkRun:
         check_equal(state.step if resumed else -1, "the step to resume from")
         if shared is not None:
             share_logging_score(run_data.train, shared)
-        if not resumed:
-            run_bias_stage(config, run_data, method, out, shared, listeners.on_bias_progress)
+        progress = BiasProgress(out, listeners.checkpoint_seconds)
+        if resumed:
+            load_evidence(method, out, progress)
+        else:
+            run_bias_stage(config, run_data, method, out, shared, listeners.on_bias_progress, progress=progress)
             if self._first_weights:  # the bias stage may have fitted parts of the ranker to the log
                 method.serving().load_state_dict(self._first_weights)
         if is_main():

@@ -16,6 +16,7 @@ from ultr.errors import DataError, OptionError, OutputError
 from ultr.log import Log
 from ultr.log.shards import is_lists
 from ultr.rankers.boosters import is_trees
+from ultr.training.bias_progress import STAGE
 from ultr.training.bias_stage import BIAS
 from ultr.training.checkpoints import lock_run, read_metrics
 from ultr.training.config import RunConfig
@@ -215,7 +216,8 @@ def _clean_up(place: Place) -> None:
     if is_main():
         with lock_run(place.folder) if place.folder != place.out else nullcontext():
             remove_abandoned(place.folder)
-            shutil.rmtree(place.folder / "checkpoints", ignore_errors=True)
+            for name in ("checkpoints", STAGE):
+                shutil.rmtree(place.folder / name, ignore_errors=True)
             if place.folder != place.out:
                 take_place(place.out)
     barrier()
@@ -251,7 +253,7 @@ def _writing(place: Place, config: RunConfig) -> Iterator[bool]:
             barrier()
             yield False
         except BaseException:
-            learned = (folder / BIAS).is_dir() or (folder / "checkpoints").is_dir() or read_metrics(folder)
+            learned = any((folder / name).is_dir() for name in (BIAS, STAGE, "checkpoints")) or read_metrics(folder)
             if is_main() and not (existed or learned):
                 shutil.rmtree(folder if folder == out else folder.parent, ignore_errors=True)
             raise

@@ -22,6 +22,7 @@ from ultr.methods.trees import TreeMethod, TreePairwiseEM, TreeTask
 from ultr.rankers import score_rows
 from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, TreeRanker, check_parameters
 from ultr.rankers.tree_objective import kernels
+from ultr.training.bias_progress import BiasProgress
 from ultr.training.bias_stage import held_out_requests, run_bias_stage, some_batches
 from ultr.training.checkpoints import append_metrics, newest_checkpoint, rewind_metrics, write_checkpoint
 from ultr.training.config import RunConfig
@@ -71,7 +72,7 @@ class TreeRun:
     def train(self, out: Path, shared: Path | None, listeners: Listeners) -> None:
         """Fit the bias model, if the method has one, grow all trees, and write the results into `out`."""
         config, run_data = self.config, self.run_data
-        self._run_bias_stage(out, shared, listeners.on_bias_progress)
+        self._run_bias_stage(out, shared, listeners)
         task = self.method.task(run_data.train)
         state, start = self._load_checkpoint(out, task)
         rewind_metrics(out, state.step)
@@ -153,20 +154,25 @@ class TreeRun:
 
     # --- The bias stage -------------------------------------------------------------------------------------------
 
-    def _run_bias_stage(self, out: Path, shared: Path | None, on_progress: Callable[[Progress], None]) -> None:
-        pair_model = self.method.pair_model()
-        if pair_model is None:
-            self.method.estimate_bias(self.run_data.train, seed=self.config.training.seed)
+    def _run_bias_stage(self, out: Path, shared: Path | None, listeners: Listeners) -> None:
+        pair_model, on_progress = self.method.pair_model(), listeners.on_bias_progress
+        progress, seed = BiasProgress(out, listeners.checkpoint_seconds), self.config.training.seed
+        if (positions := self.method.position_model()) is not None:
+            begin_stage("estimating the bias")
+            log = self.run_data.train
+            progress.estimate(positions, lambda: positions.estimate(log, user=None, sessions=0, seed=seed))
         if pair_model is None or pair_model.bias_learner() is None:
             return
         pair_model.to(self.device)
-        fit = (lambda: self._fit_boosted(pair_model, on_progress)) if self.boosted else None
-        run_bias_stage(self.config, self.run_data, pair_model, out, shared, on_progress, fit=fit)
+        fit = (lambda: self._fit_boosted(pair_model, progress, on_progress)) if self.boosted else None
+        run_bias_stage(self.config, self.run_data, pair_model, out, shared, on_progress, progress=progress, fit=fit)
 
-    def _fit_boosted(self, pair_model: PairwiseEM, on_progress: Callable[[Progress], None]) -> None:
+    def _fit_boosted(
+        self, pair_model: PairwiseEM, progress: BiasProgress, on_progress: Callable[[Progress], None]
+    ) -> None:
         """Fit a bias model of trees: first θ (examination), then trees until held-out metrics no longer improve."""
         log, options = self.run_data.train, self.config.training
-        pair_model.estimate_bias(log, user=None, sessions=0, seed=options.seed)
+        progress.estimate(pair_model, lambda: pair_model.estimate_bias(log, user=None, sessions=0, seed=options.seed))
         learned, held_out = held_out_requests(log, options.seed)
         held_out_feed = Feed(ListBatches(log), batch=256, seed=options.seed, requests=held_out)
         rows = log if learned is None else log.select(learned)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from ultr.errors import ColumnError, OptionError, nearest
@@ -73,16 +73,23 @@ def prepare_lists(
         raise OptionError(f"no option '{unknown}'", hint=nearest(unknown, known))
     chosen = Preparation(**options)
     label = None if chosen.label is None else Label.of(chosen.label)
-    memory = max(MIN_MEMORY, available_memory() // 2 if chosen.memory is None else chosen.memory)
     with atomic_path(out, overwrite=overwrite, folder=True) as folder:
         scratch = folder.parent / "scratch"  # in the temporary folder that atomic_path removes
         scratch.mkdir()
-        files = _find(source, chosen, scratch)
-        settings: dict[str, Any] = {"memory": memory, "threads": chosen.threads, "master": chosen.master}
-        with start_engine(chosen.engine, scratch=scratch, **settings) as engine, engine_errors(source):
+        with open_log(source, chosen, scratch) as (engine, files):
             manifest = _Work(engine, files, chosen, label, progress).write(folder, scratch)
         manifest.save(folder)
     return manifest
+
+
+@contextmanager
+def open_log(source: str | Path, chosen: Preparation, scratch: Path) -> Iterator[tuple[Engine, Tables]]:
+    """Start the engine of `chosen`, and find the files of a log; `scratch` is a folder for temporary files."""
+    files = _find(source, chosen, scratch)
+    memory = max(MIN_MEMORY, available_memory() // 2 if chosen.memory is None else chosen.memory)
+    settings: dict[str, Any] = {"memory": memory, "threads": chosen.threads, "master": chosen.master}
+    with start_engine(chosen.engine, scratch=scratch, **settings) as engine, engine_errors(source):
+        yield engine, files
 
 
 def _find(source: str | Path, chosen: Preparation, scratch: Path) -> Tables:
@@ -216,7 +223,7 @@ class _Work:
             what = "an action or category cannot have the name of another column of the lists"
             raise ColumnError(what, where=self.where, got=f"'{min(clash)}'", hint="rename the column")
         if self.label is not None:
-            self.label({name: np.zeros(1) for name in actions}, check=False)  # raises if an action is missing
+            self.label.check_actions(actions)
 
     def _check_requests(self, rows: Any, columns: Columns, names: dict[str, str]) -> Columns:
         """Raise ColumnError if a request has several values in a column that must have one (weight, segment, ...).
