@@ -290,7 +290,7 @@ def test_a_port_in_use_is_one_message_and_exit_code_1(ultr, folders):
 
 def test_other_machines_without_a_token_are_a_warning(ultr, folders, monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr("ultr.serving.http.serve", lambda *args, **options: calls.append((*args, options)))
+    monkeypatch.setattr("ultr.serving.http.serve", lambda _listener, _run, options, **_: calls.append(options))
     monkeypatch.delenv("ULTR_TOKEN", raising=False)
     done = ultr("serve", folders.exported, "--port", 0, "--host", "0.0.0.0")  # noqa: S104
     assert "warning: everyone who can reach 0.0.0.0 can use this server; pass --token-file" in done.stderr
@@ -298,7 +298,7 @@ def test_other_machines_without_a_token_are_a_warning(ultr, folders, monkeypatch
     (tmp_path / "token").write_text("abc\n")
     done = ultr("serve", folders.exported, "--port", 0, "--host", "0.0.0.0", "--token-file", tmp_path / "token")  # noqa: S104
     assert done.stderr == ""
-    assert [options["token"] for *_, options in calls] == [None, None, "abc"]
+    assert [options.token for options in calls] == [None, None, "abc"]
 
 
 @pytest.mark.parametrize(
