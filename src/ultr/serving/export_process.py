@@ -10,7 +10,7 @@ import os
 import threading
 from pathlib import Path
 
-from ultr.errors import DataError, UltrError, missing_for_training
+from ultr.errors import DataError, MissingExtraError, UltrError
 
 LOW_PRIORITY = 5  # the niceness of an export while another model is served
 CHECK_SECONDS = 0.2  # between checks whether to stop
@@ -45,7 +45,8 @@ def _export(run: str, out: str, error_file: str, low_priority: bool) -> None:
 
             from ultr.serving.export import export_run
         except ModuleNotFoundError as error:
-            raise missing_for_training("to serve a run that is not exported", error) or error from error
+            need = "serving a run that is not exported"
+            raise MissingExtraError(need, package=error.name or "torch", extra="export") from error
         torch.set_num_threads(1)
         export_run(run, out)
     except UltrError as error:

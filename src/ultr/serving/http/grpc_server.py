@@ -57,7 +57,7 @@ class GrpcServer:
             name: grpc.unary_unary_rpc_method_handler(self._handler(name, method)) for name, method in methods.items()
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        self._server.add_insecure_port(address)
+        self.port: int = self._server.add_insecure_port(address)
 
     async def start(self) -> None:
         await self._server.start()
