@@ -24,6 +24,7 @@ from ultr.errors import TRAIN_PACKAGES
 from ultr.rankers.model import load_model
 from ultr.serving.export_process import _export
 from ultr.serving.http.served import load_scorer
+from ultr.serving.http.server import _OneWrite
 
 TOKEN = "a-token-of-tests"  # noqa: S105
 
@@ -120,6 +121,44 @@ def test_a_head_without_end_and_a_body_too_long_are_errors(server):
         plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999999\r\n\r\n".encode())
         assert plain.recv(100).startswith(b"HTTP/1.1 413")
     assert server.fetch("GET", "/v2/health/live").status == 200
+
+
+def test_the_head_and_the_body_of_an_answer_are_one_write(server):
+    class Transport:
+        def __init__(self):
+            self.calls = []
+
+        def write(self, data):
+            self.calls.append(data)
+
+        def close(self):
+            self.calls.append("close")
+
+    transport = Transport()
+    one = _OneWrite(transport)
+    one.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    one.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    one.write(b"HTTP/1.1 is a body too")
+    one.flush()
+    one.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+    one.flush()
+    one.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    one.close()
+    assert transport.calls == [
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\nHTTP/1.1 is a body too",
+        b"HTTP/1.1 204 No Content\r\n\r\n",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        "close",
+    ]
+    assert server.fetch("HEAD", "/v2").status == 200
+    body = json_body(rows(3))
+    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as plain:
+        plain.sendall(head.encode())
+        assert plain.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        plain.sendall(body)
+        assert plain.recv(10_000).endswith(b"]}]}")
 
 
 def has_no_torch(server) -> bool:

@@ -23,7 +23,7 @@ from ultr.utils.files import fingerprint
 
 VERSION_DIGITS = 12
 COPY = "copy"  # in a stage: the copy of a model that is not checked yet
-WARM_UP_ROWS, WARM_UPS = 64, 3
+WARM_UP_ROWS, WARM_UPS = 64, 10
 
 Score = Callable[[np.ndarray], np.ndarray]  # [rows, features] -> [rows]
 
