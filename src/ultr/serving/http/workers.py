@@ -28,7 +28,7 @@ from ultr.serving.http.served import COPY, Scorer, Served, Watch
 
 LIVE = "live"  # the link to the model that workers serve
 RELOAD_SECONDS = 0.2  # between a worker's checks of the link
-RESTART_SECONDS = 1.0  # between two starts of one worker, at least
+RESTART_SECONDS, RETRY_SECONDS = 1.0, 10.0  # from the start of a worker to that of the next one; if it did not start
 STOP_SECONDS = 35  # the time in which a worker must stop; uvicorn itself takes at most 30
 
 Say = Callable[[str], None]
@@ -167,7 +167,7 @@ class _Parent:
         worker.messages.close()
         mark_process_dead(worker.process.pid)  # type: ignore[no-untyped-call]
         del self._workers[worker.number]
-        self._due[worker.number] = worker.since + RESTART_SECONDS
+        self._due[worker.number] = worker.since + (RESTART_SECONDS if worker.started else RETRY_SECONDS)
         code = worker.process.exitcode or 0
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         self._say(f"worker {worker.number} ended with {how}; starting another")
