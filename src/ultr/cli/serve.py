@@ -49,11 +49,16 @@ def serve(
         what = "'name' must have 1 to 100 letters, digits, '_', '.' or '-'"
         raise OptionError(what, got=f"'{name}'", hint="pass another --name")
     token = _token(token_file)
-    from ultr.serving.http import ServerOptions, listen, reserve
+    from ultr.serving.http import ServerOptions, check_grpc, listen, reserve
     from ultr.serving.http import serve as serve_on
 
     options = ServerOptions(name, max_rows, threads, token, poll, allow_schema_change, workers)
-    with listen(host, port) as listener, nullcontext() if grpc_port is None else reserve(host, grpc_port) as grpc:
+    if grpc_port is not None:
+        check_grpc()
+    with (
+        listen(host, port) if workers == 1 else reserve(host, port) as listener,
+        nullcontext() if grpc_port is None else reserve(host, grpc_port) as grpc,
+    ):
         address = listener.getsockname()[0]
         if token is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             words.print(

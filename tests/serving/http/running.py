@@ -50,6 +50,14 @@ class Server:
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
 
+    def accepts(self) -> bool:
+        """Return True if the server accepts connections."""
+        try:
+            self.fetch("GET", "/v2/health/live")
+        except ConnectionError:
+            return False
+        return True
+
     def fetch(self, method: str, path: str, body: bytes = b"", headers=(), *, connection=None) -> Answer:
         used = connection or self.connect()
         used.request(method, path, body, dict(headers))

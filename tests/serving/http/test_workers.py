@@ -1,4 +1,4 @@
-"""Several workers on one socket: the same model and common metrics, restarts, and the stop."""
+"""Several workers on one port: the same model and common metrics, restarts, and the stop."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def ended(pid: int) -> bool:
         return True
 
 
+def files(server: Server) -> dict[int, int]:
+    """Return the number of open files, with connections, of each worker."""
+    return {pid: len([*Path(f"/proc/{pid}/fd").iterdir()]) for pid in workers_of(server.process.pid)}
+
+
 def metric(server: Server, name: str) -> float:
     text = server.fetch("GET", "/metrics").body.decode()
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
@@ -68,14 +73,20 @@ def server(folders, link):
         yield running
 
 
-def test_workers_share_the_socket_and_their_metrics_are_summed(server, folders):
+def test_workers_share_the_port_and_their_metrics_are_summed(server, folders):
     expected = load_scorer(folders.exported)(rows(3))
     assert "2 workers" in server.lines[0]
     assert len(workers_of(server.process.pid)) == 2
     before = metric(server, "ultr_requests_total")
+    opened = files(server)
+    connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(30)]
+    wait_for(lambda: sum(files(server).values()) >= sum(opened.values()) + 25)
+    assert all(number > opened[pid] for pid, number in files(server).items())  # each worker has some of them
+    for connection in connections:
+        connection.close()
     for _ in range(30):
         np.testing.assert_allclose(server.fetch("POST", INFER, json_body(rows(3))).scores, expected, atol=1e-6)
-    assert metric(server, "ultr_requests_total") == before + 30
+    wait_for(lambda: metric(server, "ultr_requests_total") == before + 30)  # a request is counted after its answer
     assert metric(server, "ultr_rows_total") == 3 * (before + 30)
     assert metric(server, "ultr_model_info") == 1
     assert metric(server, "process_resident_memory_bytes") > 1e8  # of both
@@ -90,7 +101,7 @@ def test_a_worker_that_ends_is_replaced_and_requests_are_answered_meanwhile(serv
         assert server.fetch("POST", INFER, json_body(rows(3))).status == 200
     wait_for(lambda: len(workers_of(server.process.pid) - {killed}) == 2)
     assert any(re.match(r"worker [12] ended with signal SIGKILL; starting another", line) for line in server.lines)
-    assert metric(server, "ultr_requests_total") == counted + 10  # the counts of the killed worker stay
+    wait_for(lambda: metric(server, "ultr_requests_total") == counted + 10)  # the counts of the killed worker stay
 
 
 def test_all_workers_load_newer_models_and_no_worker_starts_with_a_broken_one(server, folders, link, tmp_path):
@@ -106,6 +117,7 @@ def test_all_workers_load_newer_models_and_no_worker_starts_with_a_broken_one(se
     for pid in before:
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: len(workers_of(server.process.pid) - before) == 2)
+    wait_for(server.accepts)
     assert versions(server, 5) == {newer}
     assert metric(server, "ultr_reloads_total") == 2  # one taken, one broken
 

@@ -20,7 +20,16 @@ except ImportError as error:
 from ultr.serving.http.options import ServerOptions
 from ultr.serving.http.sockets import listen, reserve
 
-__all__ = ["ServerOptions", "listen", "reserve", "serve"]
+__all__ = ["ServerOptions", "check_grpc", "listen", "reserve", "serve"]
+
+
+def check_grpc() -> None:
+    """Raise MissingExtraError if the packages for gRPC are not installed."""
+    try:
+        import google.protobuf  # noqa: F401
+        import grpc  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("--grpc-port", package="grpcio", extra="grpc") from error
 
 
 def serve(
@@ -33,7 +42,7 @@ def serve(
 ) -> None:
     """Serve the model of a folder on a socket until SIGTERM or SIGINT; then finish the requests that have started.
 
-    `grpc` is the socket that reserves the port for gRPC.
+    With several workers, `listener` only reserves their port. `grpc` reserves the port for gRPC.
     """
     if options.workers == 1:
         from ultr.serving.http.server import serve_alone

@@ -1,4 +1,4 @@
-"""Several server processes on one socket, and their parent.
+"""Several server processes on one port, and their parent.
 
 The parent watches the model. It copies each model that it accepts to a temporary folder, the stage, and points the link
 `live` there to it. The workers reload what the link points to. So all of them serve the same model, also one that
@@ -25,6 +25,7 @@ from typing import Any
 from ultr.errors import UltrError
 from ultr.serving.http.options import ServerOptions
 from ultr.serving.http.served import COPY, Scorer, Served, Watch
+from ultr.serving.http.sockets import listen
 
 LIVE = "live"  # the link to the model that workers serve
 RELOAD_SECONDS = 0.2  # between a worker's checks of the link
@@ -104,7 +105,7 @@ class _Parent:
     def __init__(
         self, listener: socket.socket, stage: Path, options: ServerOptions, grpc: socket.socket | None, say: Say
     ) -> None:
-        self._arguments = (listener, stage, options, grpc)
+        self._arguments = (listener.getsockname()[:2], stage, options, grpc)
         self._options, self._say = options, say
         self._workers: dict[int, _Worker] = {}
         self._due: dict[int, float] = {}  # number of a worker that has ended -> the time to start another
@@ -186,7 +187,7 @@ class _Parent:
 
 
 def _work(
-    listener: socket.socket, stage: Path, options: ServerOptions, grpc: socket.socket | None, messages: Connection
+    address: tuple[str, int], stage: Path, options: ServerOptions, grpc: socket.socket | None, messages: Connection
 ) -> None:
     """Answer requests in a worker process, until SIGTERM or until the parent has ended."""
     os.setsid()  # Ctrl-C in a terminal goes to the parent only, which then stops the workers
@@ -201,6 +202,7 @@ def _work(
     threading.Thread(target=_stop_without_parent, daemon=True).start()
     try:
         served = _Staged(stage / LIVE, say=lambda text: send("say", text))
+        listener = listen(*address, shared=True)
     except UltrError as error:
         send("failed", str(error))
         return
