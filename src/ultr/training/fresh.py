@@ -10,9 +10,9 @@ import numpy as np
 
 from ultr.datasets import DATASETS, load_dataset
 from ultr.log import Log
-from ultr.log.hashes import request_hashes
 from ultr.log.shards import Shards, is_lists
 from ultr.training.outcome import read_outcome
+from ultr.training.used import used_requests
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,4 @@ def _used(folder: Path, log: Log, split: Split | None) -> tuple[np.ndarray | Non
     outcome = read_outcome(folder)
     if split is not None and outcome is not None and outcome.about["data"]["fingerprint"] == split.fingerprint:
         return np.full(len(log), split.name == "train"), np.full(len(log), split.name == "validation")
-    if outcome is None or outcome.used is None:
-        return None, None
-    hashes = request_hashes(log)
-    return np.isin(hashes, outcome.used["trained"]), np.isin(hashes, outcome.used["selected"])
+    return used_requests(folder, log) or (None, None)

@@ -1,0 +1,135 @@
+"""Runs that continue yesterday's run: trees, bias models, splits, windows of days with decay, and kills."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from training.test_warm_start import config, table, write
+from ultr.errors import OptionError
+from ultr.log import read_log
+from ultr.methods import make_tree_method
+from ultr.rankers.boosters import BOOSTERS, Boosting
+from ultr.rankers.model import load_model
+from ultr.training import update
+from ultr.training.checkpoints import read_metrics
+from ultr.training.data import load_run_data
+from ultr.training.inputs import method_inputs
+from ultr.training.run import run_training
+from ultr.utils.jsonfiles import read_json
+
+STILL = {"steps": 4, "evaluate_every": 4, "lr": 1e-12}
+
+
+def day(number: int, shops=("a", "b", "c"), requests: int = 300) -> pa.Table:
+    """Return the log of a day; ids of requests are unique over all days."""
+    content = table(list(shops), seed=number, requests=requests, falls=1)
+    ids = pa.array(content["request"].to_numpy() + 10_000 * number)
+    return content.set_column(0, "request", ids).append_column("day", pa.array(np.full(len(ids), number)))
+
+
+@pytest.fixture(scope="module")
+def days(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("days")
+    shops = {1: "abc", 2: ["0-new", "c", "b", "a"], 3: "cab"}
+    return {n: write(folder / f"day{n}.parquet", day(n, shops[n])) for n in shops}
+
+
+def trees(path, ranker="lightgbm", **changes):
+    training = {"steps": 12, "evaluate_every": 4, "bias_steps": 10, **changes.pop("training", {})}
+    options = {"ranker": ranker, "ranker_options": {"max_depth": 3}, "method": "pairwise-em", **changes}
+    return config(path, **options, training=training)
+
+
+@pytest.fixture(scope="module")
+def blend(days, tmp_path_factory):
+    return run_training(trees(days[1]), tmp_path_factory.mktemp("trees") / "blend")
+
+
+def read(path):
+    return read_log(path, features="f0,f1", categorical="shop")
+
+
+def updated(run, data, out, **options):
+    return update.update_run(run, data, out, **options).run
+
+
+# --- Trees ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranker", BOOSTERS)
+@pytest.mark.parametrize("method", ["pairwise-em", "direct"])
+def test_trees_start_at_yesterdays_scores_whatever_the_codes_of_categories(ranker, method, days, tmp_path):
+    options = {"final": "pairs"} if (method, ranker) == ("pairwise-em", "lightgbm") else {}
+    first = run_training(trees(days[1], ranker, method=method, method_options=options), tmp_path / "first")
+    run = updated(first, days[2], tmp_path / "second", steps=4, lr=1e-12)
+    assert [line["step"] for line in read_metrics(run)] == [0, 4]
+    log, before, after = read(days[2]), load_model(first), load_model(run)
+    assert list(after.vocabularies["shop"].to_pylist()) == ["a", "b", "c", "0-new"]  # the codes of the trees stay
+    np.testing.assert_allclose(after.score(log), before.score(log), atol=1e-5)
+
+
+def test_all_parts_of_a_blend_get_further_rounds(blend, days, tmp_path):
+    run = updated(blend, days[2], tmp_path / "run", steps=8, lr=0.3)
+    before, after = (read_json(folder / "model" / "model.json")["parts"] for folder in (blend, run))
+    assert [part["first_rounds"] for part in after] == [part["rounds"] for part in before]
+    assert sum(part["rounds"] for part in after) > sum(part["rounds"] for part in before)
+    assert read_json(run / "bias.json")["theta"] == read_json(blend / "bias.json")["theta"]
+    kept = [load_model(folder).ranker.parts[1].ranker.booster for folder in (blend, run)]
+    features, rounds = read(days[1]).features, kept[0].rounds
+    np.testing.assert_allclose(kept[1].predict(features, 0, rounds), kept[0].predict(features), atol=1e-6)
+
+
+@pytest.mark.parametrize("ranker", BOOSTERS)
+def test_an_update_drops_the_trees_of_earlier_updates_if_they_are_too_many(ranker, days):
+    chosen = trees(days[1], ranker, method="pointwise")
+    run_data, grown = load_run_data(chosen), []
+    task = make_tree_method("pointwise", method_inputs(chosen, run_data)).task(run_data.train)
+    how = Boosting(8, 0.3, library_options=task.library_options)
+    BOOSTERS[ranker].grow(task.rows, how, lambda trees, _: bool(grown.append(trees)))
+    booster, features = grown[-1], run_data.train.features
+    booster.first = 2
+    assert booster.to_extend(9) is booster
+    short = booster.to_extend(8)
+    assert (short.rounds, short.first) == (2, 2)
+    np.testing.assert_allclose(short.predict(features), booster.predict(features, 0, 2), atol=1e-6)
+
+
+@pytest.mark.parametrize("ranker", BOOSTERS)
+def test_rounds_that_are_added_have_the_derivatives_of_the_offset(ranker, days):
+    """`direct` has log theta as its offset; LightGBM takes none next to trees that are extended."""
+    chosen = trees(days[1], ranker, method="direct", propensities={"1": 1.0, "2": 0.5, "3": 0.3, "4": 0.2})
+    run_data = load_run_data(chosen)
+    method = make_tree_method("direct", method_inputs(chosen, run_data))
+
+    def grow(rounds, extends, start=None):
+        task, grown = method.task(run_data.train, extends=extends), []
+        how = Boosting(rounds, 0.3, library_options=task.library_options)
+        BOOSTERS[ranker].grow(task.rows, how, lambda trees, _: bool(grown.append(trees)), start=start)
+        return grown[-1]
+
+    whole = grow(6, False).predict(run_data.train.features)
+    parts = grow(6, True, grow(3, False)).predict(run_data.train.features)
+    np.testing.assert_allclose(parts, whole, atol=1e-4)
+
+
+def test_a_killed_update_of_trees_resumes_to_the_same_trees(blend, days, tmp_path):
+    chosen = update.update_config(blend, days[2], steps=8)
+    whole = run_training(chosen, tmp_path / "whole")
+
+    def stop(progress):
+        if progress.step == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_training(chosen, tmp_path / "half", checkpoint_seconds=0, on_progress=stop)
+    again = run_training(chosen, tmp_path / "half", resume=True)
+    assert [line["step"] for line in read_metrics(again)] == [line["step"] for line in read_metrics(whole)]
+    log = read(days[2])
+    np.testing.assert_allclose(load_model(again).score(log), load_model(whole).score(log), rtol=1e-5, atol=1e-6)
+
+
+def test_trees_extend_trees_of_their_own_library(blend, days, tmp_path):
+    with pytest.raises(OptionError, match=r"the trees of this run are of lightgbm.*pass --ranker lightgbm"):
+        run_training(trees(days[2], "xgboost", warm_start=str(blend)), tmp_path / "run")
