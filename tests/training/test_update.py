@@ -17,6 +17,7 @@ from ultr.training.checkpoints import read_metrics
 from ultr.training.data import load_run_data
 from ultr.training.inputs import method_inputs
 from ultr.training.run import run_training
+from ultr.training.used import used_requests
 from ultr.utils.jsonfiles import read_json
 
 STILL = {"steps": 4, "evaluate_every": 4, "lr": 1e-12}
@@ -133,3 +134,75 @@ def test_a_killed_update_of_trees_resumes_to_the_same_trees(blend, days, tmp_pat
 def test_trees_extend_trees_of_their_own_library(blend, days, tmp_path):
     with pytest.raises(OptionError, match=r"the trees of this run are of lightgbm.*pass --ranker lightgbm"):
         run_training(trees(days[2], "xgboost", warm_start=str(blend)), tmp_path / "run")
+
+
+# --- Bias models and splits -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def network(days, tmp_path_factory):
+    chosen = config(days[1], method="pairwise-em", training={"bias_steps": 100})
+    return run_training(chosen, tmp_path_factory.mktemp("networks") / "run")
+
+
+def test_the_fit_of_a_bias_model_starts_from_that_of_yesterday(network, days, tmp_path):
+    first, again = [], []
+    options = {"method": "pairwise-em", "training": {"bias_steps": 1, "steps": 1}}
+    run_training(config(days[3], **options), tmp_path / "nothing", on_bias_progress=first.append)
+    chosen = config(days[3], **options, warm_start=str(network))
+    run_training(chosen, tmp_path / "run", on_bias_progress=again.append)
+    assert [progress.step for progress in again] == [0, 1]
+    assert again[0].metrics["clicks"] > first[0].metrics["clicks"] + 0.1  # of the same held-out requests
+    theta = [read_json(tmp_path / name / "bias.json")["theta"] for name in ("nothing", "run")]
+    assert theta[0] == theta[1]  # it is estimated from the new log in both
+
+
+def test_requests_of_yesterdays_training_stay_training_requests(network, days, tmp_path):
+    both = f"{days[1]},{days[2]}"
+    chosen = config(both, method="pairwise-em", warm_start=str(network), judged=0.2)
+    run_data = load_run_data(chosen)
+    for name in ("validation", "test"):
+        trained, _ = used_requests(network, getattr(run_data, name))
+        assert not trained.any()
+    trained, selected = used_requests(network, run_data.train)
+    assert (int(trained.sum()), int(selected.sum())) == (240, 0)  # those of the first day, of which 60 were held out
+    assert int(used_requests(network, run_data.validation)[1].sum()) == 60
+    assert (len(run_data.train), len(run_data.validation), len(run_data.test)) == (240 + 180, 60 + 60, 60)
+
+
+# --- A window of days -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["several", "pattern", "partitions", "time"])
+def test_weights_decay_with_the_days_of_requests(how, days, tmp_path):
+    options = {"time": "at"} if how == "time" else {}
+    for number in (1, 2, 3):
+        content = day(number).append_column("at", pa.array(np.full(1200, 86_400 * (100 + number))))
+        place = tmp_path / (f"date=2026-11-0{number}" if how == "partitions" else "")
+        place.mkdir(exist_ok=True)
+        write(place / f"{number}.parquet", content)
+    several = ",".join(str(tmp_path / f"{number}.parquet") for number in (1, 2, 3))
+    data = {"several": several, "pattern": str(tmp_path / "*.parquet")}.get(how, str(tmp_path))
+    run_data = load_run_data(config(data, decay=2.0, **options))
+    for log in (run_data.train, run_data.validation):
+        ages = 3 - np.asarray(log.request_ids) // 10_000
+        np.testing.assert_allclose(log.weights, 2.0 ** (-ages / 2), rtol=1e-6)
+    assert "time" not in run_data.train.columns
+
+
+def test_a_decay_is_above_zero_and_needs_days(days):
+    with pytest.raises(OptionError, match="half-life in days"):
+        config(days[1], decay=0.0)
+    with pytest.raises(OptionError, match="the days of the log are not known"):
+        load_run_data(config(days[1], decay=1.0))
+
+
+# --- Kills ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_that_was_killed_after_it_was_accepted_is_done(network, days, tmp_path):
+    first = update.update_run(network, days[2], tmp_path / "run", steps=20)
+    again = update.update_run(network, days[2], tmp_path / "run", steps=20)
+    assert (again.accepted, again.run) == (True, tmp_path / "run")
+    assert again.judged.mean == first.judged.mean
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}

@@ -127,7 +127,7 @@ def test_other_columns_and_options_are_errors(change, options, match, lists, tmp
 def test_only_lists_split_by_hash_can_be_appended_to(files, tmp_path):
     with pytest.raises(DataError, match="is not a folder of lists"):
         prepare_lists(files / "1.parquet", tmp_path / "none", append=True)
-    prepare_lists(files / "1.parquet", tmp_path / "lists", split="time", time="request")
+    prepare_lists(files / "1.parquet", tmp_path / "lists", features="f", split="time", time="request")
     with pytest.raises(OptionError, match="split by time cannot be appended to"):
         prepare_lists(files / "2.parquet", tmp_path / "lists", append=True)
 
