@@ -3,17 +3,17 @@
     python benchmarks/daily.py [--days 30] [--requests 500] [--ranker lightgbm] [--window 7] [--decay 3] [--kill 0.3]
 
 Each day users search once per request, in the order of a weak ranker, and the log of the day is a folder date=.../.
-Every day one command updates the run of the day before on the last days. With --kill, a part of these commands is
-killed at a random moment, and the same command is started again. On every --compare'th day, `ultr train` trains from
-scratch on the same days. Rankers are compared by their NDCG@10 on the true labels of other requests. Times are of
-whole processes; that of a killed day is of the command without its kills, started again.
+The first run is trained on the first window. From then on, one command a day updates the run of the day before on the
+last days. With --kill, a part of these commands is killed at a random moment, and the same command is started again.
+On every --compare'th day, `ultr train` trains from scratch on the same days. Rankers are compared by their NDCG@10 on
+the true labels of other requests. Times are of CPU, of whole processes; those of killed commands count too.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -60,9 +60,9 @@ def simulated_month(
     seed: int = 0,
     killed: Callable[[Sequence[str], float], bool] = lambda _arguments, _seconds: False,
 ) -> list[Day]:
-    """Train on the first day, then update every day; return the results of the days.
+    """Train on the first window, then update every day; return the results of the days.
 
-    `killed` may start a command and kill it; it gets the time of the day before, and returns whether it has killed it.
+    `killed` may start a command and kill it; it gets the seconds of the day before, and returns whether it has.
     """
     data = make_synthetic(seed=seed, requests=(days * requests, 10, 1000))
     order = ultr.ranking_svm(data.train, share=0.01, seed=seed)
@@ -78,36 +78,38 @@ def simulated_month(
         scores = ultr.load_model(run).score(data.test)
         return float(ultr.evaluate_scores(data.test, scores, ["ndcg@10"])["ndcg@10"].mean())
 
-    def timed(arguments: Sequence[str]) -> tuple[int, float]:
-        start = time.perf_counter()
-        return command(arguments), time.perf_counter() - start
+    def cpu() -> float:
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+    def timed(arguments: Sequence[str]) -> float:
+        start = cpu()
+        if (code := command(arguments)) not in (0, REJECTED):
+            raise RuntimeError(f"ultr {' '.join(arguments)} failed with exit code {code}")
+        return cpu() - start
 
     def sources(number: int) -> list[str]:
         first = max(0, number - window + 1)
         return [str(folder / "days" / f"date={FIRST + timedelta(each)}") for each in range(first, number + 1)]
 
-    run, results = folder / "run-0", []
-    code, seconds = timed(["train", *sources(0), "--out", str(run), *options])
-    if code:
-        raise RuntimeError(f"training failed with exit code {code}")
-    for number in range(1, days):
+    run, results, wall = folder / "first", [], 0.0
+    timed(["train", *sources(window - 1), "--out", str(run), "--decay", str(decay), *options])
+    for number in range(window, days):
         out = folder / f"run-{number}"
         logs = [argument for source in sources(number) for argument in ("--log", source)]
         arguments = ["update", str(run), *logs, "--decay", str(decay), "--out", str(out)]
-        kills = 0
-        while kills < 5 and killed(arguments, seconds):
+        kills, start = 0, cpu()
+        while kills < 5 and killed(arguments, wall):
             kills += 1
-        code, seconds = timed(arguments)
-        if code not in (0, REJECTED):
-            raise RuntimeError(f"the update of day {number} failed with exit code {code}")
-        run = run if code else out
-        day = Day(number, not code, ndcg(run), seconds, kills)
+        started = time.perf_counter()
+        timed(arguments)
+        wall = time.perf_counter() - started
+        run = out if (accepted := out.exists()) else run
+        day = Day(number, accepted, ndcg(run), cpu() - start, kills)
         if number % compare == 0 or number == days - 1:
             scratch = folder / f"scratch-{number}"
             how = ["--decay", str(decay), *options]
-            code, scratch_seconds = timed(["train", *sources(number), "--out", str(scratch), *how])
-            if code:
-                raise RuntimeError(f"training from scratch failed with exit code {code}")
+            scratch_seconds = timed(["train", *sources(number), "--out", str(scratch), *how])
             day = replace(day, scratch_ndcg=ndcg(scratch), scratch_seconds=scratch_seconds)
         results.append(day)
     return results
@@ -118,10 +120,7 @@ def summary(results: Sequence[Day]) -> tuple[float, float, float]:
     compared = [day for day in results if day.scratch_ndcg is not None]
     differences = np.array([day.ndcg - (day.scratch_ndcg or 0.0) for day in compared])
     error = float(differences.std(ddof=1) / len(differences) ** 0.5) if len(differences) > 1 else float("nan")
-    times = (
-        sum(day.seconds for day in compared if not day.kills),
-        sum(day.scratch_seconds or 0.0 for day in compared if not day.kills),
-    )
+    times = [sum(day.seconds for day in compared), sum(day.scratch_seconds or 0.0 for day in compared)]
     return float(differences.mean()), error, times[0] / max(times[1], 1e-9)
 
 
@@ -136,10 +135,9 @@ def main() -> None:
     given = parser.parse_args()
     rng = random.Random(given.seed)
     ultr_command = [sys.executable, "-m", "ultr"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
 
     def command(arguments: Sequence[str]) -> int:
-        done = subprocess.run([*ultr_command, *arguments], check=False, env=dict(os.environ), text=True, **quiet)
+        done = subprocess.run([*ultr_command, *arguments], check=False, capture_output=True, text=True)
         if done.returncode not in (0, REJECTED):
             print(done.stderr, file=sys.stderr)
         return done.returncode
@@ -157,9 +155,10 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         options = ["--label", "click", "--ranker", given.ranker, "--seed", str(given.seed), *given.option]
-        sizes = {"days": given.days, "requests": given.requests, "window": given.window}
-        how = {"decay": given.decay, "compare": given.compare, "seed": given.seed}
-        results = simulated_month(Path(folder), command, **sizes, **how, options=options, killed=killed)
+        sizes: dict[str, int] = {
+            name: getattr(given, name) for name in ("days", "requests", "window", "compare", "seed")
+        }
+        results = simulated_month(Path(folder), command, options=options, decay=given.decay, killed=killed, **sizes)
         left = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith("."))
     for day in results:
         text = f"day {day.number}: NDCG@10 {day.ndcg:.4f}, {day.seconds:.0f} s, {day.kills} kills"

@@ -38,7 +38,8 @@ def update(
         typer.Option("--refit-bias", help="Estimate examination from the new log."),
     ] = False,
     steps: Annotated[
-        int | None, typer.Option(help="Training steps, or new rounds of trees.", show_default="as for the run")
+        int | None,
+        typer.Option(help="Training steps, or new rounds of trees.", show_default="a fifth of the first training"),
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="as for the run")] = None,
     device: Annotated[

@@ -212,7 +212,8 @@ def bias_training(
         precision=options.precision,
     )
     if stream is None and user is None:
-        patience = patience_for(len(log), bias_options, least=LEAST_STEPS, most=MOST_STEPS)
+        least, most = (LEAST_STEPS, MOST_STEPS) if begin is None else (LEAST_STEPS // 2, MOST_STEPS // 2)
+        patience = patience_for(len(log), bias_options, least=least, most=most)
         bias_options = replace(bias_options, patience=patience)
     if stream is None:
         learned, held_out = held_out_requests(log, seed, new=None if begin is None else begin.new_requests(log))

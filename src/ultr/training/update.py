@@ -14,6 +14,7 @@ from ultr.evaluation.judgement import Judged, Judgement, judge_rankers
 from ultr.evaluation.scores import OFF_POLICY
 from ultr.log.segments import by_segment
 from ultr.log.shards import is_lists
+from ultr.rankers.boosters import is_trees
 from ultr.rankers.model import load_model
 from ultr.training.config import RunConfig, with_training
 from ultr.training.data import columns_for_run, read_data
@@ -24,6 +25,7 @@ from ultr.utils.files import check_output, sync_folder, take_name
 from ultr.utils.jsonfiles import read_json
 
 JUDGED = 0.2  # share of the requests of a new log that the gate compares the two rankers on
+PARTS = 5  # an update has this part of the steps of the first training
 CANDIDATE = ".candidate"  # end of the name of a new run until it is accepted
 
 
@@ -115,6 +117,7 @@ def update_config(
     config = RunConfig.from_json(read_json(run / "config.json"), where=run)
     if config.users is not None or config.learn_from != "feedback":
         raise OptionError("only a run that was trained on a log can be updated", got=run, hint="use ultr train")
+    training = {**_shorter(config), **{name: value for name, value in training.items() if value is not None}}
     model = load_model(run)
     bias = read_json(run / BIAS_FILE) if (run / BIAS_FILE).is_file() else {}
     keeps_theta = bias.get("theta") and config.propensities is None and not refit_bias
@@ -130,8 +133,22 @@ def update_config(
             judged=0.0 if is_lists(data) else config.judged or JUDGED,
             stream="auto",
         ),
-        **{name: value for name, value in training.items() if value is not None},
+        **training,
     )
+
+
+def _shorter(config: RunConfig) -> dict[str, int]:
+    """Return the training options of an update of a run; those of a run that is an update itself stay as they are.
+
+    An update starts near its end, so it takes fewer steps than the first training, and stops earlier.
+    """
+    options = config.training
+    if config.warm_start is not None:
+        return {}
+    fewer = {name: max(1, getattr(options, name) // PARTS) for name in ("steps", "bias_steps")}
+    if is_trees(config.ranker):
+        fewer |= {"evaluate_every": max(1, options.evaluate_every // 2), "patience": -(-(options.patience or 0) // 2)}
+    return fewer
 
 
 def compare_runs(old: Path, new: Path, config: RunConfig, metric: str) -> tuple[Judgement, list[str]]:
