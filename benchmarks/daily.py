@@ -59,10 +59,12 @@ def simulated_month(
     compare: int = 5,
     seed: int = 0,
     killed: Callable[[Sequence[str], float], bool] = lambda _arguments, _seconds: False,
+    report: Callable[[Day], None] = lambda _day: None,
 ) -> list[Day]:
     """Train on the first window, then update every day; return the results of the days.
 
-    `killed` may start a command and kill it; it gets the seconds of the day before, and returns whether it has.
+    `killed` may start a command and kill it; it gets the seconds of the day before, and returns whether it has. `report`
+    gets the results of each day at its end.
     """
     data = make_synthetic(seed=seed, requests=(days * requests, 10, 1000))
     order = ultr.ranking_svm(data.train, share=0.01, seed=seed)
@@ -112,6 +114,7 @@ def simulated_month(
             scratch_seconds = timed(["train", *sources(number), "--out", str(scratch), *how])
             day = replace(day, scratch_ndcg=ndcg(scratch), scratch_seconds=scratch_seconds)
         results.append(day)
+        report(day)
     return results
 
 
@@ -153,19 +156,22 @@ def main() -> None:
             process.wait()
         return process.returncode != 0
 
+    def show(day: Day) -> None:
+        text = f"day {day.number}: NDCG@10 {day.ndcg:.4f}, {day.seconds:.0f} s, {day.kills} kills"
+        text += "" if day.accepted else ", rejected"
+        if day.scratch_ndcg is not None:
+            text += f"; from scratch {day.scratch_ndcg:.4f}, {day.scratch_seconds:.0f} s"
+        print(text, flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
         options = ["--label", "click", "--ranker", given.ranker, "--seed", str(given.seed), *given.option]
         sizes: dict[str, int] = {
             name: getattr(given, name) for name in ("days", "requests", "window", "compare", "seed")
         }
-        results = simulated_month(Path(folder), command, options=options, decay=given.decay, killed=killed, **sizes)
+        results = simulated_month(
+            Path(folder), command, options=options, decay=given.decay, killed=killed, report=show, **sizes
+        )
         left = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith("."))
-    for day in results:
-        text = f"day {day.number}: NDCG@10 {day.ndcg:.4f}, {day.seconds:.0f} s, {day.kills} kills"
-        text += "" if day.accepted else ", rejected"
-        if day.scratch_ndcg is not None:
-            text += f"; from scratch {day.scratch_ndcg:.4f}, {day.scratch_seconds:.0f} s"
-        print(text)
     difference, error, ratio = summary(results)
     print(f"{given.ranker}: {sum(day.kills for day in results)} kills, {len(left)} files left over")
     print(f"NDCG@10 minus that from scratch: {difference:+.4f}, standard error {error:.4f}")

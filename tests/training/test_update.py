@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -206,3 +210,34 @@ def test_an_update_that_was_killed_after_it_was_accepted_is_done(network, days, 
     assert (again.accepted, again.run) == (True, tmp_path / "run")
     assert again.judged.mean == first.judged.mean
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+# --- A simulated month ------------------------------------------------------------------------------------------------
+
+
+def month(tmp_path, ultr, **sizes):
+    path = Path(__file__).parents[2] / "benchmarks" / "daily.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_days", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it
+    spec.loader.exec_module(module)
+    days = module.simulated_month(tmp_path, lambda arguments: ultr(*arguments).returncode, **sizes)
+    return days, module.summary(days)
+
+
+def test_a_few_days_of_the_simulated_month(ultr, tmp_path):
+    options = ["--label", "click", "--method", "pointwise", "--ranker", "lightgbm", "--steps", "20"]
+    days, (difference, _, _) = month(tmp_path, ultr, days=3, requests=200, window=2, compare=1, options=options)
+    assert [(day.number, day.kills) for day in days] == [(2, 0)]
+    assert difference > -0.05
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"days", "first", "scratch-2", "run-2" if days[0].accepted else "run-2.candidate"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranker", ["lightgbm", "mlp"])
+def test_a_month_of_updates_is_no_worse_than_training_from_scratch_in_a_third_of_the_time(ranker, ultr, tmp_path):
+    options = ["--label", "click", "--ranker", ranker]
+    _, (difference, error, ratio) = month(tmp_path, ultr, days=30, requests=1000, compare=5, options=options)
+    assert difference > -2 * error - 0.002
+    assert ratio < 1 / 3
