@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,8 +64,8 @@ def simulated_month(
 ) -> list[Day]:
     """Train on the first window, then update every day; return the results of the days.
 
-    `killed` may start a command and kill it; it gets the seconds of the day before, and returns whether it has. `report`
-    gets the results of each day at its end.
+    `killed` may start a command and kill it; it gets the seconds of the day before, and returns whether it has.
+    `report` gets the results of each day at its end.
     """
     data = make_synthetic(seed=seed, requests=(days * requests, 10, 1000))
     order = ultr.ranking_svm(data.train, share=0.01, seed=seed)
@@ -168,9 +169,8 @@ def main() -> None:
         sizes: dict[str, int] = {
             name: getattr(given, name) for name in ("days", "requests", "window", "compare", "seed")
         }
-        results = simulated_month(
-            Path(folder), command, options=options, decay=given.decay, killed=killed, report=show, **sizes
-        )
+        how: dict[str, Any] = {"decay": given.decay, "killed": killed, "report": show, **sizes}
+        results = simulated_month(Path(folder), command, options=options, **how)
         left = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith("."))
     difference, error, ratio = summary(results)
     print(f"{given.ranker}: {sum(day.kills for day in results)} kills, {len(left)} files left over")
