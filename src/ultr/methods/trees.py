@@ -286,7 +286,8 @@ class TreeDirect(TreeMethod):
         theta = self.positions.theta[place].clamp(min=LEAST_THETA).double().numpy()
         weights = None if log.weights is None else np.repeat(log.weights, log.lengths)
         power = {} if self.likelihood == "poisson" else {"tweedie_variance_power": POWER}
-        if extends:  # the same derivatives as with the offset: the label c / θ, with the weight θ^(2 - power)
+        if extends and self.inputs.ranker == "lightgbm":
+            # The derivatives are those with the offset: the label is c / θ, and its weight θ^(2 - power).
             exposure = theta ** (2 - power.get("tweedie_variance_power", 1.0))
             weights = exposure if weights is None else weights * exposure
             rows = self.rows(log, label=(label / theta).astype(np.float32), weights=weights, lengths=None)
