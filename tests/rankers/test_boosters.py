@@ -22,11 +22,10 @@ from ultr.rankers.boosters import (
     Boosting,
     TreeRanker,
     TreeRows,
-    check_parameters,
     lightgbm_parameters,
-    parse_parameters,
 )
 from ultr.rankers.tree_objective import PairTerms, PairwiseObjective
+from ultr.rankers.tree_parameters import check_parameters, parse_parameters
 
 REQUESTS, ITEMS = 120, 5
 SMALL = {"lightgbm": {"num_leaves": 7}, "xgboost": {"max_depth": 3}}
@@ -111,7 +110,7 @@ def test_a_stopped_run_can_be_resumed(library, toy, tmp_path):
     whole, path = grown(library, rows, objective), tmp_path / BOOSTERS[library].FILE
     half = grown(library, rows, objective, stop=4)
     half.save(path, rounds=4)
-    resumed = grown(library, rows, objective, start=path)
+    resumed = grown(library, rows, objective, start=BOOSTERS[library].load(path))
     np.testing.assert_allclose(resumed.predict(rows.features), whole.predict(rows.features), atol=1e-5)
     resumed.save(path, rounds=8)
     assert BOOSTERS[library].load(path).rounds == 8

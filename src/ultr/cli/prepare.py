@@ -12,6 +12,7 @@ from rich.table import Table
 from ultr.cli import options
 from ultr.cli.messages import progress_bar, words
 from ultr.cli.options import free_path, plain, print_next, print_notes, print_table
+from ultr.errors import OptionError
 
 if TYPE_CHECKING:
     from ultr.log.shards import Manifest
@@ -24,7 +25,11 @@ def prepare(
             help=f"A log of any size with one row per item shown, as Parquet, CSV or JSONL: {options.SOURCES}."
         ),
     ],
-    out: Annotated[str, typer.Option(help="Folder for the lists; also a URL.")],
+    out: Annotated[str | None, typer.Option(help="Folder for the lists; also a URL.")] = None,
+    append: Annotated[
+        str | None,
+        typer.Option(help="Add the requests to this folder of lists, with its options, in place of --out."),
+    ] = None,
     engine: Annotated[str, typer.Option(help="Engine that groups the log: duckdb or spark.")] = "duckdb",
     request: options.RequestColumn = None,
     position: options.PositionColumn = None,
@@ -92,10 +97,12 @@ def prepare(
     as_json: options.Json = False,
 ) -> None:
     """Group a log of any size into lists, one per request, split for training, validation and testing."""
-    # All parameters except the four removed here are options of `Preparation` with the same names.
+    # All parameters except the five removed here are options of `Preparation` with the same names.
     settings: dict[str, Any] = dict(locals())
-    for name in ("source", "out", "overwrite", "as_json"):
+    for name in ("source", "out", "append", "overwrite", "as_json"):
         del settings[name]
+    if (lists := out or append) is None or (out and append):
+        raise OptionError("--out or --append must name the folder of the lists", hint="pass one of them")
     from ultr.log.labels import default_label
     from ultr.log.prepare.pipeline import prepare_lists
 
@@ -107,7 +114,8 @@ def prepare(
         def progress(stage: str, done: int, total: int) -> None:
             bar.update(task, description=stage, completed=done, total=total or None)
 
-        manifest = prepare_lists(options.one_source(source), out, overwrite=overwrite, progress=progress, **settings)
+        how: dict[str, Any] = {"overwrite": overwrite, "append": append is not None, "progress": progress}
+        manifest = prepare_lists(options.one_source(source), lists, **how, **settings)
     print_notes(manifest.about["notes"])
     if as_json:
         print(json.dumps(asdict(manifest)))
@@ -116,10 +124,10 @@ def prepare(
     dropped = manifest.about["requests_dropped"]
     left_out = f"; {dropped:,} requests left out" if dropped else ""
     content = f"{len(manifest.features)} features, actions {', '.join(manifest.actions) or 'none'}"
-    words.print(plain(f"wrote {out}: {content}{left_out}"), soft_wrap=True)
+    words.print(plain(f"wrote {lists}: {content}{left_out}"), soft_wrap=True)
     if manifest.actions:
         label = None if manifest.label is not None else default_label(manifest.actions)
-        print_next("train", out, label=label, out=free_path("my-run"))
+        print_next("train", lists, label=label, out=free_path("my-run"))
 
 
 def _print(manifest: Manifest) -> None:

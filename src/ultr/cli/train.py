@@ -73,6 +73,7 @@ def train(
     where: options.Where = None,
     split: shared.Split = "random",
     time: shared.Time = None,
+    decay: shared.Decay = None,
     missing: shared.MissingOption = "mean",
     allow_leaks: shared.AllowLeaks = False,
     drop_suspicious: shared.DropSuspicious = False,

@@ -37,7 +37,15 @@ LabelOption = Annotated[
 Split = Annotated[
     str, typer.Option("--split", help="Requests of a log to hold out: random ones, or the last ones (time).")
 ]
-Time = Annotated[str | None, typer.Option("--time", help="Column with the time, for --split time.")]
+Time = Annotated[str | None, typer.Option("--time", help="Column with the time, for --split time and --decay.")]
+Decay = Annotated[
+    float | None,
+    typer.Option(
+        "--decay",
+        help="Half-life in days: a request counts half as much as one that is so much later. Days are date=.../ "
+        "partitions, --time, or the order of several logs.",
+    ),
+]
 RankerOption = Annotated[str, typer.Option("--ranker", help="Kind of ranker: mlp, linear, lightgbm or xgboost.")]
 RankerOptions = Annotated[
     list[str] | None,
@@ -165,7 +173,8 @@ def run_config(options: dict[str, Any]) -> RunConfig:
     """Return the `RunConfig` for the options of a command, given by name."""
     from ultr.bias.propensities import read_propensities
     from ultr.methods import parse_options
-    from ultr.rankers.boosters import is_trees, parse_parameters
+    from ultr.rankers.boosters import is_trees
+    from ultr.rankers.tree_parameters import parse_parameters
     from ultr.training.config import DEFAULT_METHOD, RunConfig, TrainingOptions, default_training
 
     ranker_options: dict[str, Any] = {}
@@ -206,6 +215,7 @@ def run_config(options: dict[str, Any]) -> RunConfig:
         where=tuple(options["where"] or ()),
         split=options["split"],
         time=options["time"],
+        decay=options.get("decay"),
         users=options["users"],
         user_options={"eta": options["eta"], "epsilon": options["epsilon"]} if options["users"] else {},
         data_dir=None if data_dir is None else str(data_dir),

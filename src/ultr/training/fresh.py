@@ -10,10 +10,10 @@ import numpy as np
 
 from ultr.datasets import DATASETS, load_dataset
 from ultr.log import Log
-from ultr.log.hashes import request_hashes
 from ultr.log.parts import LogParts
 from ultr.log.shards import Shards, is_lists
 from ultr.training.outcome import read_outcome
+from ultr.training.used import used_requests
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,4 @@ def _used(folder: Path, log: Log | LogParts, split: Split | None) -> tuple[np.nd
     outcome = read_outcome(folder)
     if split is not None and outcome is not None and outcome.about["data"]["fingerprint"] == split.fingerprint:
         return np.full(len(log), split.name == "train"), np.full(len(log), split.name == "validation")
-    if outcome is None or outcome.used is None:
-        return None, None
-    hashes = request_hashes(log) if isinstance(log, Log) else log.mapped(request_hashes)
-    return np.isin(hashes, outcome.used["trained"]), np.isin(hashes, outcome.used["selected"])
+    return used_requests(folder, log) or (None, None)

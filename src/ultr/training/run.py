@@ -30,6 +30,7 @@ from ultr.training.selection import less_is_better
 from ultr.training.together import can_train_together, make_network_run, train_together
 from ultr.training.traps import find_traps
 from ultr.training.trees import TreeRun
+from ultr.training.warm_start import with_codes_of
 from ultr.utils.arguments import checked
 from ultr.utils.distributed import barrier, check_equal, is_main, job_id, main_decides, process_group, restarts, size
 from ultr.utils.files import output_errors, remove_abandoned
@@ -129,7 +130,7 @@ def make_run(config: RunConfig, run_data: RunData) -> NetworkRun | TreeRun:
     if not is_trees(config.ranker):
         return NetworkRun(config, run_data)
     if config.warm_start is not None:
-        raise OptionError("trees cannot start from another run", hint="leave out --warm-start")
+        run_data = with_codes_of(Path(config.warm_start), run_data)
     return TreeRun(config, run_data)
 
 
