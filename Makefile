@@ -46,12 +46,12 @@ docs-serve: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python tools/bench.py
 
-# The demo needs only the base package; everything else needs the extras too.
+# The demo needs only what training needs; everything else needs the other extras too.
 $(BASE): pyproject.toml
 	@echo "1/2 making the virtual environment $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "2/2 installing ultr and the packages that it always needs; torch is the largest"
-	@$(PIP) --editable .
+	@echo "2/2 installing ultr and the packages for training; torch is the largest"
+	@$(PIP) --editable ".[train]"
 	@touch $@
 
 $(STAMP): $(BASE)

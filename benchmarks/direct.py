@@ -65,7 +65,7 @@ def ours(library: str, log: Log, theta: dict[int, float], rounds: int) -> None:
 def of_lightgbm(log: Log, theta: dict[int, float], rounds: int) -> None:
     offset = np.log(np.array([1.0, *theta.values()])[log.positions])
     data = lightgbm.Dataset(log.features, log.actions["click"], init_score=offset)
-    parameters = {**lightgbm_parameters(RATE, 0), "objective": "poisson"}
+    parameters = {**lightgbm_parameters(RATE, 0, log.features.size), "objective": "poisson"}
     lightgbm.train(parameters, data, rounds)
 
 

@@ -21,9 +21,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "bias"))
 from shop import SHOWN, error_of, shop  # type: ignore[import-not-found]
 
-from ultr.bias.counts import impressions
+from ultr.bias.counts import impressions, log_counts
 from ultr.bias.estimators import fill_gaps, fit_conditional
-from ultr.bias.evidence import best_source, evidence
+from ultr.bias.evidence import best_source
 from ultr.bias.examination import estimate_examination
 from ultr.log.labels import Label
 
@@ -55,8 +55,8 @@ def main() -> None:
             log = shop(options.requests, seed=seed, **settings)
             started = time.monotonic()
             seen = impressions(log, log.actions["click"] > 0, seed=seed)
-            sources = evidence(seen, seed=seed)
-            best = best_source(sources, seen)
+            counts = log_counts(seen, seed=seed)
+            sources, best = counts.sources, best_source(counts)
             seconds += time.monotonic() - started
             theta = {name: fit_conditional(c.weighted(np.ones(c.shown.shape[1]))).theta for name, c in sources.items()}
             theta["click rates"] = log.actions["click"].reshape(-1, SHOWN).mean(0)

@@ -1,8 +1,10 @@
 """Measure the time and peak memory of `ultr bias` on a log that is larger than memory.
 
     python benchmarks/large_log.py --rows 20000000 --folder /somewhere/with/5GB
+    python benchmarks/large_log.py --rows 100000000 --features 8 --engine duckdb --memory 4GB --folder ...
 
-A noisy ranker shows ten of twenty candidates, drawn from 200,000 items with 50 features, to position-based users.
+A noisy ranker shows ten of twenty candidates, drawn from 200,000 items with 50 features (--features), to users with
+position bias.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ import pyarrow.parquet as pq
 
 from ultr.datasets.users import EYE_TRACKING
 
-ITEMS, FEATURES, SHOWN, CANDIDATES, BLOCK = 200_000, 50, 10, 20, 20_000
+ITEMS, SHOWN, CANDIDATES, BLOCK = 200_000, 10, 20, 20_000
 
 
-def write(path: Path, rows: int) -> None:
+def write(path: Path, rows: int, width: int) -> None:
     rng = np.random.default_rng(0)
-    taste, other = rng.normal(size=(2, FEATURES)) / np.sqrt(FEATURES)
-    items = rng.normal(size=(ITEMS, FEATURES)).astype(np.float32)
+    taste, other = rng.normal(size=(2, width)) / np.sqrt(width)
+    items = rng.normal(size=(ITEMS, width)).astype(np.float32)
     beta, score = 1 / (1 + np.exp(2 - 2 * items @ taste)), items @ (taste + other)
     writer = None
     for first in range(0, rows // SHOWN, BLOCK):
@@ -37,7 +39,7 @@ def write(path: Path, rows: int) -> None:
         noisy = score[candidates] + 0.5 * rng.normal(size=candidates.shape)
         shown = np.take_along_axis(candidates, np.argsort(-noisy, axis=1)[:, :SHOWN], axis=1)
         clicked = rng.random(shown.shape) < np.array(EYE_TRACKING) * beta[shown]
-        features = pa.FixedSizeListArray.from_arrays(pa.array(items[shown.reshape(-1)].reshape(-1)), FEATURES)
+        features = pa.FixedSizeListArray.from_arrays(pa.array(items[shown.reshape(-1)].reshape(-1)), width)
         table = pa.table(
             {
                 "request": np.repeat(np.arange(first, first + requests), SHOWN),
@@ -57,18 +59,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=20_000_000, help="rows of the log")
     parser.add_argument("--folder", type=Path, help="a folder to keep the log in (default: a temporary one)")
+    parser.add_argument("--features", type=int, default=50, help="features of the log")
+    parser.add_argument("--engine", help="duckdb or spark (default: in memory)")
+    parser.add_argument("--memory", help="memory limit of DuckDB, such as 4GB")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        path = (options.folder or Path(temporary)) / f"log-{options.rows}.parquet"
+        path = (options.folder or Path(temporary)) / f"log-{options.rows}-{options.features}.parquet"
         if not path.exists():
-            write(path, options.rows)
+            write(path, options.rows, options.features)
         started = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "ultr", "bias", str(path), "--json"], capture_output=True, text=True, check=True
-        )
+        command = [sys.executable, "-m", "ultr", "bias", str(path), "--json"]
+        for name in ("engine", "memory"):
+            command += [f"--{name}", value] if (value := getattr(options, name)) is not None else []
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         report = json.loads(done.stdout)
         results = {
             "rows": options.rows,
+            "engine": options.engine,
             "file GB": round(path.stat().st_size / 1e9, 2),
             "seconds": round(time.monotonic() - started, 1),
             "peak GiB": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 2),

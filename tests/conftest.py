@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,8 @@ import torch
 from hypothesis import settings
 
 from ultr.cli import main
+from ultr.datasets.base import Dataset
+from ultr.datasets.synthetic import make_synthetic
 from ultr.log import Log
 
 TESTS = Path(__file__).parent
@@ -138,6 +143,18 @@ def real_data():
 
 
 @pytest.fixture
+def small_synthetic(monkeypatch):
+    """Let the runs of this process have a small data set in place of `synthetic`."""
+    for module in ("data", "tasks"):
+        monkeypatch.setattr(f"ultr.training.{module}.cached_dataset", lambda name, data_dir: _small_synthetic())
+
+
+@cache
+def _small_synthetic() -> Dataset:
+    return make_synthetic(requests=(400, 40, 40))
+
+
+@pytest.fixture
 def ultr(monkeypatch, capsys):
     """Run the command line in this process, because a new process takes seconds to start."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -189,3 +206,31 @@ def make_shown_log(requests: int = 40, seed: int = 0, features: int = 3, longest
         positions=np.arange(rows) - np.repeat(offsets[:-1], lengths) + 1,
         relevance=rng.integers(0, 5, rows).astype(np.float32),
     )
+
+
+@pytest.fixture(scope="session")
+def spark_session() -> Iterable[Any]:
+    """One session of Spark for all tests of a process, as it takes seconds to start."""
+    pytest.importorskip("pyspark")
+    if shutil.which("java") is None and not os.environ.get("JAVA_HOME"):
+        pytest.skip("Spark needs Java")
+    from ultr.log.prepare import engines
+
+    # A virtual machine that starts fast, and few partitions for few rows.
+    options = {
+        "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "PYSPARK_SUBMIT_ARGS": "--conf spark.sql.shuffle.partitions=2 pyspark-shell",
+    }
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for name, value in options.items():
+            patch.setenv(name, value)
+        session = engines._new_session(Path(folder), "local[2]")
+        yield session
+        session.stop()
+
+
+@pytest.fixture
+def spark(spark_session: Any) -> Iterable[Any]:
+    """The session of Spark; PySpark leaves sockets behind, which are collected here, where that is no error."""
+    yield spark_session
+    gc.collect()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ultr
+from ultr.errors import TRAIN_PACKAGES
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "ultr"
@@ -101,10 +102,11 @@ def test_the_log_package_does_not_import_torch():
 def test_every_third_party_import_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    used = ("movielens", "prepare", "spark", "trees", "export", "serve", "tensorboard")
+    used = ("train", "movielens", "prepare", "spark", "trees", "export", "serve", "grpc", "tensorboard", "mlflow")
     declared = [*project["dependencies"], *(name for extra in used for name in extras[extra])]
     names = {re.split(r"[<>=\[ ]", dependency)[0] for dependency in declared}
     module_of = {"scikit-learn": "sklearn", "ibis-framework": "ibis", "prometheus-client": "prometheus_client"}
+    module_of |= {"grpcio": "grpc", "protobuf": "google", "mlflow-skinny": "mlflow"}
     allowed = {module_of.get(name, name) for name in names} | {"ultr"} | set(sys.stdlib_module_names)
     for path in SOURCE.rglob("*.py"):
         for name in imports_of(path):
@@ -125,13 +127,28 @@ def test_modules_have_at_most_400_lines():
         assert path.read_text().count("\n") <= 400, path
 
 
-def test_the_demo_installs_no_extra(tmp_path):
+def test_a_server_needs_nothing_of_training_and_all_other_extras_include_it():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+
+    def all_of(extra: str) -> set[str]:
+        inner = re.findall(r"ultr\[(.*?)\]", " ".join(extras[extra]))
+        names = {extra, *(name for part in inner for name in part.split(","))}
+        return names if names == {extra} else names.union(*map(all_of, names - {extra}))
+
+    assert {extra for extra in extras if "train" not in all_of(extra)} == {"serve", "grpc"}
+    named = {re.split(r"[<>=\[ ]", requirement)[0] for requirement in extras["train"]}
+    assert {"sklearn" if name == "scikit-learn" else name for name in named} == TRAIN_PACKAGES
+    assert not named & {re.split(r"[<>=\[ ]", requirement)[0] for requirement in project["dependencies"]}
+
+
+def test_the_demo_installs_only_what_training_needs(tmp_path):
     for name in ("Makefile", "pyproject.toml"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     steps = {
         target: subprocess.run(["make", "--dry-run", target], cwd=tmp_path, capture_output=True, text=True, check=True)
         for target in ("demo", "test")
     }
-    assert "--editable .\n" in steps["demo"].stdout
+    assert '--editable ".[train]"\n' in steps["demo"].stdout
     assert "[dev]" not in steps["demo"].stdout
     assert "[dev]" in steps["test"].stdout

@@ -17,6 +17,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SMALL = {
     "bias": "--replications 2 --requests 2000 --bootstrap 20",
     "click_models": "--models pbm",
+    "daily": "--days 3 --requests 200 --window 2 --compare 1 --option=--steps=20 --option=--bias-steps=20",
     "direct": "--requests 2000 --rounds 10 --turns 2",
     "examination": "--seeds 1 --sessions 60000",
     "first_model": "--requests 300 --rankers lightgbm",

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ultr._version import __version__
+from ultr.errors import missing_for_training
 
 if TYPE_CHECKING:
     from ultr.bias.audit import audit
@@ -120,7 +121,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
-        return getattr(import_module(f"ultr.{_MODULE_OF[name]}"), name)
+        try:
+            return getattr(import_module(f"ultr.{_MODULE_OF[name]}"), name)
+        except ModuleNotFoundError as error:
+            raise missing_for_training(f"ultr.{name}", error) or error from error
     raise AttributeError(f"module 'ultr' has no attribute {name!r}")
 
 

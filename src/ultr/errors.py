@@ -18,6 +18,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+# The modules of the extra `train`. A server of exported models is installed without them.
+TRAIN_PACKAGES = frozenset(
+    {"fsspec", "jinja2", "plotly", "pyarrow", "safetensors", "scipy", "sklearn", "threadpoolctl", "torch"}
+)
+
 
 class UltrError(Exception):
     """The base class of all errors, with the message "where: what, got VALUE; hint"; only `what` is required."""
@@ -78,6 +83,12 @@ class MissingExtraError(UltrError):
             f"{need} needs the package '{package}', which is not installed",
             hint=f"install it with: pip install 'ultr[{extra}]'",
         )
+
+
+def missing_for_training(need: str, error: ModuleNotFoundError) -> UltrError | None:
+    """Return the error for a failed import if the missing package belongs to the extra `train`, and None otherwise."""
+    package = (error.name or "").split(".")[0]
+    return MissingExtraError(need, package=package, extra="train") if package in TRAIN_PACKAGES else None
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

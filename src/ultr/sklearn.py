@@ -64,7 +64,8 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         >>> ranker = UnbiasedRanker(label="click", request=0, position=1)
 
     `ranker="lightgbm"` or `"xgboost"` trains trees, with `ranker_options` as parameters of the library. If `steps` and
-    `lr` are None, networks train for 1000 steps with learning rate 0.02, and trees for up to 500 rounds with 0.1.
+    `lr` are None, networks train for 1000 steps with learning rate 0.02, and trees for up to 500 rounds with 0.1. If
+    `hidden` is None, networks have layers of 512, 256 and 128 units, or 128, 64 and 32 for less than 100,000 rows.
 
     - `propensities` are known probabilities that positions are seen: a dict, a Series with positions as its index, or
       the frame of propensities.csv, which `ultr bias` writes.
@@ -96,7 +97,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         label: str = DEFAULT_LABEL,
         ranker: str = "mlp",
         ranker_options: Mapping[str, Any] | None = None,
-        hidden: Sequence[int] = (512, 256, 128),
+        hidden: Sequence[int] | None = None,
         dropout: float = 0.0,
         lr: float | None = None,
         steps: int | None = None,
@@ -282,10 +283,12 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
             except (TypeError, ValueError) as error:
                 what = "'random_state' is not a seed"
                 raise OptionError(what, got=repr(seed)[:100], hint="pass a whole number") from error
-        check_value("hidden", self.hidden, Sequence[int])
+        check_value("hidden", self.hidden, Sequence[int] | None)
         options = {f.name: getattr(self, f.name, None) for f in fields(TrainingOptions)}
         training = {name: value for name, value in options.items() if value is not None}
-        network = {"hidden": tuple(self.hidden), "dropout": self.dropout} if self.ranker == "mlp" else {}
+        network: dict[str, Any] = {"dropout": self.dropout} if self.ranker == "mlp" else {}
+        if network and self.hidden is not None:
+            network["hidden"] = tuple(self.hidden)
         config = RunConfig(
             data="",
             method_options=dict(self._options("method_options")),

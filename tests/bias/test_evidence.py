@@ -13,9 +13,9 @@ from bias.shop import SHOWN, THETA, error_of, shop
 from bias.worlds import seen_in
 from ultr.bias import logging_policy
 from ultr.bias.audit import audit
-from ultr.bias.counts import counted_random
+from ultr.bias.counts import counted_random, log_counts
 from ultr.bias.estimators import fill_gaps, fit_conditional
-from ultr.bias.evidence import best_source, evidence, items_comparable
+from ultr.bias.evidence import best_source, items_comparable
 from ultr.bias.examination import Examination, estimate_examination
 from ultr.errors import DataError
 from ultr.evaluation.judge import make_judge
@@ -37,10 +37,10 @@ def estimated(log: Log, **options: Any) -> Examination:
 
 def error_by_source(log: Log) -> dict[str, float]:
     """Return the mean relative error of θ by each source of a log, and by the best one."""
-    seen = seen_in(log)
-    sources = evidence(seen)
+    counts_of_log = log_counts(seen_in(log))
+    sources = counts_of_log.sources
     fits = {name: fit_conditional(counts.weighted(np.ones(200))).theta for name, counts in sources.items()}
-    best = best_source(sources, seen)
+    best = best_source(counts_of_log)
     assert best is not None
     return {name: error_of(fill_gaps(theta)) for name, theta in {**fits, "best": best.fit.theta}.items()}
 
@@ -150,17 +150,16 @@ def test_one_linked_position_is_no_evidence_even_if_it_has_most_impressions():
         actions={"click": clicked},
         context={"randomised": pa.array(lengths == 3)},
     )
-    seen = seen_in(log)
-    assert best_source(evidence(seen), seen) is None
+    assert best_source(log_counts(seen_in(log))) is None
 
 
 def test_items_whose_features_change_are_not_compared():
     log = shop(500, columns=("item",), queries=20)
     noise = np.random.default_rng(0).normal(size=log.features.shape).astype(np.float32)
     personal = replace(log, features=log.features + noise)
-    assert items_comparable(log, log)
-    assert not items_comparable(personal, personal)
-    assert items_comparable(personal, None)
+    assert items_comparable(log, by_query=False)
+    assert not items_comparable(personal, by_query=False)
+    assert items_comparable(None, by_query=False)
     assert estimated(personal).source == estimated(personal, theta_from="strata").source
 
 

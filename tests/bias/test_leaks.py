@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
+from scipy.stats import rankdata
 
-from ultr.bias.leaks import find_leaks
+from ultr.bias.leaks import find_leaks, mean_ranks
 from ultr.log import Log
 
 REQUESTS, ITEMS = 600, 8
@@ -90,3 +91,9 @@ def test_a_log_without_actions_or_features_has_no_leaks():
     log = log_with()
     assert find_leaks(log.without_features()) == ([], [])
     assert find_leaks(Log(**{**log.__dict__, "actions": {}})) == ([], [])
+
+
+@pytest.mark.parametrize("shape", [(40, 3), (40,), (1, 2)])
+def test_equal_values_have_their_mean_rank(shape):
+    values = np.random.default_rng(0).integers(0, 6, shape).astype(float)
+    np.testing.assert_array_equal(mean_ranks(values), rankdata(values, axis=0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -10,11 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from conftest import make_shown_log
+from lists_folder import write_lists
 from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import User
 from ultr.evaluation.judgement import LOGGED_RANKING
 from ultr.evaluation.scores import holm
-from ultr.log import write_log
+from ultr.log import parts, write_log
+from ultr.log.shards import Shards
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.run import run_training
 
@@ -132,3 +135,47 @@ def test_a_folder_of_files_and_conditions_are_read_as_by_train(ultr, here, tmp_p
     assert json.loads(ultr("evaluate", here / "a", tmp_path / "twice.parquet", *first).stdout)["requests"] == 200
     rejected = ultr("evaluate", here / "a", "synthetic", "--where", "x = 1")
     assert (rejected.returncode, "conditions (--where) need a log" in rejected.stderr) == (2, True)
+
+
+@pytest.fixture(scope="module")
+def lists(here):
+    """Prepared lists with segments and a category, in many row groups, and a run of them."""
+    log, rng = simulate_log(make_shown_log(requests=300, features=4), User())[0], np.random.default_rng(0)
+    log = replace(
+        log,
+        relevance=None,
+        features=np.column_stack([log.features, rng.integers(1, 3, log.rows)]).astype(np.float32),
+        feature_names=(*log.feature_names, "shop"),
+        vocabularies={"shop": pa.array(["a", "b"])},
+        context={"segment": pa.array(rng.choice(["phone", "desktop"], len(log)))},
+    )
+    folder = write_lists(log, here / "lists", validation=0.5, group=16)
+    options = {"method": "pointwise", "ranker": "linear", "label": "click", "training": TRAINING}
+    run_training(RunConfig(data=str(folder), **options), here / "of lists")
+    return folder
+
+
+def test_streamed_lists_have_the_values_of_lists_in_memory(ultr, here, lists, monkeypatch):
+    run = str(here / "of lists")
+    arguments = ("evaluate", run, lists, "--split", "validation", "--score-column", "f1", "--json")
+    metrics = ("--metrics", f"{REWARD},feedback-ndcg@10")
+    expected = json.loads(ultr(*arguments, *metrics, "--stream", "no").stdout)
+    monkeypatch.setattr(Shards, "read_all", None)  # reads all features at once
+    found = json.loads(ultr(*arguments, *metrics, "--stream", "yes").stdout)
+    assert found["warnings"] == expected["warnings"]
+    assert found["judge"]["theta"] == pytest.approx(expected["judge"]["theta"])
+    for name, values in expected["rankers"].items():
+        for metric in values:
+            for key in ("mean", "low", "high"):
+                assert found["rankers"][name][metric][key] == pytest.approx(values[metric][key], rel=1e-5)
+    monkeypatch.setattr(parts, "SAMPLE_ROWS", 400)
+    sampled = json.loads(ultr(*arguments, "--stream", "yes").stdout)["rankers"][run][REWARD]["mean"]
+    assert sampled != expected["rankers"][run][REWARD]["mean"]
+    assert sampled == pytest.approx(expected["rankers"][run][REWARD]["mean"], rel=0.3)
+
+
+def test_only_lists_are_streamed(ultr, here):
+    failed = ultr("evaluate", here / "a", here / "new.parquet", "--stream", "yes")
+    assert (failed.returncode, "only prepared lists can be streamed" in failed.stderr) == (2, True)
+    failed = ultr("evaluate", here / "a", here / "new.parquet", "--stream", "maybe")
+    assert (failed.returncode, "--stream must be auto, yes or no, got maybe" in failed.stderr) == (2, True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from training.test_warm_start import COLUMNS, config, scores, table, write
+from training.test_warm_start import config, scores, table, write
 from ultr.training import update
 from ultr.training.run import run_training
 from ultr.utils.jsonfiles import read_json
@@ -38,7 +38,7 @@ def test_a_run_is_updated_and_written_if_it_is_not_worse(ultr, yesterday, today,
     assert found["requests"] == 80  # a fifth of the requests: neither trained nor selected on
     assert {p.name for p in tmp_path.iterdir()} == {"run"}
     saved = read_json(tmp_path / "run" / "config.json")
-    assert (saved["warm_start"], saved["bias"]) == (str(yesterday), str(yesterday))
+    assert (saved["warm_start"], saved["bias"]) == (str(yesterday), str(yesterday / "bias.json"))
     assert saved["columns"]["features"] == ["f0", "f1"]  # the columns of yesterday, whatever else the log has
     assert read_json(tmp_path / "run" / "bias.json")["theta"] == read_json(yesterday / "bias.json")["theta"]
     assert f"wrote {tmp_path / 'run'}: not worse than {yesterday} (difference" in done.stderr
@@ -72,9 +72,7 @@ def test_a_killed_update_is_resumed(yesterday, today, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_updated_is_an_error(ultr, yesterday, today, tmp_path):
-    trees = config(today, method="direct", ranker="lightgbm", ranker_options={}, columns=COLUMNS, training={"steps": 2})
-    run_training(trees, tmp_path / "trees")
-    done = ultr("update", tmp_path / "trees", "--log", today, "--out", tmp_path / "run")
-    assert (done.returncode, "a run of trees cannot be updated" in done.stderr) == (2, True)
     done = ultr("update", yesterday, "--log", today, "--out", tmp_path / "run", "--gate", 1)
     assert (done.returncode, "the gate must be above 0 and below 1" in done.stderr) == (2, True)
+    done = ultr("update", yesterday, "--log", today, "--out", tmp_path / "run", "--decay", 7)
+    assert (done.returncode, "the days of the log are not known" in done.stderr) == (2, True)

@@ -50,6 +50,8 @@ def test_of_many_features_only_those_that_move_scores_are_evaluated(monkeypatch)
     log, worth = world()
     found = permutation_importance(log, lambda x: x @ WEIGHTS, first_item(worth))
     assert [each.feature for each in found] == ["f0", "f1", "f2"]
+    found = permutation_importance(log, lambda x: x @ WEIGHTS, first_item(worth), most=2)
+    assert [each.feature for each in found] == ["f0", "f1"]
 
 
 def test_the_number_of_scored_rows_is_bounded():

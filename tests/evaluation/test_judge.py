@@ -12,7 +12,7 @@ from ultr.datasets import load_dataset, randomise, ranking_svm, show
 from ultr.datasets.simulate import draw_sessions, simulate_log
 from ultr.datasets.users import make_user
 from ultr.errors import DataError, OptionError
-from ultr.evaluation.judge import evaluate_requests, load_judge, make_judge
+from ultr.evaluation.judge import Judge, evaluate_requests, load_judge, make_judge, request_metrics
 from ultr.log import write_log
 from ultr.training.checkpoints import read_metrics
 from ultr.training.config import RunConfig, TrainingOptions
@@ -54,6 +54,19 @@ def test_the_value_of_the_logged_order_is_its_feedback(log):
     found = evaluate_requests(log, -log.positions.astype(float), ["off-policy-reward@10"], label="click", judge=judge)
     clicks = np.add.reduceat(log.actions["click"], log.offsets[:-1])
     np.testing.assert_allclose(found["off-policy-reward@10"], clicks, rtol=1e-6)
+
+
+def test_an_evaluator_serves_any_number_of_scores(log, monkeypatch):
+    options = {"label": "click", "judge": make_judge(log, label="click", known=THETA)}
+    metrics = ["off-policy-reward@10", "feedback-ndcg@10"]
+    scores = np.random.default_rng(0).normal(size=(2, log.rows))
+    expected = [evaluate_requests(log, each, metrics, **options) for each in scores]
+    evaluate = request_metrics(log, metrics, keep=True, **options)
+    monkeypatch.setattr(Judge, "estimator", lambda *_: pytest.fail("made again"))
+    for each, values in zip(scores, expected, strict=True):
+        found = evaluate(each)
+        for name in metrics:
+            np.testing.assert_array_equal(found[name], values[name])
 
 
 def test_off_policy_metrics_need_a_judge(log):

@@ -43,7 +43,8 @@ def result(tmp_path_factory):
         patch.setattr(labs, "load_dataset", lambda name, data_dir=None: small)
         patch.setattr(experiment, "METHODS", (DEFAULT, experiment.BOUND, "pointwise"))
         patch.setattr(experiment, "RATES", (0.02,))
-        patch.setattr(experiment, "cells", lambda data: [GRID[2], GRID[3]])
+        patch.setattr(experiment, "cells", lambda data: [replace(GRID[i], sessions=200) for i in (2, 3)])
+        patch.setattr("ultr.bias.logging_policy.NETWORK_STEPS", 5)
         folder = tmp_path_factory.mktemp("worlds")
         return experiment.compare_worlds(Lab(folder, TINY, Workers(1), runs=2, data=("synthetic",), device="cpu"))
 

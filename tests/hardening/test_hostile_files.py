@@ -239,7 +239,7 @@ def write_counts() -> Iterator[None]:
 def attempt(ultr, here, tmp_path, monkeypatch) -> Iterator[Callable[[str, Callable[[Path], Path]], str]]:
     """Run a command with a file in an empty folder; return whether it works or rejects the file, or fail."""
     monkeypatch.setattr(cli, "app", built())
-    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
+    monkeypatch.setattr("uvicorn.Server.run", lambda server, **_: server._on_start())
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     interval, numbers = sys.getswitchinterval(), count()
 

@@ -142,7 +142,7 @@ def test_the_model_of_the_logging_ranker_is_fixed_and_has_no_dropout():
 
 
 def test_all_kinds_of_features_and_a_network_as_logging_ranker(monkeypatch):
-    monkeypatch.setattr("ultr.bias.logging_policy.NETWORK_STEPS", 150)
+    monkeypatch.setattr("ultr.bias.logging_policy.NETWORK_STEPS", 60)
     rng = np.random.default_rng(0)
     log = make_shown_log(requests=800, features=FEATURES)
     features = log.features.copy()

@@ -134,7 +134,7 @@ def test_trees_are_those_of_the_library_with_the_logarithm_of_theta_as_offset(li
         scores[ranker] = grown[-1].predict(log.features)
     power = {"tweedie_variance_power": 1.5} if likelihood == "tweedie" else {}
     data = lightgbm.Dataset(log.features, label, init_score=offset)
-    own = lightgbm.train({**lightgbm_parameters(0.1, 0), "objective": likelihood, **power}, data, 7)
+    own = lightgbm.train({**lightgbm_parameters(0.1, 0, 0), "objective": likelihood, **power}, data, 7)
     np.testing.assert_allclose(scores["lightgbm"], own.predict(log.features, raw_score=True), rtol=1e-5)
     matrix = xgboost.DMatrix(log.features, label, base_margin=offset)
     objective = "count:poisson" if likelihood == "poisson" else "reg:tweedie"
@@ -152,7 +152,7 @@ def test_trees_with_an_offset_rank_better_than_without():
     for known in (theta, dict.fromkeys(POSITIONS, 1.0)):
         task = make_tree_method("direct", inputs(ranker="lightgbm", label=Label("click"), propensities=known)).task(log)
         data = lightgbm.Dataset(task.rows.features, task.rows.label, init_score=task.rows.offset)
-        trees = lightgbm.train({**lightgbm_parameters(0.1, 0), **task.library_options}, data, 30)
+        trees = lightgbm.train({**lightgbm_parameters(0.1, 0, 0), **task.library_options}, data, 30)
         scores = trees.predict(log.features, raw_score=True)
         correlations.append(np.corrcoef(np.exp(scores), user.attracted(torch.from_numpy(log.relevance)).numpy())[0, 1])
     assert correlations[0] > correlations[1] + 0.01

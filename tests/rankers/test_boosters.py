@@ -16,8 +16,16 @@ from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_tree_method
 from ultr.methods.trees import BUCKETS, bucketed
-from ultr.rankers.boosters import BOOSTERS, Boosting, TreeRanker, TreeRows, check_parameters, parse_parameters
+from ultr.rankers.boosters import (
+    BOOSTERS,
+    VALUES_PER_THREAD,
+    Boosting,
+    TreeRanker,
+    TreeRows,
+    lightgbm_parameters,
+)
 from ultr.rankers.tree_objective import PairTerms, PairwiseObjective
+from ultr.rankers.tree_parameters import check_parameters, parse_parameters
 
 REQUESTS, ITEMS = 120, 5
 SMALL = {"lightgbm": {"num_leaves": 7}, "xgboost": {"max_depth": 3}}
@@ -102,7 +110,7 @@ def test_a_stopped_run_can_be_resumed(library, toy, tmp_path):
     whole, path = grown(library, rows, objective), tmp_path / BOOSTERS[library].FILE
     half = grown(library, rows, objective, stop=4)
     half.save(path, rounds=4)
-    resumed = grown(library, rows, objective, start=path)
+    resumed = grown(library, rows, objective, start=BOOSTERS[library].load(path))
     np.testing.assert_allclose(resumed.predict(rows.features), whole.predict(rows.features), atol=1e-5)
     resumed.save(path, rounds=8)
     assert BOOSTERS[library].load(path).rounds == 8
@@ -360,3 +368,9 @@ def test_buckets_divide_the_labels_above_zero():
     found, means = bucketed(np.array([0, 3, 3, 3], np.float32))
     assert found.tolist() == [0, 1, 1, 1]
     assert means == [0, 3]
+
+
+@pytest.mark.parametrize(("values", "threads"), [(0, 1), (1000, 1), (2 * VALUES_PER_THREAD, 2), (10**12, 3)])
+def test_small_tables_have_one_thread_of_lightgbm(values, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert lightgbm_parameters(0.1, 0, values)["num_threads"] == threads

@@ -43,7 +43,7 @@ BASE = RunConfig(
 METHODS = ["pointwise", "lambdarank", "lambdarank:from=no-bias"]
 
 
-def test_methods_are_tuned_alike_run_with_all_seeds_and_never_twice(tmp_path, monkeypatch):
+def test_methods_are_tuned_alike_run_with_all_seeds_and_never_twice(tmp_path, monkeypatch, small_synthetic):
     result = compare(BASE, METHODS, tmp_path, seeds=3, rates=[0.001, 0.1], jobs=1)
     assert [row.entry for row in result.rows] == METHODS
     assert result.metrics == ["ndcg@10", "reward@10"]
@@ -174,7 +174,7 @@ def test_wrong_entries_and_references_are_refused(tmp_path):
         compare(BASE, ["lambdarank:from=love"], tmp_path, seeds=1, rates=[0.1])
 
 
-def test_runs_that_differ_in_what_comes_after_share_a_bias_model(tmp_path):
+def test_runs_that_differ_in_what_comes_after_share_a_bias_model(tmp_path, small_synthetic):
     base = replace(BASE, training=replace(BASE.training, bias_steps=5))
     methods = ["pairwise-em", "pairwise-em:loss=ipw", "pairwise-em:loss=bayes-ipw"]
     compare(base, methods, tmp_path, seeds=1, rates=[0.01, 0.1], limits=(), tuning_seeds=1, jobs=1)

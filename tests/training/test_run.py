@@ -16,7 +16,7 @@ from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError, OutputError, UltrError
 from ultr.log import read_log, write_log
-from ultr.methods import METHODS, bias_model, make_method
+from ultr.methods import METHODS, bias_model, make_method, position_model
 from ultr.rankers.model import load_model
 from ultr.training.checkpoints import load_checkpoint, lock_run, read_metrics, save_checkpoint
 from ultr.training.config import RunConfig, TrainingOptions
@@ -301,3 +301,80 @@ def test_a_run_that_fails_after_its_bias_stage_keeps_the_bias_model_and_resumes(
     whole = run_training(config(log_path), tmp_path / "whole")
     weights = [load_file(run / "model" / "weights.safetensors") for run in (tmp_path / "run", whole)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+class Killed(BaseException):
+    """Stands for the end of a process, which no code handles."""
+
+
+@pytest.mark.parametrize(
+    ("method", "ranker", "at"),
+    [
+        ("pairwise-em", "mlp", 6),
+        ("ipw-listwise", "mlp", None),
+        pytest.param("pairwise-em", "lightgbm", None, marks=pytest.mark.long),
+        ("direct", "lightgbm", None),
+    ],
+)
+def test_a_run_killed_in_or_after_its_bias_stage_does_not_repeat_finished_parts(
+    method, ranker, at, log_path, tmp_path, monkeypatch
+):
+    if ranker != "mlp":
+        pytest.importorskip(ranker)
+    settings = {"training": {"bias_steps": 10, "steps": 5}, "method": method, "ranker": ranker}
+    settings |= {"method_options": {"em": "trees"}} if (method, ranker) == ("pairwise-em", "lightgbm") else {}
+    options = replace(config(log_path, **settings), ranker_options={"hidden": [8]} if ranker == "mlp" else {})
+    estimates, steps = [], []
+    estimate = position_model.PositionModel.estimate
+    monkeypatch.setattr(
+        position_model.PositionModel, "estimate", lambda self, *a, **b: (estimates.append(1), estimate(self, *a, **b))
+    )
+    monkeypatch.setattr("ultr.training.bias_stage.BIAS_TRAINING", TrainingOptions(evaluate_every=2))
+
+    def kill(progress):
+        steps.append(progress.step)
+        if progress.step == at:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        if at is None:
+            patch.setattr(f"ultr.training.{'networks' if ranker == 'mlp' else 'trees'}.judge_of", raised(Killed))
+        with pytest.raises(Killed):
+            run_training(options, tmp_path / "run", on_bias_progress=kill, checkpoint_seconds=0)
+    before = len(steps)
+    run_training(options, tmp_path / "run", resume=True, on_bias_progress=lambda progress: steps.append(progress.step))
+    assert len(estimates) == 1
+    assert steps[before:] == ([8, 10] if at is not None else [])
+    assert not (tmp_path / "run" / "bias-stage").exists()
+    whole = run_training(options, tmp_path / "whole")
+    for name in ("bias.json", "metrics.jsonl"):
+        assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes()
+
+
+def raised(error):
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_a_run_resumed_from_a_checkpoint_says_how_theta_was_estimated(log_path, tmp_path):
+    def kill(progress):
+        if progress.step == 10:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run_training(config(log_path), tmp_path / "run", on_progress=kill, checkpoint_seconds=0)
+    run = run_training(config(log_path), tmp_path / "run", resume=True)
+    whole = run_training(config(log_path), tmp_path / "whole")
+    assert (run / "bias.json").read_bytes() == (whole / "bias.json").read_bytes()
+
+
+def test_a_damaged_estimate_of_a_killed_run_is_made_again(log_path, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("ultr.training.networks.judge_of", raised(Killed))
+        with pytest.raises(Killed):
+            run_training(config(log_path, method="ipw-listwise"), tmp_path / "run")
+    (tmp_path / "run" / "bias-stage" / "estimate" / "weights.safetensors").write_bytes(b"broken")
+    run = run_training(config(log_path, method="ipw-listwise"), tmp_path / "run", resume=True)
+    assert (run / "model").is_dir()

@@ -258,9 +258,7 @@ def test_constant_features_are_an_error(em, log_path, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_warm_starts_processes_and_streams_are_for_networks(log_path, tmp_path, monkeypatch):
-    with pytest.raises(OptionError, match="trees cannot start from another run"):
-        run_training(config(log_path), tmp_path / "run", warm_start=tmp_path)
+def test_processes_and_streams_are_for_networks(log_path, tmp_path, monkeypatch):
     run_data = load_run_data(config(log_path))
     with pytest.raises(OptionError, match="whole log in memory"):
         TreeRun(config(log_path), replace(run_data, stream=object()))

@@ -16,6 +16,7 @@ from ultr.training.checkpoints import read_metrics
 from ultr.training.command import train_command
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.run import best_evaluation, run_training
+from ultr.utils.jsonfiles import read_json
 
 SHOPS = {"a": 0.2, "b": 0.9, "c": 0.05}  # click rate of each shop
 STILL = {"steps": 1, "evaluate_every": 1, "lr": 1e-12}
@@ -74,6 +75,23 @@ def with_bias(folder, day_1):
 
 def scores(run, path) -> np.ndarray:
     return load_model(run).score(read_log(path, categorical="shop", features="f0,f1"))
+
+
+def test_the_network_is_small_for_a_small_log_and_that_of_the_run_it_starts_from(
+    day_1, yesterday, tmp_path, monkeypatch
+):
+    def hidden(out, **changes):
+        run = run_training(config(day_1, training=STILL, **changes), out)
+        return read_json(run / "config.json")["ranker_options"]["hidden"]
+
+    free = {"ranker_options": {"dropout": 0.0}}
+    assert hidden(tmp_path / "small", **free) == [128, 64, 32]
+    assert hidden(tmp_path / "warm", warm_start=str(yesterday), **free) == [8]
+    monkeypatch.setattr("ultr.training.inputs.SMALL_LOG", 10)
+    assert hidden(tmp_path / "large", **free) == [512, 256, 128]
+    run_training(config(day_1, training=STILL, **free), tmp_path / "large", resume=True)
+    with pytest.raises(OptionError, match=r"--hidden \(\[8\]; the run has \[128, 64, 32\]\)"):
+        run_training(config(day_1, training=STILL), tmp_path / "small", resume=True)
 
 
 def test_vocabularies_are_sorted_whatever_the_order_of_rows(tmp_path):

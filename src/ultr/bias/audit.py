@@ -6,7 +6,7 @@ determines it well enough to correct the bias.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -16,13 +16,22 @@ import pyarrow.compute as pc
 import torch
 
 from ultr.bias import estimators
-from ultr.bias.counts import Impressions, compared_clicks, counted, impressions, in_pools, replicates
+from ultr.bias.counts import (
+    LogCounts,
+    compared_clicks,
+    counted,
+    impressions,
+    in_pools,
+    log_counts,
+    replicates,
+    weight_unit,
+)
 from ultr.bias.estimators import pools
-from ultr.bias.evidence import best_source, evidence, items_comparable
+from ultr.bias.evidence import best_source, items_comparable
 from ultr.bias.identification import Estimate, agreement, estimate, links, verdict
 from ultr.bias.likelihood import TUNED, HeldOut
 from ultr.bias.logging_policy import recovered_score, strata_of
-from ultr.bias.pitfalls import find_pitfalls, suspicious_requests
+from ultr.bias.pitfalls import Pitfall, find_pitfalls, suspicious_requests
 from ultr.bias.result import BiasReport
 from ultr.errors import DataError
 from ultr.log import Log
@@ -38,11 +47,12 @@ CLEAR_GAIN = 1e-3  # features explain clicks if they raise the held-out log-like
 
 
 @dataclass(frozen=True)
-class _Options:
+class AuditOptions:
+    """The options of an audit; see `audit`."""
+
     label: str
     bootstrap: int
     seed: int
-    keep_suspicious: bool
 
 
 @checked
@@ -65,19 +75,59 @@ def audit(
     """
     if sample is None and log.feature_names:
         sample = log
-    known = {str(slot): theta for slot, theta in (known or {}).items()}
     log = log.without_features()
     pitfalls = find_pitfalls(log, _clicked(log, label), sample=sample)
-    options, left_out = _Options(label, bootstrap, seed, keep_suspicious), 0
+    options, left_out = AuditOptions(label, bootstrap, seed), 0
     if not keep_suspicious:
         log, sample, left_out = without_suspicious(log, sample, label)
-    labels = _clicked(log, label)
-    report = _audit(log, labels, sample, known, options)
-    if "segment" in log.context:
-        report = replace(report, segments=_by_segment(log, labels, sample, known, options))
+    clicked = _clicked(log, label)
+
+    def count(part: Log, clicked: np.ndarray) -> LogCounts:
+        counts = log_counts(impressions(part, clicked, seed=seed), seed=seed)
+        return replace(counts, suspicious=int(suspicious_requests(part, clicked).sum())) if keep_suspicious else counts
+
+    def segments() -> Iterator[tuple[str, LogCounts]]:
+        names, segment_of = _segment_names(log)
+        for each in largest_segments(pc.value_counts(names).to_pylist()):
+            requests = segment_of == each
+            yield each, count(log.select(requests), clicked[np.repeat(requests, log.lengths)])
+
+    parts = segments() if "segment" in log.context else ()
+    report = audit_counts(count(log, clicked), parts, options, sample=sample, known=known)
+    return with_pitfalls(report, pitfalls, left_out)
+
+
+def audit_counts(
+    whole: LogCounts,
+    segments: Iterable[tuple[str, LogCounts]],
+    options: AuditOptions,
+    *,
+    sample: Log | None = None,
+    known: Mapping[Any, float] | None = None,
+) -> BiasReport:
+    """Return the results and a verdict as `audit` does, from the counts of a log and of each of its segments."""
+    known = {str(slot): theta for slot, theta in (known or {}).items()}
+    report, reports = _audit(whole, sample, known, options), {}
+    for name, counts in segments:
+        if not counts.clicks.any():
+            continue
+        part = None if sample is None else sample.select(_segment_names(sample)[1] == name)
+        part = part if part is not None and len(part) else None
+        known_here = {slot.removesuffix(f"@{name}"): theta for slot, theta in known.items()}
+        reports[name] = _audit(counts, part, known_here, options)
+    return replace(report, segments=reports)
+
+
+def with_pitfalls(report: BiasReport, pitfalls: list[Pitfall], left_out: int) -> BiasReport:
+    """Return a report with the problems of the log, and a note on the suspicious requests that were left out."""
     note = f"The estimates leave out {left_out:,} suspicious requests (--keep-suspicious keeps them)."
     notes = (note, *report.notes) if left_out else report.notes
     return replace(report, pitfalls=pitfalls, left_out=left_out, notes=notes)
+
+
+def largest_segments(counts: list[dict[str, Any]]) -> list[str]:
+    """Return the names of the segments with the most requests, given `values` and `counts` of each."""
+    return [str(each["values"]) for each in sorted(counts, key=lambda each: -each["counts"])[:MAX_SEGMENTS]]
 
 
 def _clicked(log: Log, label: str) -> np.ndarray:
@@ -90,30 +140,14 @@ def without_suspicious(log: Log, sample: Log | None, label: str) -> tuple[Log, L
     if not suspicious.any():
         return log, sample, 0
     if sample is not None:
-        out = pc.is_in(sample.request_ids, value_set=log.request_ids.filter(pa.array(suspicious)))
-        sample = sample.select(~out.to_numpy(zero_copy_only=False))
-    return log.select(~suspicious), sample if sample is not None and len(sample) else None, int(suspicious.sum())
+        sample = without_requests(sample, log.request_ids.filter(pa.array(suspicious)))
+    return log.select(~suspicious), sample, int(suspicious.sum())
 
 
-def _by_segment(
-    log: Log, clicked: np.ndarray, sample: Log | None, known: Mapping[str, float], options: _Options
-) -> dict[str, BiasReport]:
-    """Audit each of the largest segments (values of the column `segment`); return the reports by segment."""
-    names, segment_of = _segment_names(log)
-    counts = pc.value_counts(names).to_pylist()
-    largest = sorted(counts, key=lambda count: -count["counts"])[:MAX_SEGMENTS]
-    reports = {}
-    for count in largest:
-        name = count["values"]
-        requests = segment_of == name
-        rows = np.repeat(requests, log.lengths)
-        if not clicked[rows].any():
-            continue
-        part = None if sample is None else sample.select(_segment_names(sample)[1] == name)
-        part = part if part is not None and len(part) else None
-        known_here = {slot.removesuffix(f"@{name}"): theta for slot, theta in known.items()}
-        reports[str(name)] = _audit(log.select(requests), clicked[rows], part, known_here, options)
-    return reports
+def without_requests(log: Log, ids: pa.Array) -> Log | None:
+    """Return a log without the requests with these ids; None if none is left."""
+    left = ~pc.is_in(log.request_ids, value_set=ids.cast(log.request_ids.type)).to_numpy(zero_copy_only=False)
+    return log.select(left) if left.any() else None
 
 
 def _segment_names(log: Log) -> tuple[pa.Array, np.ndarray]:
@@ -121,37 +155,32 @@ def _segment_names(log: Log) -> tuple[pa.Array, np.ndarray]:
     return names, names.to_numpy(zero_copy_only=False)
 
 
-def _audit(
-    log: Log, clicked: np.ndarray, sample: Log | None, known: Mapping[str, float], options: _Options
-) -> BiasReport:
-    if not clicked.any():
+def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], options: AuditOptions) -> BiasReport:
+    if not log.clicks.any():
         what = f"the log has no positive feedback: the label '{options.label}' is never above 0"
         raise DataError(what, hint="choose another label with --label")
-    seen = impressions(log, clicked, seed=options.seed)
-    positions, width, groups = seen.positions, len(seen.positions), int(seen.group.max()) + 1
-    shown = np.bincount(seen.place, seen.row_weights(), width)
-    clicks = np.bincount(seen.place[clicked], minlength=width)
-    rate = np.bincount(seen.place, seen.row_weights() * clicked, width) / shown
+    positions, shown, clicks, rate = log.positions, log.shown, log.clicks, log.rate
     notes: list[str] = []
     no_links = "no clicked item was shown at more than one position"  # the reason, if items give no estimate
-    if seen.items is None:
+    if not log.has_items:
         no_links = "the log has no item ids"
-    elif not items_comparable(log, sample):
+    elif not items_comparable(sample, by_query=log.by_query):
         no_links = "items were not compared across positions"
         notes.append(
             "Items are not compared across positions: most items that occur again have other features each time, so "
             "their relevance may differ too. To compare them, add a column `query`, or a new item id for each context."
         )
-        seen = replace(seen, items=None)
-    best = best_source(evidence(seen, seed=options.seed), seen)
-    pool = pools(clicks if best is None else compared_clicks(best.cells, log.weights), positions)
+        log = replace(log, sources={name: counts for name, counts in log.sources.items() if name != "items"})
+        log = replace(log, seen=None)
+    best = best_source(log)
+    unit = weight_unit(log.weight / log.requests)
+    pool = pools(clicks if best is None else compared_clicks(best.cells, unit), positions)
     view = _View(positions, pool, int((rate * shown).argmax()), {})
     values = np.array([known.get(str(k), np.nan) for k in positions.tolist()])
     if np.isfinite(values).any():
         view.estimates["known"] = estimate("known", np.tile(values, (options.bootstrap + 1, 1)), view.reference)
-    seen = in_pools(seen, pool)
-    weights = replicates(groups, options.bootstrap, seed=options.seed)
-    graph = _count_estimates(seen, weights, view, shown, notes, options.seed)
+    weights = replicates(log.groups, options.bootstrap, seed=options.seed)
+    graph = _count_estimates(log, weights, view, notes, options.seed)
     explained, explain_clicks = None, False
     if sample is not None:
         explained, explain_clicks = _feature_estimates(view, sample, notes, options, network=best is None)
@@ -161,7 +190,7 @@ def _audit(
     agreements = [test for test in tests if test is not None]
     return BiasReport(
         label=options.label,
-        requests=len(log),
+        requests=log.requests,
         positions=positions,
         impressions=shown,
         clicks=clicks,
@@ -174,13 +203,13 @@ def _audit(
             agreements,
             best=None if best is None else best.name,
             impressions=shown,
-            requests=float(len(log) if log.weights is None else log.weights.sum()),
+            requests=log.weight,
             rate=rate,
             explained=explained,
             features_explain_clicks=explain_clicks,
             no_links=no_links,
             pool=pool,
-            suspicious=int(suspicious_requests(log, clicked).sum()) if options.keep_suspicious else 0,
+            suspicious=log.suspicious,
         ),
         pitfalls=[],
         links=graph,
@@ -209,16 +238,16 @@ class _View:
 
 
 def _count_estimates(
-    seen: Impressions, weights: np.ndarray, view: _View, shown: np.ndarray, notes: list[str], seed: int
+    log: LogCounts, weights: np.ndarray, view: _View, notes: list[str], seed: int
 ) -> Mapping[str, Any] | None:
     """Add estimates from requests in random order and from items shown at several positions to those of `view`.
 
     Return the groups of positions that such items link (`identification.links`), or None without such items.
     """
     training = _training_groups(weights)
-    of_pool = np.bincount(view.pool, shown)
-    fitted = {name: np.bincount(view.pool, shown * result.theta) / of_pool for name, result in view.estimates.items()}
-    sources = evidence(seen, seed=seed)
+    of_pool = np.bincount(view.pool, log.shown)
+    fitted = {name: np.bincount(view.pool, log.shown * got.theta) / of_pool for name, got in view.estimates.items()}
+    sources = {name: counts.in_pools(view.pool) for name, counts in log.sources.items()}
     graph = None
     if (counts := sources.get("randomised")) is not None:
         view.add("randomised", estimators.position_based(counts, weights))
@@ -232,8 +261,8 @@ def _count_estimates(
         fitted["harvest"] = estimators.harvest(counts, training, seed=seed)[0]
         fitted["items"] = estimators.position_based(counts, training)[0]
         graph = links(estimators.pair_clicks(counts, weights[:, 0], seed=seed), view.positions, view.pool)
-    if seen.items is not None and fitted:
-        held_out = HeldOut(seen, seen.items, seed=seed)
+    if log.seen is not None and log.seen.items is not None and fitted:
+        held_out = HeldOut(in_pools(log.seen, view.pool), log.seen.items, seed=seed)
         common = np.isfinite(list(fitted.values())).all(0)  # likelihoods are comparable only at the same positions
         for name, theta in fitted.items():
             score = held_out.score(np.where(common, theta, np.nan))
@@ -247,7 +276,7 @@ def _training_groups(weights: np.ndarray) -> np.ndarray:
 
 
 def _feature_estimates(
-    view: _View, sample: Log, notes: list[str], options: _Options, *, network: bool
+    view: _View, sample: Log, notes: list[str], options: AuditOptions, *, network: bool
 ) -> tuple[float, bool]:
     """Add estimates from features to those of `view`.
 

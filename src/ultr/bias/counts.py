@@ -6,7 +6,8 @@ sum of these counts, so its cost does not depend on the size of the log.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
@@ -122,14 +123,18 @@ def count_cells(strata: np.ndarray, places: np.ndarray, shown: np.ndarray, click
     return Cells(ids // width, ids % width, (int(strata.max(initial=-1)) + 1, width), *sums)
 
 
-def compared_clicks(cells: Cells, weights: np.ndarray | None) -> np.ndarray:
+def compared_clicks(cells: Cells, unit: float) -> np.ndarray:
     """Return the clicks behind θ of each position: those of strata that were shown at several positions.
 
-    `weights` are those of requests; they may be shares of requests, and then count as multiples of their mean.
+    Clicks are weighted; `unit` is the weight of one click (`weight_unit`).
     """
     compared = np.bincount(cells.strata)[cells.strata] > 1
-    unit = 1.0 if weights is None else min(1.0, float(weights.mean()))
     return np.bincount(cells.places, cells.clicked * compared, cells.size[1]) / unit
+
+
+def weight_unit(mean: float) -> float:
+    """Return the weight of one request, given their mean weight: 1, or the mean if it is smaller (a share)."""
+    return min(1.0, mean)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +151,28 @@ class Counts:
     def weighted(self, weights: np.ndarray) -> Cells:
         """Return impressions and clicks by cell: sums over the groups of requests with these weights [groups]."""
         return Cells(self.strata, self.places, self.size, self.shown @ weights, self.clicked @ weights)
+
+    def in_pools(self, pool: np.ndarray) -> Counts | None:
+        """Return the counts by pool of positions; `pool` has the pool of each position.
+
+        Strata in one pool compare nothing, so they are left out. Return None if there are no others.
+        """
+        width = int(pool[-1]) + 1
+        ids, cells = np.unique(self.strata * width + pool[self.places], return_inverse=True)
+        compared = np.bincount(ids // width)[ids // width] > 1
+        if not compared.any():
+            return None
+        merge = sparse.csr_matrix((np.ones(len(cells)), (cells, np.arange(len(cells)))))[compared]
+        left, strata = np.unique(ids[compared] // width, return_inverse=True)
+        size = len(left), width
+        return replace(
+            self,
+            strata=strata,
+            places=ids[compared] % width,
+            size=size,
+            shown=merge @ self.shown,
+            clicked=merge @ self.clicked,
+        )
 
 
 def counted(seen: Impressions, strata: np.ndarray, rows: np.ndarray | slice = slice(None)) -> Counts:
@@ -197,6 +224,49 @@ def counted_items(seen: Impressions, *, seed: int = 0) -> Counts | None:
     code[np.sort(sampled)] = np.arange(len(sampled))
     rows = rows[code[seen.items[rows]] >= 0]
     return replace(counted(seen, code[seen.items[rows]], rows), share=len(sampled) / len(moved))
+
+
+@dataclass(frozen=True, eq=False)
+class LogCounts:
+    """The counts of a log behind the estimates of examination, made in memory (`log_counts`) or by an engine."""
+
+    positions: np.ndarray  # ids, ascending
+    shown: np.ndarray  # [positions] weighted impressions
+    clicked: np.ndarray  # [positions] weighted clicks
+    clicks: np.ndarray  # [positions] rows with a click
+    requests: int
+    weight: float  # sum of the weights of requests
+    groups: int  # random groups of requests
+    sources: Mapping[str, Counts]  # by name, see `evidence`
+    has_items: bool
+    by_query: bool = False  # whether queries recur, so that an item is another one under another query
+    random_requests: int = 0  # requests in random order
+    suspicious: int = 0  # suspicious requests among these
+    seen: Impressions | None = field(default=None, repr=False)  # the rows, if they are in memory
+
+    @property
+    def rate(self) -> np.ndarray:
+        return np.asarray(self.clicked / self.shown)
+
+
+def log_counts(seen: Impressions, *, seed: int = 0) -> LogCounts:
+    """Count the rows of a log by position, and for each source of evidence."""
+    width, weights = len(seen.positions), seen.row_weights()
+    sources = {"randomised": counted_random(seen), "items": counted_items(seen, seed=seed)}
+    return LogCounts(
+        positions=seen.positions,
+        shown=np.bincount(seen.place, weights, width),
+        clicked=np.bincount(seen.place, weights * seen.clicked, width),
+        clicks=np.bincount(seen.place[seen.clicked], minlength=width),
+        requests=len(seen.lengths),
+        weight=float(len(seen.lengths) if seen.weights is None else seen.weights.sum()),
+        groups=int(seen.group.max()) + 1,
+        sources={name: counts for name, counts in sources.items() if counts is not None},
+        has_items=seen.items is not None,
+        by_query=seen.by_query,
+        random_requests=0 if seen.randomised is None else int(seen.randomised.sum()),
+        seen=seen,
+    )
 
 
 def replicates(groups: int, number: int, *, seed: int = 0) -> np.ndarray:

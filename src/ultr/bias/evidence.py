@@ -12,12 +12,11 @@ and the judge use the same choice (`best_source`). Strata of the logging score r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from ultr.bias.counts import Cells, Counts, Impressions, counted_items, counted_random, queries_recur
+from ultr.bias.counts import Cells, Counts, LogCounts
 from ultr.bias.estimators import ConditionalFit, fit_conditional
 from ultr.log import Log
 
@@ -38,20 +37,13 @@ class Source:
     text: str  # the evidence in words, such as "1,000 requests in random order"
 
 
-def evidence(seen: Impressions, *, seed: int = 0) -> dict[str, Counts]:
-    """Return the counts of each source that the log offers, by name."""
-    sources = {"randomised": counted_random(seen), "items": counted_items(seen, seed=seed)}
-    return {name: counts for name, counts in sources.items() if counts is not None}
-
-
-def best_source(sources: Mapping[str, Counts], seen: Impressions) -> Source | None:
+def best_source(log: LogCounts) -> Source | None:
     """Return the estimate of the best source, or None if no source estimates most of the positions.
 
     The more precise source is used. But if items contradict the requests in random order, their relevance depends on
     where they were shown, and the requests in random order are used.
     """
-    weights, width = seen.row_weights(), len(seen.positions)
-    shown, clicks = (np.bincount(seen.place, values, width) for values in (weights, weights * seen.clicked))
+    sources, shown = log.sources, log.shown
     cells = {name: counts.weighted(np.ones(counts.shown.shape[1])) for name, counts in sources.items()}
     fits = {name: fit_conditional(each) for name, each in cells.items()}
     linked = {name: fit for name, fit in fits.items() if _links_most(fit, shown)}
@@ -60,11 +52,11 @@ def best_source(sources: Mapping[str, Counts], seen: Impressions) -> Source | No
     errors = {name: _standard_error(fit, shown) for name, fit in linked.items()}
     name = min(errors, key=errors.__getitem__)
     precise = errors.get("randomised", np.inf) <= IMPRECISE
-    if len(linked) > 1 and precise and _differ(linked["items"], linked["randomised"], clicks / shown):
+    if len(linked) > 1 and precise and _differ(linked["items"], linked["randomised"], log.rate):
         name = "randomised"
     if errors[name] > IMPRECISE:
         return None
-    return Source(name, linked[name], errors[name], cells[name], _described(name, sources[name], seen))
+    return Source(name, linked[name], errors[name], cells[name], _described(name, sources[name], log))
 
 
 def _links_most(fit: ConditionalFit, shown: np.ndarray) -> bool:
@@ -72,10 +64,10 @@ def _links_most(fit: ConditionalFit, shown: np.ndarray) -> bool:
     return bool(linked.sum() > 1 and shown[linked].sum() > MOST * shown.sum())
 
 
-def _described(name: str, counts: Counts, seen: Impressions) -> str:
-    if name == "randomised" and seen.randomised is not None:
-        return f"{int(seen.randomised.sum()):,} requests in random order"
-    one_query = " for the same query" if seen.by_query else ""
+def _described(name: str, counts: Counts, log: LogCounts) -> str:
+    if name == "randomised":
+        return f"{log.random_requests:,} requests in random order"
+    one_query = " for the same query" if log.by_query else ""
     return f"{counts.clicked.sum():,.0f} clicks on items shown at several positions{one_query}"
 
 
@@ -102,13 +94,13 @@ def _differ(items: ConditionalFit, randomised: ConditionalFit, rate: np.ndarray)
     return information > 0 and abs(float(direction @ change)) > CONTRADICTION * np.sqrt(information)
 
 
-def items_comparable(log: Log, sample: Log | None) -> bool:
+def items_comparable(sample: Log | None, *, by_query: bool) -> bool:
     """Return False if an item seems to have another relevance each time, so that its positions cannot be compared.
 
     This is so if most items that occur again have other features in the `sample`, and no query says when they are the
-    same.
+    same (`by_query` is False).
     """
-    if sample is None or queries_recur(log) or sample.item_ids is None or not sample.feature_names:
+    if sample is None or by_query or sample.item_ids is None or not sample.feature_names:
         return True
     codes = sample.item_ids.dictionary_encode().indices.to_numpy(zero_copy_only=False)
     order = np.argsort(codes, kind="stable")[:200_000]

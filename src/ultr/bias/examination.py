@@ -20,9 +20,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ultr.bias.counts import Cells, check_positions, compared_clicks, count_cells, impressions, item_codes
+from ultr.bias.counts import (
+    Cells,
+    check_positions,
+    compared_clicks,
+    count_cells,
+    impressions,
+    item_codes,
+    log_counts,
+    weight_unit,
+)
 from ultr.bias.estimators import fit_conditional, fit_trust, largest_one, pools
-from ultr.bias.evidence import Source, best_source, evidence, items_comparable
+from ultr.bias.evidence import Source, best_source, items_comparable
 from ultr.bias.logging_policy import logging_score, strata_of
 from ultr.datasets.users import User
 from ultr.errors import DataError
@@ -94,7 +103,8 @@ def estimate_examination(
         source, error = SOURCES["items" if theta_from == "items" else "strata"], None
         strata = _items(log) if theta_from == "items" else _strata(log, clicked, seed, device)
         cells = count_cells(strata, places, shown, clicked, width=len(ids))
-    cells, pool, clicks_behind = _pooled(cells, ids, log.weights)
+    unit = 1.0 if log.weights is None else weight_unit(float(log.weights.mean()))
+    cells, pool, clicks_behind = _pooled(cells, ids, unit)
     if trust:
         fit = fit_trust(cells)
         theta, zeta, moved = fit.theta[pool], fit.zeta[pool], fit.moved
@@ -106,9 +116,9 @@ def estimate_examination(
     return Examination(tuple(ids.tolist()), theta, zeta, shown_at, clicks_at, moved, cells.size[0], source, error)
 
 
-def _pooled(cells: Cells, ids: np.ndarray, weights: np.ndarray | None) -> tuple[Cells, np.ndarray, np.ndarray]:
+def _pooled(cells: Cells, ids: np.ndarray, unit: float) -> tuple[Cells, np.ndarray, np.ndarray]:
     """Return cells by pool of positions (`estimators.pools`), the pool of each position, and the clicks of pools."""
-    clicks = compared_clicks(cells, weights)
+    clicks = compared_clicks(cells, unit)
     pool = pools(clicks, ids)
     width = int(pool[-1]) + 1
     pooled = count_cells(cells.strata, pool[cells.places], cells.shown, cells.clicked, width=width)
@@ -117,7 +127,8 @@ def _pooled(cells: Cells, ids: np.ndarray, weights: np.ndarray | None) -> tuple[
 
 def _best_source(log: Log, clicked: np.ndarray, seed: int) -> Source | None:
     seen = impressions(log, clicked, seed=seed, most_positions=MAX_TRAINED_POSITIONS)
-    return best_source(evidence(seen if items_comparable(log, log) else replace(seen, items=None), seed=seed), seen)
+    comparable = items_comparable(log, by_query=seen.by_query)
+    return best_source(log_counts(seen if comparable else replace(seen, items=None), seed=seed))
 
 
 def _items(log: Log) -> np.ndarray:

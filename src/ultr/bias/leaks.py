@@ -75,20 +75,35 @@ def _only_with(values: np.ndarray, acted: np.ndarray) -> np.ndarray:
 
 def _ordered(values: np.ndarray, feedback: np.ndarray) -> np.ndarray:
     """Return the columns that separate rows with an action from those without, or order rows by its size."""
-    from scipy.stats import rankdata
-
     acted = feedback > 0
     with_action, without = int(acted.sum()), int((~acted).sum())
     found: set[int] = set()
     if min(with_action, without) >= LEAST_ROWS**2:
-        above = rankdata(values, axis=0)[acted].sum(0) - with_action * (with_action + 1) / 2
+        above = mean_ranks(values)[acted].sum(0) - with_action * (with_action + 1) / 2
         area = above / (with_action * without)
         found |= set(np.flatnonzero(np.maximum(area, 1 - area) >= SEPARATES).tolist())
     sizes = feedback[acted]
     if with_action >= LEAST_ROWS**2 and np.ptp(sizes) > 0:
-        ranks, of_size = rankdata(values[acted], axis=0), rankdata(sizes)
+        ranks, of_size = mean_ranks(values[acted]), mean_ranks(sizes)
         ranks, of_size = ranks - ranks.mean(0), of_size - of_size.mean()
         norm = np.sqrt((ranks**2).sum(0) * (of_size @ of_size))
         correlation = np.abs(of_size @ ranks) / np.maximum(norm, 1e-12)
         found |= set(np.flatnonzero(correlation >= FOLLOWS).tolist())
     return np.array(sorted(found), np.int64)
+
+
+def mean_ranks(values: np.ndarray) -> np.ndarray:
+    """Return the rank of each value in its column, from 1; equal values have their mean rank.
+
+    It is scipy.stats.rankdata, which takes a second to import.
+    """
+    order = np.argsort(values, axis=0, kind="stable")
+    ordered = np.take_along_axis(values, order, axis=0)
+    number = np.broadcast_to(np.arange(len(values)).reshape(-1, *[1] * (values.ndim - 1)), values.shape)
+    ties = np.zeros((len(values) + 1, *values.shape[1:]), bool)  # whether a value equals the one before it
+    ties[1:-1] = ordered[1:] == ordered[:-1]
+    first = np.maximum.accumulate(np.where(ties[:-1], 0, number), axis=0)
+    last = np.minimum.accumulate(np.where(ties[1:], len(values), number)[::-1], axis=0)[::-1]
+    ranks = np.empty(values.shape)
+    np.put_along_axis(ranks, order, 1 + (first + last) / 2, axis=0)
+    return ranks

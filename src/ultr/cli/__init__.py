@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from typing import NoReturn
 
 import typer
 
@@ -28,7 +29,7 @@ from ultr.cli import (
 )
 from ultr.cli.messages import messages_on_stderr, with_log_options, words
 from ultr.cli.options import one_line, plain
-from ultr.errors import OptionError, ProcessError, UltrError
+from ultr.errors import OptionError, ProcessError, UltrError, missing_for_training
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk, or of a user's share of it
@@ -84,18 +85,15 @@ def _run() -> None:
             words.print("interrupted")
         raise
     except UltrError as error:
-        if isinstance(error, ProcessError):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may send SIGTERM while this prints
-        # When one process fails, all others raise a ProcessError; the messages of two of them are enough.
-        if not isinstance(error, ProcessError) or os.environ.get("RANK", "0") in ("0", "1"):
-            _print_error(f"[bold red]error:[/] {plain(one_line(str(error)))}")
-        sys.exit(error.exit_code)
+        _exit_with(error)
     except KeyboardInterrupt:
         words.print("interrupted")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         sys.exit(0)
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (missing := missing_for_training(f"ultr {sys.argv[1]}", error)):
+            _exit_with(missing)
         if os.environ.get("ULTR_DEBUG"):
             raise
         if isinstance(error, OSError) and error.errno in FULL:
@@ -110,6 +108,16 @@ def _run() -> None:
         text = f"{type(error).__name__}: {error}"
         _print_error(f"[bold red]internal error:[/] {plain(text)}\nset ULTR_DEBUG=1 to see the traceback")
         sys.exit(1)
+
+
+def _exit_with(error: UltrError) -> NoReturn:
+    """Print an error of the package, and exit with its code."""
+    if isinstance(error, ProcessError):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may send SIGTERM while this prints
+    # When one process fails, all others raise a ProcessError; the messages of two of them are enough.
+    if not isinstance(error, ProcessError) or os.environ.get("RANK", "0") in ("0", "1"):
+        _print_error(f"[bold red]error:[/] {plain(one_line(str(error)))}")
+    sys.exit(error.exit_code)
 
 
 def _check_arguments() -> None:

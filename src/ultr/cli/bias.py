@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +14,7 @@ import typer
 from rich.table import Table
 
 from ultr.cli import options
-from ultr.cli.messages import words
+from ultr.cli.messages import progress_bar, words
 from ultr.cli.options import (
     free_path,
     named_columns,
@@ -24,6 +26,7 @@ from ultr.cli.options import (
     print_warning,
     unless,
 )
+from ultr.errors import OptionError
 
 if TYPE_CHECKING:
     from ultr.bias.click_quality import QualityReport
@@ -62,6 +65,12 @@ def bias(
     ] = None,
     bootstrap: Annotated[int, typer.Option(help="Bootstrap resamples for the confidence intervals.", min=10)] = 50,
     sample: Annotated[int, typer.Option(help="Rows to use in estimators that need features.", min=1000)] = 100_000,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Engine that counts a log larger than memory: duckdb or spark.", show_default="in memory"),
+    ] = None,
+    memory: options.Memory = None,
+    master: options.Master = None,
     seed: options.Seed = 0,
     keep_suspicious: Annotated[
         bool, typer.Option(help="Keep suspicious requests, such as those of bots, in the estimates.")
@@ -73,12 +82,10 @@ def bias(
     as_json: options.Json = False,
 ) -> None:
     """Estimate examination (the probability that a position is seen), and say whether the log identifies it."""
-    from ultr.bias.audit import audit, without_suspicious
     from ultr.bias.click_models import checked_names
     from ultr.bias.identification import NOT
     from ultr.bias.propensities import read_propensities
-    from ultr.log.labels import click_label, default_label
-    from ultr.log.sampling import read_for_audit
+    from ultr.log.labels import default_label
     from ultr.utils.files import check_output
 
     columns = named_columns(locals())
@@ -86,30 +93,20 @@ def bias(
     if out is not None:
         check_output(out, overwrite=overwrite, folder=True)
     source = options.one_source(log)
-    with words.status(plain(f"reading {source} ...")):
-        rows: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where or (), **columns}
-        whole, sampled = read_for_audit(source, sample_rows=sample, seed=seed, **rows)
-    trained_label = label or default_label(whole.actions)
-    if label is None:
-        label = click_label(whole.actions)
-    quality = None
-    if names:  # before the estimate of examination, which takes longer
-        from ultr.bias.click_quality import compare_click_models
-
-        with words.status("fitting click models ..."):
-            kept = (whole, sampled) if keep_suspicious else without_suspicious(whole, sampled, label)[:2]
-            quality = compare_click_models(kept[1] or kept[0], names, label=label, seed=seed)
-    with words.status("estimating examination ..."):
-        known = None if propensities is None else read_propensities(propensities)
-        report = audit(
-            whole,
-            label=label,
-            sample=sampled,
-            known=known,
-            bootstrap=bootstrap,
-            seed=seed,
-            keep_suspicious=keep_suspicious,
-        )
+    known = None if propensities is None else read_propensities(propensities)
+    audited = _Audit(sample=sample, bootstrap=bootstrap, seed=seed, keep_suspicious=keep_suspicious, known=known)
+    rows: dict[str, Any] = {"where": tuple(where or ()), **columns}
+    options.check_engine(engine, memory=memory, master=master)
+    if engine is None:
+        found = audited.in_memory(source, label, names, {"on_duplicates": on_duplicates, **rows})
+    else:
+        if on_duplicates != "error":
+            hint = "leave it out, or merge repeated rows with ultr prepare --on-duplicates"
+            got = f"--on-duplicates {on_duplicates}"
+            raise OptionError("an engine does not merge repeated rows", got=got, hint=hint)
+        settings = {"engine": engine, "memory": options.bytes_of(memory), "master": master, **rows}
+        found = audited.on_engine(source, label, names, settings)
+    report, quality, sampled = found.report, found.quality, found.sampled
     content = report.to_json()
     if quality is not None:
         content["click_models"] = quality.to_json()
@@ -118,8 +115,9 @@ def bias(
     if as_json:
         print(json.dumps(content))
         return
-    words.print(f"{len(whole):,} requests with {whole.rows:,} rows; feedback: {plain(label)} > 0", soft_wrap=True)
-    print_notes(whole.notes)
+    read = f"{report.requests + report.left_out:,} requests with {found.rows:,} rows"
+    words.print(f"{read}; feedback: {plain(report.label)} > 0", soft_wrap=True)
+    print_notes(found.notes)
     _print_summary(report)
     if verbose:
         _print_details(report)
@@ -134,11 +132,76 @@ def bias(
             *("train", source),
             bias=None if report.verdict.status == NOT else out,
             columns={**columns, **_features_without(warned, sampled)},
-            label=trained_label,
+            label=label or default_label(found.actions),
             on_duplicates=unless(on_duplicates, "error"),
             where=where,
             out=free_path("run"),
         )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The results of an audit, and what is printed about the log."""
+
+    report: BiasReport
+    quality: QualityReport | None
+    sampled: Log | None  # requests with features
+    actions: Iterable[str]
+    rows: int
+    notes: Iterable[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Audit:
+    """The audit of a log, in memory or on an engine."""
+
+    sample: int
+    bootstrap: int
+    seed: int
+    keep_suspicious: bool
+    known: dict[str, float] | None
+
+    def in_memory(self, source: str, label: str | None, models: list[str], reading: dict[str, Any]) -> _Found:
+        from ultr.bias.audit import audit, without_suspicious
+        from ultr.log.labels import click_label
+        from ultr.log.sampling import read_for_audit
+
+        with words.status(plain(f"reading {source} ...")):
+            whole, sampled = read_for_audit(source, sample_rows=self.sample, seed=self.seed, **reading)
+        label = click_label(whole.actions) if label is None else label
+        quality = None
+        if models:  # before the estimate of examination, which takes longer
+            kept = (whole, sampled) if self.keep_suspicious else without_suspicious(whole, sampled, label)[:2]
+            quality = self._click_models(kept[1] or kept[0], models, label)
+        settings: dict[str, Any] = {"known": self.known, "bootstrap": self.bootstrap, "seed": self.seed}
+        with words.status("estimating examination ..."):
+            report = audit(whole, label=label, sample=sampled, keep_suspicious=self.keep_suspicious, **settings)
+        return _Found(report, quality, sampled, whole.actions, whole.rows, whole.notes)
+
+    def on_engine(self, source: str, label: str | None, models: list[str], settings: dict[str, Any]) -> _Found:
+        from ultr.bias.engine_counts import count_on_engine
+        from ultr.log.prepare.options import Preparation
+
+        with progress_bar() as bar:
+            bar.add_task("starting", total=None, figure="")
+            counts = count_on_engine(
+                source,
+                Preparation(**settings),
+                label=label,
+                sample_rows=self.sample,
+                keep_suspicious=self.keep_suspicious,
+            )
+        quality = self._click_models(counts.kept_sample() or counts.sample, models, counts.label) if models else None
+        with words.status("estimating examination ..."):
+            report = counts.report(known=self.known, bootstrap=self.bootstrap, seed=self.seed)
+        sampled = counts.sample if counts.sample.feature_names else None
+        return _Found(report, quality, sampled, counts.sample.actions, counts.rows, counts.notes)
+
+    def _click_models(self, log: Log, models: list[str], label: str) -> QualityReport:
+        from ultr.bias.click_quality import compare_click_models
+
+        with words.status("fitting click models ..."):
+            return compare_click_models(log, models, label=label, seed=self.seed)
 
 
 def _features_without(warned: set[str], log: Log | None) -> dict[str, str]:

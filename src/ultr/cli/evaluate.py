@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,8 +20,11 @@ from ultr.errors import DataError, OptionError
 SHOWN_POSITIONS = 20  # positions whose examination is printed, at most
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ultr.evaluation.judgement import Judgement
     from ultr.log import Log
+    from ultr.log.parts import LogParts
     from ultr.rankers.model import Model
 
 
@@ -86,6 +89,10 @@ def evaluate(
         typer.Option(help="Repeated rows of a request, as for ultr train.", show_default="as for the training log"),
     ] = None,
     where: options.Where = None,
+    stream: Annotated[
+        str,
+        typer.Option(help="Read features of prepared lists in parts: yes, no, or auto (yes if memory is too small)."),
+    ] = "auto",
     data_dir: options.DataDir = None,
     device: options.Device = "auto",
     as_json: options.Json = False,
@@ -119,29 +126,23 @@ def evaluate(
     names = [*folders, *columns]
     if not names:
         raise OptionError("there is nothing to judge", hint="pass a run, or --score-column")
-    if len(set(names)) < len(names):
-        raise OptionError("each run and score column must be given once", got=", ".join(names))
+    _check_once(names)
     places = {name: fetched(name) for name in folders}
     models = {name: load_model(place) for name, place in places.items()}
-    source = _Source(data, split, data_dir)
-    logs = {
-        name: source.read({**columns_for_run(places[name], model, named), **rows}) for name, model in models.items()
-    }
-    rankers = {name: models[name].score(log, device=device) for name, log in logs.items()}
-    views = {name: models[name].view(log) for name, log in logs.items()}
-    log = (
-        max(views.values(), key=lambda each: len(each.feature_names))
-        if views
-        else source.read({"missing": "keep", **named, **rows})
-    )
-    if columns:
-        scores = source.scores(columns, log, {**named, **rows})
-        rankers |= {name: scores.features[:, i] for i, name in enumerate(scores.feature_names)}
-        if not log.feature_names:
-            log = replace(log, features=scores.features, feature_names=scores.feature_names)
-    segments: tuple[str, ...] = ()
+    source = _Source(data, split, data_dir, stream)
+    reading = {name: {**columns_for_run(places[name], model, named), **rows} for name, model in models.items()}
+    with words.status(plain(f"reading {data} and scoring it ...")):
+        views = {name: source.parts(reading[name]).viewed(model.view) for name, model in models.items()}
+        rankers = {n: views[n].mapped(partial(model.score, device=device)) for n, model in models.items()}
+        widest = max(models, key=lambda name: len(models[name].feature_names), default=None)
+        parts = source.parts({"missing": "keep", **named, **rows}) if widest is None else views[widest]
+        if columns:
+            parts, scores = source.scores(columns, parts, {**named, **rows})
+            rankers |= scores
+    log, segments = parts.log, tuple[str, ...]()
     if "segment" in log.context:
         log, segments = by_segment(log)
+        parts = parts.viewed(lambda part: by_segment(part, segments)[0])
     fresh, warnings = None, list[str]()
     if folders:
         seen = {name: (places[name], view) for name, view in views.items()}
@@ -156,6 +157,7 @@ def evaluate(
         segments=segments,
         user=make_user(users, eta=eta, epsilon=epsilon, max_grade=source.max_grade),
         against=against,
+        parts=parts,
     )
     print_notes(log.notes)
     for warning in warnings:
@@ -168,35 +170,76 @@ def evaluate(
         print_next("report", *folders, out=free_path("report.html"))
 
 
+def _check_once(names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        raise OptionError("each run and score column must be given once", got=", ".join(names))
+
+
 class _Source:
     """The data to judge on, which runs with different columns read differently; their rows are the same."""
 
-    def __init__(self, data: str, split: str, data_dir: Path | None) -> None:
+    def __init__(self, data: str, split: str, data_dir: Path | None, stream: str) -> None:
+        from ultr.log.shards import Shards, is_lists
+        from ultr.training.data import fits_in_memory
+
+        if stream not in ("auto", "yes", "no"):
+            raise OptionError("--stream must be auto, yes or no", got=stream)
         self._data, self._split, self._data_dir = data, split, data_dir
-        self._logs: dict[str, Log] = {}
+        self._parts: dict[str, LogParts] = {}
         self._columns: Mapping[str, Any] = {}  # of the first run
+        self._shards = Shards(data, split) if stream != "no" and is_lists(data) else None
+        if self._shards is not None and stream == "auto" and fits_in_memory(self._shards):
+            self._shards = None
+        if stream == "yes" and self._shards is None:
+            raise OptionError("only prepared lists can be streamed", got=data, hint="run ultr prepare on it first")
         self.max_grade = 4
 
-    def read(self, columns: Mapping[str, Any]) -> Log:
-        from ultr.training.data import read_data
-
+    def parts(self, columns: Mapping[str, Any]) -> LogParts:
+        """Return the rows of the data: in memory, or on disk if they are streamed."""
         key = json.dumps(columns, sort_keys=True, default=dict)
-        if key not in self._logs:
-            log, self.max_grade = read_data(self._data, split=self._split, data_dir=self._data_dir, columns=columns)
-            first = next(iter(self._logs.values()), log)
+        if key not in self._parts:
+            parts = self._read(columns)
+            log, first = parts.log, next(iter(self._parts.values()), parts).log
             if log.rows != first.rows or not log.request_ids.equals(first.request_ids):
                 what = "the runs read different requests or positions from the log"
                 raise DataError(what, where=self._data, hint="name the columns with --request and --position")
-            self._logs[key], self._columns = log, self._columns or columns
-        return self._logs[key]
+            self._parts[key], self._columns = parts, self._columns or columns
+        return self._parts[key]
 
-    def scores(self, names: Sequence[str], log: Log, named: Mapping[str, Any]) -> Log:
-        """Return a log whose features are the columns of scores with these names."""
-        if set(names) <= set(log.feature_names):
-            place = [log.feature_names.index(name) for name in names]
-            return replace(log, features=log.features[:, place], feature_names=tuple(names), vocabularies={})
-        others = {"features": list(names), "categorical": [], "missing": "reject"}
-        return self.read({**(self._columns or named), **others})
+    def _read(self, columns: Mapping[str, Any]) -> LogParts:
+        from ultr.datasets.base import highest_grade
+        from ultr.log.parts import LogParts
+        from ultr.log.schema import ROLES
+        from ultr.training.data import read_data
+
+        if self._shards is None:
+            log, self.max_grade = read_data(self._data, split=self._split, data_dir=self._data_dir, columns=columns)
+            return LogParts.of(log)
+        if columns.get("where"):
+            hint = "pass --where to ultr prepare"
+            raise OptionError("conditions (--where) need a log with named columns", where=self._data, hint=hint)
+        self._shards.check_names({role: name for role, name in columns.items() if role in ROLES})
+        parts = next(iter(self._parts.values()), None) or LogParts.on_disk(self._shards)
+        if parts.log.relevance is not None:
+            self.max_grade = highest_grade(parts.log, where=self._data)
+        return parts
+
+    def scores(
+        self, names: Sequence[str], parts: LogParts, named: Mapping[str, Any]
+    ) -> tuple[LogParts, dict[str, np.ndarray]]:
+        """Return parts with features (those of the scores, if there are no others), and the scores by name."""
+        from ultr.log.parts import LogParts
+
+        first = next(parts.read())
+        if not set(names) <= set(first.feature_names):
+            others = {"features": list(names), "categorical": [], "missing": "reject"}
+            scored = self.parts({**(self._columns or named), **others})
+            parts = parts if first.feature_names else LogParts.of(scored.log)
+        else:
+            scored = parts
+        place = [next(scored.read()).feature_names.index(name) for name in names]
+        values = scored.mapped(lambda part: part.features[:, place])
+        return parts, {name: values[:, i] for i, name in enumerate(names)}
 
 
 def _default_metric(log: Log) -> str:

@@ -70,6 +70,13 @@ Where = Annotated[
     list[str] | None,
     typer.Option("--where", help="Use only rows that meet this condition, e.g. 'country = de'; repeatable."),
 ]
+Memory = Annotated[
+    str | None, typer.Option("--memory", help="Memory limit of DuckDB, e.g. 4GB; default: half of the free memory.")
+]
+Master = Annotated[
+    str | None,
+    typer.Option("--master", help="Spark master, e.g. local[4]; default: the environment variable SPARK_MASTER."),
+]
 SOURCES = "files, folders (also with date=.../ partitions), 'patterns*.parquet' or URLs (s3:// gs:// hdfs:// file://)"
 # The column options of each command that a `next:` line may name.
 CARRIED = {
@@ -100,6 +107,22 @@ def one_source(sources: Sequence[str]) -> str:
         hint = "rename it, or pass a folder or a pattern"
         raise OptionError("a name with a comma cannot be one of several sources", got=f"'{name}'", hint=hint)
     return ",".join(sources)
+
+
+def bytes_of(memory: str | None) -> int | None:
+    """Return the bytes of a size such as 4GB; None if it is None."""
+    from ultr.utils.memory import parse_bytes
+
+    try:
+        return None if memory is None else parse_bytes(memory)
+    except ValueError as error:
+        raise OptionError("--memory must be a size such as 512MB or 4GB", got=f"'{memory}'") from error
+
+
+def check_engine(engine: str | None, **others: Any) -> None:
+    """Raise OptionError if an option of engines was passed without --engine."""
+    if engine is None and (name := next((name for name, value in others.items() if value is not None), None)):
+        raise OptionError(f"--{name} is an option of engines", hint=f"pass --engine too, or leave out --{name}")
 
 
 def unless(value: str, default: str) -> str | None:

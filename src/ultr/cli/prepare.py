@@ -25,7 +25,11 @@ def prepare(
             help=f"A log of any size with one row per item shown, as Parquet, CSV or JSONL: {options.SOURCES}."
         ),
     ],
-    out: Annotated[str, typer.Option(help="Folder for the lists; also a URL.")],
+    out: Annotated[str | None, typer.Option(help="Folder for the lists; also a URL.")] = None,
+    append: Annotated[
+        str | None,
+        typer.Option(help="Add the requests to this folder of lists, with its options, in place of --out."),
+    ] = None,
     engine: Annotated[str, typer.Option(help="Engine that groups the log: duckdb or spark.")] = "duckdb",
     request: options.RequestColumn = None,
     position: options.PositionColumn = None,
@@ -86,33 +90,32 @@ def prepare(
     test: Annotated[float, typer.Option(help="Share of requests for testing.", min=0, max=1)] = 0.1,
     validation_from: Annotated[str | None, typer.Option(help="Validate on requests since this time.")] = None,
     test_from: Annotated[str | None, typer.Option(help="Test on requests since this time.")] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory limit of DuckDB, e.g. 4GB; default: half of the free memory.")
-    ] = None,
+    memory: options.Memory = None,
     threads: Annotated[int | None, typer.Option(help="Threads of DuckDB; default: all cores.", min=1)] = None,
-    master: Annotated[
-        str | None, typer.Option(help="Spark master, e.g. local[4]; default: the environment variable SPARK_MASTER.")
-    ] = None,
+    master: options.Master = None,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
 ) -> None:
     """Group a log of any size into lists, one per request, split for training, validation and testing."""
-    # All parameters except the four removed here are options of `Preparation` with the same names.
+    # All parameters except the five removed here are options of `Preparation` with the same names.
     settings: dict[str, Any] = dict(locals())
-    for name in ("source", "out", "overwrite", "as_json"):
+    for name in ("source", "out", "append", "overwrite", "as_json"):
         del settings[name]
+    if (lists := out or append) is None or (out and append):
+        raise OptionError("--out or --append must name the folder of the lists", hint="pass one of them")
     from ultr.log.labels import default_label
     from ultr.log.prepare.pipeline import prepare_lists
 
     settings["where"] = tuple(where or ())
-    settings["memory"] = None if memory is None else _bytes(memory)
+    settings["memory"] = options.bytes_of(memory)
     with progress_bar() as bar:
         task = bar.add_task("starting", total=None, figure="rows")
 
         def progress(stage: str, done: int, total: int) -> None:
             bar.update(task, description=stage, completed=done, total=total or None)
 
-        manifest = prepare_lists(options.one_source(source), out, overwrite=overwrite, progress=progress, **settings)
+        how: dict[str, Any] = {"overwrite": overwrite, "append": append is not None, "progress": progress}
+        manifest = prepare_lists(options.one_source(source), lists, **how, **settings)
     print_notes(manifest.about["notes"])
     if as_json:
         print(json.dumps(asdict(manifest)))
@@ -121,19 +124,10 @@ def prepare(
     dropped = manifest.about["requests_dropped"]
     left_out = f"; {dropped:,} requests left out" if dropped else ""
     content = f"{len(manifest.features)} features, actions {', '.join(manifest.actions) or 'none'}"
-    words.print(plain(f"wrote {out}: {content}{left_out}"), soft_wrap=True)
+    words.print(plain(f"wrote {lists}: {content}{left_out}"), soft_wrap=True)
     if manifest.actions:
         label = None if manifest.label is not None else default_label(manifest.actions)
-        print_next("train", out, label=label, out=free_path("my-run"))
-
-
-def _bytes(text: str) -> int:
-    from ultr.utils.memory import parse_bytes
-
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise OptionError("--memory must be a size such as 512MB or 4GB", got=f"'{text}'") from error
+        print_next("train", lists, label=label, out=free_path("my-run"))
 
 
 def _print(manifest: Manifest) -> None:

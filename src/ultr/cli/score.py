@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
 
 from ultr.cli import options
 from ultr.cli.messages import progress_bar, words
 from ultr.cli.options import columns_text, plain, print_next, print_notes
-
-if TYPE_CHECKING:
-    from ultr.log import Log
+from ultr.errors import OptionError
 
 
 def score(
@@ -26,6 +25,11 @@ def score(
     item: options.ItemColumn = None,
     features: options.FeatureColumns = None,
     where: options.Where = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="spark: score on the workers of Spark, with ONNX; --out is a folder.", show_default="here"),
+    ] = None,
+    master: options.Master = None,
     device: options.Device = "auto",
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
@@ -34,40 +38,49 @@ def score(
 
     The columns have the names of the training log, unless options name others.
     """
-    from ultr.rankers.model import load_model
-    from ultr.serving.scoring import score_file
     from ultr.utils.stores import fetched
 
-    model, first = load_model(fetched(run)), dict[str, Any]()
+    options.check_engine(engine, master=master)
+    if engine not in (None, "spark"):
+        raise OptionError("scores are computed here or by Spark", got=f"--engine {engine}", hint="pass --engine spark")
+    source, first = options.one_source(candidates), dict[str, Any]()
+    settings: dict[str, Any] = {"request": request, "position": position, "item": item, "features": features}
+    settings |= {"where": where or (), "overwrite": overwrite}
 
-    def on_start(rows: Log) -> None:
-        first.update(columns=dict(rows.columns), notes=list(rows.notes))
-        _print_columns(rows)
+    def on_start(columns: Mapping[str, Any], notes: Sequence[str]) -> None:
+        first.update(columns=dict(columns), notes=list(notes))
+        if columns:
+            words.print(plain(f"columns: {columns_text(columns)}"), soft_wrap=True)
+        print_notes(notes)
 
     with progress_bar() as bar:
         task = bar.add_task("rows", total=None, figure="")
-        scores = score_file(
-            model,
-            options.one_source(candidates),
-            out,
-            request=request,
-            position=position,
-            item=item,
-            features=features,
-            where=where or (),
-            on_start=on_start,
-            overwrite=overwrite,
-            device=device,
-            on_progress=lambda done, rows: bar.update(task, completed=done, total=rows),
-        )
+        if engine is None:
+            from ultr.rankers.model import load_model
+            from ultr.serving.scoring import score_file
+
+            scores = score_file(
+                load_model(fetched(run)),
+                source,
+                out,
+                on_start=lambda rows: on_start(rows.columns, rows.notes),
+                device=device,
+                on_progress=lambda done, rows: bar.update(task, completed=done, total=rows),
+                **settings,
+            )
+        else:
+            from ultr.serving.spark_scoring import score_on_spark
+
+            scores = score_on_spark(
+                fetched(run),
+                source,
+                out,
+                master=master,
+                on_start=lambda columns: on_start(columns.by_role, columns.notes),
+                **settings,
+            )
     if as_json:
         print(json.dumps({"out": out, "run": run, "scores": scores, **first}))
         return
     words.print(f"wrote {out}: {scores:,} scores", soft_wrap=True)
     print_next("serve", run)
-
-
-def _print_columns(first: Log) -> None:
-    if first.columns:
-        words.print(plain(f"columns: {columns_text(first.columns)}"), soft_wrap=True)
-    print_notes(first.notes)

@@ -1,10 +1,11 @@
-"""`ultr serve`: serve the model of a run over HTTP."""
+"""`ultr serve`: serve the model of a run over HTTP and gRPC."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -30,19 +31,34 @@ def serve(
     poll: Annotated[float, typer.Option(help="Seconds between checks for a newer model.", min=0.05, max=86_400)] = 5.0,
     max_rows: Annotated[int, typer.Option(help="The largest number of rows in one request.", min=1)] = 10_000,
     threads: Annotated[int, typer.Option(help="The number of requests scored in parallel.", min=1, max=256)] = 1,
+    workers: Annotated[
+        int,
+        typer.Option(
+            help="The number of processes that answer requests; one for each core is a good choice.", min=1, max=256
+        ),
+    ] = 1,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="Also listen for gRPC on this port; 0 is any free port.", min=0, max=65535)
+    ] = None,
     allow_schema_change: Annotated[
         bool, typer.Option("--allow-schema-change", help="Also load newer models with other features.")
     ] = False,
 ) -> None:
-    """Serve a model with the Open Inference Protocol (REST, JSON and binary), and reload newer models."""
+    """Serve a model with the Open Inference Protocol (REST and gRPC), and reload newer models."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", name):
         what = "'name' must have 1 to 100 letters, digits, '_', '.' or '-'"
         raise OptionError(what, got=f"'{name}'", hint="pass another --name")
     token = _token(token_file)
-    from ultr.serving.http import listen
+    from ultr.serving.http import ServerOptions, check_grpc, listen, reserve
     from ultr.serving.http import serve as serve_on
 
-    with listen(host, port) as listener:
+    options = ServerOptions(name, max_rows, threads, token, poll, allow_schema_change, workers)
+    if grpc_port is not None:
+        check_grpc()
+    with (
+        listen(host, port) if workers == 1 else reserve(host, port) as listener,
+        nullcontext() if grpc_port is None else reserve(host, grpc_port) as grpc,
+    ):
         address = listener.getsockname()[0]
         if token is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             words.print(
@@ -54,17 +70,7 @@ def serve(
         def say(text: str) -> None:
             words.print(plain(text), soft_wrap=True)
 
-        serve_on(
-            listener,
-            run,
-            name=name,
-            max_rows=max_rows,
-            threads=threads,
-            token=token,
-            poll=poll,
-            any_schema=allow_schema_change,
-            say=say,
-        )
+        serve_on(listener, run, options, grpc=grpc, say=say)
 
 
 def _token(path: Path | None) -> str | None:

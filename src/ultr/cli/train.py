@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,7 +40,7 @@ def train(
     label: shared.LabelOption = None,
     ranker: shared.RankerOption = "mlp",
     ranker_option: shared.RankerOptions = None,
-    hidden: shared.Hidden = "512,256,128",
+    hidden: shared.HiddenByLog = None,
     dropout: shared.Dropout = 0.0,
     norm: shared.Norm = "none",
     steps: shared.Steps = None,
@@ -71,6 +73,7 @@ def train(
     where: options.Where = None,
     split: shared.Split = "random",
     time: shared.Time = None,
+    decay: shared.Decay = None,
     missing: shared.MissingOption = "mean",
     allow_leaks: shared.AllowLeaks = False,
     drop_suspicious: shared.DropSuspicious = False,
@@ -91,6 +94,13 @@ def train(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write evaluations and bias to RUN/tensorboard.")
     ] = False,
+    mlflow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URI",
+            help="Also log to MLflow: http://HOST:5000, a folder, or env for the address in MLFLOW_TRACKING_URI.",
+        ),
+    ] = None,
     config_file: Annotated[
         Path | None,
         typer.Option(
@@ -106,23 +116,23 @@ def train(
     as_json: options.Json = False,
 ) -> None:
     """Train a ranker from a log, or from a data set with simulated users, and write a run directory."""
-    from ultr.datasets.cache import cache_folder
-    from ultr.training.run import best_evaluation, run_training
-    from ultr.training.tensorboard import Board
-    from ultr.utils.stores import kept_here
-
     words.quiet = os.environ.get("RANK", "0") != "0"  # of several processes, only the first prints messages
     if write_config is not None:
         config_files.write_config(context, write_config, overwrite=overwrite)
         words.print(f"wrote {write_config}", soft_wrap=True, markup=False)
         print_next("train", config=write_config)
         return
-    config = shared.run_config({**locals()})
+    with words.status("starting ..."):  # imports take seconds on a busy machine
+        from ultr.datasets.cache import cache_folder
+        from ultr.training.run import best_evaluation, run_training
+        from ultr.utils.stores import kept_here
+
+        config = shared.run_config({**locals()})
     shared.print_thresholds(config.label, {method: (method, config.method_options, config.ranker)})
     steps, notes = config.training.steps, list[str]()
     here = kept_here(out, cache_folder() / "runs", resume=resume, overwrite=overwrite, writes=not words.quiet)
     with progress_bar() as bar, here as run:
-        board = Board(run, writes=not words.quiet) if tensorboard else None
+        trackers = _trackers(run, tensorboard=tensorboard, mlflow=mlflow)
         task = bar.add_task(method, total=steps, figure="")
 
         def show_note(note: str) -> None:
@@ -132,27 +142,28 @@ def train(
         def show(progress: Any) -> None:
             metrics = " ".join(f"{name} {value:.4f}" for name, value in progress.metrics.items())
             bar.update(task, description=method, completed=progress.step, total=steps, figure=metrics)
-            if board is not None:
-                board(progress)
+            for tracker in trackers:
+                tracker(progress)
 
         def show_bias_progress(progress: Any) -> None:
             likelihood = f"held-out log-likelihood {progress.metrics['likelihood']:.4f}"
             bar.update(task, description="bias model", completed=progress.step, total=bias_steps, figure=likelihood)
 
-        run_training(
-            config,
-            run,
-            resume=resume,
-            chosen=_compared(chosen_options(context)),
-            overwrite=overwrite,
-            checkpoint_seconds=checkpoint_seconds,
-            on_note=show_note,
-            on_warning=print_warning,
-            on_bias_progress=show_bias_progress,
-            on_progress=show,
-        )
-        if board is not None:
-            board.finish()
+        with _failing(trackers):
+            run_training(
+                config,
+                run,
+                resume=resume,
+                chosen=_compared(chosen_options(context)),
+                overwrite=overwrite,
+                checkpoint_seconds=checkpoint_seconds,
+                on_note=show_note,
+                on_warning=print_warning,
+                on_bias_progress=show_bias_progress,
+                on_progress=show,
+            )
+        for tracker in trackers:
+            tracker.finish()
         bias_of_run = _bias(run)
         metric, best = best_evaluation(run)
     if as_json:
@@ -165,6 +176,26 @@ def train(
     if users is None:
         print_next("score", out, config.data, out=free_path("scores.parquet"))
         words.print("to score other items, put their file in place of the training log in this command", soft_wrap=True)
+
+
+def _trackers(run: Path, *, tensorboard: bool, mlflow: str | None) -> list[Any]:
+    """Return what follows a run next to the printed progress: TensorBoard and MLflow, if the user asks for them."""
+    from ultr.training.tensorboard import Board
+    from ultr.training.tracking import Tracker
+
+    boards: list[Any] = [Board(run, writes=not words.quiet)] if tensorboard else []
+    return boards + ([Tracker(run, mlflow, writes=not words.quiet)] if mlflow is not None else [])
+
+
+@contextmanager
+def _failing(trackers: list[Any]) -> Iterator[None]:
+    """Tell trackers if a `with` block fails."""
+    try:
+        yield
+    except BaseException:
+        for tracker in trackers:
+            tracker.failed()
+        raise
 
 
 def _compared(chosen: set[str]) -> set[str]:

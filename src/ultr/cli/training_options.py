@@ -37,7 +37,15 @@ LabelOption = Annotated[
 Split = Annotated[
     str, typer.Option("--split", help="Requests of a log to hold out: random ones, or the last ones (time).")
 ]
-Time = Annotated[str | None, typer.Option("--time", help="Column with the time, for --split time.")]
+Time = Annotated[str | None, typer.Option("--time", help="Column with the time, for --split time and --decay.")]
+Decay = Annotated[
+    float | None,
+    typer.Option(
+        "--decay",
+        help="Half-life in days: a request counts half as much as one that is so much later. Days are date=.../ "
+        "partitions, --time, or the order of several logs.",
+    ),
+]
 RankerOption = Annotated[str, typer.Option("--ranker", help="Kind of ranker: mlp, linear, lightgbm or xgboost.")]
 RankerOptions = Annotated[
     list[str] | None,
@@ -60,6 +68,14 @@ BiasOption = Annotated[
     ),
 ]
 Hidden = Annotated[str, typer.Option("--hidden", help="Sizes of the hidden layers of the mlp, comma-separated.")]
+HiddenByLog = Annotated[
+    str | None,
+    typer.Option(
+        "--hidden",
+        help="Sizes of the hidden layers of the mlp, comma-separated.",
+        show_default="512,256,128; or 128,64,32 for a log of less than 100,000 rows",
+    ),
+]
 Dropout = Annotated[float, typer.Option("--dropout", help="Dropout rate of the mlp.")]
 Norm = Annotated[str, typer.Option("--norm", help="Normalisation of the mlp's layers: none or layer.")]
 Steps = Annotated[
@@ -157,17 +173,19 @@ def run_config(options: dict[str, Any]) -> RunConfig:
     """Return the `RunConfig` for the options of a command, given by name."""
     from ultr.bias.propensities import read_propensities
     from ultr.methods import parse_options
-    from ultr.rankers.boosters import is_trees, parse_parameters
+    from ultr.rankers.boosters import is_trees
+    from ultr.rankers.tree_parameters import parse_parameters
     from ultr.training.config import DEFAULT_METHOD, RunConfig, TrainingOptions, default_training
 
     ranker_options: dict[str, Any] = {}
     if options["ranker"] == "mlp":
         try:
-            sizes = [int(size) for size in options["hidden"].split(",")]
+            sizes = None if options["hidden"] is None else [int(size) for size in options["hidden"].split(",")]
         except ValueError as error:
             what = "--hidden must be comma-separated whole numbers, such as 512,256"
             raise OptionError(what, got=f"'{options['hidden']}'") from error
-        ranker_options = {"hidden": sizes, "dropout": options["dropout"], "norm": options["norm"]}
+        ranker_options = {} if sizes is None else {"hidden": sizes}
+        ranker_options |= {"dropout": options["dropout"], "norm": options["norm"]}
     parameters = options.get("ranker_option") or []
     if is_trees(options["ranker"]):
         ranker_options = parse_parameters(parameters)
@@ -197,6 +215,7 @@ def run_config(options: dict[str, Any]) -> RunConfig:
         where=tuple(options["where"] or ()),
         split=options["split"],
         time=options["time"],
+        decay=options.get("decay"),
         users=options["users"],
         user_options={"eta": options["eta"], "epsilon": options["epsilon"]} if options["users"] else {},
         data_dir=None if data_dir is None else str(data_dir),

@@ -9,25 +9,38 @@ from typing import Annotated, Any
 import typer
 
 from ultr.cli import options
+from ultr.cli import training_options as shared
 from ultr.cli.evaluate import print_judgement
 from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import free_path, plain, print_next, print_notes
+from ultr.cli.options import free_path, one_source, plain, print_next, print_notes
 
 REJECTED = 3  # the exit code if the new run is worse
 
 
 def update(
-    run: Annotated[Path, typer.Argument(help="The run of yesterday: a finished run of a network on a log.")],
-    log: Annotated[str, typer.Option("--log", help="The log of today: a log or prepared lists, as for ultr train.")],
+    run: Annotated[Path, typer.Argument(help="The run of yesterday: a finished run on a log.")],
+    log: Annotated[
+        list[str],
+        typer.Option(
+            "--log",
+            help="The log of today, or of the last days: a log or prepared lists, as for ultr train; may be repeated, "
+            "the oldest first.",
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="The run directory to write.")],
     gate: Annotated[
         float, typer.Option(help="Reject the new run if it is worse than the old one with this confidence.")
     ] = 0.95,
+    decay: shared.Decay = None,
+    time: Annotated[str | None, typer.Option(help="Column with the time, for --decay.")] = None,
     refit_bias: Annotated[
         bool,
-        typer.Option("--refit-bias", help="Estimate position bias from the new log."),
+        typer.Option("--refit-bias", help="Estimate examination from the new log."),
     ] = False,
-    steps: Annotated[int | None, typer.Option(help="Training steps.", show_default="as for the run")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Training steps, or new rounds of trees.", show_default="a fifth of the first training"),
+    ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="as for the run")] = None,
     device: Annotated[
         str | None, typer.Option("--device", help="Where to compute.", show_default="as for the run")
@@ -36,13 +49,14 @@ def update(
 ) -> None:
     """Train a run further on a new log, compare it with the old one, and write it if it is not worse.
 
-    All options are those of the run. Training starts from its ranker, and takes its position bias. Both rankers are
-    compared off policy, on requests of the new log that neither was trained on. If the new one is worse, the command
-    exits with code 3, and writes nothing at --out. A command that was killed is resumed by the same command.
+    All options are those of the run. Training starts from its ranker and its bias model; trees get further rounds.
+    Both rankers are compared off policy, on requests of the new log that neither was trained on. If the new one is
+    worse, the command exits with code 3, and writes nothing at --out. A killed command is resumed by the same command.
     """
     from ultr.training.finish import Listeners
     from ultr.training.update import update_run
 
+    source = one_source(log)
     with progress_bar() as bar:
         task = bar.add_task("update", total=None, figure="")
 
@@ -52,10 +66,12 @@ def update(
 
         result = update_run(
             run,
-            log,
+            source,
             out,
             gate=gate,
             refit_bias=refit_bias,
+            decay=decay,
+            time=time,
             listeners=Listeners(on_progress=show),
             on_note=lambda note: print_notes([note]),
             on_warning=options.print_warning,
@@ -69,7 +85,7 @@ def update(
         content = {"run": str(result.run), "accepted": result.accepted, "metric": result.metric}
         print(json.dumps({**content, **result.judgement.to_json()}))
     else:
-        print_judgement(result.judgement, log)
+        print_judgement(result.judgement, source)
     test = result.judged.difference
     about = ""
     if test is not None:

@@ -12,7 +12,7 @@ from ultr.log import Log
 from ultr.rankers.boosters import LightGBM, TreeRanker
 
 REPEATS = 2  # permutations of each feature
-CANDIDATES, SCREENED_ROWS = 50, 512  # most features that are evaluated; rows on which they are chosen
+CANDIDATES, SCREENED_ROWS = 50, 512  # most features that are evaluated by default; rows on which they are chosen
 SCORED_ROWS = 300_000  # most rows that are scored for all features and permutations together
 
 
@@ -40,16 +40,17 @@ def permutation_importance(
     gains: np.ndarray | None = None,
     repeats: int = REPEATS,
     seed: int = 0,
+    most: int | None = None,
 ) -> list[FeatureImportance]:
     """Return the importance of the features of a log, the most important first.
 
     `score` returns scores [rows] of features [rows, features]. `evaluate` returns a metric [requests] of scores, larger
-    is better. Values are permuted over all rows. Of many features, only those are evaluated whose permutation changes
-    the scores of some rows most.
+    is better. Values are permuted over all rows. Of more than `most` features (default 50), only those are evaluated
+    whose permutation changes the scores of some rows most.
     """
     rng = np.random.default_rng(seed)
     features = np.array(log.features)  # one column at a time is permuted in place
-    columns = _most_effective(features, score, rng)
+    columns = _most_effective(features, score, rng, most or CANDIDATES)
     before = evaluate(score(features))
     found = []
     for column in columns.tolist():
@@ -78,11 +79,11 @@ def tree_gains(ranker: TreeRanker, features: int) -> np.ndarray:
 
 
 def _most_effective(
-    features: np.ndarray, score: Callable[[np.ndarray], np.ndarray], rng: np.random.Generator
+    features: np.ndarray, score: Callable[[np.ndarray], np.ndarray], rng: np.random.Generator, most: int
 ) -> np.ndarray:
-    """Return the indices of at most `CANDIDATES` features, those whose permutation changes scores most."""
+    """Return the indices of at most `most` features, those whose permutation changes scores most."""
     count = features.shape[1]
-    if count <= CANDIDATES:
+    if count <= most:
         return np.arange(count)
     rows = features[rng.permutation(len(features))[:SCREENED_ROWS]]
     before, change = score(rows), np.zeros(count)
@@ -91,4 +92,4 @@ def _most_effective(
         rows[:, column] = rng.permutation(values)
         change[column] = np.abs(score(rows) - before).mean()
         rows[:, column] = values
-    return np.sort(np.argsort(-change, kind="stable")[:CANDIDATES])
+    return np.sort(np.argsort(-change, kind="stable")[:most])

@@ -6,11 +6,10 @@ own estimate of examination could get a better value from a wrong estimate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -144,18 +143,41 @@ def evaluate_requests(
     device: torch.device | str = "cpu",
 ) -> dict[str, np.ndarray]:
     """Return metrics [requests] of scores [rows]; the `judge` estimates those named `off-policy-*` from feedback."""
+    evaluate = request_metrics(log, metrics, user=user, label=label, judge=judge, segments=segments, device=device)
+    return evaluate(scores)
+
+
+def request_metrics(
+    log: Log,
+    metrics: Sequence[str],
+    *,
+    user: User | None = None,
+    label: str,
+    judge: Judge | None = None,
+    segments: Sequence[str] = (),
+    device: torch.device | str = "cpu",
+    keep: bool = False,
+) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
+    """Return a function from scores [rows] to metrics [requests], as `evaluate_requests`; `keep` if it is called often.
+
+    What does not depend on the scores is computed here, once.
+    """
     plain = [name for name in metrics if not name.startswith(OFF_POLICY)]
-    results: dict[str, Any] = {}
-    if plain:
-        results = ScoreMetrics(log, plain, user=user, label=label, device=device)(scores)
+    of_labels = ScoreMetrics(log, plain, user=user, label=label, device=device, keep=keep) if plain else None
+    off_policy: dict[str, OffPolicy] = {}
     for name in metrics:
         if name.startswith(OFF_POLICY):
             if judge is None:
                 what = f"'{name}' needs an estimate of examination, which this run has not saved"
                 raise DataError(what, hint=f"train again with --select {name}")
-            estimator = judge.estimator(log, name, label=label, segments=segments, device=device)
-            results[name] = estimator(scores).per_request
-    return {name: check_finite(results)[name] for name in metrics}
+            off_policy[name] = judge.estimator(log, name, label=label, segments=segments, device=device)
+
+    def evaluate(scores: np.ndarray) -> dict[str, np.ndarray]:
+        results = {} if of_labels is None else of_labels(scores)
+        results |= {name: estimator(scores).per_request for name, estimator in off_policy.items()}
+        return {name: check_finite(results)[name] for name in metrics}
+
+    return evaluate
 
 
 def check_finite(results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -31,6 +31,7 @@ from ultr.evaluation.scores import (
 )
 from ultr.log import Log
 from ultr.log.labels import DEFAULT_LABEL
+from ultr.log.parts import LogParts
 from ultr.log.queries import split_by_query
 from ultr.log.segments import slot
 
@@ -88,12 +89,14 @@ def judge_rankers(
     against: str | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    parts: LogParts | None = None,
 ) -> Judgement:
     """Judge rankers by their scores [rows], on the requests of a log or on those that the mask `judged` [requests] has.
 
     The logged ranking is judged next to them, if the log has positions. The others are tested against it, or against
     the ranker `against`. One θ judges all of them: `known`, examination by position (`3`, or `3@phone`), or else the
-    estimate of the log. `user` is the simulated user of reward@k.
+    estimate of the log. `user` is the simulated user of reward@k. `parts` has the features, if those of the log are not
+    in memory.
     """
     chosen = np.ones(len(log), bool) if judged is None else judged
     rows, on = np.repeat(chosen, log.lengths), log.select(chosen)
@@ -105,7 +108,8 @@ def judge_rankers(
     against = against or next(iter(scores))
     if against not in scores:
         raise OptionError(f"'{against}' is not among the rankers", hint=nearest(against, scores))
-    judge = _Judges(log, chosen, label, known, segments, seed, device) if _off_policy(metrics) else None
+    parts = parts or LogParts.of(log)
+    judge = _Judges(log, parts, chosen, label, known, segments, seed, device) if _off_policy(metrics) else None
     values: dict[str, dict[str, Judged]] = {name: {} for name in scores}
     for metric in metrics:
         estimator = judge.estimator(metric) if judge and _off_policy([metric]) else None
@@ -139,6 +143,7 @@ class _Judges:
     def __init__(
         self,
         log: Log,
+        parts: LogParts,
         chosen: np.ndarray,
         label: str,
         known: Mapping[str, float] | None,
@@ -153,13 +158,12 @@ class _Judges:
         by_slot: dict[str, list[float]] = {}
         places, direct = positions.copy(), np.zeros(log.rows)
         for number, part in enumerate(_parts(log, chosen, seed)):
-            others = np.setdiff1d(np.arange(len(log)), part)
-            judge = make_judge(
-                log.select(others), label=label, known=given, segments=segments, seed=seed, device=device
-            )
-            of_part = np.repeat(np.isin(np.arange(len(log)), part), log.lengths)
+            in_part = np.isin(np.arange(len(log)), part)
+            others = parts.sample(~in_part, seed=seed)
+            judge = make_judge(others, label=label, known=given, segments=segments, seed=seed, device=device)
+            of_part = np.repeat(in_part, log.lengths)
             places[of_part] += number * FOLD
-            direct[of_part] = judge.direct(log.select(part))
+            direct[of_part] = parts.mapped(judge.direct, in_part)
             for position, value in judge.theta_of(ids, segments).items():
                 theta[number * FOLD + position] = value
                 by_slot.setdefault(slot(position, segments), []).append(value)

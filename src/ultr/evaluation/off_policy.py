@@ -191,7 +191,7 @@ class OffPolicy:
 @checked
 def compare_values(a: OffPolicyValue, b: OffPolicyValue) -> PairedTest:
     """Test whether two rankers differ on the requests of a log: a paired test of a - b with the errors of both."""
-    from scipy.stats import norm
+    from scipy.special import ndtr
 
     of_a, of_b = ((v.kind, v.k, v.per_request.shape, v.replicates.shape) for v in (a, b))
     if of_a != of_b:
@@ -200,7 +200,7 @@ def compare_values(a: OffPolicyValue, b: OffPolicyValue) -> PairedTest:
     test = paired_test(a.per_request, b.per_request, a.weights)
     changed = test.difference - (a.unclipped - b.unclipped)
     margin = _margin(test.high - test.difference, changed, a.replicates - b.replicates - test.difference)
-    p = float(2 * norm.sf(NORMAL * abs(test.difference) / max(margin, TINY)))
+    p = float(2 * ndtr(-NORMAL * abs(test.difference) / max(margin, TINY)))
     return PairedTest(test.difference, test.difference - margin, test.difference + margin, p, test.requests)
 
 

@@ -5,7 +5,7 @@ The expression is parsed to a small tree of nodes and never evaluated as code. I
     numbers, action names (`in backquotes` if they have blanks), + - * / ** and unary -, < <= > >= == !=, parentheses,
     exp log log1p sqrt abs (one argument), min max (two or more), clip(x, low, high)
 
-Comparisons give 0 or 1. The same label works on NumPy arrays and on torch tensors.
+Comparisons give 0 or 1. The same label works on NumPy arrays, on torch tensors and on columns of DuckDB and Spark.
 """
 
 from __future__ import annotations
@@ -108,16 +108,25 @@ class Label:
         if not isinstance(actions, Mapping):
             got, hint = type(actions).__name__, "pass for example {'click': values}"
             raise LabelError("'actions' must be a mapping from names to values", got=got, hint=hint)
-        for name in self._names:
-            if name not in actions:
-                hint = f"{nearest(name, actions)}; --actions names the columns of actions"
-                raise LabelError(f"label '{self.expression}' needs the action '{name}'", hint=hint)
+        self.check_actions(actions)
         with np.errstate(all="ignore"):  # _check finds values that are not finite
             library, numbers = _as_numbers({name: actions[name] for name in self._names})
             values = self._node(library, numbers)
         if check:
             self._check(values, numbers)
         return values
+
+    def check_actions(self, names: Iterable[str]) -> None:
+        """Raise LabelError if an action of the expression is not among these."""
+        names = list(names)
+        for name in self._names:
+            if name not in names:
+                hint = f"{nearest(name, names)}; --actions names the columns of actions"
+                raise LabelError(f"label '{self.expression}' needs the action '{name}'", hint=hint)
+
+    def on_engine(self, actions: Mapping[str, Any]) -> Any:
+        """Return the label as an Ibis expression, given an Ibis column for each action; its values are not checked."""
+        return self._node(_Columns, actions)
 
     def _check(self, values: Any, actions: Mapping[str, Any]) -> None:
         bad = ~((values >= 0) & (values < float("inf")))
@@ -222,6 +231,29 @@ class Label:
         return apply
 
 
+class _Columns:
+    """The functions of an array library that labels use, for columns of Ibis."""
+
+    exp, sqrt, abs = (staticmethod(operator.methodcaller(name)) for name in ("exp", "sqrt", "abs"))
+    log = staticmethod(operator.methodcaller("ln"))
+
+    @staticmethod
+    def log1p(column: Any) -> Any:
+        return (column + 1.0).ln()
+
+    @staticmethod
+    def zeros_like(column: Any) -> Any:
+        return column * 0.0
+
+    @staticmethod
+    def minimum(a: Any, b: Any) -> Any:
+        return (a < b).ifelse(a, b)
+
+    @staticmethod
+    def maximum(a: Any, b: Any) -> Any:
+        return (a > b).ifelse(a, b)
+
+
 def _quiet(apply: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     """Apply an operator; where Python floats raise an error or become complex, return NaN, as arrays do."""
     try:
@@ -235,6 +267,8 @@ def _zero_or_one(truth: Any, actions: Mapping[str, Any]) -> Any:
     """Return the result of a comparison as 0 or 1, in the floating-point type of the actions."""
     if isinstance(truth, bool):
         return float(truth)
+    if hasattr(truth, "ifelse"):  # a column of Ibis
+        return truth.ifelse(1.0, 0.0)
     dtype = next(iter(actions.values())).dtype
     return truth.astype(dtype) if isinstance(truth, np.ndarray) else truth.to(dtype)
 

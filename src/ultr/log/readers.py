@@ -82,14 +82,14 @@ def read_log(
         "randomised": randomised,
     }
     reading = Reading(missing, on_duplicates, tuple(where), time)
-    if not is_files(source):
+    if not isinstance(source, Source) and not is_files(source):
         named["trained"] = columns
         return _from_table(as_table(source), named, where=f"the {type(source).__name__}", reading=reading)
-    if (lists := prepared(source)) is not None:
+    if not isinstance(source, Source) and (lists := prepared(source)) is not None:
         reject_conditions(source, reading, hint="pass --where and --split time to ultr prepare")
         lists.check_names(named)
         return lists.read_all()
-    files = open_source(source).only(reading.where)
+    files = (source if isinstance(source, Source) else open_source(source)).only(reading.where)
     if files.kind == "SVMlight":
         reject_names(files.name, named)
         reject_conditions(files.name, reading, hint="convert it to CSV or Parquet")

@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ultr.errors import DataError, OptionError
+from ultr.log.decay import decayed
 from ultr.log.schema import CONTEXT
 from ultr.log.table import Log
 from ultr.log.values import as_data_error, check_features
@@ -52,6 +53,7 @@ class Manifest:
     label: str | None = None  # the expression of the action `label`, if there is one
     about: Mapping[str, Any] = field(default_factory=dict)  # how it was made: source, engine, filters, split, sampling
     footers: Mapping[str, str] = field(default_factory=dict)  # shard -> the checksum of its Parquet footer
+    appended: Sequence[Mapping[str, Any]] = ()  # for each later source: its name, its fingerprint and its `shards`
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -60,6 +62,10 @@ class Manifest:
         for name, counts in self.splits.items():
             if min(int(counts[key]) for key in ("requests", "rows", "longest")) < 1:
                 raise DataError(f"the split '{name}' is empty", got=dict(counts))
+
+    def day_of(self, shard: str) -> int:
+        """Return the number of the source of a shard: 0 for the first, and from 1 on for those that were appended."""
+        return next((n for n, part in enumerate(self.appended, 1) if shard in part["shards"]), 0)
 
     def save(self, folder: Path) -> None:
         with atomic_path(folder / MANIFEST, overwrite=True) as temporary:
@@ -70,8 +76,9 @@ class Manifest:
         path = fetched(folder) / MANIFEST
         try:
             content = load_description(path, FORMAT, what="this folder of lists", hint=AGAIN)
-            values = {f.name: content[f.name] for f in fields(Manifest) if f.name != "footers"}
-            values["footers"] = dict(content.get("footers", {}))  # older lists have none
+            values = {f.name: content[f.name] for f in fields(Manifest) if f.name not in ("footers", "appended")}
+            values["footers"] = dict(content.get("footers", {}))  # older lists have none, and no `appended`
+            values["appended"] = tuple(content.get("appended", ()))
             for name in ("features", "actions", "positions", "binary"):
                 if not isinstance(values[name], list):
                     raise TypeError(f"'{name}' must be a list")
@@ -110,14 +117,18 @@ class RowGroup(NamedTuple):
 class Shards:
     """One split (train, validation or test) of a folder of lists; its row groups can be read as logs."""
 
-    def __init__(self, folder: str | Path, split: str = "train") -> None:
+    def __init__(self, folder: str | Path, split: str = "train", *, decay: float | None = None) -> None:
         self.folder, self.split, self.manifest = fetched(folder), split, Manifest.load(folder)
+        self._decay = decay
+        if decay is not None and not self.manifest.appended:
+            hint = "append each day with ultr prepare --append, or leave out --decay"
+            raise OptionError("the days of the lists are not known, so weights cannot decay", got=folder, hint=hint)
         if split not in self.manifest.splits:
             got = f"only {', '.join(self.manifest.splits)}"
             raise DataError(f"the lists have no split '{split}'", where=folder, got=got, hint=AGAIN)
         self.groups: list[RowGroup] = []
         self._footers: dict[Path, Any] = {}  # cached, so that a footer is not read again with every row group
-        for path in sorted((self.folder / split).glob("*.parquet")):
+        for path in self.paths:
             with as_data_error(path, "Parquet"):
                 # This check comes first because Arrow aborts the process on some damaged footers.
                 if self.manifest.footers.get(f"{split}/{path.name}", checksum := footer_sum(path)) != checksum:
@@ -131,6 +142,12 @@ class Shards:
         if len(self) != self.manifest.splits[split]["requests"]:
             expected = f"{self.manifest.splits[split]['requests']:,}"
             raise DataError(f"shards must have {expected} requests", where=folder, got=f"{len(self):,}", hint=AGAIN)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The Parquet files of the split; files that the manifest does not have are those of a killed append."""
+        paths, listed = sorted((self.folder / self.split).glob("*.parquet")), self.manifest.footers
+        return [path for path in paths if f"{self.split}/{path.name}" in listed] if listed else paths
 
     def __len__(self) -> int:
         """The number of requests."""
@@ -153,7 +170,7 @@ class Shards:
     @property
     def fingerprint(self) -> str:
         """A digest of the manifest, and of the names and sizes of the split's files."""
-        files = sorted((path.name, path.stat().st_size) for path in (self.folder / self.split).glob("*.parquet"))
+        files = [(path.name, path.stat().st_size) for path in self.paths]
         content = [(self.folder / MANIFEST).read_text(), files]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
@@ -177,7 +194,11 @@ class Shards:
             pq.ParquetFile(group.path, metadata=footer, memory_map=True, page_checksum_verification=True) as file,
         ):
             table = file.read_row_group(group.number, use_threads=False)
-        return _log_of(table, self.manifest, where=f"{group.path}, row group {group.number}")
+        log = _log_of(table, self.manifest, where=f"{group.path}, row group {group.number}")
+        if self._decay is None:
+            return log
+        day = self.manifest.day_of(f"{self.split}/{group.path.name}")
+        return decayed(log, len(self.manifest.appended) - day, self._decay)
 
     def read_all(self, groups: Iterable[RowGroup] | None = None) -> Log:
         """Read the requests of some row groups, or of all, as one log."""

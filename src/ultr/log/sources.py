@@ -9,18 +9,19 @@ import glob
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import date
 from fnmatch import fnmatchcase
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ultr.errors import DataError
+from ultr.errors import DataError, OptionError
 from ultr.log.conditions import CONDITION, filter_rows
 from ultr.log.values import as_data_error
 from ultr.utils.files import content_kind, existing_file, fingerprint
@@ -43,6 +44,7 @@ SUFFIXES = {
 PARTITION = re.compile(r"([A-Za-z_]\w*)=([^/]*)")  # a folder such as `date=2026-11-01`
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # the value of a partition of rows without a value
 ISO_DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+DAY = "\0day"  # the column of days that are the order of sources; no column of a log has this name
 THREADS = 16  # files of a store whose columns are read at the same time
 
 
@@ -53,6 +55,7 @@ class SourceFile:
     name: str  # its path or URL
     stored: Stored | None = None  # None: on this machine
     partitions: Mapping[str, str | None] = field(default_factory=dict, compare=False)  # column -> value
+    number: int = field(default=0, compare=False)  # its place among the sources or the files that a pattern matches
 
     def __str__(self) -> str:
         return self.name
@@ -114,6 +117,18 @@ class Source:
             raise DataError("no partition meets the conditions", where=self.name, got=got, hint=hint)
         return replace(self, files=tuple(self.files[i] for i in kept))
 
+    def by_day(self) -> tuple[Source, str]:
+        """Return the source with a column of days, and its name: a partition of dates, or else the order of sources."""
+        dates = [column.name for column in self.partitions if column.type == pa.date32()]
+        if dates:
+            return self, dates[0]
+        if len({file.number for file in self.files}) < 2:
+            hint = "pass days as several logs in their order, as folders date=2026-11-01/, or name --time COLUMN"
+            raise OptionError("the days of the log are not known, so weights cannot decay", got=self.name, hint=hint)
+        days = [{**file.partitions, DAY: str(date.fromordinal(1 + file.number))} for file in self.files]
+        files = tuple(replace(file, partitions=each) for file, each in zip(self.files, days, strict=True))
+        return replace(self, files=files, partitions=self.partitions.append(pa.field(DAY, pa.date32()))), DAY
+
     def values(self, name: str) -> pa.Array:
         """Return the value of a partition column in each file."""
         return _typed([file.partitions.get(name) for file in self.files], self.partitions.field(name).type)
@@ -168,7 +183,8 @@ def open_source(source: str | Path | Sequence[str | Path]) -> Source:
     names = _several(source) if isinstance(source, str | Path) else [str(each) for each in source]
     if not names:
         raise DataError("there are no sources", hint="pass a file, a folder, a pattern or a URL")
-    files = {file.name: file for name in names for file in _find(name)}
+    numbers = count()
+    files = {file.name: file for name in names for file in _numbered(_find(name), name, numbers)}
     kinds = {file_kind(file): file.name for file in files.values()}
     if len(kinds) > 1:
         got, hint = "; ".join(f"{name} ({kind})" for kind, name in sorted(kinds.items())), "convert them to Parquet"
@@ -176,6 +192,14 @@ def open_source(source: str | Path | Sequence[str | Path]) -> Source:
     columns = dict.fromkeys(name for file in files.values() for name in file.partitions)
     types = {name: _type_of([file.partitions.get(name) for file in files.values()]) for name in columns}
     return Source(", ".join(map(shown, names)), tuple(files.values()), next(iter(kinds)), pa.schema(types.items()))
+
+
+def _numbered(files: list[SourceFile], name: str, numbers: Iterator[int]) -> list[SourceFile]:
+    """Return the files of a source with the next number; those that a pattern matches have one number each."""
+    if glob.has_magic(name):
+        return [replace(file, number=next(numbers)) for file in files]
+    number = next(numbers)
+    return [replace(file, number=number) for file in files]
 
 
 def _several(source: str | Path) -> list[str]:

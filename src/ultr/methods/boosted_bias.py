@@ -24,7 +24,7 @@ from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.bias_model import BiasModel
 from ultr.rankers.boosters import Booster, LightGBM, TreeRows, lightgbm_data, lightgbm_error, lightgbm_parameters
-from ultr.rankers.tree_objective import kernels, use_threads
+from ultr.rankers.tree_objective import preference_step
 from ultr.utils.jsonfiles import add_checksum, file_checksum, load_json
 from ultr.utils.stopping import EarlyStopping
 
@@ -60,7 +60,9 @@ class BoostedOutputs(nn.Module):
             if booster is not None:
                 booster.save(folder / f"{name}.txt", rounds=booster.rounds)
         sums = {path.name: file_checksum(path) for path in sorted(folder.glob("*.txt"))}
-        (folder / CONSTANTS).write_text(json.dumps(add_checksum({"constants": self.constants, "sums": sums})))
+        first = [0 if booster is None else min(booster.first, booster.rounds) for booster in self.boosters]
+        content = {"constants": self.constants, "sums": sums, "first_rounds": first}
+        (folder / CONSTANTS).write_text(json.dumps(add_checksum(content)))
 
     @staticmethod
     def is_at(folder: Path) -> bool:
@@ -76,7 +78,12 @@ class BoostedOutputs(nn.Module):
                 raise DataError("the file of trees is missing or was changed", where=folder / name, hint=hint)
         constants = [float(value) for value in values]
         files = [folder / f"{name}.txt" for name in METRICS]
-        return BoostedOutputs(constants, [LightGBM.load(f, categorical) if f.is_file() else None for f in files])
+        boosters = [LightGBM.load(file, categorical) if file.is_file() else None for file in files]
+        first = content.get("first_rounds") if isinstance(content, dict) else None
+        for booster, rounds in zip(boosters, first or (), strict=False):
+            if booster is not None:
+                booster.first = int(rounds)
+        return BoostedOutputs(constants, boosters)
 
 
 @dataclass
@@ -87,6 +94,7 @@ class Ensemble:
     constant: float
     scores: Tensor
     categorical: tuple[int, ...]
+    first: int | None = None  # rounds of the first training, if these trees extend those of another bias model
     stopping: EarlyStopping = field(default_factory=EarlyStopping)
 
     @property
@@ -128,25 +136,30 @@ def fit_boosted(
     categorical: tuple[int, ...],
     rounds: int,
     seed: int,
+    growth: int = 3,
     on_progress: Callable[[int, dict[str, float]], None] = lambda *_: None,
 ) -> None:
     """Fit trees for a bias model to a log, until the likelihood of the `held_out` requests stops improving.
 
-    θ of the model must be known or estimated already, unless it is regressed.
+    θ of the model must be known or estimated already, unless it is regressed. If the model has trees already, they are
+    extended; those of a model that has grown to `growth` times its first size, only from the first ones on.
     """
     place = model.index(torch.from_numpy(log.shown_positions("a bias model")))
     label = torch.from_numpy(labels).double()
     em = _EM(model, log, place, label)
     rows = TreeRows(log.features, log.lengths, log.feature_names, categorical)
-    data, parameters = lightgbm_data(rows), {**lightgbm_parameters(RATE, seed), **TREES, "objective": "none"}
-    import lightgbm
-
-    starts = em.starts()
-    outputs = [
-        Ensemble(lightgbm.Booster(parameters, data), start, torch.full_like(label, start), categorical)
-        for start in starts[: 2 + model.pairs]
-    ]
+    parameters = {**lightgbm_parameters(RATE, seed, log.features.size), **TREES, "objective": "none"}
+    before = model.network if isinstance(model.network, BoostedOutputs) else BoostedOutputs(em.starts(), [None] * 3)
+    starts = before.constants
+    extended = [trees and trees.to_extend(max(growth * trees.first, rounds)) for trees in before.boosters]
+    outputs = _ensembles(rows, parameters, starts[: 2 + model.pairs], extended)
     best: dict[str, Tensor] = {}
+    if any(extended):  # the trees before the first round may be the best
+        model.network = _outputs(outputs, starts, categorical, best=False)
+        metrics = {name: float(value) for name, value in model.held_out_metrics(held_out).items()}
+        for output, (name, buffers) in zip(outputs, METRICS.items(), strict=False):
+            output.stopping.update(metrics[name], output.trees.current_iteration())
+            best |= {buffer: getattr(model, buffer).clone() for buffer in buffers}
     for number in range(1, rounds + 1):
         em.step(outputs)
         if number % EVERY and number < rounds:
@@ -165,12 +178,39 @@ def fit_boosted(
     model.held_out_metrics(held_out)
 
 
+def _ensembles(
+    rows: TreeRows, parameters: dict[str, Any], starts: list[float], extended: list[Booster | None]
+) -> list[Ensemble]:
+    """Return the trees of each output before the first round: none, or those that are extended."""
+    import lightgbm
+
+    data, ensembles = lightgbm_data(rows), []
+    for start, trees in zip(starts, extended, strict=False):
+        scores = np.full(len(rows.features), start)
+        if trees is None:
+            booster = lightgbm.Booster(parameters, data)
+        else:
+            # LightGBM has no function that only prepares trees to be extended: a round without derivatives adds none.
+            how = {"num_boost_round": 1, "init_model": trees.trees, "keep_training_booster": True}
+            booster = lightgbm.train({**parameters, "objective": _no_derivatives}, lightgbm_data(rows), **how)
+            while booster.current_iteration() > trees.rounds:
+                booster.rollback_one_iter()
+            scores += trees.predict(rows.features)
+        first = None if trees is None else trees.first
+        ensembles.append(Ensemble(booster, start, torch.from_numpy(scores), rows.categorical, first))
+    return ensembles
+
+
+def _no_derivatives(scores: np.ndarray, _data: object) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros(len(scores), np.float32), np.ones(len(scores), np.float32)
+
+
 def _outputs(outputs: list[Ensemble], starts: list[float], categorical: tuple[int, ...], *, best: bool) -> nn.Module:
     """Return a module of the trees' predictions, with all rounds, or up to the best round on held-out requests."""
     boosters: list[Booster | None] = [None, None, None]
     for i, output in enumerate(outputs):
         rounds = output.stopping.best_step if best or not output.growing else output.trees.current_iteration()
-        boosters[i] = LightGBM(output.trees, rounds, categorical) if rounds else None
+        boosters[i] = LightGBM(output.trees, rounds, categorical, output.first) if rounds else None
     return BoostedOutputs(starts, boosters)
 
 
@@ -243,10 +283,8 @@ class _EM:
     def _toward_preference(self, preference: Tensor, theta: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the E-step of pairs, update ε⁺ and ε⁻ from it, and return the derivatives of g."""
         model = self.model
-        compiled = kernels()
-        use_threads()
         tables = (table.double().numpy() for table in (model.plus, model.minus))
-        gradient, curvature, sums = compiled.preference_step(
+        gradient, curvature, sums = preference_step(
             preference.numpy(), self.offsets, self.requests, self.label.numpy(), theta.numpy(), beta.numpy(),
             self.place.numpy(), *tables,
         )  # fmt: skip

@@ -48,12 +48,16 @@ class TreeMethod:
     def __init__(self, inputs: MethodInputs) -> None:
         self.inputs = inputs
 
-    def task(self, log: Log) -> TreeTask:
-        """Return the inputs of the tree library for a log; the pair model, if any, must be fitted before."""
+    def task(self, log: Log, *, extends: bool = False) -> TreeTask:
+        """Return the inputs of the tree library for a log; the pair model, if any, must be fitted before.
+
+        With `extends`, the trees are added to others, and LightGBM takes no offset.
+        """
         raise NotImplementedError
 
-    def estimate_bias(self, log: Log, *, seed: int) -> None:
-        """Estimate position bias from the training log, if the method needs it and has no pair model."""
+    def position_model(self) -> PositionModel | None:
+        """Return the examination by position that the method needs, if any; it must be estimated before the trees."""
+        return None
 
     def pair_model(self) -> PairwiseEM | None:
         """Return the method that gives pairs their weights, if any; its bias model must be fitted before the trees."""
@@ -140,7 +144,7 @@ class TreePairwiseEM(TreeMethod):
         }
         return rankers if self.final == "auto" else {self.final: rankers[self.final]}
 
-    def task(self, log: Log) -> TreeTask:
+    def task(self, log: Log, *, extends: bool = False) -> TreeTask:
         objective = PairwiseObjective(pair_terms(self._pair_model, log, self.labels(log)))
         if not objective.has_pairs:
             what = "the items of every request have equal labels, so there are no pairs to learn from"
@@ -208,7 +212,7 @@ class TreeLambdaRank(TreeMethod):
             raise OptionError("true labels have no position bias to correct", hint="remove correction=own")
         self.kind, self.corrected = labels, correction == "own"
 
-    def task(self, log: Log) -> TreeTask:
+    def task(self, log: Log, *, extends: bool = False) -> TreeTask:
         label = self.labels(log)
         options: dict[str, Any] = {}
         if self.kind == "click":
@@ -246,7 +250,7 @@ class TreePointwise(TreeMethod):
 
     LEARNS_ALONE = True
 
-    def task(self, log: Log) -> TreeTask:
+    def task(self, log: Log, *, extends: bool = False) -> TreeTask:
         label = self.labels(log)
         weights = None if log.weights is None else np.repeat(log.weights, log.lengths)
         rows = self.rows(log, label=label, weights=weights, lengths=None)
@@ -275,16 +279,22 @@ class TreeDirect(TreeMethod):
         self.likelihood = likelihood or ("poisson" if is_binary(inputs.label, inputs.binary) else "tweedie")
         self.positions = PositionModel(inputs, theta_from=theta)
 
-    def estimate_bias(self, log: Log, *, seed: int) -> None:
-        self.positions.estimate(log, user=None, sessions=0, seed=seed)
+    def position_model(self) -> PositionModel:
+        return self.positions
 
-    def task(self, log: Log) -> TreeTask:
+    def task(self, log: Log, *, extends: bool = False) -> TreeTask:
         label = self.labels(log)
         place = self.positions.index(torch.from_numpy(log.shown_positions("the offset of direct")))
-        offset = self.positions.theta[place].clamp(min=LEAST_THETA).log().double().numpy()
+        theta = self.positions.theta[place].clamp(min=LEAST_THETA).double().numpy()
         weights = None if log.weights is None else np.repeat(log.weights, log.lengths)
-        rows = self.rows(log, label=label, weights=weights, lengths=None, offset=offset)
         power = {} if self.likelihood == "poisson" else {"tweedie_variance_power": POWER}
+        if extends and self.inputs.ranker == "lightgbm":
+            # The derivatives are those with the offset: the label is c / θ, and its weight θ^(2 - power).
+            exposure = theta ** (2 - power.get("tweedie_variance_power", 1.0))
+            weights = exposure if weights is None else weights * exposure
+            rows = self.rows(log, label=(label / theta).astype(np.float32), weights=weights, lengths=None)
+        else:
+            rows = self.rows(log, label=label, weights=weights, lengths=None, offset=np.log(theta))
         if self.inputs.ranker == "lightgbm":
             return TreeTask(rows, library_options={"objective": self.likelihood, **power})
         objective = "count:poisson" if self.likelihood == "poisson" else "reg:tweedie"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ultr.errors import DataError, MissingExtraError, OptionError, UltrError, nearest
+from ultr.errors import DataError, MissingExtraError, OptionError, UltrError
 from ultr.rankers.tree_objective import PairwiseObjective
 
+VALUES_PER_THREAD = 4_000_000  # rows times features for each thread of LightGBM
 PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
@@ -80,12 +81,13 @@ class Booster:
     FILE: ClassVar[str]  # name of the file of trees in a saved model
     RESERVED: ClassVar[frozenset[str]]  # parameters that the user cannot set
 
-    def __init__(self, trees: Any, rounds: int, categorical: tuple[int, ...] = ()) -> None:
+    def __init__(self, trees: Any, rounds: int, categorical: tuple[int, ...] = (), first: int | None = None) -> None:
         self.trees, self.rounds, self.categorical = trees, rounds, categorical
+        self.first = rounds if first is None else first  # rounds of the first training, before updates added others
 
     @classmethod
-    def grow(cls, rows: TreeRows, how: Boosting, after_round: AfterRound, *, start: Path | None = None) -> None:
-        """Grow trees until `after_round` returns True or all rounds are done; `start` is a file of trees to extend."""
+    def grow(cls, rows: TreeRows, how: Boosting, after_round: AfterRound, *, start: Booster | None = None) -> None:
+        """Grow trees until `after_round` returns True or all rounds are done; `start` has the trees of the first."""
         raise NotImplementedError
 
     @classmethod
@@ -95,6 +97,14 @@ class Booster:
     def save(self, path: Path, *, rounds: int) -> None:
         """Write the first `rounds` rounds to a file in the library's format."""
         raise NotImplementedError
+
+    def shortened(self, rounds: int) -> Booster:
+        """Return a copy that has only the first `rounds` rounds."""
+        raise NotImplementedError
+
+    def to_extend(self, most: int) -> Booster:
+        """Return the trees that an update extends: all, or those of the first training if there are `most` or more."""
+        return self if self.rounds < most else self.shortened(self.first)
 
     def predict(self, features: np.ndarray, first: int = 0, last: int | None = None) -> np.ndarray:
         """Return the sum [rows] of the trees of rounds `first` to `last` - 1 for each row."""
@@ -109,22 +119,21 @@ class LightGBM(Booster):
     })  # fmt: skip
 
     @classmethod
-    def grow(cls, rows: TreeRows, how: Boosting, after_round: AfterRound, *, start: Path | None = None) -> None:
+    def grow(cls, rows: TreeRows, how: Boosting, after_round: AfterRound, *, start: Booster | None = None) -> None:
         lightgbm, categorical = _lightgbm(), rows.categorical
         objective = how.library_options if how.objective is None else {"objective": how.objective}
-        parameters = {**lightgbm_parameters(how.lr, how.seed), **how.parameters, **objective}
+        parameters = {**lightgbm_parameters(how.lr, how.seed, rows.features.size), **how.parameters, **objective}
 
         def after(env: Any) -> None:
             if after_round(cls(env.model, env.iteration + 1, categorical), env.iteration + 1):
                 raise lightgbm.callback.EarlyStopException(env.iteration, [])
 
-        done = 0 if start is None else cls.load(start).rounds
         try:
             lightgbm.train(
                 parameters,
                 lightgbm_data(rows),
-                num_boost_round=how.rounds - done,
-                init_model=None if start is None else str(start),
+                num_boost_round=how.rounds - (0 if start is None else start.rounds),
+                init_model=None if start is None else start.trees,
                 callbacks=[after],
             )
         except lightgbm.basic.LightGBMError as error:
@@ -150,6 +159,10 @@ class LightGBM(Booster):
         text = re.sub(r"^\[num_iterations: \d+\]$", f"[num_iterations: {rounds}]", text, flags=re.MULTILINE)
         path.write_text(text, encoding="utf-8")
 
+    def shortened(self, rounds: int) -> Booster:
+        text = self.trees.model_to_string(num_iteration=rounds)
+        return LightGBM(_lightgbm().Booster(model_str=text), rounds, self.categorical, min(self.first, rounds))
+
     def predict(self, features: np.ndarray, first: int = 0, last: int | None = None) -> np.ndarray:
         count = (self.rounds if last is None else last) - first
         if not (count and len(features)):
@@ -160,7 +173,7 @@ class LightGBM(Booster):
                 start_iteration=first,
                 num_iteration=count,
                 raw_score=True,
-                num_threads=torch.get_num_threads(),
+                num_threads=_threads(features.size),
             )
         )
 
@@ -187,12 +200,17 @@ def lightgbm_data(rows: TreeRows) -> Any:
     )
 
 
-def lightgbm_parameters(lr: float, seed: int) -> dict[str, Any]:
-    """Return parameters for all LightGBM trees, with which only the seed and the number of threads change results."""
+def _threads(values: int) -> int:
+    """Return the number of threads of LightGBM: they wait for each other, which takes longer than a small table."""
+    return min(torch.get_num_threads(), max(1, values // VALUES_PER_THREAD))
+
+
+def lightgbm_parameters(lr: float, seed: int, values: int) -> dict[str, Any]:
+    """Return parameters for LightGBM on so many values; only the seed and the number of threads change results."""
     return {
         "deterministic": True,
         "force_row_wise": True,
-        "num_threads": torch.get_num_threads(),
+        "num_threads": _threads(values),
         "verbosity": -1,
         "metric": "none",
         "learning_rate": lr,
@@ -207,7 +225,7 @@ class XGBoost(Booster):
     )
 
     @classmethod
-    def grow(cls, rows: TreeRows, how: Boosting, after_round: AfterRound, *, start: Path | None = None) -> None:
+    def grow(cls, rows: TreeRows, how: Boosting, after_round: AfterRound, *, start: Booster | None = None) -> None:
         xgboost = _xgboost()
         categorical = rows.categorical
         data = xgboost.QuantileDMatrix(
@@ -238,14 +256,13 @@ class XGBoost(Booster):
                 rounds = model.num_boosted_rounds()
                 return after_round(cls(model, rounds, categorical), rounds)
 
-        done = 0 if start is None else cls.load(start).rounds
         try:
             xgboost.train(
                 parameters,
                 data,
-                num_boost_round=how.rounds - done,
+                num_boost_round=how.rounds - (0 if start is None else start.rounds),
                 obj=how.objective,
-                xgb_model=None if start is None else str(start),
+                xgb_model=None if start is None else start.trees,
                 callbacks=[After()],
             )
         except xgboost.core.XGBoostError as error:
@@ -262,6 +279,9 @@ class XGBoost(Booster):
 
     def save(self, path: Path, *, rounds: int) -> None:
         path.write_bytes(self.trees[:rounds].save_raw("json"))
+
+    def shortened(self, rounds: int) -> Booster:
+        return XGBoost(self.trees[:rounds], rounds, self.categorical, min(self.first, rounds))
 
     def predict(self, features: np.ndarray, first: int = 0, last: int | None = None) -> np.ndarray:
         last = self.rounds if last is None else last
@@ -305,58 +325,12 @@ def is_trees(ranker: str) -> bool:
 
 def library_version(ranker: str) -> dict[str, str]:
     """Return {name: version} of the library of a tree ranker; empty for other rankers."""
-    return {ranker: str(_library(ranker).__version__)} if is_trees(ranker) else {}
+    return {ranker: str(tree_library(ranker).__version__)} if is_trees(ranker) else {}
 
 
-def _library(ranker: str) -> Any:
+def tree_library(ranker: str) -> Any:
+    """Return the module of a library: lightgbm or xgboost."""
     return (_lightgbm if ranker == "lightgbm" else _xgboost)()
-
-
-def check_parameters(ranker: str, parameters: Mapping[str, Any], *, features: int = 1) -> None:
-    """Raise an error if the library of a ranker is not installed, or if a parameter is reserved or rejected by it."""
-    kind = BOOSTERS[ranker]
-    _library(ranker)
-    names = _names_of_lightgbm() if ranker == "lightgbm" else {}
-    for name, value in parameters.items():
-        if names and name not in names:
-            raise OptionError(f"lightgbm has no parameter '{name}'", hint=nearest(name, names))
-        parameter = names.get(name, name)
-        if parameter in kind.RESERVED:
-            hint = "use --method, --lr, --steps, --patience, --seed or --select instead"
-            raise OptionError(f"'{name}' of {kind.LIBRARY} cannot be set as a parameter", hint=hint)
-        if parameter in ("boosting", "booster") and value not in ("gbdt", "gbtree", "goss"):
-            hint = "remove it: later rounds must not change earlier trees"
-            raise OptionError(f"'{name}={value}' cannot be evaluated round by round", hint=hint)
-    if parameters:  # try one round on random rows, so that wrong values are found before long work starts
-        rng = np.random.default_rng(0)
-        rows = TreeRows(rng.random((200, features), np.float32), None, (), label=rng.random(200, np.float32))
-        squared = {"objective": "regression" if ranker == "lightgbm" else "reg:squarederror"}
-        kind.grow(rows, Boosting(1, 0.1, parameters=parameters, library_options=squared), lambda *_: True)
-
-
-def parse_parameters(texts: Iterable[str]) -> dict[str, Any]:
-    """Parse parameters of a tree library from texts key=value; values become numbers where possible."""
-    parameters: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not (equals and name):
-            raise OptionError("a parameter must have the form key=value", got=f"'{text}'", hint="add = and a value")
-        try:
-            number = float(value)
-            parameters[name] = int(value) if number == int(number) and not {".", "e"} & {*value} else number
-        except (ValueError, OverflowError):
-            parameters[name] = value
-    return parameters
-
-
-def _names_of_lightgbm() -> dict[str, str]:
-    """Return LightGBM's parameter for each name and alias of it; empty if the library has no table of aliases."""
-    aliases: Any = getattr(_lightgbm().basic, "_ConfigAliases", None)
-    try:
-        aliases.get("num_leaves")
-        return {name: parameter for parameter, names in aliases.aliases.items() for name in [parameter, *names]}
-    except (AttributeError, TypeError):
-        return {}
 
 
 class TreeRanker(nn.Module):

@@ -7,7 +7,7 @@ All code that uses a trained model on another log goes through `match_features`:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ultr.errors import DataError
+from ultr.log import Log
 from ultr.rankers.encoder import EncodedRanker, FeatureEncoder
 
 
@@ -46,6 +47,13 @@ class FeatureMatch:
     def is_identity(self) -> bool:
         """Whether rows of the log can be passed to the model as they are."""
         same = all(np.array_equal(codes, np.arange(len(codes))) for codes in self.codes.values())
+        return same and self.trained.feature_names == self.log.feature_names
+
+    @property
+    def extends(self) -> bool:
+        """Whether the log has the features of the model, and the model's codes; new values have codes after them."""
+        known = (codes[: len(self.trained.vocabularies[name]) + 1] for name, codes in self.codes.items())
+        same = all(np.array_equal(codes, np.arange(len(codes))) for codes in known)
         return same and self.trained.feature_names == self.log.feature_names
 
     def columns(self, features: np.ndarray) -> np.ndarray:
@@ -79,6 +87,28 @@ def match_features(trained: HasFeatures, log: HasFeatures) -> FeatureMatch:
             indices = pc.index_in(values, value_set=pa.array(trained.vocabularies[name], pa.string()))
             codes[name] = np.append(0, pc.fill_null(indices, -1).to_numpy(zero_copy_only=False) + 1)
     return FeatureMatch(trained, log, np.array([place[name] for name in trained.feature_names], np.int64), codes)
+
+
+def extended_log(trained: HasFeatures, log: Log) -> Log:
+    """Return a log with the features and codes of a model; values that the model does not know have codes after them.
+
+    Trees cannot be translated to other codes, so those that are trained further need such a log.
+    """
+    match, vocabularies = match_features(trained, log), dict(log.vocabularies)
+    if match.extends:
+        return log
+    features = log.features[:, match.places]
+    for i, name in enumerate(trained.feature_names):
+        if name not in match.codes:
+            continue
+        codes, known = match.codes[name].copy(), pa.array(trained.vocabularies[name], pa.string())
+        new = np.flatnonzero(codes == 0)[1:]  # the first is code 0, a missing value
+        codes[new] = len(known) + 1 + np.arange(len(new))
+        features[:, i] = codes[features[:, i].astype(np.int64)]
+        values = pa.array(log.vocabularies[name]).cast(pa.string()).take(pa.array(new - 1))
+        vocabularies[name] = pa.concat_arrays([known, values])
+    vocabularies = {name: vocabularies[name] for name in trained.vocabularies}
+    return replace(log, features=features, feature_names=trained.feature_names, vocabularies=vocabularies)
 
 
 # --- Weights ----------------------------------------------------------------------------------------------------------

@@ -133,7 +133,8 @@ def _save_ranker(
     if isinstance(ranker, TreeRanker):
         file = folder / ranker.booster.FILE
         ranker.booster.save(file, rounds=ranker.rounds)
-        return {"rounds": ranker.rounds, "sha256": _sha256(file)}
+        first = min(ranker.booster.first, ranker.rounds)
+        return {"rounds": ranker.rounds, "first_rounds": first, "sha256": _sha256(file)}
     save_tensors(folder / "weights.safetensors", ranker.state_dict())
     about = {
         "ranker_options": dict(options),
@@ -182,7 +183,9 @@ def _load_trees(folder: Path, about: Mapping[str, Any], categorical: tuple[int, 
     if not path.is_file() or _sha256(path) != about["sha256"]:
         hint = "restore it from a copy, or train again"
         raise DataError("the file of trees is missing or was changed", where=path, hint=hint)
-    return TreeRanker(library.load(path, categorical))
+    booster = library.load(path, categorical)
+    booster.first = int(about.get("first_rounds", booster.rounds))  # models of older versions were not updated
+    return TreeRanker(booster)
 
 
 def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int], constants: int) -> nn.Module:

@@ -1,4 +1,8 @@
-"""Compiled loops for `tree_objective`. Loops over requests run in threads; each request writes only its own rows."""
+"""Compiled loops for `tree_objective`. They hold no lock of Python, so that several can run at once, in threads.
+
+Threads are Python's own (`tree_objective.in_threads`). Loops that numba runs in threads take three times as long to
+compile, and change the number of threads of torch and LightGBM.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,14 @@ import numpy as np
 
 GAP, PRODUCT, TRUSTED, PAPER = 0, 1, 2, 3  # the values of `tree_objective.Kind`
 WIDEST = 300.0  # if scores in a request differ by more, exponentials are computed pair by pair
-SHORT = 48  # lists up to this length are sorted by insertion
-CHUNKS = 64  # most chunks in which statistics are summed, so that they do not depend on the number of threads
-MOST_SUMS = 1 << 24  # most numbers in the sums of all chunks together
 
 
 def compiled(function: Any, **options: Any) -> Any:
     """Compile a function. The machine code is cached for other processes if the cache folder can be written."""
     try:
-        return numba.njit(cache=True, error_model="numpy", **options)(function)
+        return numba.njit(cache=True, nogil=True, error_model="numpy", **options)(function)
     except RuntimeError:
-        return numba.njit(error_model="numpy", **options)(function)
+        return numba.njit(nogil=True, error_model="numpy", **options)(function)
 
 
 def _sigmoid(x: float) -> float:
@@ -41,16 +42,21 @@ softplus = compiled(_softplus, inline="always")
 def _discounts(scores, discount):  # type: ignore[no-untyped-def]
     """Set `discount` of each item to 1 / log2(1 + its rank by score); items with equal scores keep their order."""
     n = len(scores)
-    if n > SHORT:
-        order = np.argsort(-scores, kind="mergesort")
-    else:
-        order = np.arange(n)
-        for i in range(1, n):
-            k, score = i, scores[i]
-            while k > 0 and scores[order[k - 1]] < score:
-                order[k] = order[k - 1]
-                k -= 1
-            order[k] = i
+    order, merged = np.arange(n), np.empty(n, np.int64)
+    width = 1
+    while width < n:  # merge neighbouring runs of this width
+        for start in range(0, n, 2 * width):
+            middle, end = min(start + width, n), min(start + 2 * width, n)
+            left, right = start, middle
+            for k in range(start, end):
+                if right >= end or (left < middle and not scores[order[left]] < scores[order[right]]):
+                    merged[k] = order[left]
+                    left += 1
+                else:
+                    merged[k] = order[right]
+                    right += 1
+        order, merged = merged, order
+        width *= 2
     for rank in range(n):
         discount[order[rank]] = 1 / math.log2(2.0 + rank)
 
@@ -69,12 +75,13 @@ trust = compiled(_trust, inline="always")
 
 def _derivatives(  # type: ignore[no-untyped-def]  # noqa: PLR0915
     scores, offsets, weights, value, kind, by_metric, clip,
-    above, below, place, preference, beta, examined, plus, minus, with_loss,
+    above, below, place, preference, beta, examined, plus, minus, with_loss, gradient, curvature, loss, start, end,
 ):  # fmt: skip
-    """Return gradient and curvature of the pair loss by row, and the loss by request if `with_loss` (else 0)."""
-    gradient, curvature = np.zeros(len(scores)), np.zeros(len(scores))
-    loss = np.zeros(len(offsets) - 1)
-    for q in numba.prange(len(offsets) - 1):
+    """Add gradient and curvature of the pair loss by row, and set the loss by request if `with_loss` (else 0).
+
+    The three arrays are of the whole log. The requests from `start` to `end` - 1 write only their own rows.
+    """
+    for q in range(start, end):
         first, n = offsets[q], offsets[q + 1] - offsets[q]
         s, v = scores[first : first + n], value[first : first + n]
         high, low = s.max(), s.min()
@@ -144,21 +151,21 @@ def _derivatives(  # type: ignore[no-untyped-def]  # noqa: PLR0915
                 g[i] *= weight
                 h[i] *= weight
         loss[q] = weight * total
-    return gradient, curvature, loss
 
 
-derivatives = compiled(_derivatives, parallel=True, fastmath={"reassoc", "contract", "nsz"})  # NaN stays NaN
+derivatives = compiled(_derivatives, fastmath={"reassoc", "contract", "nsz"})  # NaN stays NaN
 
 
-def _preference_step(preference, offsets, weights, label, theta, beta, place, plus, minus):  # type: ignore[no-untyped-def]
-    """Compute the E-step of all ordered pairs. Return gradient and curvature by row of the cross-entropy of g
+def _preference_step(  # type: ignore[no-untyped-def]
+    preference, offsets, weights, label, theta, beta, place, plus, minus, gradient, curvature, sums, start, end,
+):  # fmt: skip
+    """Compute the E-step of all ordered pairs: add gradient and curvature by row of the cross-entropy of g
     (`preference`), and the four sums by pair of positions that give ε⁺ and ε⁻ (`bias.equations.trust_terms`).
+
+    Requests are divided into as many chunks as `sums` has. The chunks from `start` to `end` - 1 are computed.
     """
-    size, requests = len(plus), len(offsets) - 1
-    gradient, curvature = np.zeros(len(preference)), np.zeros(len(preference))
-    chunks = max(1, min(CHUNKS, MOST_SUMS // (4 * size * size)))
-    sums = np.zeros((chunks, 4, size, size))
-    for chunk in numba.prange(chunks):
+    chunks, requests = len(sums), len(offsets) - 1
+    for chunk in range(start, end):
         part = sums[chunk]
         for q in range(chunk * requests // chunks, (chunk + 1) * requests // chunks):
             first, last, weight = offsets[q], offsets[q + 1], weights[q]
@@ -190,7 +197,6 @@ def _preference_step(preference, offsets, weights, label, theta, beta, place, pl
                     gradient[j] -= off
                     curvature[i] += bend
                     curvature[j] += bend
-    return gradient, curvature, sums.sum(0)
 
 
-preference_step = compiled(_preference_step, parallel=True)
+preference_step = compiled(_preference_step)

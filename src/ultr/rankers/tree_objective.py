@@ -9,16 +9,21 @@ computed when it is needed. The same objective is used for LightGBM and XGBoost.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 
 from ultr.errors import MissingExtraError
 
 CURVATURE = 0.1  # mean curvature of rows in the first round, about that of XGBoost's rank:ndcg
+CHUNKS = 64  # most chunks in which statistics are summed
+MOST_SUMS = 1 << 24  # most numbers in the sums of all chunks together
 
 
 class Kind(IntEnum):
@@ -103,22 +108,38 @@ class PairwiseObjective:
     def _computed(self, scores: np.ndarray, with_loss: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         t = self.terms
         scores = np.ascontiguousarray(scores, np.float64)
-        compiled = kernels()
-        use_threads()
-        gradient, curvature, loss = compiled.derivatives(
+        results = np.zeros(len(scores)), np.zeros(len(scores)), np.zeros(len(t.weights))
+        in_threads(
+            kernels().derivatives, len(t.weights),
             scores, t.offsets, t.weights, t.value, int(t.kind), t.by_metric, t.clip,
-            t.above, t.below, t.place, t.preference, t.beta, t.examined, t.plus, t.minus, with_loss,
+            t.above, t.below, t.place, t.preference, t.beta, t.examined, t.plus, t.minus, with_loss, *results,
         )  # fmt: skip
-        return gradient, curvature, loss
+        return results
 
 
-def use_threads() -> None:
-    """Let the compiled functions use as many threads as torch does."""
-    import numba
-    import torch
+def preference_step(*inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return gradient and curvature of g by row, and four sums by pair of positions, of `tree_kernels.preference_step`.
 
-    most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-    numba.set_num_threads(min(torch.get_num_threads(), most))
+    The first input is g, and the last two are tables by pair of positions. Sums are made of a fixed number of chunks,
+    so that they do not depend on the number of threads.
+    """
+    rows, positions = len(inputs[0]), len(inputs[-1])
+    chunks = max(1, min(CHUNKS, MOST_SUMS // (4 * positions**2)))
+    gradient, curvature = np.zeros(rows), np.zeros(rows)
+    sums = np.zeros((chunks, 4, positions, positions))
+    in_threads(kernels().preference_step, chunks, *inputs, gradient, curvature, sums)
+    return gradient, curvature, sums.sum(0)
+
+
+def in_threads(function: Callable[..., None], count: int, *arguments: Any) -> None:
+    """Call `function(*arguments, start, end)` for parts of `range(count)`, in as many threads as torch has."""
+    threads = min(torch.get_num_threads(), count)
+    if threads <= 1:
+        function(*arguments, 0, count)
+        return
+    bounds = [number * count // threads for number in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda start, end: function(*arguments, start, end), bounds, bounds[1:]))
 
 
 @cache

@@ -10,7 +10,7 @@ import os
 import threading
 from pathlib import Path
 
-from ultr.errors import DataError, UltrError
+from ultr.errors import DataError, MissingExtraError, UltrError
 
 LOW_PRIORITY = 5  # the niceness of an export while another model is served
 CHECK_SECONDS = 0.2  # between checks whether to stop
@@ -39,12 +39,15 @@ def export_in_process(run: Path, out: Path, *, stopped: threading.Event | None =
 def _export(run: str, out: str, error_file: str, low_priority: bool) -> None:
     if low_priority:
         os.nice(LOW_PRIORITY)
-    import torch
-
-    from ultr.serving.export import export_run
-
-    torch.set_num_threads(1)
     try:
+        try:
+            import torch
+
+            from ultr.serving.export import export_run
+        except ModuleNotFoundError as error:
+            need = "serving a run that is not exported"
+            raise MissingExtraError(need, package=error.name or "torch", extra="export") from error
+        torch.set_num_threads(1)
         export_run(run, out)
     except UltrError as error:
         Path(error_file).write_text(str(error), "utf-8", "replace")

@@ -77,7 +77,7 @@ def onnx_session(content: bytes, *, threads: int = 0, where: object = None) -> A
     try:
         import onnxruntime
     except ImportError as error:
-        raise MissingExtraError("scoring with ONNX", package="onnxruntime", extra="export") from error
+        raise MissingExtraError("scoring with ONNX", package="onnxruntime", extra="serve") from error
     if threads < 0:
         raise OptionError("'threads' must be at least 0", got=threads)
     if refers_to_files(content):

@@ -20,19 +20,21 @@ from ultr.datasets.users import User
 from ultr.errors import DataError
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
-from ultr.log.queries import split_by_query
+from ultr.log.queries import queries_of, split_by_query
 from ultr.log.segments import slot
 from ultr.methods import Method, thresholds
 from ultr.methods.bias_model import BiasModel
 from ultr.methods.boosted_bias import BoostedOutputs
 from ultr.rankers.matching import load_matched_weights, load_weights, match_features
 from ultr.rankers.model import load_model
+from ultr.training.bias_progress import EVIDENCE, BiasProgress
 from ultr.training.checkpoints import wait_for_lock
 from ultr.training.config import BIAS_TRAINING, RunConfig, TrainingOptions, patience_for
 from ultr.training.data import RunData, StreamedLists
 from ultr.training.feed import Feed, Feeding, step_seed
 from ultr.training.loop import Progress, TrainingState, start, train
 from ultr.training.summary import bias_summary
+from ultr.training.used import used_requests
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import copy_from_main, is_main
 from ultr.utils.files import atomic_path
@@ -42,12 +44,14 @@ from ultr.utils.stores import fetched
 from ultr.utils.tensors import load_tensors, save_tensors
 
 HELD_OUT_SHARE = 0.1  # share of the training requests that are held out to evaluate the fit of a bias model
+NEW_SHARE = 0.2  # largest share of the new requests that are held out, if training starts from another bias model
 LEAST_STEPS, MOST_STEPS = 200, 1000  # without improvement, after which the training of a bias model stops
+LEAST_GAIN = 0.001  # share of the held-out likelihood; training that gains less in all these steps stops too
 SHORT_LIST = 64  # items; shorter lists are evaluated all at once on a GPU
 REPORTED_BATCHES = 20  # batches that the summary in bias.json is computed from
 BIAS = "bias"  # the folder of a run that holds its bias model
 Weights = Mapping[str, Tensor]
-EVIDENCE = "evidence.json"  # the file of this folder that says how θ was estimated
+ESTIMATED = ("theta", "zeta", "impressions", "clicks", "shown", "moved")  # buffers of a bias model, estimated once
 
 
 def run_bias_stage(
@@ -58,43 +62,90 @@ def run_bias_stage(
     shared: Path | None,
     on_progress: Callable[[Progress], None],
     *,
-    fit: Callable[[], None] | None = None,
+    progress: BiasProgress,
+    fit: Callable[[Beginning | None], None] | None = None,
 ) -> None:
     """Fit the bias of a method, or load it if it was saved: in `out`, in the run `config.bias`, or in `shared`.
 
-    `shared` is a folder of bias models for runs with the same data, seed and bias options. `fit`, if given, is called
-    to fit the bias model in place of `fit_bias`.
+    `shared` is a folder of bias models for runs with the same data, seed and bias options. `progress` has the
+    checkpoints of this stage. `fit`, if given, is called to fit the bias model in another way. The fit starts from the
+    bias model of the run `config.warm_start`, if this run has one for the same label and positions.
     """
     begin_stage("estimating the bias")
     model = method.bias_learner()
     settings = {} if model is None else {**model.settings(), **({} if fit is None else {"em": "trees"})}
 
-    def default_fit() -> None:
-        user, stream = run_data.feeding_user, run_data.stream
-        fit_bias(method, run_data.train, config.training, user=user, stream=stream, on_progress=on_progress)
+    def default_fit(begin: Beginning | None) -> None:
+        given: dict[str, Any] = {"user": run_data.feeding_user, "stream": run_data.stream, "begin": begin}
+        training = bias_training(method, run_data.train, config.training, progress=progress, **given)
+        if training is not None:
+            train_bias(training, progress, on_progress)
 
+    begin = Beginning.of(config, run_data, trees=fit is not None)
     fit = fit or default_fit
-    if not isinstance(model, BiasModel):  # all other kinds of bias are fitted quickly and not saved
-        fit()
+    if not isinstance(model, BiasModel):  # all other kinds of bias are fitted quickly, and not used by other runs
+        fit(None)
         return
-    if (out / BIAS).is_dir():
+    if (out / BIAS).is_dir():  # written by this run before it was killed
         load_bias(out / BIAS, model)
         return
     other = None if config.bias is None else fetched(config.bias)
     if other is not None and (other / BIAS).is_dir():
         _take_bias(other, model, config, run_data)
     elif shared is None:
-        fit()
+        fit(begin)
     else:
         folder = shared / config.shared_key(settings)
         with wait_for_lock(folder):
             if folder.is_dir():
                 load_bias(folder, model)
             else:
-                fit()
+                fit(begin)
                 save_bias(folder, model)
     if is_main():
         save_bias(out / BIAS, model)
+
+
+@dataclass(frozen=True, eq=False)
+class Beginning:
+    """The bias model of the run `config.warm_start`, which the fit of a bias model starts from."""
+
+    config: RunConfig
+    run_data: RunData
+
+    @staticmethod
+    def of(config: RunConfig, run_data: RunData, *, trees: bool) -> Beginning | None:
+        """Return the start of a fit of networks or trees; None if there is no such run, or if it has the other kind."""
+        if config.warm_start is None or not (folder := Path(config.warm_start) / BIAS).is_dir():
+            return None
+        return Beginning(config, run_data) if BoostedOutputs.is_at(folder) == trees else None
+
+    def give(self, model: BiasModel) -> bool:
+        """Give a bias model the networks or trees of that run; return False if they are for other data or labels.
+
+        Estimates by position stay as they are: they are known, or were estimated before.
+        """
+        known = ("theta", "shown") if model.theta_from == "known" else () if model.theta_learned else ESTIMATED
+        kept, evidence = {name: getattr(model, name).clone() for name in known}, model.evidence
+        network, weights = model.network, {name: values.clone() for name, values in model.state_dict().items()}
+        try:
+            _take_bias(Path(str(self.config.warm_start)), model, self.config, self.run_data)
+        except DataError:
+            model.network, model.evidence = network, evidence
+            model.load_state_dict(weights)
+            return False
+        for name, values in kept.items():
+            getattr(model, name).copy_(values)
+        model.evidence = model.evidence if model.theta_from == "known" else evidence
+        return True
+
+    def new_requests(self, log: Log) -> np.ndarray | None:
+        """Return the indices of the requests of queries that the other run was not trained on; None if not known."""
+        used = used_requests(Path(str(self.config.warm_start)), log)
+        if used is None:
+            return None
+        query = queries_of(log)
+        return np.flatnonzero(np.bincount(query, used[0] | used[1])[query] == 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +157,7 @@ class BiasTraining:
     feed: Feeding
     held_out: list[Lists]
     options: TrainingOptions
+    continued: bool = False  # whether it starts from the bias model of another run
 
     def evaluate(self, model: Any) -> dict[str, Tensor]:
         model.eval()
@@ -115,24 +167,15 @@ class BiasTraining:
         self.model.load_state_dict(self.state.best_weights)
 
 
-def fit_bias(
-    method: Method,
-    log: Log,
-    options: TrainingOptions,
-    *,
-    user: User | None = None,
-    stream: StreamedLists | None = None,
-    on_progress: Callable[[Progress], None] = lambda _: None,
-) -> None:
-    """Estimate the bias of a method from the whole log, then train its bias model with early stopping.
-
-    The bias model has its own learning rate and steps, so that those of the ranker can be tuned separately. If `stream`
-    is given, `log` is a sample of the stream, and the training steps use the stream.
-    """
-    if (training := bias_training(method, log, options, user=user, stream=stream)) is not None:
-        for progress in train(training.state, training.feed, training.evaluate, training.options, select="likelihood"):
-            on_progress(progress)
-        training.finish()
+def train_bias(training: BiasTraining, progress: BiasProgress, on_progress: Callable[[Progress], None]) -> None:
+    """Train a bias model with early stopping, from its newest checkpoint."""
+    state = training.state
+    progress.resume(state)
+    how: dict[str, Any] = {"select": "likelihood", "evaluate_start": training.continued}
+    for evaluation in train(state, training.feed, training.evaluate, training.options, **how):
+        progress.save(state)
+        on_progress(evaluation)
+    training.finish()
 
 
 def bias_training(
@@ -142,11 +185,25 @@ def bias_training(
     *,
     user: User | None = None,
     stream: StreamedLists | None = None,
+    progress: BiasProgress | None = None,
+    begin: Beginning | None = None,
 ) -> BiasTraining | None:
-    """Estimate the bias of a method from the whole log; return what trains its bias model, or None."""
+    """Estimate the bias of a method from the whole log; return what trains its bias model, or None.
+
+    The bias model has its own learning rate and steps, so that those of the ranker can be tuned separately. If `stream`
+    is given, `log` is a sample of the stream, and the training steps use the stream. `progress` saves the estimate.
+    `begin` gives the bias model the weights that it starts from.
+    """
     seed, device = options.seed, choose_device(options.device)
-    if is_main():
+
+    def estimate() -> None:
         method.estimate_bias(log, user=user, sessions=options.bias_steps * options.batch, seed=seed)
+
+    if is_main():
+        if progress is None:
+            estimate()
+        else:
+            progress.estimate(method, estimate)
     copy_from_main(method.state_dict().values())
     model = method.bias_learner()
     if model is None or next(model.parameters(), None) is None:
@@ -160,10 +217,11 @@ def bias_training(
         precision=options.precision,
     )
     if stream is None and user is None:
-        patience = patience_for(len(log), bias_options, least=LEAST_STEPS, most=MOST_STEPS)
+        least, most = (LEAST_STEPS, MOST_STEPS) if begin is None else (LEAST_STEPS // 2, MOST_STEPS // 2)
+        patience = patience_for(len(log), bias_options, least=least, most=most)
         bias_options = replace(bias_options, patience=patience)
     if stream is None:
-        learned, held_out = held_out_requests(log, seed)
+        learned, held_out = held_out_requests(log, seed, new=None if begin is None else begin.new_requests(log))
         lists, count = ListBatches(log, device=device), len(held_out)
         feed: Feeding = Feed(lists, batch=bias_options.batch, seed=bias_options.seed, user=user, requests=learned)
         held_out_feed = Feed(lists, batch=256, seed=bias_options.seed, user=user, requests=held_out)
@@ -173,15 +231,30 @@ def bias_training(
     held_out_lists = some_batches(held_out_feed, count)
     if device.type == "cuda" and max(lists.where.shape[1] for lists in held_out_lists) <= SHORT_LIST:
         held_out_lists = [Lists.together([replace(lists, parts=(), key=None) for lists in held_out_lists])]
-    return BiasTraining(model, start(model, log, bias_options), feed, held_out_lists, bias_options)
+    continued = False
+
+    def warm_start() -> None:
+        nonlocal continued
+        continued = begin is not None and isinstance(model, BiasModel) and begin.give(model)
+
+    state = start(model, log, bias_options, warm_start=warm_start)
+    state.stopping.least = LEAST_GAIN
+    return BiasTraining(model, state, feed, held_out_lists, bias_options, continued)
 
 
-def held_out_requests(log: Log, seed: int) -> tuple[np.ndarray | None, np.ndarray]:
+def held_out_requests(log: Log, seed: int, *, new: np.ndarray | None = None) -> tuple[np.ndarray | None, np.ndarray]:
     """Return the indices of the requests that a bias model learns from (None: all), and of those that evaluate it.
 
-    Requests of a query are either all learned from or all held out.
+    Requests of a query are either all learned from or all held out. If there are `new` requests, which the bias model
+    that training starts from has not seen, a part of these is held out.
     """
-    held_out, learned = split_by_query(log, [max(1, round(HELD_OUT_SHARE * len(log)))], seed=seed)
+    count = HELD_OUT_SHARE * len(log)
+    if new is not None and len(new):
+        chosen, _ = split_by_query(log.select(new), [max(1, round(min(count, NEW_SHARE * len(new))))], seed=seed)
+        held_out = new[chosen]
+        learned = np.setdiff1d(np.arange(len(log)), held_out)
+    else:
+        held_out, learned = split_by_query(log, [max(1, round(count))], seed=seed)
     return (learned if len(learned) else None), held_out
 
 
@@ -216,6 +289,14 @@ def load_bias(folder: Path, model: BiasModel, load: Callable[[nn.Module, Weights
         raise DataError("the saved bias model does not fit this run", where=folder, hint=hint) from error
 
 
+def load_evidence(method: Method, out: Path, progress: BiasProgress) -> None:
+    """Set how θ was estimated in a method whose weights are those of a checkpoint, which does not say it."""
+    progress.load_evidence(method)
+    model = method.bias_learner()
+    if isinstance(model, BiasModel) and (out / BIAS / EVIDENCE).is_file():
+        model.evidence = read_json(out / BIAS / EVIDENCE)
+
+
 def _take_bias(run: Path, model: BiasModel, config: RunConfig, run_data: RunData) -> None:
     """Load the bias model of another run: its features are matched by name and value, and its positions by name."""
     report = read_json(run / BIAS_FILE)
@@ -225,7 +306,7 @@ def _take_bias(run: Path, model: BiasModel, config: RunConfig, run_data: RunData
         raise DataError("the bias model is for another label", where=run, got=f"'{label}'", hint=hint)
     trained = load_model(run)
     match = match_features(trained, run_data.train)
-    if BoostedOutputs.is_at(run / BIAS) and not match.is_identity:
+    if BoostedOutputs.is_at(run / BIAS) and not match.extends:
         what = "the bias model is made of trees, for features in another order or with other categories"
         raise DataError(what, where=run, hint=only_positions)
     saved = [str(position) for position in report["positions"]]

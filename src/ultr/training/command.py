@@ -13,7 +13,7 @@ USER_OPTIONS = ("eta", "epsilon")  # options of simulated users that `ultr train
 # Options with the same name in RunConfig and `ultr train`.
 SAME_NAME = (
     *("learn_from", "select", "sessions", "bias", "warm_start", "stream", "workers"),
-    *("on_duplicates", "split", "time", "missing"),
+    *("on_duplicates", "split", "time", "decay", "missing"),
 )
 FLAGS = ("allow_leaks", "drop_suspicious")  # options without a value
 

@@ -107,7 +107,8 @@ class RunConfig:
     on_duplicates: OnDuplicates = "error"  # repeated rows of a log, as for read_log
     where: Sequence[str] = ()  # conditions on the rows of a log, as for read_log
     split: Literal["random", "time"] = "random"  # requests that are held out: random ones, or the last ones
-    time: str | None = None  # column of the log with the time, for a split by time
+    time: str | None = None  # column of the log with the time, for a split by time or for `decay`
+    decay: float | None = None  # half-life of the weights of requests in days; None: all have the same weight
     users: str | None = None  # kind of simulated users, such as pbm; None: the data are a log with feedback
     user_options: Mapping[str, Any] = field(default_factory=dict)
     propensities: Mapping[str, float] | None = None  # position, or `position@segment` -> probability that it is seen
@@ -134,9 +135,14 @@ class RunConfig:
         check_fields(self)
         for name in ("data", "data_dir", "bias", "warm_start"):
             check_value(name, getattr(self, name), str | Path | None)
-        if (self.split == "time") != (self.time is not None):
+        if (self.split == "time" or self.decay is None) and (self.split == "time") != (self.time is not None):
             hint = "pass --split time --time COLUMN"
             raise OptionError("a split by time needs both --split time and the column of the times", hint=hint)
+        if self.decay is not None and not 0 < self.decay < math.inf:
+            what = "'decay' is a half-life in days, and must be above 0 and finite"
+            raise OptionError(what, got=self.decay, hint="pass --decay 7")
+        if self.decay is not None and self.users is not None:
+            raise OptionError("simulated users have no days, so weights cannot decay", hint="leave out --decay")
         if unknown := next((name for name in self.columns if name not in ROLES), None):
             raise OptionError(f"'columns' has an unknown role {unknown!r}", hint=nearest(unknown, ROLES))
         if not (self.held_out > 0 and self.judged >= 0 and self.held_out + self.judged < 1):
@@ -171,7 +177,7 @@ class RunConfig:
         options = self.training
         training = TrainingOptions(seed=options.seed, batch=options.batch, bias_steps=options.bias_steps)
         ranker = "trees" if is_trees(self.ranker) else self.ranker
-        changes: dict[str, Any] = {"method_options": {}, "ranker_options": {}, "warm_start": None}
+        changes: dict[str, Any] = {"method_options": {}, "ranker_options": {}}
         common = replace(self, ranker=ranker, select=AUTO, training=training, **changes)
         text = json.dumps([FORMAT, asdict(common), settings], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -180,9 +186,11 @@ class RunConfig:
         """Return the options that differ from another configuration's: name -> (value here, value there).
 
         Names are those of `ultr train`. Options that do not change the result are left out, and a `stream` of "auto".
+        Hidden layers are left out if they are not chosen here.
         """
         here, there = _by_option(self), _by_option(other)
         left_out = {"device", "workers", *(("stream",) if self.stream == "auto" else ())}
+        left_out |= {"hidden"} - set(self.ranker_options)
         names = [name for name in {**here, **there} if name not in left_out]
         return {name: (here.get(name), there.get(name)) for name in names if here.get(name) != there.get(name)}
 

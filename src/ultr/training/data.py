@@ -22,8 +22,10 @@ from ultr.evaluation.judgement import logged_scores
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY
 from ultr.lists import ListBatches
 from ultr.log import Log, read_log
+from ultr.log.decay import decayed_by_time
 from ultr.log.labels import Label
-from ultr.log.queries import split_by_query, split_by_time
+from ultr.log.parts import SAMPLE_BYTES, SAMPLE_ROWS
+from ultr.log.queries import split_by_time
 from ultr.log.sampling import sample_log
 from ultr.log.segments import by_segment
 from ultr.log.shards import Shards, concatenate_logs, is_lists
@@ -34,13 +36,13 @@ from ultr.rankers.model import Model
 from ultr.training.config import DEFAULT_METHOD, RunConfig, TrainingOptions
 from ultr.training.feed import Feed, Feeding
 from ultr.training.stream import Stream
+from ultr.training.used import random_split
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import local_size
 from ultr.utils.jsonfiles import read_json
 from ultr.utils.memory import available_memory
 
 MAX_VALIDATION_ROWS = 100_000  # validation requests are evaluated often, so more rows would take too long
-SAMPLE_ROWS, SAMPLE_BYTES = 1_000_000, 256 << 20  # largest sample of streamed lists, used in place of the whole log
 LARGEST_LABEL = 1e12  # largest label, because labels are squared in single precision
 GROUPED = 10  # held-out requests with one item that are ranked as one list
 MEMORY_SHARE = 0.5  # lists that need more than this share of the available memory are streamed
@@ -146,7 +148,7 @@ def _drawn(log: Log, sessions: int, seed: int, config: RunConfig) -> Log:
 def cached_run_data(config: RunConfig) -> RunData:
     """Return the data of a run of networks; runs of other methods and learning rates on the same data share it."""
     training = TrainingOptions(seed=config.training.seed, device=config.training.device)
-    changes: dict[str, Any] = {"method_options": {}, "ranker_options": {}, "bias": None, "warm_start": None}
+    changes: dict[str, Any] = {"method_options": {}, "ranker_options": {}, "bias": None}
     common = replace(config, method=DEFAULT_METHOD, ranker="mlp", **changes)
     return _cached_run_data(json.dumps(replace(common, training=training).to_json(), sort_keys=True))
 
@@ -198,11 +200,15 @@ def _read_training_log(config: RunConfig) -> RunData:
         return _read_lists(config)
     if config.stream == "yes":
         raise OptionError("only prepared lists can be streamed", got=config.data, hint="run ultr prepare on it first")
-    source = open_source(config.data).only(config.where)
+    source, time = open_source(config.data).only(config.where), config.time
+    if config.decay is not None and time is None:
+        source, time = source.by_day()
     _check_fits_in_memory(source)
-    rows: dict[str, Any] = {"on_duplicates": config.on_duplicates, "where": config.where, "time": config.time}
-    run_data = split_log(read_log(config.data, missing=_missing(config), **rows, **config.columns), config)
-    return replace(run_data, fingerprint=source.fingerprint())
+    rows: dict[str, Any] = {"on_duplicates": config.on_duplicates, "where": config.where, "time": time}
+    log = read_log(source, missing=_missing(config), **rows, **config.columns)
+    if config.decay is not None:
+        log = decayed_by_time(log, config.decay)
+    return replace(split_log(log, config), fingerprint=source.fingerprint())
 
 
 def _missing(config: RunConfig) -> Missing:
@@ -226,16 +232,17 @@ def _read_lists(config: RunConfig) -> RunData:
     if config.drop_suspicious:
         hint = "pass --drop-suspicious to ultr prepare, and leave it out here"
         raise OptionError("suspicious requests are left out when lists are prepared", got=config.data, hint=hint)
-    shards = Shards(config.data)
+    shards = Shards(config.data, decay=config.decay)
     shards.check_names(config.columns)
     if config.where or config.split == "time":
         what = "the rows and splits of prepared lists cannot be changed"
         raise OptionError(what, where=config.data, hint="pass --where and --split time to ultr prepare")
     about, seed = shards.manifest, config.training.seed
     rows = min(SAMPLE_ROWS, SAMPLE_BYTES // shards.row_bytes)
-    validation = sample_log(Shards(config.data, "validation").sample(MAX_VALIDATION_ROWS, 0), MAX_VALIDATION_ROWS)
+    held_out = Shards(config.data, "validation", decay=config.decay)
+    validation = sample_log(held_out.sample(MAX_VALIDATION_ROWS, 0), MAX_VALIDATION_ROWS)
     test = Shards(config.data, "test").sample(rows, 0) if config.judged else None
-    streamed = config.stream == "yes" or (config.stream == "auto" and not _fits(shards))
+    streamed = config.stream == "yes" or (config.stream == "auto" and not fits_in_memory(shards))
     train = _checked(shards.sample(rows, seed) if streamed else shards.read_all(), config)
     if config.learn_from == "feedback":
         _check_label(train, config)
@@ -272,7 +279,7 @@ def _checked(log: Log, config: RunConfig) -> Log:
     return log
 
 
-def _fits(shards: Shards) -> bool:
+def fits_in_memory(shards: Shards) -> bool:
     """Return whether one copy of the lists per process takes less than `MEMORY_SHARE` of the free memory."""
     return shards.rows * shards.row_bytes * local_size() < MEMORY_SHARE * available_memory()
 
@@ -289,7 +296,7 @@ def split_log(log: Log, config: RunConfig) -> RunData:
     if config.split == "time":
         learned, held_out, judged = split_by_time(log, config.held_out, config.judged)
     else:
-        learned, held_out, judged = _split_at_random(log, config)
+        learned, held_out, judged = random_split(log, config)
     if not (len(learned) and len(held_out)):
         count = len(held_out) + len(judged)
         what = f"a log needs more than {count} requests, because {count} are held out from training"
@@ -325,13 +332,6 @@ def in_groups(log: Log) -> Log:
     offsets, ids = np.append(first, len(log)), log.request_ids.take(pa.array(first))
     ordered = log.regroup(rows, log.offsets)
     return replace(ordered, offsets=offsets, request_ids=ids, weights=weights, context=context)
-
-
-def _split_at_random(log: Log, config: RunConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    wanted = [max(1, round(share * len(log))) if share else 0 for share in (config.held_out, config.judged)]
-    judged, others = split_by_query(log, wanted[1:], seed=0) if config.judged else (np.arange(0), np.arange(len(log)))
-    chosen, rest = split_by_query(log.select(others) if len(judged) else log, wanted[:1], seed=config.training.seed)
-    return others[rest], others[chosen], judged
 
 
 def columns_for_run(run: Path, model: Model, named: Mapping[str, Any]) -> dict[str, Any]:

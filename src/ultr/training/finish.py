@@ -15,6 +15,7 @@ from ultr.evaluation.judge import Judge
 from ultr.lists import Lists
 from ultr.log.suspicious import write_suspicious
 from ultr.rankers.model import save_model
+from ultr.training.bias_progress import STAGE
 from ultr.training.bias_stage import write_bias_report
 from ultr.training.config import RunConfig
 from ultr.training.data import RunData
@@ -68,4 +69,5 @@ def finish_run(
         held_out=run_data.validation,
         indicators=missing_features(config, run_data.train),
     )
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    for folder in ("checkpoints", STAGE):
+        shutil.rmtree(out / folder, ignore_errors=True)

@@ -10,9 +10,10 @@ import numpy as np
 
 from ultr.datasets import DATASETS, load_dataset
 from ultr.log import Log
-from ultr.log.hashes import request_hashes
+from ultr.log.parts import LogParts
 from ultr.log.shards import Shards, is_lists
 from ultr.training.outcome import read_outcome
+from ultr.training.used import used_requests
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,13 @@ def split_of(data: str, name: str, data_dir: str | Path | None) -> Split | None:
 
 
 def fresh_requests(
-    runs: Mapping[str, tuple[Path, Log]], split: Split | None, *, unselected: bool = False
+    runs: Mapping[str, tuple[Path, Log | LogParts]], split: Split | None, *, unselected: bool = False
 ) -> tuple[np.ndarray, list[str]]:
     """Return a mask of the requests of a log on which rankers can be judged, and warnings.
 
-    `runs` maps the name of a run to its folder and to the log with the features of its model. The mask has the requests
-    that no run was trained on, or all requests if there are none such. With `unselected`, those that selected the best
-    step of a run are left out too, and there are no warnings about requests that are left out.
+    `runs` maps the name of a run to its folder and to the log, whole or in parts, with the features of its model. The
+    mask has the requests that no run was trained on, or all requests if there are none such. With `unselected`, those
+    that selected the best step of a run are left out too, and there are no warnings about requests that are left out.
     """
     count = len(next(iter(runs.values()))[1])
     fresh, warnings, partly = np.ones(count, bool), [], []
@@ -73,12 +74,9 @@ def fresh_requests(
     return fresh, warnings
 
 
-def _used(folder: Path, log: Log, split: Split | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+def _used(folder: Path, log: Log | LogParts, split: Split | None) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Return masks of the requests that a run was trained on, and that selected its best step; None if not known."""
     outcome = read_outcome(folder)
     if split is not None and outcome is not None and outcome.about["data"]["fingerprint"] == split.fingerprint:
         return np.full(len(log), split.name == "train"), np.full(len(log), split.name == "validation")
-    if outcome is None or outcome.used is None:
-        return None, None
-    hashes = request_hashes(log)
-    return np.isin(hashes, outcome.used["trained"]), np.isin(hashes, outcome.used["selected"])
+    return used_requests(folder, log) or (None, None)

@@ -7,12 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from ultr.errors import DataError
 from ultr.evaluation.importance import REPEATS, FeatureImportance, permutation_importance, rows_to_score, tree_gains
-from ultr.evaluation.judge import Judge, evaluate_requests, load_judge
+from ultr.evaluation.judge import Judge, load_judge, request_metrics
 from ultr.log import Log
 from ultr.log.sampling import sample_log
 from ultr.log.segments import by_segment
@@ -25,7 +24,7 @@ from ultr.training.selection import JUDGE, less_is_better
 from ultr.utils.arguments import Seed, checked
 from ultr.utils.jsonfiles import read_json
 
-SAVED = 20  # features in the outcome of a run: the most important ones
+SAVED = 20  # most features in the outcome of a run
 
 
 @checked
@@ -60,8 +59,8 @@ def importance_of_run(config: RunConfig, run_data: RunData, ranker: nn.Module, j
     if config.users is not None or config.judged or not run_data.validation.feature_names:
         return {}
     options: dict[str, Any] = {"label": config.label, "judge": judge, "segments": run_data.segments}
-    found = _importance(config, run_data.validation, ranker, options)
-    return {"metric": config.selection, "features": [asdict(each) for each in found[:SAVED]]}
+    found = _importance(config, run_data.validation, ranker, options, most=SAVED)
+    return {"metric": config.selection, "features": [asdict(each) for each in found]}
 
 
 def _importance(
@@ -74,8 +73,9 @@ def _importance(
     rows: int | None = None,
     repeats: int = REPEATS,
     seed: int = 0,
+    most: int | None = None,
 ) -> list[FeatureImportance]:
-    """Return the importance of features; `options` are those of `evaluate_requests`."""
+    """Return the importance of features; `options` are those of `request_metrics`."""
     if repeats < 1 or (rows is not None and rows < 1):
         raise DataError("'rows' and 'repeats' must be at least 1", got=f"{rows} and {repeats}")
     chosen = metric or config.selection
@@ -83,16 +83,16 @@ def _importance(
     device = next((parameter.device for parameter in ranker.parameters()), "cpu")
     sign = -1 if less_is_better(chosen) else 1
 
-    def evaluate(scores: np.ndarray) -> np.ndarray:
-        return sign * evaluate_requests(part, scores, [chosen], **options)[chosen]
+    metrics = request_metrics(part, [chosen], keep=True, **options)
 
     gains = tree_gains(ranker, len(log.feature_names)) if isinstance(ranker, TreeRanker) else None
     ranker.eval()
     return permutation_importance(
         part,
         lambda features: score_rows(ranker, features, device=device),
-        evaluate,
+        lambda scores: sign * metrics(scores)[chosen],
         gains=gains,
         repeats=repeats,
         seed=seed,
+        most=most,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 
 from ultr.bias.propensities import read_bias_theta, theta_by_id
@@ -13,7 +16,11 @@ from ultr.rankers.boosters import is_trees
 from ultr.rankers.model import load_model
 from ultr.training.config import RunConfig
 from ultr.training.data import RunData
+from ultr.utils.jsonfiles import read_json
 from ultr.utils.stores import fetched
+
+HIDDEN = (512, 256, 128)  # hidden layers of an mlp
+SMALL_LOG, HIDDEN_OF_SMALL_LOG = 100_000, (128, 64, 32)  # rows; with fewer, a small network ranks as well or better
 
 
 def known_theta(config: RunConfig, run_data: RunData) -> dict[int, float] | None:
@@ -45,6 +52,22 @@ def missing_features(config: RunConfig, log: Log) -> tuple[int, ...] | None:
         start = load_model(config.warm_start)
         missing |= np.isin(log.feature_names, [start.feature_names[i] for i in start.indicators or ()])
     return tuple(i for i in np.flatnonzero(missing).tolist() if i not in log.categories)
+
+
+def with_hidden_layers(config: RunConfig, run_data: RunData) -> RunConfig:
+    """Return the configuration with the hidden layers of an mlp, if they were not chosen: by the rows of the log.
+
+    A run that starts from another one has the layers of that run. Simulated users and streams have rows without end.
+    """
+    if config.ranker != "mlp" or "hidden" in config.ranker_options:
+        return config
+    if config.warm_start is not None:
+        start = RunConfig.from_json(read_json(Path(config.warm_start) / "config.json"), where=config.warm_start)
+        sizes = start.ranker_options.get("hidden", HIDDEN)
+    else:
+        endless = run_data.feeding_user is not None or run_data.stream is not None
+        sizes = HIDDEN if endless or run_data.train.rows >= SMALL_LOG else HIDDEN_OF_SMALL_LOG
+    return replace(config, ranker_options={**config.ranker_options, "hidden": list(sizes)})
 
 
 def method_inputs(config: RunConfig, run_data: RunData) -> MethodInputs:

@@ -16,12 +16,13 @@ from ultr.lists import ListBatches
 from ultr.methods import Method, make_method
 from ultr.methods.base import HeldOutRows
 from ultr.rankers import score_rows, scores_on_device
-from ultr.training.bias_stage import run_bias_stage
+from ultr.training.bias_progress import BiasProgress
+from ultr.training.bias_stage import load_evidence, run_bias_stage
 from ultr.training.checkpoints import append_metrics, load_checkpoint, rewind_metrics, save_checkpoint
 from ultr.training.config import RunConfig, TrainingOptions, patience_for
 from ultr.training.data import RunData
 from ultr.training.finish import Listeners, finish_run
-from ultr.training.inputs import method_inputs
+from ultr.training.inputs import method_inputs, with_hidden_layers
 from ultr.training.loop import Progress, check_has_features, start, train
 from ultr.training.selection import evaluator, judge_of, less_is_better
 from ultr.training.traps import check_pairs
@@ -40,6 +41,7 @@ class NetworkRun:
     def __init__(self, config: RunConfig, run_data: RunData) -> None:
         check_has_features(run_data.train)  # first, as torch warns about networks without inputs
         check_pairs(config, run_data.train)
+        config = with_hidden_layers(config, run_data)
         self.config, self.run_data = config, run_data
         self.method: Method = make_method(config.method, method_inputs(config, run_data), **config.method_options)
         self._first_weights: dict[str, Tensor] = {}  # of the ranker, if it starts from another run
@@ -83,8 +85,11 @@ class NetworkRun:
         check_equal(state.step if resumed else -1, "the step to resume from")
         if shared is not None:
             share_logging_score(run_data.train, shared)
-        if not resumed:
-            run_bias_stage(config, run_data, method, out, shared, listeners.on_bias_progress)
+        progress = BiasProgress(out, listeners.checkpoint_seconds)
+        if resumed:
+            load_evidence(method, out, progress)
+        else:
+            run_bias_stage(config, run_data, method, out, shared, listeners.on_bias_progress, progress=progress)
             if self._first_weights:  # the bias stage may have fitted parts of the ranker to the log
                 method.serving().load_state_dict(self._first_weights)
             elif run_data.feeding_user is None:

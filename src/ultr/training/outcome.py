@@ -22,14 +22,14 @@ from ultr.log.segments import slot
 from ultr.log.summary import by_position
 from ultr.training.config import RunConfig
 from ultr.training.data import RunData
+from ultr.training.used import OUTCOME, USED, read_used
 from ultr.utils.devices import choose_device
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import check_format, file_checksum, read_json, write_json
-from ultr.utils.tensors import load_tensors, save_tensors
+from ultr.utils.tensors import save_tensors
 
 FORMAT = 1
-FOLDER, REQUESTS = "outcome", "requests.parquet"  # folder of the outcome in a run, and a file in it
-USED = "used.safetensors"  # file of the outcome with hashes of the requests that the run has used
+FOLDER, REQUESTS = OUTCOME, "requests.parquet"  # folder of the outcome in a run, and a file in it
 LOGGED = "logged "  # prefix of the metrics of the logged ranking
 SHOWN_POSITIONS = 50  # statistics by position cover only the first positions
 DEEPEST = 20  # moves between ranks are counted for the ranks from 1 to this one
@@ -122,11 +122,8 @@ def read_outcome(run: Path) -> RunOutcome | None:
             if name in table.column_names
         }
         agreement = table["agreement"].to_numpy() if "agreement" in table.column_names else np.full(len(table), np.nan)
-        used = None
-        if (folder / USED).is_file():
-            tensors = load_tensors(folder / USED)
-            used = {name: tensors[name].numpy() for name in ("trained", "selected")}
-        return RunOutcome(about, table["request"].to_pylist(), table["weight"].to_numpy(), agreement, results, used)
+        ids, weights = table["request"].to_pylist(), table["weight"].to_numpy()
+        return RunOutcome(about, ids, weights, agreement, results, read_used(run))
     except (KeyError, TypeError, OSError, pa.ArrowException) as error:
         what = f"the outcome of the run cannot be read ({error})"
         raise DataError(what, where=folder, hint="train again") from error

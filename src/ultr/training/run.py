@@ -16,6 +16,7 @@ from ultr.errors import DataError, OptionError, OutputError
 from ultr.log import Log
 from ultr.log.shards import is_lists
 from ultr.rankers.boosters import is_trees
+from ultr.training.bias_progress import STAGE
 from ultr.training.bias_stage import BIAS
 from ultr.training.checkpoints import lock_run, read_metrics
 from ultr.training.config import RunConfig
@@ -29,6 +30,7 @@ from ultr.training.selection import less_is_better
 from ultr.training.together import can_train_together, make_network_run, train_together
 from ultr.training.traps import find_traps
 from ultr.training.trees import TreeRun
+from ultr.training.warm_start import with_codes_of
 from ultr.utils.arguments import checked
 from ultr.utils.distributed import barrier, check_equal, is_main, job_id, main_decides, process_group, restarts, size
 from ultr.utils.files import output_errors, remove_abandoned
@@ -94,7 +96,7 @@ def run_training(
             for warning in run_data.warnings:
                 on_warning(warning)
         run = make_run(config, run_data)
-        with _writing(place, config) as finished_elsewhere:
+        with _writing(place, run.config) as finished_elsewhere:
             if not finished_elsewhere:
                 run.train(place.folder, shared, listeners)
         return out
@@ -117,8 +119,8 @@ def run_together(
             run_training(configs[number], outs[number], resume=True, shared=shared, on_warning=None)
         return
     with ExitStack() as writing:
-        for number in left:
-            if writing.enter_context(_writing(places[number], configs[number])):
+        for number, run in zip(left, runs, strict=True):
+            if writing.enter_context(_writing(places[number], run.config)):
                 raise OutputError("another process has finished this run", where=outs[number], hint="start again")
         train_together(runs, folders, shared, later)
 
@@ -128,7 +130,7 @@ def make_run(config: RunConfig, run_data: RunData) -> NetworkRun | TreeRun:
     if not is_trees(config.ranker):
         return NetworkRun(config, run_data)
     if config.warm_start is not None:
-        raise OptionError("trees cannot start from another run", hint="leave out --warm-start")
+        run_data = with_codes_of(Path(config.warm_start), run_data)
     return TreeRun(config, run_data)
 
 
@@ -215,7 +217,8 @@ def _clean_up(place: Place) -> None:
     if is_main():
         with lock_run(place.folder) if place.folder != place.out else nullcontext():
             remove_abandoned(place.folder)
-            shutil.rmtree(place.folder / "checkpoints", ignore_errors=True)
+            for name in ("checkpoints", STAGE):
+                shutil.rmtree(place.folder / name, ignore_errors=True)
             if place.folder != place.out:
                 take_place(place.out)
     barrier()
@@ -251,7 +254,7 @@ def _writing(place: Place, config: RunConfig) -> Iterator[bool]:
             barrier()
             yield False
         except BaseException:
-            learned = (folder / BIAS).is_dir() or (folder / "checkpoints").is_dir() or read_metrics(folder)
+            learned = any((folder / name).is_dir() for name in (BIAS, STAGE, "checkpoints")) or read_metrics(folder)
             if is_main() and not (existed or learned):
                 shutil.rmtree(folder if folder == out else folder.parent, ignore_errors=True)
             raise

@@ -25,6 +25,7 @@ from ultr.utils.files import check_output, sync_folder, take_name
 from ultr.utils.jsonfiles import read_json
 
 JUDGED = 0.2  # share of the requests of a new log that the gate compares the two rankers on
+PARTS = 5  # an update has this part of the steps of the first training
 CANDIDATE = ".candidate"  # end of the name of a new run until it is accepted
 
 
@@ -51,6 +52,8 @@ def update_run(
     *,
     gate: float = 0.95,
     refit_bias: bool = False,
+    decay: float | None = None,
+    time: str | None = None,
     listeners: Listeners | None = None,
     on_note: Callable[[str], None] = lambda _: None,
     on_warning: Callable[[Pitfall], None] = lambda _: None,
@@ -58,17 +61,23 @@ def update_run(
 ) -> Update:
     """Train a run further on a new log, and write it to `out`, unless it is worse than `run` on requests of that log.
 
-    Training has the options of `run`; `training` replaces some. It starts from the ranker of `run`, and takes its bias
-    model, unless `refit_bias` is set. Then both rankers are compared off policy, on requests that neither was trained
-    or selected on. The new run is rejected if the interval of the difference with confidence `gate` is below 0. The
-    new run is in a folder next to `out` until it is accepted; if it is killed, the next call resumes it.
+    Training has the options of `run`; `training` replaces some. It starts from the ranker and the bias model of `run`,
+    and keeps its examination, unless `refit_bias` is set. `decay` is the half-life of the weights of requests in days,
+    and `time` the column of their times, if days are neither partitions nor several logs.
+
+    Then both rankers are compared off policy, on requests that neither was trained or selected on. The new run is
+    rejected if the interval of the difference with confidence `gate` is below 0. The new run is in a folder next to
+    `out` until it is accepted. If the process is killed at any moment, the next call with the same arguments resumes.
     """
     if not 0 < gate < 1:
         raise OptionError("the gate must be above 0 and below 1", got=gate, hint="pass --gate 0.95")
-    check_output(out, overwrite=False, folder=True)
-    config = update_config(run, data, refit_bias=refit_bias, **training)
+    config = update_config(run, data, refit_bias=refit_bias, decay=decay, time=time, **training)
     candidate = out.with_name(out.name + CANDIDATE)
+    accepted_before = _is_result(out, config)
+    if not accepted_before:
+        check_output(out, overwrite=False, folder=True)
     listeners = listeners or Listeners()
+    candidate = out if accepted_before else candidate
     run_training(
         config,
         candidate,
@@ -81,46 +90,74 @@ def update_run(
     metric = config.selection if config.selection.startswith(OFF_POLICY) else f"{OFF_POLICY}reward@10"
     judgement, warnings = compare_runs(run, candidate, config, metric)
     test = judgement.rankers["the new run"][metric].difference
-    accepted = test is None or not (test.difference < 0 and test.p < 1 - gate)
-    if accepted:
+    accepted = accepted_before or test is None or not (test.difference < 0 and test.p < 1 - gate)
+    if accepted and not accepted_before:
         take_name(candidate, out, overwrite=False)
         sync_folder(out.resolve().parent)
     return Update(out if accepted else candidate, accepted, metric, judgement, tuple(warnings))
 
 
-def update_config(run: Path, data: str, *, refit_bias: bool = False, **training: Any) -> RunConfig:
+def _is_result(out: Path, config: RunConfig) -> bool:
+    """Return whether `out` is a finished run of this configuration: the process was killed after it was accepted."""
+    if not ((out / "model").is_dir() and (out / "config.json").is_file()):
+        return False
+    return not config.differences(RunConfig.from_json(read_json(out / "config.json"), where=out))
+
+
+def update_config(
+    run: Path,
+    data: str,
+    *,
+    refit_bias: bool = False,
+    decay: float | None = None,
+    time: str | None = None,
+    **training: Any,
+) -> RunConfig:
     """Return the configuration of an update: that of the run, with the new data, its ranker and its bias."""
     config = RunConfig.from_json(read_json(run / "config.json"), where=run)
-    if is_trees(config.ranker):
-        hint = f"train them again on the last days, with ultr train --bias {run}"
-        raise OptionError("a run of trees cannot be updated", got=run, hint=hint)
     if config.users is not None or config.learn_from != "feedback":
         raise OptionError("only a run that was trained on a log can be updated", got=run, hint="use ultr train")
+    training = {**_shorter(config), **{name: value for name, value in training.items() if value is not None}}
     model = load_model(run)
     bias = read_json(run / BIAS_FILE) if (run / BIAS_FILE).is_file() else {}
-    keeps_bias = bias.get("theta") and config.propensities is None and not refit_bias
+    keeps_theta = bias.get("theta") and config.propensities is None and not refit_bias
     return with_training(
         replace(
             config,
             data=data,
             columns=config.columns if is_lists(data) or not model.columns else model.columns,
             warm_start=str(run),
-            bias=str(run) if keeps_bias else None,
+            bias=str(run / BIAS_FILE) if keeps_theta else None,
+            decay=decay,
+            time=time or (config.time if config.split == "time" else None),
             judged=0.0 if is_lists(data) else config.judged or JUDGED,
             stream="auto",
         ),
-        **{name: value for name, value in training.items() if value is not None},
+        **training,
     )
+
+
+def _shorter(config: RunConfig) -> dict[str, int]:
+    """Return the training options of an update of a run; those of a run that is an update itself stay as they are.
+
+    An update starts near its end, so it takes fewer steps than the first training, and stops earlier.
+    """
+    options = config.training
+    if config.warm_start is not None:
+        return {}
+    fewer = {name: max(1, getattr(options, name) // PARTS) for name in ("steps", "bias_steps")}
+    if is_trees(config.ranker):
+        fewer |= {"evaluate_every": max(1, options.evaluate_every // 2), "patience": -(-(options.patience or 0) // 2)}
+    return fewer
 
 
 def compare_runs(old: Path, new: Path, config: RunConfig, metric: str) -> tuple[Judgement, list[str]]:
     """Judge two runs on requests of the new run's log that it was neither trained nor selected on."""
     models = {"the old run": (old, load_model(old)), "the new run": (new, load_model(new))}
-    views, scores = {}, {}
-    for name, (folder, model) in models.items():
-        columns = {**columns_for_run(new, models["the new run"][1], {}), "where": list(config.where)}
-        log, _ = read_data(config.data, split="test", data_dir=config.data_dir, columns=columns)
-        views[name], scores[name] = (folder, model.view(log)), model.score(log)
+    columns = {**columns_for_run(new, models["the new run"][1], {}), "where": list(config.where)}
+    log, _ = read_data(config.data, split="test", data_dir=config.data_dir, columns=columns)
+    views = {name: (folder, model.view(log)) for name, (folder, model) in models.items()}
+    scores = {name: model.score(log) for name, (_, model) in models.items()}
     log = views["the new run"][1]
     split = split_of(config.data, "test", config.data_dir)
     judged, warnings = fresh_requests(views, split, unselected=True)

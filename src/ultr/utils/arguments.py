@@ -113,8 +113,13 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
     return (kind,)
 
 
+@functools.cache
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(kind), get_args(kind)
+
+
 def _fits(value: Any, kind: Any) -> bool:
-    origin, inner = get_origin(kind), get_args(kind)
+    origin, inner = _parts(kind)
     if kind in (Any, object) or isinstance(kind, TypeVar):
         return True
     if origin is Annotated:

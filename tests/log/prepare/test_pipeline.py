@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import gzip
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ultr
+from spark_sessions import ON_SPARK
 from ultr.errors import ColumnError, DataError, LabelError, MissingExtraError, OptionError, OutputError, UltrError
 from ultr.log import read_log, write_log
 from ultr.log.prepare import engines, nesting
@@ -864,38 +863,6 @@ assert (counts.requests, lists["train"]["label"].to_pylist()) == (1, [[0, 2]])
     subprocess.run([sys.executable, "-c", worker], cwd=tmp_path, check=True)
 
 
-@pytest.fixture(scope="module")
-def spark():
-    """One session for all, as it takes seconds to start."""
-    pytest.importorskip("pyspark")
-    if shutil.which("java") is None and not os.environ.get("JAVA_HOME"):
-        pytest.skip("Spark needs Java")
-    from tempfile import TemporaryDirectory
-
-    # A virtual machine that starts fast, and few partitions for few rows.
-    options = {
-        "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-        "PYSPARK_SUBMIT_ARGS": "--conf spark.sql.shuffle.partitions=2 pyspark-shell",
-    }
-    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        for name, value in options.items():
-            patch.setenv(name, value)
-        session = engines._new_session(Path(folder), "local[2]")
-        yield session
-        session.stop()
-
-
-@pytest.fixture
-def collected(spark):
-    """PySpark leaves sockets behind; they are collected here, where that is no error."""
-    yield
-    gc.collect()
-
-
-on_spark = [
-    pytest.mark.usefixtures("collected"),
-    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
-]
 CASES = {
     "plain": {},
     "chosen": {"label": "click + dwell / exp(3)", "where": ["country = de", "dwell > 0.5"], "max_items": 4},
@@ -906,7 +873,7 @@ CASES = {
 
 
 class TestSpark:
-    pytestmark = on_spark
+    pytestmark = ON_SPARK
 
     @pytest.mark.parametrize("case", CASES)
     def test_spark_gives_the_same_lists(self, case, tmp_path):

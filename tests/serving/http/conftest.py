@@ -15,6 +15,7 @@ from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import User
 from ultr.serving.export import export_run
 from ultr.serving.http.app import App
+from ultr.serving.http.options import ServerOptions
 from ultr.serving.http.served import Served
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.run import run_training
@@ -50,13 +51,13 @@ def folders(tmp_path_factory) -> SimpleNamespace:
 
 @pytest.fixture(scope="session")
 def network(folders):
-    app = App(Served(folders.network), name="ranker", max_rows=MAX_ROWS)
+    app = App(Served(folders.network), ServerOptions("ranker", max_rows=MAX_ROWS))
     yield app
     app.close()
 
 
 @pytest.fixture(scope="session")
 def trees(folders):
-    app = App(Served(folders.trees), name="trees", max_rows=MAX_ROWS)
+    app = App(Served(folders.trees), ServerOptions("trees", max_rows=MAX_ROWS))
     yield app
     app.close()

@@ -21,6 +21,7 @@ from ultr.errors import DataError
 from ultr.rankers.model import load_model
 from ultr.serving.http import app as app_module
 from ultr.serving.http.app import ARRIVED, App
+from ultr.serving.http.options import ServerOptions
 from ultr.serving.http.served import Scorer, Served, Watch, load_scorer
 from ultr.utils.jsonfiles import load_json
 
@@ -113,7 +114,7 @@ def test_an_error_has_its_status_and_says_why(method, path, body, headers, statu
 
 
 def test_without_the_token_only_probes_are_answered(network):
-    app = App(network.served, name="ranker", max_rows=5, token="s3cret")  # noqa: S106
+    app = App(network.served, ServerOptions("ranker", max_rows=5, token="s3cret"))  # noqa: S106
     right = {"Authorization": "Bearer s3cret"}
     body = json_body(rows(1))
     assert fetch(app, "POST", INFER, body, right).status == 200
@@ -186,7 +187,7 @@ def test_probes_are_answered_while_a_long_request_is_scored(network):
 
     served = Served.__new__(Served)
     served.scorer = replace(quick, score=slow, seconds_per_row=1.0)
-    app = App(served, name="ranker", max_rows=5)
+    app = App(served, ServerOptions("ranker", max_rows=5))
 
     async def both():
         long = asyncio.create_task(fetch_async(app, "POST", INFER, json_body(rows(2))))

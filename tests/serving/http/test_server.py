@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
-import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,56 +17,16 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 
-from serving.http.client import FEATURES, INFER, MAX_ROWS, Answer, binary_body, json_body, rows
+from serving.http.client import FEATURES, INFER, MAX_ROWS, binary_body, json_body, rows
 from serving.http.malformed import broken_http, malformed
+from serving.http.running import Server
+from ultr.errors import TRAIN_PACKAGES
 from ultr.rankers.model import load_model
+from ultr.serving.export_process import _export
 from ultr.serving.http.served import load_scorer
+from ultr.serving.http.server import _OneWrite
 
 TOKEN = "a-token-of-tests"  # noqa: S105
-
-
-class Server:
-    """`ultr serve` on a free port, with the lines that it prints."""
-
-    def __init__(self, *arguments: object, python: tuple[str, ...] = ("-m", "ultr"), **environment: str) -> None:
-        command = [sys.executable, *python, "serve", *map(str, arguments), "--port", "0"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
-        self.lines: list[str] = []
-        self.started = threading.Event()
-        self.port = 0
-        self._listener = threading.Thread(target=self._listen)
-        self._listener.start()
-
-    def _listen(self) -> None:
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if address := re.search(r"^serving version \w+ at http://127.0.0.1:(\d+)/", line):
-                self.port = int(address[1])
-                self.started.set()
-        self.started.set()
-
-    def __enter__(self) -> Server:
-        assert self.started.wait(180)
-        assert self.port, self.lines
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._listener.join()
-        self.process.stderr.close()
-
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-
-    def fetch(self, method: str, path: str, body: bytes = b"", headers=(), *, connection=None) -> Answer:
-        used = connection or self.connect()
-        used.request(method, path, body, dict(headers))
-        response = used.getresponse()
-        answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
-        if connection is None:
-            used.close()
-        return answer
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +123,44 @@ def test_a_head_without_end_and_a_body_too_long_are_errors(server):
     assert server.fetch("GET", "/v2/health/live").status == 200
 
 
+def test_the_head_and_the_body_of_an_answer_are_one_write(server):
+    class Transport:
+        def __init__(self):
+            self.calls = []
+
+        def write(self, data):
+            self.calls.append(data)
+
+        def close(self):
+            self.calls.append("close")
+
+    transport = Transport()
+    one = _OneWrite(transport)
+    one.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    one.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    one.write(b"HTTP/1.1 is a body too")
+    one.flush()
+    one.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+    one.flush()
+    one.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    one.close()
+    assert transport.calls == [
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\nHTTP/1.1 is a body too",
+        b"HTTP/1.1 204 No Content\r\n\r\n",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        "close",
+    ]
+    assert server.fetch("HEAD", "/v2").status == 200
+    body = json_body(rows(3))
+    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as plain:
+        plain.sendall(head.encode())
+        assert plain.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        plain.sendall(body)
+        assert plain.recv(10_000).endswith(b"]}]}")
+
+
 def has_no_torch(server) -> bool:
     """Return True if the process has not loaded torch, or if the system cannot say."""
     maps = Path(f"/proc/{server.process.pid}/maps")
@@ -175,6 +170,29 @@ def has_no_torch(server) -> bool:
 def test_models_are_served_without_torch(server, exported):
     assert has_no_torch(server)
     assert has_no_torch(exported)
+
+
+WITHOUT_TRAINING = (
+    "import runpy, sys\n"
+    f"for name in {sorted(TRAIN_PACKAGES)}: sys.modules[name] = None\n"
+    "runpy.run_module('ultr', run_name='__main__', alter_sys=True)"
+)
+
+
+def test_an_exported_model_is_served_where_nothing_of_training_is_installed(folders):
+    with Server(folders.exported, python=("-c", WITHOUT_TRAINING)) as running:
+        answer = running.fetch("POST", INFER, json_body(rows(3)))
+    np.testing.assert_allclose(answer.scores, load_scorer(folders.exported)(rows(3)), atol=1e-6)
+
+
+def test_a_run_that_is_not_exported_needs_an_extra(folders, tmp_path, monkeypatch):
+    for name in TRAIN_PACKAGES:
+        monkeypatch.setitem(sys.modules, name, None)
+    _export(str(folders.network), str(tmp_path / "out"), str(tmp_path / "error"), False)
+    assert (tmp_path / "error").read_text() == (
+        "serving a run that is not exported needs the package 'torch', which is not installed; "
+        "install it with: pip install 'ultr[export]'"
+    )
 
 
 def test_the_token_is_required(exported, folders):
@@ -290,7 +308,7 @@ def test_a_port_in_use_is_one_message_and_exit_code_1(ultr, folders):
 
 def test_other_machines_without_a_token_are_a_warning(ultr, folders, monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr("ultr.serving.http.serve", lambda *args, **options: calls.append((*args, options)))
+    monkeypatch.setattr("ultr.serving.http.serve", lambda _listener, _run, options, **_: calls.append(options))
     monkeypatch.delenv("ULTR_TOKEN", raising=False)
     done = ultr("serve", folders.exported, "--port", 0, "--host", "0.0.0.0")  # noqa: S104
     assert "warning: everyone who can reach 0.0.0.0 can use this server; pass --token-file" in done.stderr
@@ -298,7 +316,7 @@ def test_other_machines_without_a_token_are_a_warning(ultr, folders, monkeypatch
     (tmp_path / "token").write_text("abc\n")
     done = ultr("serve", folders.exported, "--port", 0, "--host", "0.0.0.0", "--token-file", tmp_path / "token")  # noqa: S104
     assert done.stderr == ""
-    assert [options["token"] for *_, options in calls] == [None, None, "abc"]
+    assert [options.token for options in calls] == [None, None, "abc"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The engines of `ultr prepare`, DuckDB and Spark: each reads and sorts the rows, and evaluates Ibis expressions."""
+"""The engines DuckDB and Spark, for large logs: each reads and sorts rows, and evaluates Ibis expressions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from ultr.log.sources import SourceFile
 from ultr.utils.stores import as_fsspec
 
 EngineName = Literal["duckdb", "spark"]
+RecordBatches = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 Progress = Callable[[int], None]  # called with the number of rows done so far
 ENGINE_MODULES = {"duckdb", "_duckdb", "ibis", "pyspark", "py4j", "sqlglot"}
-WORKER_ERROR = re.compile(r"(?:BadRowsError|LabelError): (.+)")  # our own errors in the text of an error of Spark
+# Errors of ultr in the text of an error of Spark.
+WORKER_ERROR = re.compile(r"(?:BadRowsError|ColumnError|DataError|LabelError|MissingExtraError): (.+)")
 
 
 class Engine(Protocol):
@@ -155,7 +157,7 @@ def _duckdb(scratch: Path, memory: int, threads: int | None) -> Iterator[DuckDB]
             **options,
         )
     except ImportError as error:
-        raise MissingExtraError("ultr prepare", package="ibis-framework[duckdb]", extra="prepare") from error
+        raise MissingExtraError("--engine duckdb", package="ibis-framework[duckdb]", extra="prepare") from error
     # This optimizer trusts the statistics in Parquet files, which ignore NaN, so that checks would not find NaN.
     backend.con.execute("SET disabled_optimizers = 'statistics_propagation'")
     try:
@@ -224,6 +226,26 @@ class Spark:
             partial.unlink()
         return Counts(*(sum(row[name] for row in counts) for name in Counts._fields))
 
+    def map_to_parquet(self, rows: Any, work: RecordBatches, schema: Callable[[Any], Any], folder: Path) -> None:
+        """Let workers map the record batches of rows, and write the results as Parquet into a folder that they share.
+
+        `schema` returns Spark's schema of the results, given that of the rows.
+        """
+        import pyspark
+
+        import ultr
+
+        pyspark.cloudpickle.register_pickle_by_value(ultr)
+        frame = self.session.sql(self.backend.compile(rows))
+
+        def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            return work(batches)
+
+        results = frame.mapInArrow(task, schema(frame.schema))
+        results.write.mode("append").parquet(f"file://{folder}")
+        for other in [*folder.glob(".*"), *folder.glob("_*")]:  # checksums and marks of Spark
+            other.unlink()
+
 
 def _spark_path(file: SourceFile) -> str:
     """Return a path for Spark, which reads files of stores with its own connectors; that of S3 is `s3a`."""
@@ -232,7 +254,7 @@ def _spark_path(file: SourceFile) -> str:
     return re.sub("^s3:", "s3a:", file.name)
 
 
-def _task(nesting: Nesting, folder: str) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+def _task(nesting: Nesting, folder: str) -> RecordBatches:
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
 
@@ -280,7 +302,7 @@ def _new_session(scratch: Path, master: str | None) -> Any:
     address = master or os.environ.get("SPARK_MASTER") or "local[*]"
     if address.startswith("local"):  # workers run on this machine, and need the packages of this environment
         os.environ["PYSPARK_PYTHON"] = sys.executable
-    builder = SparkSession.builder.appName("ultr prepare").master(address)
+    builder = SparkSession.builder.appName("ultr").master(address)
     settings = {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",

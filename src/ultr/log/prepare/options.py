@@ -53,6 +53,7 @@ class Preparation:
     keep_clickless: float = 1.0
     drop_suspicious: bool = False
     split: Literal["hash", "time"] = "hash"
+    by_query: bool | None = None  # split by the hash of the query; None: if there are enough queries
     time: str | None = None
     validation: float = 0.1
     test: float = 0.1

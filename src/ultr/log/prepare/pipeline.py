@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from ultr.errors import ColumnError, OptionError, nearest
 from ultr.log.conditions import parse_conditions
 from ultr.log.duplicates import HINT, MERGED, copies_note
 from ultr.log.labels import Label
+from ultr.log.prepare.appending import append_shards, locked, options_of_lists
 from ultr.log.prepare.checks import (
     bounds_by_time,
     check_rows,
@@ -41,11 +43,12 @@ from ultr.log.prepare.options import Preparation, as_seconds
 from ultr.log.prepare.sources import Tables, feature_names, find_tables
 from ultr.log.schema import Columns, resolve_columns
 from ultr.log.shards import SPLITS, Manifest, footer_sum
+from ultr.log.sources import open_source
 from ultr.log.suspicious import SUSPICIOUS_FILE, write_suspicious
 from ultr.log.table import RESERVED
 from ultr.log.values import missing_note
 from ultr.utils.arguments import checked
-from ultr.utils.files import atomic_path
+from ultr.utils.files import atomic_path, output_errors
 from ultr.utils.memory import available_memory
 
 MIN_MEMORY = 256 << 20  # bytes; an engine gets at least this much
@@ -59,6 +62,7 @@ def prepare_lists(
     out: str | Path,
     *,
     overwrite: bool = False,
+    append: bool = False,
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> Manifest:
@@ -67,22 +71,61 @@ def prepare_lists(
     The log is Parquet, CSV or JSON Lines with one row per item shown, in any order. It is sorted on disk, so it may be
     larger than memory. The result does not depend on the order of the rows or on the engine. `options` are the fields
     of `Preparation`.
+
+    With `append`, the requests of the log are added to the lists in `out`, as the options of these lists say. The old
+    shards stay as they are. Until all is written, and after a kill, the folder has the old lists. Files that were
+    appended before are not appended again.
     """
     known = [f.name for f in fields(Preparation)]
     if unknown := next((name for name in options if name not in known), None):
         raise OptionError(f"no option '{unknown}'", hint=nearest(unknown, known))
+    if append:
+        return _append(source, out, progress, options)
     chosen = Preparation(**options)
     label = None if chosen.label is None else Label.of(chosen.label)
-    memory = max(MIN_MEMORY, available_memory() // 2 if chosen.memory is None else chosen.memory)
     with atomic_path(out, overwrite=overwrite, folder=True) as folder:
         scratch = folder.parent / "scratch"  # in the temporary folder that atomic_path removes
-        scratch.mkdir()
-        files = _find(source, chosen, scratch)
-        settings: dict[str, Any] = {"memory": memory, "threads": chosen.threads, "master": chosen.master}
-        with start_engine(chosen.engine, scratch=scratch, **settings) as engine, engine_errors(source):
-            manifest = _Work(engine, files, chosen, label, progress).write(folder, scratch)
-        manifest.save(folder)
+        return _prepare(source, folder, scratch, chosen, label, progress)
+
+
+def _append(source: str | Path, out: str | Path, progress: Progress, options: dict[str, Any]) -> Manifest:
+    with locked(out) as lists:
+        manifest, temporary = Manifest.load(lists), lists / ".appending"
+        chosen = Preparation(**options_of_lists(manifest, options, where=lists))
+        files = open_source(source).only(chosen.where)
+        fingerprint = " ".join([files.fingerprint(), *chosen.where])
+        if fingerprint in (part["fingerprint"] for part in manifest.appended):
+            notes = [f"{files.name} was appended before, so it is not appended again"]
+            return replace(manifest, about={**manifest.about, "notes": notes})
+        with output_errors(lists):
+            shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
+            (temporary / "new").mkdir(parents=True)
+            try:
+                label = None if chosen.label is None else Label.of(chosen.label)
+                added = _prepare(source, temporary / "new", temporary / "scratch", chosen, label, progress)
+                return append_shards(lists, temporary / "new", added, source=files.name, fingerprint=fingerprint)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _prepare(
+    source: str | Path, folder: Path, scratch: Path, chosen: Preparation, label: Label | None, progress: Progress
+) -> Manifest:
+    scratch.mkdir()
+    with open_log(source, chosen, scratch) as (engine, files):
+        manifest = _Work(engine, files, chosen, label, progress).write(folder, scratch)
+    manifest.save(folder)
     return manifest
+
+
+@contextmanager
+def open_log(source: str | Path, chosen: Preparation, scratch: Path) -> Iterator[tuple[Engine, Tables]]:
+    """Start the engine of `chosen`, and find the files of a log; `scratch` is a folder for temporary files."""
+    files = _find(source, chosen, scratch)
+    memory = max(MIN_MEMORY, available_memory() // 2 if chosen.memory is None else chosen.memory)
+    settings: dict[str, Any] = {"memory": memory, "threads": chosen.threads, "master": chosen.master}
+    with start_engine(chosen.engine, scratch=scratch, **settings) as engine, engine_errors(source):
+        yield engine, files
 
 
 def _find(source: str | Path, chosen: Preparation, scratch: Path) -> Tables:
@@ -216,7 +259,7 @@ class _Work:
             what = "an action or category cannot have the name of another column of the lists"
             raise ColumnError(what, where=self.where, got=f"'{min(clash)}'", hint="rename the column")
         if self.label is not None:
-            self.label({name: np.zeros(1) for name in actions}, check=False)  # raises if an action is missing
+            self.label.check_actions(actions)
 
     def _check_requests(self, rows: Any, columns: Columns, names: dict[str, str]) -> Columns:
         """Raise ColumnError if a request has several values in a column that must have one (weight, segment, ...).
@@ -252,7 +295,7 @@ class _Work:
             weighted=columns.weight is not None,
             label=self.label,
             by_time=chosen.split == "time",
-            by_query=chosen.split == "hash" and "query" in columns.context and divides(rows, fetch=self.engine.fetch),
+            by_query=self._splits_by_query(rows, columns),
             validation_from=validation_from,
             test_from=test_from,
             keep_clickless=chosen.keep_clickless,
@@ -260,6 +303,12 @@ class _Work:
             max_items=chosen.max_items,
             on_duplicates=chosen.on_duplicates,
         )
+
+    def _splits_by_query(self, rows: Any, columns: Columns) -> bool:
+        if self.chosen.split != "hash" or "query" not in columns.context:
+            return False
+        by_query = self.chosen.by_query
+        return divides(rows, fetch=self.engine.fetch) if by_query is None else by_query
 
     def _bounds(self, rows: Any) -> tuple[float, float]:
         chosen = self.chosen
@@ -290,7 +339,7 @@ class _Work:
             self.notes.append(f"{note}; {order}; --on-duplicates first or sum merges them")
         split: dict[str, Any] = {"by": chosen.split}
         if chosen.split == "hash":
-            split |= {"validation": chosen.validation, "test": chosen.test}
+            split |= {"validation": chosen.validation, "test": chosen.test, "by_query": nesting.by_query}
         else:
             bounds = {"validation_from": nesting.validation_from, "test_from": nesting.test_from}
             split |= {"time": chosen.time, **{n: int(v) for n, v in bounds.items() if v != float("inf")}}

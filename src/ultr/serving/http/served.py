@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +22,8 @@ from ultr.serving.http.wire import RequestError
 from ultr.utils.files import fingerprint
 
 VERSION_DIGITS = 12
-WARM_UP_ROWS, WARM_UPS = 64, 3
+COPY = "copy"  # in a stage: the copy of a model that is not checked yet
+WARM_UP_ROWS, WARM_UPS = 64, 10
 
 Score = Callable[[np.ndarray], np.ndarray]  # [rows, features] -> [rows]
 
@@ -94,10 +96,11 @@ def _target(folder: Path) -> Path:
         raise DataError("the link leads to itself", where=folder, hint="point it to a run") from error
 
 
-def load_scorer(folder: Path, *, stopped: threading.Event | None = None) -> Scorer:
+def load_scorer(folder: Path, *, stopped: threading.Event | None = None, stage: Path | None = None) -> Scorer:
     """Load the model of a finished run or of an exported folder, and score a few rows with it.
 
-    A run is exported to a temporary folder first, by another process: `stopped` is passed to `export_in_process`.
+    A run is exported to a temporary folder first, by another process: `stopped` is passed to `export_in_process`. With
+    `stage`, a copy of the exported model goes to the folder `stage`/VERSION.
     """
     source = _model_folder(folder)
     if source is None:
@@ -110,11 +113,17 @@ def load_scorer(folder: Path, *, stopped: threading.Event | None = None) -> Scor
         else:
             exported = load_exported(export_in_process(folder, Path(temporary) / "model", stopped=stopped))
         score = _scores_of(exported, folder)
+        if stage is not None:
+            shutil.rmtree(stage / COPY, ignore_errors=True)
+            shutil.copytree(exported.folder, stage / COPY)
     if fingerprint(source) != digest:
         raise DataError("the model changed while it was loaded", where=folder, hint="try again")
+    version = digest[:VERSION_DIGITS]
+    if stage is not None and not (stage / version).exists():
+        (stage / COPY).rename(stage / version)
     names = exported.feature_names
     seconds = min(_warm_up(score, len(names)) for _ in range(WARM_UPS)) / WARM_UP_ROWS
-    return Scorer(digest[:VERSION_DIGITS], names, exported.vocabularies, exported.keeps_missing, score, seconds)
+    return Scorer(version, names, exported.vocabularies, exported.keeps_missing, score, seconds)
 
 
 def _or_absent(name: str | None) -> str:
@@ -143,14 +152,23 @@ class Served:
     """The model that answers requests; `reload` replaces it by a newer one that can be loaded.
 
     A newer model with other features is loaded only if `any_schema` is true, because clients send features by place.
+    With `stage`, each model is copied there as it is loaded (`load_scorer`).
     """
 
-    def __init__(self, folder: Path, *, any_schema: bool = False, say: Callable[[str], None] = lambda _: None) -> None:
-        self.folder, self.any_schema, self.say = folder, any_schema, say
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        any_schema: bool = False,
+        stage: Path | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.folder, self.any_schema, self.say, self._stage = folder, any_schema, say, stage
+        self.announce = say  # says that a newer model was loaded
         self._identity = identity(folder)
         self._deleted = False
         self.stopped = threading.Event()  # set when the server stops, to end a reload
-        self.scorer = load_scorer(_target(folder))
+        self.scorer = self._load()
         self.on_reload: Callable[[bool], None] = lambda _: None  # called for each newer model: True if it was loaded
 
     def reload(self) -> None:
@@ -179,11 +197,14 @@ class Served:
         else:
             old, self.scorer = self.scorer, newer
             change = "" if newer.misreads(old) is None else ", with other features"
-            self.say(f"now serving version {newer.version} in place of {old.version}{change}")
+            self.announce(f"now serving version {newer.version} in place of {old.version}{change}")
         self.on_reload(newer is not None)
 
+    def _load(self, stopped: threading.Event | None = None) -> Scorer:
+        return load_scorer(_target(self.folder), stopped=stopped, stage=self._stage)
+
     def _newer(self) -> Scorer:
-        newer = load_scorer(_target(self.folder), stopped=self.stopped)
+        newer = self._load(self.stopped)
         change = newer.misreads(self.scorer)
         if change is not None and not self.any_schema:
             hint = "change the clients and start the server again, or pass --allow-schema-change"

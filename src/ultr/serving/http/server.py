@@ -1,4 +1,4 @@
-"""The server process: a socket, uvicorn on it, and a stop that answers every request that has started."""
+"""A server process: uvicorn on a socket, and a stop that answers every request that has started."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ultr.errors import OptionError, UltrError
 from ultr.serving.http.app import ARRIVED, WAITING, App
+from ultr.serving.http.options import ServerOptions
 from ultr.serving.http.served import Served, Watch
+from ultr.serving.http.sockets import address_of
 
-BACKLOG = 2048  # connections that wait to be accepted
+if TYPE_CHECKING:
+    from ultr.serving.http.grpc_server import GrpcServer
+
 GRACE_SECONDS = 30  # the time to finish requests after a signal to stop
 KEEP_ALIVE_SECONDS = 75  # longer than proxies keep idle connections, so that the proxy closes them first
 LONGEST_HEAD = 1 << 16  # bytes of a request before its body
@@ -32,44 +36,34 @@ SPARE_FILES = 64  # open files for everything except connections
 SWITCH_SECONDS = 0.001  # between threads, so that loading a newer model delays requests less
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Open a socket that listens; port 0 is any free port."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise OptionError("the host is unknown", got=f"'{host}'", hint="pass --host 127.0.0.1") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        hint = "stop the other server, or pass another --port"
-        raise UltrError(f"cannot listen at {host}:{port} ({error.strerror})", hint=hint) from error
-    return listener
-
-
-def serve(
+def serve_alone(
     listener: socket.socket,
     folder: Path,
+    options: ServerOptions,
     *,
-    name: str,
-    max_rows: int,
-    threads: int = 1,
-    token: str | None = None,
-    poll: float = 5.0,
-    any_schema: bool = False,
-    say: Callable[[str], None] = lambda _: None,
+    grpc: socket.socket | None = None,
+    say: Callable[[str], None],
 ) -> None:
-    """Serve the model of a folder on a socket until SIGTERM or SIGINT; then finish the requests that have started."""
-    served = Served(folder, any_schema=any_schema, say=say)
-    app = App(served, name=name, max_rows=max_rows, token=token, threads=threads)
+    """Serve with one process until SIGTERM or SIGINT."""
+    served = Served(folder, any_schema=options.any_schema, say=say)
+    run_server(listener, served, options, grpc=grpc, on_start=lambda: say(started(served, options, listener, grpc)))
+    say("stopped")
+
+
+def run_server(
+    listener: socket.socket,
+    served: Served,
+    options: ServerOptions,
+    *,
+    grpc: socket.socket | None,
+    on_start: Callable[[], None],
+) -> None:
+    """Answer requests in this process until SIGTERM or SIGINT; `on_start` is called when it accepts connections."""
+    app = App(served, options)
     config = uvicorn.Config(
         app,
         http=_Http,
+        loop="asyncio",  # as fast as uvloop here, where most of the time is the model's
         ws="none",
         lifespan="off",
         log_config=None,
@@ -80,7 +74,7 @@ def serve(
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config, app, grpc, on_start)
 
     def stop(*_: object) -> None:  # uvicorn also calls this, with the signals it got, when it has stopped
         server.should_exit = True
@@ -90,14 +84,44 @@ def serve(
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.collect()
     gc.freeze()  # imported modules stay for ever, so the garbage collector need not examine them again
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v2/models/{name}"
-    features = len(served.scorer.feature_names)
-    say(f"serving version {served.scorer.version} at {url} ({features} features)")
-    with Watch(served, poll):
+    with Watch(served, options.poll):
         server.run(sockets=[listener])
     app.close()
-    say("stopped")
+
+
+def started(served: Served, options: ServerOptions, listener: socket.socket, grpc: socket.socket | None) -> str:
+    """Return the message of a server that has started."""
+    url = f"http://{address_of(listener)}/v2/models/{options.name}"
+    details = [f"{len(served.scorer.feature_names)} features"]
+    details += [f"{options.workers} workers"] if options.workers > 1 else []
+    details += [] if grpc is None else [f"gRPC at {address_of(grpc)}"]
+    return f"serving version {served.scorer.version} at {url} ({', '.join(details)})"
+
+
+class _Server(uvicorn.Server):
+    """A server of HTTP and, with a reserved port, of gRPC, in one event loop."""
+
+    def __init__(
+        self, config: uvicorn.Config, app: App, grpc: socket.socket | None, on_start: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._app, self._grpc_socket, self._on_start = app, grpc, on_start
+        self._grpc: GrpcServer | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._grpc_socket is not None:
+            from ultr.serving.http.grpc_server import GrpcServer
+
+            self._grpc = GrpcServer(self._app, address_of(self._grpc_socket))
+            await self._grpc.start()
+        await super().startup(sockets)
+        self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._grpc is None:
+            await super().shutdown(sockets)
+        else:
+            await asyncio.gather(super().shutdown(sockets), self._grpc.stop(GRACE_SECONDS))
 
 
 class _Http(HttpToolsProtocol):
@@ -108,6 +132,7 @@ class _Http(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.transport: Any = _OneWrite(transport)
         self._expect_head()
         if len(self.connections) > most_connections():
             self._answer("503 Service Unavailable", "there are too many connections", "retry-after: 1\r\n")
@@ -147,6 +172,10 @@ class _Http(HttpToolsProtocol):
         self.scope.update(times)  # type: ignore[typeddict-item]
         super().on_headers_complete()
 
+    def on_response_complete(self) -> None:
+        self.transport.flush()
+        super().on_response_complete()
+
     def send_400_response(self, msg: str) -> None:
         self._answer("400 Bad Request", msg)
 
@@ -158,6 +187,31 @@ class _Http(HttpToolsProtocol):
         head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n{headers}"
         self.transport.write(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
         self.transport.close()
+
+
+class _OneWrite:
+    """A transport that sends the head and the body of an answer at once, because each write wakes the client."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport, self._head = transport, b""
+
+    def write(self, data: bytes) -> None:
+        if not self._head and data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 100"):
+            self._head = data
+        else:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+
+    def flush(self) -> None:
+        if self._head:
+            self.write(b"")
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 @cache

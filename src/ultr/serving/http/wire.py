@@ -1,4 +1,4 @@
-"""The messages of the Open Inference Protocol, version 2, over HTTP: requests are validated before they are used."""
+"""The messages of the Open Inference Protocol, version 2: requests are validated before they are used."""
 
 from __future__ import annotations
 
@@ -68,30 +68,48 @@ def read_request(body: bytes, json_length: str | None, limits: Limits) -> ScoreR
     text, binary = _split(body, json_length)
     content = _parse(text, limits)
     tensor = _only_tensor(content.get("inputs"), "inputs", INPUT)
-    shape = _shape(tensor.get("shape"), limits)
-    datatype = tensor.get("datatype")
-    if not isinstance(datatype, str) or datatype not in DATATYPES:
-        what = f"the datatype of '{INPUT}' is not supported"
-        raise RequestError(what, got=_brief(datatype), hint=f"send {', '.join(DATATYPES)}")
+    shape, datatype = _shape(tensor.get("shape"), limits), _datatype(tensor.get("datatype"))
     size = _parameter(tensor, "binary_data_size", int, f"input '{INPUT}'")
     if size is not None:
         if "data" in tensor:
             raise RequestError("the input has data in JSON and in binary", hint="remove data or binary_data_size")
-        numbers = _binary_numbers(binary, size, math.prod(shape), DATATYPES[datatype])
+        if size != len(binary):
+            what = "binary_data_size is not the number of bytes after the JSON"
+            raise RequestError(what, got=f"{size} for {len(binary)} bytes", hint="send all of the data, and its length")
+        numbers = _binary_numbers(binary, shape, datatype)
     elif len(binary):
         hint = "send its length as the parameter binary_data_size of the input"
         raise RequestError("the body has binary data that belongs to no input", got=f"{len(binary)} bytes", hint=hint)
     else:
         numbers = _json_numbers(tensor.get("data"), shape, limits)
+    return _score_request(numbers, shape, content.get("id"), _wants_binary(content))
+
+
+def score_request(
+    data: bytes | np.ndarray, shape: list[int], datatype: str, request_id: str | None, *, binary: bool, limits: Limits
+) -> ScoreRequest:
+    """Make a request from the data of a gRPC message: raw bytes, or an array of numbers."""
+    checked = _shape(shape, limits)
+    if isinstance(data, bytes):
+        return _score_request(_binary_numbers(data, checked, _datatype(datatype)), checked, request_id, binary)
+    if _datatype(datatype) == "FP16":
+        raise RequestError("numbers of FP16 have no typed contents", hint="send them in raw_input_contents")
+    if data.size != math.prod(checked):
+        hint = "send as many numbers as the shape has"
+        what = f"the data does not fill the shape of {math.prod(checked)} numbers"
+        raise RequestError(what, got=data.size, hint=hint)
+    return _score_request(data, checked, request_id, binary)
+
+
+def _score_request(numbers: np.ndarray, shape: tuple[int, ...], request_id: Any, binary: bool) -> ScoreRequest:
     with np.errstate(
         over="ignore"
     ):  # numbers too large for float32 become infinite, and the model's check rejects them
         features = np.require(numbers.reshape(-1, shape[-1]), np.float32, ["C", "A"])
-    request_id = content.get("id")
     if request_id is not None and (not isinstance(request_id, str) or len(request_id) > LONGEST_ID):
         hint = f"send at most {LONGEST_ID} characters"
         raise RequestError("the id must be a short string", got=_brief(request_id), hint=hint)
-    return ScoreRequest(features, shape[:-1], request_id, _wants_binary(content))
+    return ScoreRequest(features, shape[:-1], request_id, binary)
 
 
 def write_answer(request: ScoreRequest, scores: np.ndarray, *, name: str, version: str) -> tuple[bytes, int | None]:
@@ -168,13 +186,18 @@ def _shape(shape: Any, limits: Limits) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _binary_numbers(data: memoryview, size: int, count: int, dtype: np.dtype[Any]) -> np.ndarray:
-    if size != len(data):
-        what = "binary_data_size is not the number of bytes after the JSON"
-        raise RequestError(what, got=f"{size} for {len(data)} bytes", hint="send all of the data, and its length")
-    if size != count * dtype.itemsize:
-        what = f"the data does not fill the shape, which needs {count * dtype.itemsize} bytes"
-        raise RequestError(what, got=size, hint=f"send {dtype.itemsize} bytes for each number, little-endian")
+def _datatype(datatype: Any) -> str:
+    if not isinstance(datatype, str) or datatype not in DATATYPES:
+        what = f"the datatype of '{INPUT}' is not supported"
+        raise RequestError(what, got=_brief(datatype), hint=f"send {', '.join(DATATYPES)}")
+    return datatype
+
+
+def _binary_numbers(data: bytes | memoryview, shape: tuple[int, ...], datatype: str) -> np.ndarray:
+    dtype = DATATYPES[datatype]
+    if len(data) != (size := math.prod(shape) * dtype.itemsize):
+        hint = f"send {dtype.itemsize} bytes for each number, little-endian"
+        raise RequestError(f"the data does not fill the shape, which needs {size} bytes", got=len(data), hint=hint)
     return np.frombuffer(data, dtype)
 
 

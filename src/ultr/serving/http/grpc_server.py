@@ -1,0 +1,141 @@
+"""The gRPC server of the Open Inference Protocol, next to the HTTP server in the same event loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import orjson
+from google.protobuf.message import DecodeError
+
+from ultr._version import __version__
+from ultr.serving.exported import INPUT, OUTPUT
+from ultr.serving.http.app import MOST_WAITING, App
+from ultr.serving.http.grpc_messages import CONTENTS, MESSAGES, SERVICE
+from ultr.serving.http.served import Scorer
+from ultr.serving.http.wire import SPARE_BYTES, Limits, RequestError, ScoreRequest, score_request
+
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+WITHOUT_TOKEN = ("ServerLive", "ServerReady", "ModelReady")  # the methods of probes
+LARGEST_NUMBER = 8  # bytes of a number: FP64
+MOST_STREAMS = 256  # requests in progress of one connection
+
+Method = Callable[[Any, int], Awaitable[dict[str, Any]]]  # (request, its bytes) -> the fields of the answer
+
+
+class GrpcServer:
+    """A gRPC server at an address HOST:PORT, which the servers of other workers may use too."""
+
+    def __init__(self, app: App, address: str) -> None:
+        self._app = app
+        largest = SPARE_BYTES + app.max_rows * len(app.served.scorer.feature_names) * LARGEST_NUMBER
+        options = [
+            ("grpc.so_reuseport", 1),
+            ("grpc.max_receive_message_length", largest),
+            ("grpc.max_concurrent_streams", MOST_STREAMS),
+        ]
+        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MOST_WAITING)
+        methods: dict[str, Method] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelInfer": self._model_infer,
+        }
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(self._handler(name, method)) for name, method in methods.items()
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        self.port: int = self._server.add_insecure_port(address)
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self, seconds: float) -> None:
+        """Finish the requests that have started, in at most some seconds."""
+        await self._server.stop(seconds)
+
+    def _handler(self, name: str, method: Method) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        """Return a function from the bytes of a request to those of its answer."""
+
+        async def handle(request: bytes, context: Any) -> bytes:
+            start, status, error = time.perf_counter(), 200, None
+            try:
+                if name not in WITHOUT_TOKEN:
+                    self._app.check_token(dict(context.invocation_metadata() or ()).get("authorization"))
+                try:
+                    message = MESSAGES[f"{name}Request"].FromString(request)
+                except DecodeError as wrong:
+                    raise RequestError(f"the request is not a {name}Request ({wrong})") from wrong
+                content = await method(message, len(request))
+                return bytes(MESSAGES[f"{name}Response"](**content).SerializeToString())
+            except Exception as raised:
+                error = self._app.request_error(raised)
+                status = error.status
+            finally:
+                if name == "ModelInfer":
+                    self._app.count(status, time.perf_counter() - start)
+            await context.abort(CODES.get(status, grpc.StatusCode.INTERNAL), str(error))
+            raise AssertionError  # abort raises
+
+        return handle
+
+    async def _server_live(self, _: Any, _size: int) -> dict[str, Any]:
+        return {"live": True}
+
+    async def _server_ready(self, _: Any, _size: int) -> dict[str, Any]:
+        return {"ready": True}
+
+    async def _model_ready(self, request: Any, _size: int) -> dict[str, Any]:
+        self._app.scorer(request.name, request.version)
+        return {"ready": True}
+
+    async def _server_metadata(self, _: Any, _size: int) -> dict[str, Any]:
+        return {"name": "ultr", "version": __version__}
+
+    async def _model_metadata(self, request: Any, _size: int) -> dict[str, Any]:
+        about = self._app.describe(self._app.scorer(request.name, request.version))
+        properties = [{"key": key, "value": orjson.dumps(value)} for key, value in about.pop("parameters").items()]
+        return {**about, "properties": properties}
+
+    async def _model_infer(self, request: Any, size: int) -> dict[str, Any]:
+        scorer = self._app.scorer(request.model_name, request.model_version)
+        with self._app.share() as share:
+            share.grow(size)
+            return await self._app.run(scorer, size, self._infer, scorer, request)
+
+    def _infer(self, scorer: Scorer, message: Any) -> dict[str, Any]:
+        request = read_message(message, self._app.limits(scorer))
+        scores = np.ascontiguousarray(self._app.scores(scorer, request), "<f4")
+        output: dict[str, Any] = {"name": OUTPUT, "datatype": "FP32", "shape": request.shape}
+        answer = {"model_name": self._app.name, "model_version": scorer.version, "id": request.id or ""}
+        if request.binary:
+            return {**answer, "outputs": [output], "raw_output_contents": [scores.tobytes()]}
+        return {**answer, "outputs": [{**output, "contents": {"fp32_contents": scores.ravel()}}]}
+
+
+def read_message(message: Any, limits: Limits) -> ScoreRequest:
+    """Read a ModelInferRequest; an answer has its numbers in the form of the request, raw or typed."""
+    if len(message.inputs) != 1 or message.inputs[0].name != INPUT:
+        names = [tensor.name[:100] for tensor in message.inputs[:5]]
+        raise RequestError("inputs must have one tensor", got=names, hint=f"send one tensor named '{INPUT}'")
+    if outputs := [tensor.name[:100] for tensor in message.outputs[:5] if tensor.name != OUTPUT]:
+        raise RequestError("outputs has an unknown tensor", got=outputs, hint=f"ask for '{OUTPUT}', or for none")
+    tensor, raw = message.inputs[0], message.raw_input_contents
+    contents = getattr(tensor.contents, CONTENTS.get(tensor.datatype, ""), ())
+    if len(raw) > 1 or (len(raw) == 1 and tensor.HasField("contents")):
+        what = "the input has data more than once"
+        raise RequestError(what, hint="send raw_input_contents with one element, or contents")
+    data = raw[0] if raw else np.array(contents, np.float64)
+    return score_request(data, list(tensor.shape), tensor.datatype, message.id or None, binary=bool(raw), limits=limits)

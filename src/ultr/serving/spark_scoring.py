@@ -1,0 +1,170 @@
+"""Scoring on the workers of Spark, with the exported ONNX model. Workers need numpy, pyarrow and onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ultr.errors import ColumnError, DataError
+from ultr.log.batches import Selection
+from ultr.log.build import Reading
+from ultr.log.prepare.engines import Spark, engine_errors, start_engine
+from ultr.log.prepare.impressions import filtered
+from ultr.log.prepare.sources import Tables, find_tables
+from ultr.log.schema import Columns
+from ultr.log.values import (
+    Missing,
+    check_no_nulls,
+    combined,
+    is_list,
+    non_negative,
+    position_values,
+)
+from ultr.rankers.model import load_model
+from ultr.rankers.rows import features_of
+from ultr.serving.export import export_run
+from ultr.serving.exported import onnx_scores, onnx_session
+from ultr.utils.arguments import checked
+from ultr.utils.files import atomic_path, check_output
+from ultr.utils.stages import begin_stage
+
+
+@checked
+def score_on_spark(
+    run: str | Path,
+    source: str | Path,
+    out: str | Path,
+    *,
+    request: str | None = None,
+    position: str | None = None,
+    item: str | None = None,
+    features: Sequence[str] | str | None = None,
+    where: Sequence[str] = (),
+    master: str | None = None,
+    overwrite: bool = False,
+    on_start: Callable[[Columns], None] = lambda _columns: None,
+) -> int:
+    """Score the rows of a source on Spark with the model of a run; write a folder of Parquet files.
+
+    Columns and scores are those of `score_file`. The rows have the order in which Spark reads them. All workers must
+    share the folder `out`. `on_start` gets the columns. Return the number of scores.
+    """
+    check_output(out, overwrite=overwrite, folder=True)
+    model = load_model(run)
+    named = {"request": request, "position": position, "item": item, "features": features}
+    given = {role: name for role, name in named.items() if name is not None}
+    reading = Reading(model.missing, where=tuple(where))
+    selection = Selection(model.feature_names, tuple(model.vocabularies), given, model.columns, reading)
+
+    def ids(schema: pa.Schema) -> Iterable[str | None]:
+        columns = selection.columns(schema, source)
+        context = (columns.context.get("query"), columns.context.get("segment"))
+        return (columns.request, columns.item, *context, *columns.categorical)
+
+    with atomic_path(out, overwrite=overwrite, folder=True) as folder:
+        scratch = folder.parent / "scratch"  # in the temporary folder that atomic_path removes
+        scratch.mkdir()
+        files = find_tables(source, scratch=scratch / "source", ids=ids, where=where)
+        columns = selection.columns(files.schema, files.name)
+        used = reading.names(columns, files.schema.names, files.name)
+        files.check(used, columns)
+        _check_flat(files, columns)
+        on_start(columns)
+        begin_stage("exporting the model")
+        exported = export_run(run, scratch / "model")
+        task = ScoringTask(
+            onnx=exported.onnx(),
+            feature_names=exported.feature_names,
+            vocabularies=exported.vocabularies,
+            columns=columns,
+            missing=model.missing,
+            metadata=dict(files.schema.metadata or {}),
+            where=files.name,
+        )
+        begin_stage("starting Spark")
+        engine: Any
+        with (
+            start_engine("spark", scratch=scratch, memory=0, threads=None, master=master) as engine,
+            engine_errors(source),
+        ):
+            rows = filtered(engine.read(files), where).select(*columns.used)
+            begin_stage("scoring")
+            _write(engine, rows, task, folder)
+        scores = sum(int(pq.read_metadata(path).num_rows) for path in folder.glob("*.parquet"))
+        if not scores:
+            hint = "check --where, or the query that made the data"
+            raise DataError("there are no rows", where=source, hint=hint)
+        return scores
+
+
+def _check_flat(files: Tables, columns: Columns) -> None:
+    keys = [name for name in columns.used if name not in columns.features]
+    if nested := [name for name in keys if is_list(files.schema.field(name).type)]:
+        what = f"'{nested[0]}' holds lists; Spark needs one row per item"
+        raise ColumnError(what, where=files.name, hint="score this log without --engine")
+
+
+def _write(engine: Spark, rows: Any, task: ScoringTask, folder: Path) -> None:
+    from pyspark.sql import types
+
+    kinds: dict[str, Any] = {"position": types.LongType(), "relevance": types.FloatType()}
+    kinds |= {"randomised": types.BooleanType()}
+
+    def schema(of_rows: Any) -> Any:
+        keys = {role: kinds.get(role) or of_rows[name].dataType for role, name in task.keys.items()}
+        fields = {**keys, "score": types.FloatType()}
+        return types.StructType([types.StructField(name, kind) for name, kind in fields.items()])
+
+    engine.map_to_parquet(rows, task, schema, folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringTask:
+    """The work of a Spark worker: keys and scores from record batches with the columns of a source."""
+
+    onnx: bytes = field(repr=False)
+    feature_names: tuple[str, ...]
+    vocabularies: Mapping[str, tuple[str, ...]]
+    columns: Columns
+    missing: Missing
+    metadata: Mapping[bytes, bytes]  # of the schema: names of features in columns of lists
+    where: str
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The columns that are written next to the score, by role, in the order of `Log.to_table`."""
+        single = {role: getattr(self.columns, role) for role in ("request", "item", "position", "relevance")}
+        return {role: name for role, name in {**single, **self.columns.context}.items() if name is not None}
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        session = onnx_session(self.onnx, threads=1)
+        for batch in batches:
+            if batch.num_rows:
+                yield self.scored(session, pa.Table.from_batches([batch]))
+
+    def scored(self, session: Any, table: pa.Table) -> pa.RecordBatch:
+        scores = onnx_scores(session, self._features(table)[None])[0]
+        keys = {role: self._key(role, name, table[name]) for role, name in self.keys.items()}
+        return pa.record_batch({**keys, "score": pa.array(scores, pa.float32())})
+
+    def _features(self, table: pa.Table) -> Any:
+        """Return the features of rows in the order and codes of the model."""
+        named, columns = table.replace_schema_metadata(dict(self.metadata)), self.columns
+        settings: dict[str, Any] = {"missing": self.missing, "where": self.where}
+        return features_of(self, named, columns.features, columns.categorical, **settings)
+
+    def _key(self, role: str, name: str, column: pa.ChunkedArray) -> Any:
+        if role == "position":
+            return pa.array(position_values(column, name, self.where), pa.int64())
+        if role == "relevance":
+            return pa.array(non_negative(column, name, role, self.where), pa.float32())
+        values = combined(column)
+        if role == "request":
+            check_no_nulls(values, name, self.where, what=role)
+        return pc.not_equal(values.cast(pa.float64()), 0.0) if role == "randomised" else values

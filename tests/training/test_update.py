@@ -1,0 +1,243 @@
+"""Runs that continue yesterday's run: trees, bias models, splits, windows of days with decay, and kills."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from training.test_warm_start import config, table, write
+from ultr.errors import OptionError
+from ultr.log import read_log
+from ultr.methods import make_tree_method
+from ultr.rankers.boosters import BOOSTERS, Boosting
+from ultr.rankers.model import load_model
+from ultr.training import update
+from ultr.training.checkpoints import read_metrics
+from ultr.training.data import load_run_data
+from ultr.training.inputs import method_inputs
+from ultr.training.run import run_training
+from ultr.training.used import used_requests
+from ultr.utils.jsonfiles import read_json
+
+STILL = {"steps": 4, "evaluate_every": 4, "lr": 1e-12}
+
+
+def day(number: int, shops=("a", "b", "c"), requests: int = 300) -> pa.Table:
+    """Return the log of a day; ids of requests are unique over all days."""
+    content = table(list(shops), seed=number, requests=requests, falls=1)
+    ids = pa.array(content["request"].to_numpy() + 10_000 * number)
+    return content.set_column(0, "request", ids).append_column("day", pa.array(np.full(len(ids), number)))
+
+
+@pytest.fixture(scope="module")
+def days(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("days")
+    shops = {1: "abc", 2: ["0-new", "c", "b", "a"], 3: "cab"}
+    return {n: write(folder / f"day{n}.parquet", day(n, shops[n])) for n in shops}
+
+
+def trees(path, ranker="lightgbm", **changes):
+    training = {"steps": 12, "evaluate_every": 4, "bias_steps": 10, **changes.pop("training", {})}
+    options = {"ranker": ranker, "ranker_options": {"max_depth": 3}, "method": "pairwise-em", **changes}
+    return config(path, **options, training=training)
+
+
+@pytest.fixture(scope="module")
+def blend(days, tmp_path_factory):
+    return run_training(trees(days[1]), tmp_path_factory.mktemp("trees") / "blend")
+
+
+def read(path):
+    return read_log(path, features="f0,f1", categorical="shop")
+
+
+def updated(run, data, out, **options):
+    return update.update_run(run, data, out, **options).run
+
+
+# --- Trees ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranker", BOOSTERS)
+@pytest.mark.parametrize("method", ["pairwise-em", "direct"])
+def test_trees_start_at_yesterdays_scores_whatever_the_codes_of_categories(ranker, method, days, tmp_path):
+    options = {"final": "pairs"} if (method, ranker) == ("pairwise-em", "lightgbm") else {}
+    first = run_training(trees(days[1], ranker, method=method, method_options=options), tmp_path / "first")
+    run = updated(first, days[2], tmp_path / "second", steps=4, lr=1e-12)
+    assert [line["step"] for line in read_metrics(run)] == [0, 2, 4]
+    log, before, after = read(days[2]), load_model(first), load_model(run)
+    assert list(after.vocabularies["shop"].to_pylist()) == ["a", "b", "c", "0-new"]  # the codes of the trees stay
+    np.testing.assert_allclose(after.score(log), before.score(log), atol=1e-5)
+
+
+def test_all_parts_of_a_blend_get_further_rounds(blend, days, tmp_path):
+    run = updated(blend, days[2], tmp_path / "run", steps=8, lr=0.3)
+    before, after = (read_json(folder / "model" / "model.json")["parts"] for folder in (blend, run))
+    assert [part["first_rounds"] for part in after] == [part["rounds"] for part in before]
+    assert sum(part["rounds"] for part in after) > sum(part["rounds"] for part in before)
+    assert read_json(run / "bias.json")["theta"] == read_json(blend / "bias.json")["theta"]
+    kept = [load_model(folder).ranker.parts[1].ranker.booster for folder in (blend, run)]
+    features, rounds = read(days[1]).features, kept[0].rounds
+    np.testing.assert_allclose(kept[1].predict(features, 0, rounds), kept[0].predict(features), atol=1e-6)
+
+
+@pytest.mark.parametrize("ranker", BOOSTERS)
+def test_an_update_drops_the_trees_of_earlier_updates_if_they_are_too_many(ranker, days):
+    chosen = trees(days[1], ranker, method="pointwise")
+    run_data, grown = load_run_data(chosen), []
+    task = make_tree_method("pointwise", method_inputs(chosen, run_data)).task(run_data.train)
+    how = Boosting(8, 0.3, library_options=task.library_options)
+    BOOSTERS[ranker].grow(task.rows, how, lambda trees, _: bool(grown.append(trees)))
+    booster, features = grown[-1], run_data.train.features
+    booster.first = 2
+    assert booster.to_extend(9) is booster
+    short = booster.to_extend(8)
+    assert (short.rounds, short.first) == (2, 2)
+    np.testing.assert_allclose(short.predict(features), booster.predict(features, 0, 2), atol=1e-6)
+
+
+@pytest.mark.parametrize("ranker", BOOSTERS)
+def test_rounds_that_are_added_have_the_derivatives_of_the_offset(ranker, days):
+    """`direct` has log theta as its offset; LightGBM takes none next to trees that are extended."""
+    chosen = trees(days[1], ranker, method="direct", propensities={"1": 1.0, "2": 0.5, "3": 0.3, "4": 0.2})
+    run_data = load_run_data(chosen)
+    method = make_tree_method("direct", method_inputs(chosen, run_data))
+
+    def grow(rounds, extends, start=None):
+        task, grown = method.task(run_data.train, extends=extends), []
+        how = Boosting(rounds, 0.3, library_options=task.library_options)
+        BOOSTERS[ranker].grow(task.rows, how, lambda trees, _: bool(grown.append(trees)), start=start)
+        return grown[-1]
+
+    whole = grow(6, False).predict(run_data.train.features)
+    parts = grow(6, True, grow(3, False)).predict(run_data.train.features)
+    np.testing.assert_allclose(parts, whole, atol=1e-4)
+
+
+def test_a_killed_update_of_trees_resumes_to_the_same_trees(blend, days, tmp_path):
+    chosen = update.update_config(blend, days[2], steps=8)
+    whole = run_training(chosen, tmp_path / "whole")
+
+    def stop(progress):
+        if progress.step == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_training(chosen, tmp_path / "half", checkpoint_seconds=0, on_progress=stop)
+    again = run_training(chosen, tmp_path / "half", resume=True)
+    assert [line["step"] for line in read_metrics(again)] == [line["step"] for line in read_metrics(whole)]
+    log = read(days[2])
+    np.testing.assert_allclose(load_model(again).score(log), load_model(whole).score(log), rtol=1e-5, atol=1e-6)
+
+
+def test_trees_extend_trees_of_their_own_library(blend, days, tmp_path):
+    with pytest.raises(OptionError, match=r"the trees of this run are of lightgbm.*pass --ranker lightgbm"):
+        run_training(trees(days[2], "xgboost", warm_start=str(blend)), tmp_path / "run")
+
+
+# --- Bias models and splits -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def network(days, tmp_path_factory):
+    chosen = config(days[1], method="pairwise-em", training={"bias_steps": 100})
+    return run_training(chosen, tmp_path_factory.mktemp("networks") / "run")
+
+
+def test_the_fit_of_a_bias_model_starts_from_that_of_yesterday(network, days, tmp_path):
+    first, again = [], []
+    options = {"method": "pairwise-em", "training": {"bias_steps": 1, "steps": 1}}
+    run_training(config(days[3], **options), tmp_path / "nothing", on_bias_progress=first.append)
+    chosen = config(days[3], **options, warm_start=str(network))
+    run_training(chosen, tmp_path / "run", on_bias_progress=again.append)
+    assert [progress.step for progress in again] == [0, 1]
+    assert again[0].metrics["clicks"] > first[0].metrics["clicks"] + 0.1  # of the same held-out requests
+    theta = [read_json(tmp_path / name / "bias.json")["theta"] for name in ("nothing", "run")]
+    assert theta[0] == theta[1]  # it is estimated from the new log in both
+
+
+def test_requests_of_yesterdays_training_stay_training_requests(network, days, tmp_path):
+    both = f"{days[1]},{days[2]}"
+    chosen = config(both, method="pairwise-em", warm_start=str(network), judged=0.2)
+    run_data = load_run_data(chosen)
+    for name in ("validation", "test"):
+        trained, _ = used_requests(network, getattr(run_data, name))
+        assert not trained.any()
+    trained, selected = used_requests(network, run_data.train)
+    assert (int(trained.sum()), int(selected.sum())) == (240, 0)  # those of the first day, of which 60 were held out
+    assert int(used_requests(network, run_data.validation)[1].sum()) == 60
+    assert (len(run_data.train), len(run_data.validation), len(run_data.test)) == (240 + 180, 60 + 60, 60)
+
+
+# --- A window of days -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["several", "pattern", "partitions", "time"])
+def test_weights_decay_with_the_days_of_requests(how, days, tmp_path):
+    options = {"time": "at"} if how == "time" else {}
+    for number in (1, 2, 3):
+        content = day(number).append_column("at", pa.array(np.full(1200, 86_400 * (100 + number))))
+        place = tmp_path / (f"date=2026-11-0{number}" if how == "partitions" else "")
+        place.mkdir(exist_ok=True)
+        write(place / f"{number}.parquet", content)
+    several = ",".join(str(tmp_path / f"{number}.parquet") for number in (1, 2, 3))
+    data = {"several": several, "pattern": str(tmp_path / "*.parquet")}.get(how, str(tmp_path))
+    run_data = load_run_data(config(data, decay=2.0, **options))
+    for log in (run_data.train, run_data.validation):
+        ages = 3 - np.asarray(log.request_ids) // 10_000
+        np.testing.assert_allclose(log.weights, 2.0 ** (-ages / 2), rtol=1e-6)
+    assert "time" not in run_data.train.columns
+
+
+def test_a_decay_is_above_zero_and_needs_days(days):
+    with pytest.raises(OptionError, match="half-life in days"):
+        config(days[1], decay=0.0)
+    with pytest.raises(OptionError, match="the days of the log are not known"):
+        load_run_data(config(days[1], decay=1.0))
+
+
+# --- Kills ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_that_was_killed_after_it_was_accepted_is_done(network, days, tmp_path):
+    first = update.update_run(network, days[2], tmp_path / "run", steps=20)
+    again = update.update_run(network, days[2], tmp_path / "run", steps=20)
+    assert (again.accepted, again.run) == (True, tmp_path / "run")
+    assert again.judged.mean == first.judged.mean
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+# --- A simulated month ------------------------------------------------------------------------------------------------
+
+
+def month(tmp_path, ultr, **sizes):
+    path = Path(__file__).parents[2] / "benchmarks" / "daily.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_days", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it
+    spec.loader.exec_module(module)
+    days = module.simulated_month(tmp_path, lambda arguments: ultr(*arguments).returncode, **sizes)
+    return days, module.summary(days)
+
+
+def test_a_few_days_of_the_simulated_month(ultr, tmp_path):
+    options = ["--label", "click", "--method", "pointwise", "--ranker", "lightgbm", "--steps", "20"]
+    days, (difference, _, _) = month(tmp_path, ultr, days=3, requests=200, window=2, compare=1, options=options)
+    assert [(day.number, day.kills) for day in days] == [(2, 0)]
+    assert difference > -0.05
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"days", "first", "scratch-2", "run-2" if days[0].accepted else "run-2.candidate"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranker", ["lightgbm", "mlp"])
+def test_a_month_of_updates_is_no_worse_than_training_from_scratch_in_a_third_of_the_time(ranker, ultr, tmp_path):
+    options = ["--label", "click", "--ranker", ranker]
+    _, (difference, error, ratio) = month(tmp_path, ultr, days=30, requests=1000, compare=5, options=options)
+    assert difference > -2 * error - 0.002
+    assert ratio < 1 / 3
