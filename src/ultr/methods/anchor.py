@@ -44,7 +44,8 @@ def fit_anchor(
     """Fit E[c] = θ exp(a + b g(x) + v·x) by Poisson regression to rows [rows, inputs] of requests; None if it cannot.
 
     g is the ranker that wrote the log: the linear function that explains positions within requests best. v has a normal
-    prior with mean 0, so that v·x has one of `DEVIATIONS`: the one with the best likelihood of held-out requests.
+    prior with mean 0, so that v·x has one of `DEVIATIONS`: the smallest one for which held-out requests are about as
+    likely as with the best one.
     """
     lengths, total = np.bincount(request), labels.sum()
     if not total > 0 or not x.shape[1] or len(lengths) < 10:
@@ -64,13 +65,15 @@ def fit_anchor(
     learned = ~held_out
     if not labels[learned].sum() > 0 or not held_out.any():
         return None
-    found, best = start(learned), (np.inf, DEVIATIONS[0])
+    found, losses = start(learned), []
     for deviation in DEVIATIONS:
         found = _poisson(used[learned], labels[learned], offset[learned], found, free, dispersion, deviation)
         log_mean = np.minimum(found[0] + used[held_out] @ found[1:] + offset[held_out], LARGEST_LOG_RATE)
-        best = min(best, (float((np.exp(log_mean) - labels[held_out] * log_mean).sum()), deviation))
+        losses.append(float((np.exp(log_mean) - labels[held_out] * log_mean).sum()) / dispersion)
+    good = np.array(losses) <= min(losses) + 1  # in units of the log-likelihood, so that noise does not choose
+    deviation = DEVIATIONS[int(good.argmax())]
     everything = np.ones(len(x), bool)
-    found = _poisson(used, labels, offset, start(everything), free, dispersion, best[1])
+    found = _poisson(used, labels, offset, start(everything), free, dispersion, deviation)
     slopes = found[1 + free :] + (found[1] * toward if toward is not None else 0.0)
     return Anchor(slopes, float(found[0])) if np.isfinite(found).all() else None
 

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ultr.rankers import FeatureEncoder, make_ranker
+from ultr.rankers.combined import Combined, spread_within
+
+REQUESTS, ITEMS, FEATURES = 300, 6, 4
+
+
+def make(ranker: str = "mlp", **options) -> Combined:
+    torch.manual_seed(0)
+    if ranker == "mlp":
+        options = {"hidden": (8,), "skip": True, **options}
+    return Combined(make_ranker(ranker, FeatureEncoder(FEATURES), outputs=Combined.OUTPUTS, **options)).eval()
+
+
+@pytest.fixture
+def held_out():
+    rng = np.random.default_rng(0)
+    features = torch.from_numpy(rng.normal(size=(REQUESTS * ITEMS, FEATURES)).astype(np.float32))
+    return features, torch.arange(REQUESTS).repeat_interleave(ITEMS)
+
+
+def anchor_at(ranker: Combined, slopes: list[float]) -> torch.Tensor:
+    rows = torch.zeros(3, FEATURES)
+    rows[0] = rows[1] = torch.tensor(slopes)
+    ranker.ranker.start_at(rows, torch.tensor([0.0, -1.0, 0.0]))
+    return rows[0]
+
+
+def drawn(log_rate: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    return torch.poisson(log_rate.exp(), generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_score_is_the_weighted_sum_of_its_terms(held_out):
+    features, _ = held_out
+    ranker = make()
+    anchor_at(ranker, [1, 0, 0, 0])
+    ranker.weights.copy_(torch.tensor([2.0, 3.0, 4.0]))
+    score, logit, log_value = ranker.outputs(features)
+    expected = 2 * score + 3 * (logit.sigmoid().log() + log_value) + 4 * features[:, 0]
+    torch.testing.assert_close(ranker(features), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_network_starts_at_its_anchor(held_out):
+    features, _ = held_out
+    for ranker in (make(), make("linear")):
+        slopes = anchor_at(ranker, [0.5, -1, 0, 2])
+        score, logit, log_value = ranker.outputs(features)
+        torch.testing.assert_close(score, features @ slopes, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logit, features @ slopes - 1, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(log_value, torch.zeros_like(score))
+
+
+def test_without_feedback_the_two_learned_terms_are_balanced(held_out):
+    features, request = held_out
+    ranker = make()
+    ranker.balance(features, request, None, None)
+    by_pairs, by_likelihood, _ = ranker.terms(features)
+    weighted = [spread_within(ranker.weights[i] * term, request) for i, term in enumerate((by_pairs, by_likelihood))]
+    torch.testing.assert_close(torch.stack(weighted), torch.full((2,), 0.5, dtype=torch.float64))
+    assert ranker.weights[2] == 0
+
+
+def test_feedback_decides_between_the_network_and_its_anchor(held_out):
+    features, request = held_out
+    log_theta = torch.zeros(len(features))
+    ranker = make()
+    slopes = anchor_at(ranker, [1.0, 0, 0, 0])
+    with torch.no_grad():  # the network adds the same to f and to the logit
+        added = torch.randn(8, generator=torch.Generator().manual_seed(1))
+        ranker.ranker.layers[-1].weight.copy_(torch.stack([added, added, torch.zeros(8)]))
+    learned = ranker.terms(features)[0].detach()
+    ranker.balance(features, request, drawn(0.7 * features @ slopes - 1.5), log_theta)
+    assert ranker.weights[2] > 3 * ranker.weights[0]  # what the network has learned does not last
+    ranker.balance(features, request, drawn(learned / learned.std() - 1.5), log_theta)
+    assert ranker.weights[0] > 0
+    spreads = [spread_within(w * t, request) for w, t in zip(ranker.weights, ranker.terms(features), strict=True)]
+    assert spreads[0] > spreads[2]
+    ranker.balance(features, request, drawn(-0.7 * features @ slopes - 1.5), log_theta)
+    assert (ranker.weights >= 0).all()  # no term is reversed
+    assert ranker.weights.isfinite().all()
+
+
+def test_theta_is_an_offset(held_out):
+    features, request = held_out
+    ranker = make()
+    anchor_at(ranker, [1.0, 0, 0, 0])
+    theta = torch.where(features[:, 0] > 0, 0.6, 1.0)  # what the anchor likes is seen less
+    labels = drawn(theta.log() + 0.5 * features[:, 0] - 0.5)
+    for known, low, high in ((theta.log(), 0.4, 0.6), (torch.zeros_like(theta), 0.05, 0.35)):
+        ranker.balance(features, request, labels, known)
+        scores = ranker(features).detach()
+        slope = float(((scores - scores.mean()) * features[:, 0]).mean() / features[:, 0].var())
+        assert low < slope < high
+
+
+def test_equal_scores_and_no_feedback_are_harmless(held_out):
+    features, request = held_out
+    ranker = make()
+    anchor_at(ranker, [0.0] * FEATURES)
+    for labels in (torch.zeros(len(features)), torch.ones(len(features)), None):
+        ranker.balance(features, request, labels, torch.zeros(len(features)))
+        assert ranker.weights.isfinite().all()
+        assert ranker(features).isfinite().all()
+
+
+def test_only_a_network_with_a_skip_can_start_at_a_line():
+    with pytest.raises(ValueError, match="skip"):
+        make(skip=False).ranker.start_at(torch.zeros(3, FEATURES), torch.zeros(3))
