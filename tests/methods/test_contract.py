@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bias_fitting import fit_bias
 from conftest import make_shown_log, some_always
 from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import User
@@ -22,7 +23,6 @@ from ultr.log.labels import Label
 from ultr.methods import METHODS, Method, MethodInputs, make_method
 from ultr.methods.base import FeedbackMethod
 from ultr.rankers import score_rows
-from ultr.training.bias_stage import bias_training
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feed
 from ultr.training.loop import masked, start, take_step, train
@@ -151,13 +151,6 @@ def pick(lists: Lists, requests: torch.Tensor) -> Lists:
         actions={name: values[requests] for name, values in lists.actions.items()},
         relevance=lists.relevance[requests],
     )
-
-
-def fit_bias(method: Method, log: Log, options: TrainingOptions, user: User | None = None) -> None:
-    if (training := bias_training(method, log, options, user=user)) is not None:
-        for _ in train(training.state, training.feed, training.evaluate, training.options, select="likelihood"):
-            pass
-        training.finish()
 
 
 def trained(name: str, log: Log, **options) -> Method:

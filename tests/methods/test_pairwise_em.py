@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
+from bias_fitting import fit_bias
 from conftest import make_shown_log
 from ultr.bias.equations import examined_though_zero, pair_examined, pair_trust
 from ultr.bias.examination import Examination
@@ -22,7 +23,6 @@ from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_method, parse_options
 from ultr.methods.bias_model import BiasModel
 from ultr.methods.losses import preferred_pairs
-from ultr.training.bias_stage import fit_bias
 from ultr.training.config import TrainingOptions
 from ultr.training.loop import start, take_step, trained_networks
 

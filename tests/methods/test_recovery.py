@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bias_fitting import fit_bias
 from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import EYE_TRACKING, CascadeUser, TrustUser, User, default_mistrust, default_trust
 from ultr.evaluation.scores import evaluate_scores, paired_test
@@ -26,7 +27,6 @@ from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_method, parse_options
 from ultr.rankers import score_rows
-from ultr.training.bias_stage import fit_bias
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feed
 from ultr.training.loop import start, take_step

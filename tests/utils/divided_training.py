@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 import ultr.methods.position_model
 import ultr.training.loop
+from bias_fitting import fit_bias
 from conftest import make_shown_log
 from lists_folder import write_lists
 from ultr.bias.examination import Examination
@@ -28,7 +29,6 @@ from ultr.lists import ListBatches, Lists
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.methods import METHODS, Method, MethodInputs, make_method
-from ultr.training.bias_stage import fit_bias
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.feed import Feed
 from ultr.training.loop import start, take_step
