@@ -119,12 +119,40 @@ def written_out(method, lists) -> float:
 
 @pytest.mark.parametrize("options", LOSSES, ids=lambda options: " ".join(options.values()))
 def test_losses_equal_explicit_sums(options, lists):
-    method = ready(**options)
+    method = ready(**options, final="pairs")
     assert bool((method.labels(lists).sum(-1) == 0).any())  # some lists have no positive label
     loss = method.loss(lists)
     if method.joint:
         loss = loss - method.bias_model.loss(lists)
     assert loss.item() == pytest.approx(written_out(method, lists), rel=1e-4)
+
+
+def test_a_blend_learns_pairs_and_the_likelihood(lists):
+    method = ready(loss="posterior")
+    score, logit, log_value = method.ranker.outputs(lists.features)
+    labels, model = method.labels(lists), method.bias_model
+    alone = ready(loss="posterior", final="pairs")
+    alone.bias_model, alone.score = model, lambda _: score
+    place = model.index(lists.shown_positions)
+    seen, beta, value = model.theta[place], logit.sigmoid(), log_value.exp()
+    clicked = seen * beta + model.zeta[place] * (1 - beta)
+    likelihood = torch.where(
+        labels > 0, clicked.log() - labels / (model.rho[place] * value) - log_value, (1 - clicked).log()
+    )
+    whole = alone.loss(lists) - likelihood[lists.where].sum() / len(lists)
+    wanted = [parameter for parameter in method.ranker.parameters() if parameter.requires_grad]
+    for ours, theirs in zip(
+        torch.autograd.grad(method.loss(lists), wanted, retain_graph=True),
+        torch.autograd.grad(whole, wanted),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_blend_is_for_losses_of_values():
+    for options in ({"loss": "opt"}, {"em": "joint"}):
+        with pytest.raises(OptionError, match="final=blend cannot be used"):
+            ready(**options, final="blend")
 
 
 def test_on_clicks_bayes_ipw_differs_from_ipw_exactly_where_trust_differs_from_one(lists):
