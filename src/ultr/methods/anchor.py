@@ -9,8 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from ultr.log import Log
+from ultr.log.labels import Label
+from ultr.methods.position_model import PositionModel
+from ultr.rankers import FeatureEncoder
 
 MOST_ROWS = 50_000
 HELD_OUT = 0.2  # share of the requests that choose the deviation of the prior
@@ -22,10 +26,24 @@ ITERATIONS = 50
 
 @dataclass(frozen=True, eq=False)
 class Anchor:
-    """The log of E[c] / θ is constant + slopes · x."""
+    """The log of E[c] / θ is constant + slopes · x; `beta` is the mean of P(c>0) / θ, and `value` that of c > 0."""
 
     slopes: np.ndarray
     constant: float
+    beta: float = 0.5
+    value: float = 1.0
+
+
+@torch.no_grad()
+def anchor_of_log(encoder: FeatureEncoder, log: Log, label: Label, model: PositionModel, *, seed: int) -> Anchor | None:
+    """Fit the anchor of a network to a log, with the examination θ of a model; `encoder` is that of the network."""
+    rows, request = some_rows(log, seed=seed)
+    labels = np.asarray(label(log.actions), np.float64)[rows]
+    positions = log.shown_positions("the anchor of a ranker")[rows]
+    theta = model.theta_at(torch.from_numpy(positions)).double().cpu().numpy()
+    features = torch.from_numpy(np.asarray(log.features[rows])).to(encoder.mean.device)
+    x = encoder(features)[:, : len(encoder.mean)].double().cpu().numpy()
+    return fit_anchor(x, labels, theta, positions, request, seed=seed)
 
 
 def some_rows(log: Log, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -75,7 +93,9 @@ def fit_anchor(
     everything = np.ones(len(x), bool)
     found = _poisson(used, labels, offset, start(everything), free, dispersion, deviation)
     slopes = found[1 + free :] + (found[1] * toward if toward is not None else 0.0)
-    return Anchor(slopes, float(found[0])) if np.isfinite(found).all() else None
+    positive = labels > 0
+    beta = float(np.clip(positive.sum() / theta.sum(), 1e-3, 1 - 1e-3))
+    return Anchor(slopes, float(found[0]), beta, float(labels[positive].mean())) if np.isfinite(found).all() else None
 
 
 def _logging_slopes(

@@ -29,7 +29,7 @@ from ultr.errors import OptionError
 from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.anchor import fit_anchor, some_rows
+from ultr.methods.anchor import anchor_of_log
 from ultr.methods.base import (
     RELEASED_ACCUMULATOR,
     HeldOutRows,
@@ -75,7 +75,7 @@ class PairwiseEM(Method):
     - `final` is the score: f alone (`pairs`), or `blend`, the default of `posterior` and `opt-posterior`: f plus
       log(β μ), which other outputs of the same network learn by the likelihood, each divided by its deviation within
       requests (see `Combined`). The errors of the two differ, so that the sum is better than both.
-    - `anchor=linear`, the default of `blend`, starts the ranker at a linear model of the log (see `fit_anchor`).
+    - `anchor=linear`, the default of `blend`, starts the ranker at a linear model (see `ultr.methods.anchor`).
     - `row_power` p weights the rows of the bias model by θ_k^-p.
     - `scale` is the largest θ, which clicks do not determine; `estimated` fits it together with β.
     - `variant=released` is the code that the authors released. It changes the defaults to loss=opt, em=joint, theta=em,
@@ -170,32 +170,19 @@ class PairwiseEM(Method):
 
     def balance(self, rows: HeldOutRows) -> None:
         if isinstance(self.ranker, Combined):
-            log_theta = None
-            if rows.positions is not None:
-                theta = self.bias_model.theta[self.bias_model.index(rows.positions)]
-                log_theta = theta.clamp(min=LEAST_THETA).log()
+            log_theta = None if rows.positions is None else self.bias_model.theta_at(rows.positions).log()
             self.ranker.balance(rows.features, rows.request, rows.labels, log_theta)
 
     def start_ranker(self, log: Log, *, seed: int) -> None:
         if not (self.anchored and isinstance(self.ranker, Combined)):
             return
-        network, model = self.ranker.ranker, self.bias_model
+        network = self.ranker.ranker
         assert isinstance(network, EncodedRanker)  # noqa: S101 - all networks are
-        rows, request = some_rows(log, seed=seed)
-        labels = np.asarray(self.inputs.label(log.actions), np.float64)[rows]
-        positions = log.shown_positions("the anchor of a ranker")[rows]
-        with torch.no_grad():
-            place = model.index(torch.from_numpy(positions).to(model.theta.device))
-            theta = model.theta[place].clamp(min=LEAST_THETA).double().cpu().numpy()
-            features = torch.from_numpy(np.asarray(log.features[rows])).to(model.theta.device)
-            inputs = network.encoder(features)[:, : len(network.encoder.mean)].double().cpu().numpy()
-        anchor = fit_anchor(inputs, labels, theta, positions, request, seed=seed)
+        anchor = anchor_of_log(network.encoder, log, self.inputs.label, self.bias_model, seed=seed)
         if anchor is not None:
-            positive = labels > 0
-            beta = np.clip(positive.sum() / theta.sum(), 1e-3, 1 - 1e-3)
             slopes = np.stack([anchor.slopes, anchor.slopes, np.zeros_like(anchor.slopes)])
-            constants = np.array([0.0, np.log(beta / (1 - beta)), np.log(labels[positive].mean())])
-            network.start_at(*(torch.from_numpy(each).to(model.theta) for each in (slopes, constants)))
+            constants = np.array([0.0, np.log(anchor.beta / (1 - anchor.beta)), np.log(anchor.value)])
+            network.start_at(*(torch.from_numpy(each).to(self.bias_model.theta) for each in (slopes, constants)))
 
     @classmethod
     def has_bias_stage(cls, options: Mapping[str, Any]) -> bool:

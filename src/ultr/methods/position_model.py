@@ -190,6 +190,10 @@ class PositionModel(Learner):
             **({} if error is None else {"theta_standard_error": round(error, 5)}),
         }
 
+    def theta_at(self, positions: Tensor) -> Tensor:
+        """Return θ at positions, at least `LEAST_THETA`."""
+        return self.theta[self.index(positions.to(self.theta.device))].clamp(min=LEAST_THETA)
+
     def theta_terms(self, positive: Tensor, place: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
         """Return the terms, by item, that update θ: 1, clicked, and two terms of which θ is the quotient."""
         one, clicked, theta = torch.ones_like(beta), positive.to(beta.dtype), self.theta[place]

@@ -14,14 +14,16 @@ from ultr.bias.equations import exact_above, exact_below
 from ultr.errors import DataError, OptionError
 from ultr.lists import Lists
 from ultr.log import Log
+from ultr.methods.anchor import anchor_of_log
 from ultr.methods.base import BOUNDS, MethodInputs, one_of
 from ultr.methods.boosted_bias import BoostedOutputs
 from ultr.methods.direct import POWER, is_binary
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.position_model import LEAST_THETA, PositionModel
-from ultr.rankers import score_rows
+from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, score_rows
 from ultr.rankers.blend import Blend, Part, spread_within_requests
 from ultr.rankers.boosters import TreeRanker, TreeRows
+from ultr.rankers.combined import likely_weights
 from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective
 
 FINAL = ("pairs", "likelihood", "blend")  # what may become the ranker of TreePairwiseEM
@@ -63,7 +65,7 @@ class TreeMethod:
         """Return the method that gives pairs their weights, if any; its bias model must be fitted before the trees."""
         return None
 
-    def finals(self, grown: TreeRanker, validation: Log) -> dict[str, nn.Module]:
+    def finals(self, grown: TreeRanker, log: Log, validation: Log, *, seed: int) -> dict[str, nn.Module]:
         """Return the rankers of which the best on the validation requests is the final one, by name."""
         return {"trees": grown}
 
@@ -89,7 +91,9 @@ class TreePairwiseEM(TreeMethod):
     (`em=trees`, the default of LightGBM). Trees of β and μ are also a ranker of their own, by the likelihood.
     The `final` ranker is that of the `pairs`, that of the `likelihood`, or the sum of both, each divided by the
     deviation of its scores within requests (`blend`, the default of `em=trees`); `auto` is the best of them on the
-    validation requests. Rows of trees are not weighted (`row_power` 0).
+    validation requests. With `anchor=linear`, the default, a blend has one more part, which matters in small logs: a
+    linear model of the log (see `ultr.methods.anchor`). The likelihood of the validation requests decides how much it
+    counts. Rows of trees are not weighted (`row_power` 0).
     """
 
     OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
@@ -113,6 +117,7 @@ class TreePairwiseEM(TreeMethod):
         if em == "trees" and sampled:
             what = "em=trees cannot be used with targets=sampled"
             raise OptionError(what, hint="remove em=trees or targets=sampled")
+        self.anchored = options.pop("anchor", "linear") == "linear"
         # PairwiseEM always has a network as its ranker. Here it is the smallest kind, and is not trained.
         options = {**({"row_power": 0.0} if em == "trees" else {}), **options}
         smallest = replace(inputs, ranker="linear", ranker_options={}, bias_ranker="mlp")
@@ -121,7 +126,7 @@ class TreePairwiseEM(TreeMethod):
     def pair_model(self) -> PairwiseEM:
         return self._pair_model
 
-    def finals(self, pairs: TreeRanker, validation: Log) -> dict[str, nn.Module]:
+    def finals(self, pairs: TreeRanker, log: Log, validation: Log, *, seed: int) -> dict[str, nn.Module]:
         """Return the rankers that may be the final one, by name; `pairs` was trained on pairs."""
         outputs = self._pair_model.bias_model.network
         if self.final == "pairs" or not isinstance(outputs, BoostedOutputs) or outputs.boosters[0] is None:
@@ -133,16 +138,42 @@ class TreePairwiseEM(TreeMethod):
             )
             if booster is not None
         ]
-        scores = (score_rows(ranker, validation.features) for ranker in (pairs, Blend(likelihood)))
+        scores = [score_rows(ranker, validation.features) for ranker in (pairs, Blend(likelihood))]
         spreads = [spread_within_requests(each.astype(np.float64), validation.lengths) for each in scores]
-        blend = [Part(pairs, self.inputs.ranker), *likelihood]
-        weights = [1 / spreads[0], *(1 / spreads[1] for _ in likelihood)]
-        rankers: dict[str, nn.Module] = {
-            "pairs": pairs,
-            "likelihood": Blend(likelihood),
-            "blend": Blend([replace(part, weight=weight) for part, weight in zip(blend, weights, strict=True)]),
-        }
+        weights = np.array([1 / spreads[0], *(1 / spreads[1] for _ in likelihood)])
+        parts = [Part(pairs, self.inputs.ranker), *likelihood]
+        anchor = self._anchor(log, seed) if self.anchored else None
+        if anchor is not None:
+            learned = (scores[0] / spreads[0] + scores[1] / spreads[1]) / 2
+            of_anchor = score_rows(anchor, validation.features)
+            spread = spread_within_requests(of_anchor.astype(np.float64), validation.lengths)
+            share, of_linear = self._shares(np.column_stack([learned, of_anchor / spread]), validation)
+            weights = np.append(share * weights / 2, of_linear / spread)
+            parts.append(Part(anchor, "linear"))
+        blend = [replace(part, weight=float(weight)) for part, weight in zip(parts, weights, strict=True)]
+        rankers: dict[str, nn.Module] = {"pairs": pairs, "likelihood": Blend(likelihood), "blend": Blend(blend)}
         return rankers if self.final == "auto" else {self.final: rankers[self.final]}
+
+    def _anchor(self, log: Log, seed: int) -> LinearRanker | None:
+        """Return a linear ranker that is drawn to the ranker that wrote the log."""
+        ranker = LinearRanker(FeatureEncoder(self.inputs.features, self.inputs.categories)).eval()
+        fit_encoders(ranker, log.features)
+        anchor = anchor_of_log(ranker.encoder, log, self.inputs.label, self._pair_model.bias_model, seed=seed)
+        if anchor is None or not anchor.slopes.any():
+            return None
+        ranker.start_at(torch.from_numpy(anchor.slopes[None]), torch.tensor([anchor.constant]))
+        return ranker
+
+    def _shares(self, columns: np.ndarray, validation: Log) -> tuple[float, float]:
+        """Return the weights of two columns of scores, by the likelihood of the validation requests."""
+        if validation.positions is None or not set(self.inputs.label.actions) <= set(validation.actions):
+            return 1.0, 0.0
+        theta = self._pair_model.bias_model.theta_at(torch.from_numpy(validation.positions))
+        labels = torch.from_numpy(np.asarray(self.labels(validation), np.float64))
+        learned, linear = likely_weights(
+            torch.from_numpy(columns).double(), labels, theta.log().double().cpu()
+        ).tolist()
+        return learned, linear
 
     def task(self, log: Log, *, extends: bool = False) -> TreeTask:
         objective = PairwiseObjective(pair_terms(self._pair_model, log, self.labels(log)))

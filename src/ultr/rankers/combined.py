@@ -58,12 +58,12 @@ class Combined(nn.Module):
         shares = torch.tensor([1.0, 0.0], dtype=torch.float64, device=features.device)
         if labels is not None and log_theta is not None and bool(terms[2].any()):
             columns = torch.stack([learned, terms[2] / spreads[2]], -1).double()
-            shares = _shares(columns, labels.double(), log_theta.double())
+            shares = likely_weights(columns, labels.double(), log_theta.double())
         weights = torch.stack([shares[0] / spreads[0] / 2, shares[0] / spreads[1] / 2, shares[1] / spreads[2]])
         self.weights.copy_(weights)
 
 
-def _shares(columns: Tensor, labels: Tensor, log_theta: Tensor) -> Tensor:
+def likely_weights(columns: Tensor, labels: Tensor, log_theta: Tensor) -> Tensor:
     """Return the weights of two columns, at least 0, by Poisson regression with the offset log θ."""
     columns = columns - columns.mean(0)
     both, value = _regressed(columns, labels, log_theta)

@@ -82,7 +82,7 @@ class Model:
 
 def _are_trees(ranker: nn.Module) -> bool:
     if isinstance(ranker, Blend):
-        return all(isinstance(part.ranker, TreeRanker) for part in ranker.parts)
+        return any(isinstance(part.ranker, TreeRanker) for part in ranker.parts)
     return isinstance(ranker, TreeRanker)
 
 

@@ -115,7 +115,8 @@ class TreeRun:
     ) -> tuple[nn.Module, np.ndarray, dict[str, Any]]:
         """Return the final ranker, its scores of the validation rows, and how it was chosen, for the report."""
         validation, select = self.run_data.validation, self.config.selection
-        rankers = self.method.finals(grown, validation)
+        seed = self.config.training.seed
+        rankers = self.method.finals(grown, self.run_data.train, validation, seed=seed)
         scores = {name: score_rows(ranker, validation.features) for name, ranker in rankers.items()}
         values = {name: float(evaluate(torch.from_numpy(rows))[select]) for name, rows in scores.items()}
         best = (min if less_is_better(select) else max)(values, key=values.__getitem__)
