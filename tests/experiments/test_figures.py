@@ -27,7 +27,7 @@ from ultr.training.workers import Workers
 from ultr.utils.jsonfiles import write_json
 
 ENTRIES = [DEFAULT, OPT, "dla", "regression-em", "pal-click", "lambdarank"]
-NAMES = ["posterior pairs (the default)", "Our Method (loss_opt)", "DLA", "Regression EM", "PAL-Click"]
+NAMES = ["pairs and likelihood (the default)", "Our Method (loss_opt)", "DLA", "Regression EM", "PAL-Click"]
 TINY = replace(QUICK, name="tiny", hidden=(4,), dropout=0.0, steps=4, bias_steps=4, sessions=300, runs=2, rates=(0.05,))
 
 
