@@ -326,10 +326,11 @@ def test_a_run_keeps_rows_spread_over_validation(tmp_path):
 def test_a_difference_is_an_error_and_nothing_is_written(runs, tmp_path, monkeypatch):
     def other_weights(model: Model) -> bytes:
         with torch.no_grad():
-            next(reversed(list(model.ranker.parameters()))).add_(1e-3)  # the bias of the output
-        content = onnx_bytes(model)
-        with torch.no_grad():
-            next(reversed(list(model.ranker.parameters()))).sub_(1e-3)
+            bias = [p for name, p in model.ranker.named_parameters() if name.endswith("bias")][-1]  # of the outputs
+            shift = torch.tensor([1e-3 / model.ranker.weights[0], 0, 0])  # of f
+            bias.add_(shift)
+            content = onnx_bytes(model)
+            bias.sub_(shift)
         return content
 
     monkeypatch.setattr(export, "onnx_bytes", other_weights)

@@ -136,7 +136,18 @@ def test_the_same_seed_gives_the_same_file(ranker, log_path, tmp_path):
 
 @pytest.fixture
 def blend(log_path, tmp_path):
-    return run_training(config(log_path), tmp_path / "blend")
+    return run_training(config(log_path, method_options={"anchor": "none"}), tmp_path / "blend")
+
+
+def test_a_blend_has_a_linear_part_by_default(log_path, tmp_path):
+    model, log = load_model(run_training(config(log_path), tmp_path / "run")), read_log(log_path)
+    *trees, anchor = model.ranker.parts
+    assert (anchor.name, anchor.link) == ("linear", "identity")
+    assert len(trees) == 3
+    assert all(part.weight >= 0 for part in model.ranker.parts)
+    expected = sum(score_rows(Blend([part]), log.features).astype(float) for part in model.ranker.parts)
+    np.testing.assert_allclose(model.score(log), expected, rtol=1e-4, atol=1e-5)
+    assert np.isfinite(model.score_features(np.full((2, len(model.feature_names)), np.nan, np.float32))).all()
 
 
 def test_the_ranker_is_the_sum_of_pairs_and_likelihood_each_divided_by_its_spread(blend, log_path):
