@@ -325,18 +325,15 @@ def test_a_run_keeps_rows_spread_over_validation(tmp_path):
 
 def test_a_difference_is_an_error_and_nothing_is_written(runs, tmp_path, monkeypatch):
     def other_weights(model: Model) -> bytes:
-        with torch.no_grad():
-            bias = [p for name, p in model.ranker.named_parameters() if name.endswith("bias")][-1]  # of the outputs
-            shift = torch.tensor([1e-3 / model.ranker.weights[0], 0, 0])  # of f
-            bias.add_(shift)
-            content = onnx_bytes(model)
-            bias.sub_(shift)
+        model.ranker.weights.add_(0.1)
+        content = onnx_bytes(model)
+        model.ranker.weights.sub_(0.1)
         return content
 
     monkeypatch.setattr(export, "onnx_bytes", other_weights)
     with pytest.raises(DataError, match="scores real rows differently") as error:
         export_run(runs["mlp"], tmp_path / "model")
-    assert "0.001 where" in str(error.value)
+    assert re.search(r"a difference of [\d.e-]+ where [\d.e-]+ is allowed", str(error.value))
     assert not list(tmp_path.iterdir())
 
 
