@@ -48,7 +48,12 @@ def test_a_run_is_updated_and_written_if_it_is_not_worse(ultr, yesterday, today,
 
 def test_a_worse_run_is_not_written(ultr, yesterday, today, tmp_path, monkeypatch):
     def train_badly(chosen, out, **options):
-        chosen = replace(chosen, warm_start=None, training=replace(chosen.training, steps=1, lr=1e-9))
+        chosen = replace(
+            chosen,
+            warm_start=None,
+            method_options={"anchor": "none"},
+            training=replace(chosen.training, steps=1, lr=1e-9),
+        )
         return run_training(chosen, out, **options)
 
     monkeypatch.setattr(update, "run_training", train_badly)

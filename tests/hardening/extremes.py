@@ -269,6 +269,8 @@ def with_garbage(lists: Lists, seed: int = 0) -> Lists:
 
 
 def gradients(method: torch.nn.Module, loss: Tensor) -> Tensor:
-    """Return the gradients of all parameters in one tensor."""
-    gradients = torch.autograd.grad(loss, list(method.parameters()), allow_unused=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(method.parameters(), gradients, strict=True)])  # fmt: skip  # noqa: E501
+    """Return the gradients of all parameters that are learned, in one tensor."""
+    learned = [parameter for parameter in method.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, learned, allow_unused=True)
+    found = [torch.zeros_like(p) if g is None else g for p, g in zip(learned, gradients, strict=True)]
+    return torch.cat([gradient.flatten() for gradient in found])

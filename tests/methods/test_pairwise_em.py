@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 
 from bias_fitting import fit_bias
 from conftest import make_shown_log
-from ultr.bias.equations import examined_though_zero, pair_examined, pair_trust
+from ultr.bias.equations import examined_though_zero, item_log_likelihood, pair_examined, pair_trust
 from ultr.bias.examination import Examination
 from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import EYE_TRACKING, User
@@ -23,6 +23,7 @@ from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_method, parse_options
 from ultr.methods.bias_model import BiasModel
 from ultr.methods.losses import preferred_pairs
+from ultr.methods.pairwise_em import _click_log_likelihood
 from ultr.training.config import TrainingOptions
 from ultr.training.loop import start, take_step, trained_networks
 
@@ -147,6 +148,20 @@ def test_a_blend_learns_pairs_and_the_likelihood(lists):
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_the_likelihood_of_a_click_by_logits():
+    theta, beta, zeta = torch.cartesian_prod(*[torch.tensor([1e-3, 0.3, 0.9], dtype=torch.float64)] * 3).unbind(-1)
+    positive = torch.tensor([[True], [False]])
+    found = _click_log_likelihood(positive, theta, beta.logit(), zeta)
+    torch.testing.assert_close(found, item_log_likelihood(positive, theta, beta, zeta))
+    logit = torch.tensor([-80.0, 80.0], dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros(2, dtype=torch.float64)
+    for clicked, slopes in ((True, (1.0, 0.0)), (False, (0.0, 0.0))):  # a click of an unlikely item has a slope of 1
+        likelihood = _click_log_likelihood(torch.tensor(clicked), zero + 0.5, logit, zero)
+        assert bool(likelihood.isfinite().all())
+        (slope,) = torch.autograd.grad(likelihood.sum(), logit)
+        torch.testing.assert_close(slope, torch.tensor(slopes, dtype=torch.float64), atol=1e-12, rtol=0)
 
 
 def test_a_blend_is_for_losses_of_values():

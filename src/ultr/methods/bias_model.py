@@ -159,13 +159,18 @@ class BiasModel(PositionModel):
         """
         logit, log_value, preference = self.of_lists(lists)
         labels, place = self.labels(lists), self.index(lists.shown_positions)
+        positive = labels > 0
         if self.released:
             lists = with_clicks(lists, labels)
-        loss = (self._row_weights(place, lists) * self.item_loss(logit, log_value, labels, place)).sum(-1)
+        with torch.no_grad():
+            beta = logit.sigmoid()
+            target = self._target(relevance_posterior(positive, self.theta[place], beta, self.zeta[place]))
+        item = binary_cross_entropy_with_logits(logit, target, reduction="none")
+        item = item + torch.where(positive, labels / self.rho[place] * torch.exp(-log_value) + log_value, 0.0)
+        loss = (self._row_weights(place, lists) * item).sum(-1)
         if self.pairs:
             gap = gaps(preference)
             with torch.no_grad():
-                positive, beta = labels > 0, logit.sigmoid()
                 pair, preferred, counts = self._pairs(lists, labels, place, beta, gap)
                 if self.released:
                     theta_minus, positive = map(batch_innermost, (self.theta_minus[place], positive))
@@ -177,16 +182,6 @@ class BiasModel(PositionModel):
             cross = binary_cross_entropy_with_logits(gap, target, reduction="none")
             loss = loss + PAIR_SHARE * (counts * cross).sum((-2, -1))
         return reduced(loss, lists.weights)
-
-    def item_loss(self, logit: Tensor, log_value: Tensor, labels: Tensor, place: Tensor) -> Tensor:
-        """Return the loss of each item: its gradient for the logit of β and the log of μ is that of the likelihood."""
-        positive = labels > 0
-        with torch.no_grad():
-            known = self.theta[place], logit.sigmoid(), self.zeta[place]
-            target = self._target(relevance_posterior(positive, *known))
-        clicks = binary_cross_entropy_with_logits(logit, target, reduction="none")
-        values = labels / self.rho[place] * torch.exp(-log_value) + log_value
-        return clicks + torch.where(positive, values, 0.0)
 
     def _target(self, probability: Tensor) -> Tensor:
         return torch.bernoulli(probability) if self.sampled else probability

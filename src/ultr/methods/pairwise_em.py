@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from ultr.bias.equations import (
     exact_above,
@@ -242,10 +243,18 @@ class PairwiseEM(Method):
         kept = with_clicks(lists, labels) if self.released else lists
         loss = pairwise_loss(scores, weights, where=lists.where, weights=kept.weights)
         if isinstance(self.ranker, Combined):
-            place = self.bias_model.index(lists.shown_positions)
-            items = self.bias_model.item_loss(logit, log_value, labels, place)
-            loss = loss + reduced(torch.where(lists.where, items, 0.0).sum(-1), lists.weights)
+            loss = loss - self._log_likelihood(lists, labels, logit, log_value)
         return loss + self.bias_model.loss(lists) if self.joint else loss
+
+    def _log_likelihood(self, lists: Lists, labels: Tensor, logit: Tensor, log_value: Tensor) -> Tensor:
+        """Return the log-likelihood of clicks, and of the values of clicked items (gamma deviance), per list."""
+        logit, log_value = (each.masked_fill(~lists.where, 0.0) for each in (logit, log_value))
+        model, positive = self.bias_model, labels > 0
+        place = model.index(lists.shown_positions)
+        theta = model.theta[place].clamp(LEAST_THETA, 1 - 1e-6)
+        clicks = _click_log_likelihood(positive, theta, logit, model.zeta[place])
+        values = torch.where(positive, labels / model.rho[place] * torch.exp(-log_value) + log_value, 0.0)
+        return reduced(torch.where(lists.where, clicks - values, 0.0).sum(-1), lists.weights)
 
     def expected_value(self, lists: Lists, labels: Tensor) -> Tensor:
         """Return the expected relevance r̂ = E[r | c, x, k] of items with label c, features x and position k.
@@ -306,6 +315,17 @@ class PairwiseEM(Method):
             return None
         clip = math.inf if self.by_value else self.max_weight
         return diagnosis(self.bias_model, batches, weights=self.pair_weights, clip=clip)
+
+
+def _click_log_likelihood(positive: Tensor, theta: Tensor, logit: Tensor, zeta: Tensor) -> Tensor:
+    """Return `item_log_likelihood` from the logit of β: in logarithms, so that slopes are right where β is near 0 or 1.
+
+    θ must be above 0 and below 1.
+    """
+    relevant, other = logsigmoid(logit), logsigmoid(-logit)
+    above = torch.logaddexp(theta.log() + relevant, zeta.log() + other)
+    below = torch.logaddexp(torch.log1p(-theta) + relevant, torch.log1p(-zeta) + other)
+    return torch.where(positive, above, below)
 
 
 def _check(loss: str, by_value: bool, **given: Any) -> None:

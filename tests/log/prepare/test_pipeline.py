@@ -380,7 +380,7 @@ def test_splits_by_hash_are_disjoint_and_have_their_shares(tmp_path):
     for split, share in {"train": 0.7, "validation": 0.2, "test": 0.1}.items():
         assert abs(len(requests[split]) - 4000 * share) < 4 * np.sqrt(4000 * share * (1 - share))
         assert manifest.splits[split]["requests"] == len(requests[split])
-    assert manifest.about["split"] == {"by": "hash", "validation": 0.2, "test": 0.1}
+    assert manifest.about["split"] == {"by": "hash", "validation": 0.2, "test": 0.1, "by_query": False}
 
 
 def test_requests_of_a_query_are_in_one_split(tmp_path):
