@@ -111,7 +111,7 @@ def test_a_log_that_does_not_identify_examination_gets_that_verdict(ultr, tmp_pa
     assert not (out / "propensities.csv").exists()
     assert "note: propensities.csv is not written, because examination could not be estimated" in done.stderr
     assert json.loads((out / "bias.json").read_text())["verdict"]["anchor"] is None
-    for what in ("--randomised", "--item", "--propensities"):
+    for what in ("--randomised", "--propensities"):
         assert what in done.stderr
 
 

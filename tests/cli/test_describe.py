@@ -6,6 +6,7 @@ import json
 import shlex
 
 import numpy as np
+import pandas as pd
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
@@ -60,3 +61,26 @@ def test_a_log_without_actions_says_what_to_name(ultr, log, tmp_path):
     )
     lines = lines_of(ultr("describe", tmp_path / "log.parquet"))
     assert lines[-1] == "the log has no actions: name their column with --actions, and run this command again"
+
+
+def test_columns_of_feedback_are_suggested_as_actions_and_not_as_features(ultr, tmp_path):
+    rng = np.random.default_rng(0)
+    rows = 2000
+    view = (rng.random(rows) < 0.3).astype(int)
+    cart = view * (rng.random(rows) < 0.3)
+    columns = {
+        "request": np.repeat(np.arange(rows // 5), 5),
+        "position": np.tile(np.arange(5) + 1, rows // 5),
+        "price": rng.normal(size=rows),
+        "in_stock": (rng.random(rows) < 0.5).astype(int),
+        "view": view,
+        "add_to_cart": cart,
+        "read_seconds": cart * rng.gamma(2, 5, rows),
+    }
+    pd.DataFrame(columns).to_csv(tmp_path / "log.csv", index=False)
+    done = ultr("describe", tmp_path / "log.csv")
+    assert done.returncode == 0, done.stderr
+    assert "view, read_seconds look like feedback; the next command has --actions" in done.stderr
+    (command,) = [line for line in done.stderr.splitlines() if line.startswith("next: ")]
+    assert "--features price,in_stock " in command
+    assert "--actions add_to_cart,view,read_seconds" in command

@@ -103,7 +103,7 @@ def test_every_printed_command_runs_as_it_is(example, ultr, tmp_path, monkeypatc
     done = run_all(ultr, example(tmp_path))
     names = [words[0] for words in done]
     start = ["prepare"] if example is prepared else ["describe", "bias"]
-    assert names == [*start, "train", "report", "score", "export"]
+    assert names == [*start, "train", "evaluate", "score", "report", "export"]
     assert "CANDIDATES" not in str(done)
     train = next(words for words in done if words[0] == "train")
     label = train[train.index("--label") + 1]

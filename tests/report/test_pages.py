@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from bias.worlds import with_rare_positions, world
 from pages import plots_of
+from ultr.bias.examination import SOURCES
 from ultr.errors import AbsentError, DataError, OptionError, OutputError, UltrError
 from ultr.evaluation.scores import holm, mean_with_interval, paired_test
 from ultr.log import write_log
@@ -119,6 +120,11 @@ def test_the_answer_follows_from_the_difference_to_the_logged_ranking(shift, ans
     assert notes.good == (shift == 0.2)
     for words in ("over 400 validation requests", f"{bias['theta_from']} (standard error 30%)", "the warning below"):
         assert words in notes.notes[1]
+    run.bias = {"theta_from": SOURCES["strata"]}  # from features alone
+    notes = answer_of([run], None)
+    verdict = answer.replace("Yes.", "Probably, if the estimated examination is right.")
+    assert notes.notes[0].startswith(f"Is it better? {verdict}")
+    assert "the log cannot confirm it" in notes.notes[1]
 
 
 def test_the_page_shows_the_metrics_of_the_run(five, runs):

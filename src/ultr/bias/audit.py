@@ -28,7 +28,7 @@ from ultr.bias.counts import (
 )
 from ultr.bias.estimators import pools
 from ultr.bias.evidence import best_source, items_comparable
-from ultr.bias.identification import Estimate, agreement, estimate, links, verdict
+from ultr.bias.identification import NO_ITEM_IDS, Estimate, agreement, estimate, links, verdict
 from ultr.bias.likelihood import TUNED, HeldOut
 from ultr.bias.logging_policy import recovered_score, strata_of
 from ultr.bias.pitfalls import Pitfall, find_pitfalls, suspicious_requests
@@ -163,9 +163,9 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
     notes: list[str] = []
     no_links = "no clicked item was shown at more than one position"  # the reason, if items give no estimate
     if not log.has_items:
-        no_links = "the log has no item ids"
+        no_links = NO_ITEM_IDS
     elif not items_comparable(sample, by_query=log.by_query):
-        no_links = "items were not compared across positions"
+        no_links = "items were not compared across positions, because most have other features each time they are shown"
         notes.append(
             "Items are not compared across positions: most items that occur again have other features each time, so "
             "their relevance may differ too. To compare them, add a column `query`, or a new item id for each context."

@@ -26,9 +26,9 @@ ADVICE = {
     NOT: "show some requests in random order first",
 }
 INTERVALS = "95% intervals cover sampling error only; they do not cover wrong assumptions of an estimator."
-OTHERWISE = (
-    "ids of items that were shown at several positions (--item), or known examination (--propensities), may do as well"
-)
+OTHERWISE = "known examination (--propensities) may do as well"
+NO_ITEM_IDS = "the log has no item ids"
+ITEM_IDS = "ids of items that were shown at several positions (--item) may do as well"
 INTERVENED = ("known", "randomised", "items", "harvest")  # most trusted first; only these can identify examination
 EVIDENCE = {
     "known": "The propensities are known.",
@@ -231,6 +231,7 @@ def verdict(
         many = f"about {needed:,} requests in random order ({_size(needed / requests)})"
         random = many if needed else "some requests in random order"
         remedies.insert(0, f"show {random}, and mark them with the column of --randomised")
+        remedies += [ITEM_IDS] if status == NOT and no_links == NO_ITEM_IDS else []
         remedies += [OTHERWISE] if status == NOT else []
     return Verdict(status, anchor, tuple(reasons), needed, "; ".join(remedies) or "nothing more is needed")
 

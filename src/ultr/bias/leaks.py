@@ -49,7 +49,7 @@ def _pitfall(name: str, reasons: dict[str, str]) -> Iterable[Pitfall]:
     if reasons:
         what = names_of([f"'{feature}' {why}" for feature, why in reasons.items()])
         hint = "leave them out with --features (features=...): they are not known when items are ranked"
-        yield Pitfall(name, what, hint)
+        yield Pitfall(name, what, hint, tuple(reasons))
 
 
 def _equal(values: np.ndarray, feedback: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ from ultr.log import Log
 from ultr.log.queries import queries_of, split_by_query
 from ultr.log.sampling import sample_requests
 from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, make_ranker, score_rows
+from ultr.utils.devices import threads_for
 from ultr.utils.files import atomic_path
 from ultr.utils.lbfgs import minimise
 from ultr.utils.stopping import EarlyStopping
@@ -132,7 +133,8 @@ def recovered_score(
     by_chance = max(1e-9, float(_order_loss(torch.zeros(where.shape, device=device), where)))
     unexplained = _unexplained(separate, held_out_lists)
     if network and len(learned) > FEW_REQUESTS and unexplained > MUCH_OPEN * by_chance:
-        by_network, unexplained_by_it = _network_score(log, learned, held_out_lists, seed, device)
+        with threads_for(log.rows):
+            by_network, unexplained_by_it = _network_score(log, learned, held_out_lists, seed, device)
         if unexplained_by_it < unexplained - CLEARLY_MORE * by_chance:
             ranker, unexplained = by_network, unexplained_by_it
     return LoggingScore(score_rows(ranker, log.features, device=device), 1 - unexplained / by_chance, ranker)

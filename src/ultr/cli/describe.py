@@ -94,6 +94,15 @@ def describe(
     if table is not None and log.actions:
         _print_feedback(log, table, verbose=verbose)
     suggested = _suggested_features(log, numeric_columns(source, log.unused_columns))
+    as_actions: dict[str, str] = {}
+    if suggested and log.actions:
+        of_feedback = _of_feedback(read_log(source, **{**rows, "features": suggested}))
+        suggested = [name for name in suggested if name not in of_feedback]
+        if of_feedback:
+            as_actions = {"actions": ",".join([*log.actions, *of_feedback])}
+            what = "looks like feedback" if len(of_feedback) == 1 else "look like feedback"
+            of = ", ".join(of_feedback)
+            notes.append(f"{of} {what}; the next command has --actions {as_actions['actions']}")
     if log.unused_columns:
         use = "use them with --features, --categorical, --segment or --actions"
         words.print(plain(f"unused columns: {_names(log.unused_columns)} ({use})"), soft_wrap=True)
@@ -110,7 +119,7 @@ def describe(
         what = f"the log has no {absent}: name their column with {option}, and run this command again"
         words.print(what, soft_wrap=True)
         return
-    columns = {**named, "features": ",".join(suggested)} if suggested else named
+    columns = {**named, **as_actions, "features": ",".join(suggested)} if suggested else {**named, **as_actions}
     print_next(
         "bias",
         source,
@@ -135,6 +144,21 @@ def _warnings(log: Log) -> list[Pitfall]:
     leaks = [pitfall for found in find_leaks(log) for pitfall in found]
     sample = log if log.feature_names else None
     return [*leaks, *find_pitfalls(log.without_features(), clicked, sample=sample)]
+
+
+def _of_feedback(log: Log) -> list[str]:
+    """Return the features of a log that follow its actions, or that every row with an action has, as a view has."""
+    import numpy as np
+
+    from ultr.bias.leaks import find_leaks
+
+    leaks = {name for found in find_leaks(log) for pitfall in found for name in pitfall.features}
+    acted = np.any([values > 0 for values in log.actions.values()], axis=0)
+    for i, name in enumerate(log.feature_names):
+        values = log.features[:, i]
+        if np.isin(values, (0, 1)).all() and acted.any() and (values[acted] == 1).all() and (values == 0).any():
+            leaks.add(name)
+    return [name for name in log.feature_names if name in leaks]
 
 
 def _suggested_features(log: Log, numbers: list[str]) -> list[str]:

@@ -172,8 +172,10 @@ def train(
         return
     _print_bias(bias_of_run)
     words.print(f"wrote {out}: best {metric} {best[metric]:.4f} at step {best['step']}", soft_wrap=True)
-    print_next("report", out, out=free_path("report.html"))
-    if users is None:
+    if users is not None:
+        print_next("report", out, out=free_path("report.html"))
+    else:
+        print_next("evaluate", out, config.data)  # it prints the command of the report
         print_next("score", out, config.data, out=free_path("scores.parquet"))
         words.print("to score other items, put their file in place of the training log in this command", soft_wrap=True)
 

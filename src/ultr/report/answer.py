@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ultr.bias.examination import SOURCES
 from ultr.evaluation.judgement import LOGGED_RANKING
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, PairedTest, paired_test
 from ultr.report.parts import Notes
@@ -46,7 +47,11 @@ def answer(runs: Sequence[Run], why_not: str | None) -> Notes | None:
     means = f"{metric}: {_mean(best, metric):.4f} instead of {before:.4f}"
     change = change_text(against.difference, before)
     what = f"With {best.name}, {_quantity(metric)} is {change} than with {other} ({means})."
-    sentences = [f"Is it better? {'Yes' if better else 'No' if worse else 'Not clear'}. {what}"]
+    confirmed = _is_confirmed(best, metric)
+    verdict = ("Yes" if better else "No") if better or worse else "Not clear"
+    if better and not confirmed:
+        verdict = "Probably, if the estimated examination is right"
+    sentences = [f"Is it better? {verdict}. {what}"]
     if len(ranked) > 1 and other == LOGGED_RANKING:
         test = _test(best, ranked[1], metric)
         change = change_text(test.difference, _mean(ranked[1], metric))
@@ -101,6 +106,11 @@ def _how_sure(run: Run, metric: str, test: PairedTest, before: float) -> str:
         known = f" (standard error {error:.0%})" if error is not None else ""
         source = f", from {bias['theta_from']}{known}" if "theta_from" in bias else ""
         parts.append(f"it is an estimate from logged feedback, and depends on the estimated examination{source}")
+        if not _is_confirmed(run, metric):
+            parts.append(
+                "the log cannot confirm it, because it has no random order and no items that can be compared across "
+                "positions, so the interval is too narrow: show some requests in random order (ultr bias says how many)"
+            )
         if error is not None and error > UNSURE:
             parts.append("examination is uncertain, so the true interval is wider")
     elif metric.startswith(FEEDBACK):
@@ -109,6 +119,11 @@ def _how_sure(run: Run, metric: str, test: PairedTest, before: float) -> str:
         number = len(run.warnings)
         parts.append(f"read the {number} warnings below" if number > 1 else "read the warning below")
     return f"How sure? {'; '.join(parts)}."
+
+
+def _is_confirmed(run: Run, metric: str) -> bool:
+    """Return whether the log can confirm the examination that a metric depends on: not if it is from features alone."""
+    return not (metric.startswith(OFF_POLICY) and (run.bias or {}).get("theta_from") == SOURCES["strata"])
 
 
 def _what_to_do(run: Run, *, better: bool, worse: bool) -> str:

@@ -32,6 +32,7 @@ from ultr.training.traps import find_traps
 from ultr.training.trees import TreeRun
 from ultr.training.warm_start import with_codes_of
 from ultr.utils.arguments import checked
+from ultr.utils.devices import threads_for
 from ultr.utils.distributed import barrier, check_equal, is_main, job_id, main_decides, process_group, restarts, size
 from ultr.utils.files import output_errors, remove_abandoned
 from ultr.utils.jsonfiles import read_json, write_json
@@ -98,7 +99,8 @@ def run_training(
         run = make_run(config, run_data)
         with _writing(place, run.config) as finished_elsewhere:
             if not finished_elsewhere:
-                run.train(place.folder, shared, listeners)
+                with threads_for(run_data.train.rows):
+                    run.train(place.folder, shared, listeners)
         return out
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from ultr.errors import OptionError
 from ultr.utils.arguments import checked
 from ultr.utils.distributed import local_rank
+
+SMALL_LOG = 100_000  # rows below which one thread is as fast as several
 
 
 def as_device(name: torch.device | str) -> torch.device:
@@ -22,6 +27,17 @@ def as_device(name: torch.device | str) -> torch.device:
     if device.type == "meta":
         raise OptionError("the device 'meta' holds no values", hint="use cpu, cuda or cuda:1")
     return device
+
+
+@contextmanager
+def threads_for(rows: int) -> Iterator[None]:
+    """Use one thread of torch for few rows, in a `with` block: more threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if rows < SMALL_LOG else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @checked
