@@ -16,7 +16,7 @@ from ultr.log.labels import Label
 from ultr.methods.position_model import PositionModel
 from ultr.rankers import FeatureEncoder
 
-MOST_ROWS = 50_000
+MOST_ROWS = 50_000  # that an anchor is fitted to
 HELD_OUT = 0.2  # share of the requests that choose the deviation of the prior
 DEVIATIONS = (0.03, 0.06, 0.125, 0.25, 0.5, 1.0)  # of the prior of v·x
 RIDGE = 1e-3  # by row, of the ranker that wrote the log
@@ -30,8 +30,8 @@ class Anchor:
 
     slopes: np.ndarray
     constant: float
-    beta: float = 0.5
-    value: float = 1.0
+    beta: float
+    value: float
 
 
 @torch.no_grad()

@@ -21,9 +21,9 @@ from ultr.methods.direct import POWER, is_binary
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.position_model import LEAST_THETA, PositionModel
 from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, score_rows
-from ultr.rankers.blend import Blend, Part, spread_within_requests
+from ultr.rankers.blend import Blend, Part
 from ultr.rankers.boosters import TreeRanker, TreeRows
-from ultr.rankers.combined import likely_weights
+from ultr.rankers.combined import likely_weights, spread_within
 from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective
 
 FINAL = ("pairs", "likelihood", "blend")  # what may become the ranker of TreePairwiseEM
@@ -139,16 +139,21 @@ class TreePairwiseEM(TreeMethod):
             if booster is not None
         ]
         scores = [score_rows(ranker, validation.features) for ranker in (pairs, Blend(likelihood))]
-        spreads = [spread_within_requests(each.astype(np.float64), validation.lengths) for each in scores]
+        request = torch.from_numpy(np.ascontiguousarray(validation.request_of_row))
+
+        def spread(values: np.ndarray) -> float:
+            return float(spread_within(torch.from_numpy(values), request))
+
+        spreads = [spread(each) for each in scores]
         weights = np.array([1 / spreads[0], *(1 / spreads[1] for _ in likelihood)])
         parts = [Part(pairs, self.inputs.ranker), *likelihood]
         anchor = self._anchor(log, seed) if self.anchored else None
         if anchor is not None:
             learned = (scores[0] / spreads[0] + scores[1] / spreads[1]) / 2
             of_anchor = score_rows(anchor, validation.features)
-            spread = spread_within_requests(of_anchor.astype(np.float64), validation.lengths)
-            share, of_linear = self._shares(np.column_stack([learned, of_anchor / spread]), validation)
-            weights = np.append(share * weights / 2, of_linear / spread)
+            of_anchor_spread = spread(of_anchor)
+            share, of_linear = self._shares(np.column_stack([learned, of_anchor / of_anchor_spread]), validation)
+            weights = np.append(share * weights / 2, of_linear / of_anchor_spread)
             parts.append(Part(anchor, "linear"))
         blend = [replace(part, weight=float(weight)) for part, weight in zip(parts, weights, strict=True)]
         rankers: dict[str, nn.Module] = {"pairs": pairs, "likelihood": Blend(likelihood), "blend": Blend(blend)}

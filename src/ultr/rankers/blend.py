@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
@@ -45,11 +44,3 @@ class Blend(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return torch.stack([part(features) for part in self.parts]).sum(0)
-
-
-def spread_within_requests(scores: np.ndarray, lengths: np.ndarray) -> float:
-    """Return the standard deviation of scores around the mean of their request; 1 if they do not vary."""
-    request = np.repeat(np.arange(len(lengths)), lengths)
-    means = np.bincount(request, scores, len(lengths)) / np.maximum(1, lengths)
-    spread = float(np.sqrt(np.mean((scores - means[request]) ** 2))) if len(scores) else 0.0
-    return spread if np.isfinite(spread) and spread > 0 else 1.0

@@ -11,7 +11,7 @@ from ultr.errors import OptionError
 from ultr.utils.arguments import checked
 from ultr.utils.distributed import local_rank
 
-SMALL_LOG = 100_000  # rows below which one thread is as fast as several
+SMALL_LOG = 100_000  # rows below which one thread is used
 
 
 def as_device(name: torch.device | str) -> torch.device:
