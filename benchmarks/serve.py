@@ -14,8 +14,8 @@
 | failed requests and wrong answers     | the scores of both models by torch                         | 0      |
 | resident memory of the server         | the memory after the first two reloads                     | flat   |
 
-A request has 100 candidates of 136 features in binary; the model is the default network. Server and client share the
-machine. With --minutes, a link switches between two models at every reload.
+A request has 100 candidates of 136 features in binary; the model is the default network of large logs, 512-256-128.
+Server and client share the machine. With --minutes, a link switches between two models at every reload.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ def make_runs(folder: Path) -> list[Path]:
     )
     clicks, _ = simulate_log(log, User())
     write_log(replace(clicks, relevance=None), folder / "log.parquet")
-    config = RunConfig(data=str(folder / "log.parquet"), method="pointwise", select="feedback-ndcg@10")
+    shape = {"hidden": (512, 256, 128)}
+    config = RunConfig(
+        data=str(folder / "log.parquet"), method="pointwise", ranker_options=shape, select="feedback-ndcg@10"
+    )
     steps = TrainingOptions(steps=2, batch=16, evaluate_every=2, device="cpu")
     return [
         run_training(replace(config, training=replace(steps, seed=seed)), folder / f"run-{seed}") for seed in (0, 1)

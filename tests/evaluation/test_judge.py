@@ -72,7 +72,7 @@ def test_an_evaluator_serves_any_number_of_scores(log, monkeypatch):
 def test_off_policy_metrics_need_a_judge(log):
     with pytest.raises(DataError, match="which this run has not saved; train again with --select off-policy-reward@10"):
         evaluate_requests(log, np.zeros(log.rows), ["off-policy-reward@10"], label="click")
-    with pytest.raises(OptionError, match="reward@k and dcg@k"):
+    with pytest.raises(OptionError, match="reward@k, dcg@k and gain@k"):
         RunConfig(data="x", select="off-policy-ndcg@10")
 
 
@@ -84,12 +84,12 @@ def test_runs_of_a_log_are_selected_by_the_same_judge_whatever_their_method(log,
     ]
     judges = [read_json(run / "judge" / "judge.json") for run in runs]
     assert judges[0] == judges[1]
-    assert all("off-policy-reward@10" in line for line in read_metrics(runs[0]))
+    assert all("off-policy-gain@10" in line for line in read_metrics(runs[0]))
 
 
 def test_runs_with_users_are_selected_by_feedback_by_default(tmp_path):
     assert config("synthetic", users="pbm").selection == "feedback-ndcg@10"
-    assert config("log.parquet").selection == "off-policy-reward@10"
+    assert config("log.parquet").selection == "off-policy-gain@10"
     assert config("log.parquet", select="mrr").selection == "mrr"
     run = run_training(
         config("synthetic", users="pbm", method="pointwise", select="off-policy-dcg@5"), tmp_path / "run"

@@ -41,6 +41,10 @@ def small_log(lengths: list[int], seed: int = 0, ids: tuple[int, ...] = tuple(GA
     )
 
 
+def discount(kind, reward, dcg):
+    return {"reward": reward, "dcg": dcg, "gain": np.minimum(reward, dcg)}[kind]
+
+
 def brute_force(log, scores, theta, kind, k, estimator, clip, direct, zeta=None):
     """Compute the value by the formula, row by row; t of tied rows is the mean over every order of them."""
     labels = log.actions["click"] if zeta else log.actions["click"] + log.actions["dwell"]
@@ -55,7 +59,7 @@ def brute_force(log, scores, theta, kind, k, estimator, clip, direct, zeta=None)
         orders = [o for o in permutations(mine) if all(scores[a] >= scores[b] for a, b in pairwise(o))]
         for i in mine:
             old, ranks = log.positions[i], [order.index(i) for order in orders]
-            t = np.mean([(j < k) * (slope[ids[j]] if kind == "reward" else largest / np.log2(j + 2)) for j in ranks])
+            t = np.mean([(j < k) * discount(kind, slope[ids[j]], largest / np.log2(j + 2)) for j in ranks])
             w, c = t / slope[old], labels[i] - zeta[old]
             u = w if estimator == "ips" else min(w, clip)
             if kind == "reward":
@@ -160,7 +164,7 @@ def test_ips_is_unbiased_over_all_feedback_of_position_based_users(kind):
         mean += (
             chance * off_policy_value(seen, scores, theta=theta, label="click", kind=kind, estimator="ips", k=2).value
         )
-    gain = np.array([theta[p] for p in places]) if kind == "reward" else 0.8 / np.log2(1 + places)
+    gain = discount(kind, np.array([theta[p] for p in places]), 0.8 / np.log2(1 + places))
     assert mean == pytest.approx(((places <= 2) * gain * attraction).sum())
 
 
@@ -240,6 +244,26 @@ def test_values_of_trusting_users_are_right_only_if_trust_is_known(world):
     known, unknown = np.mean(found, axis=0)
     assert known == pytest.approx(truth, rel=0.03)
     assert abs(unknown / truth - 1) > 0.06
+
+
+def test_gain_tells_orders_apart_that_have_the_same_reward():
+    """Users who look at all places alike give every order the same reward."""
+    log, flat = small_log([3] * 50, ids=(1, 2, 3)), dict.fromkeys((1, 2, 3), 0.6)
+    good, bad = log.actions["click"], -log.actions["click"]
+    shared = {"theta": flat, "label": "click", "estimator": "ips"}
+    values = [off_policy_value(log, scores, kind=kind, **shared) for kind in KINDS for scores in (good, bad)]
+    reward, dcg, gain = ((values[i].value, values[i + 1].value) for i in (0, 2, 4))
+    assert reward[0] == pytest.approx(reward[1])
+    assert gain == dcg
+    assert gain[0] > 1.05 * gain[1]
+
+
+def test_gain_is_reward_if_examination_falls_faster_than_dcg():
+    log = small_log([3] * 9, ids=(1, 2, 3))
+    scores = np.random.default_rng(0).normal(size=log.rows)
+    shared = {"theta": {1: 0.9, 2: 0.5, 3: 0.2}, "label": "click", "estimator": "ips"}
+    reward, gain = (off_policy_value(log, scores, kind=kind, **shared) for kind in ("reward", "gain"))
+    np.testing.assert_allclose(gain.per_request, reward.per_request)
 
 
 def test_dr_is_ips_if_nothing_is_clipped():

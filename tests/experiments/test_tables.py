@@ -623,7 +623,7 @@ def test_a_world_sets_the_configuration_of_its_runs(tmp_path, world, name, label
     assert plan.out == tmp_path / "runs" / "quick" / name
     assert plan.base.label == label
     assert plan.metrics == [f"{metric}@{k}" for k in (3, 5, 10)]
-    assert plan.base.select == (f"{metric}@10" if world.select == TRUTH else "off-policy-reward@10")
+    assert plan.base.select == (f"{metric}@10" if world.select == TRUTH else "off-policy-gain@10")
     assert (plan.base.data, plan.base.data_dir, plan.base.users) == (world.data, "there", world.users)
     assert (plan.base.sessions, plan.base.logging) == (world.sessions, world.logging)
     assert plan.base.user_options == {"eta": world.eta, "epsilon": 0.1}

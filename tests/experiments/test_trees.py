@@ -67,7 +67,7 @@ def test_all_rows_have_the_same_budget_and_less_with_quick(made):
     assert {plan.seeds for plan in plans} == {5}
     assert {(plan.base.data, plan.base.sessions) for plan in plans} == {("ml-1m", 30_000), ("synthetic", 30_000)}
     assert {plan.base.ranker for plan in plans} == {"lightgbm"}
-    assert {plan.base.select for plan in plans} == {"off-policy-reward@10", "reward@10", "ndcg@10"}
+    assert {plan.base.select for plan in plans} == {"off-policy-gain@10", "reward@10", "ndcg@10"}
     assert {tuple(plan.metrics) for plan in plans} == {
         tuple(f"{name}@{k}" for k in (3, 5, 10)) for name in ("reward", "ndcg")
     }

@@ -100,7 +100,7 @@ def test_the_page_begins_with_an_answer_in_words(runs, tmp_path):
     ],
 )
 def test_the_answer_follows_from_the_difference_to_the_logged_ranking(shift, answer, do):
-    rng, metric = np.random.default_rng(0), "off-policy-reward@10"
+    rng, metric = np.random.default_rng(0), "off-policy-gain@10"
     logged = 1 + rng.normal(0, 0.01, 400)
     logged += 1 - logged.mean()
     results = {metric: logged + shift + rng.permutation(np.linspace(-0.1, 0.1, 400)), LOGGED + metric: logged}
@@ -129,7 +129,7 @@ def test_the_answer_follows_from_the_difference_to_the_logged_ranking(shift, ans
 
 def test_the_page_shows_the_metrics_of_the_run(five, runs):
     outcome = read_outcome(runs["em"])
-    metric = "off-policy-reward@10"
+    metric = "off-policy-gain@10"
     mean = mean_with_interval(outcome.results[metric], outcome.weights)
     test = paired_test(outcome.results[metric], outcome.results[LOGGED + metric], outcome.weights)
     for text in (f"{mean.mean:.4f}", f"{mean.low:.4f} to {mean.high:.4f}", f"{test.difference:+.4f}"):
@@ -140,7 +140,7 @@ def test_the_page_shows_the_metrics_of_the_run(five, runs):
 
 
 def test_p_values_of_a_page_are_corrected_for_the_number_of_tests(runs, tmp_path):
-    metric = "off-policy-reward@10"
+    metric = "off-policy-gain@10"
     a, b = (read_outcome(runs[name]) for name in ("em", "plain"))
     pairs = [(a, LOGGED + metric, a), (b, LOGGED + metric, b), (b, metric, a)]
     raw = [paired_test(new.results[metric], old.results[name], a.weights).p for new, name, old in pairs]
@@ -151,7 +151,7 @@ def test_p_values_of_a_page_are_corrected_for_the_number_of_tests(runs, tmp_path
 
 def test_the_importance_of_features_is_drawn(five, runs):
     found = read_outcome(runs["em"]).about["importance"]
-    assert found["metric"] == "off-policy-reward@10"
+    assert found["metric"] == "off-policy-gain@10"
     drops = [each["drop"] for each in found["features"]]
     assert len(drops) == 4
     assert drops == sorted(drops, reverse=True)

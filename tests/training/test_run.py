@@ -56,7 +56,7 @@ def test_a_run_has_all_files_and_scores(method, log_path, tmp_path):
     assert files_of(run) == written
     first = [0] if method == "pairwise-em" else []  # the anchor is evaluated, too
     assert [line["step"] for line in read_metrics(run)] == [*first, 5, 10, 15, 20, 25, 30]
-    assert all(set(line) == {"step", "loss", "off-policy-reward@10"} for line in read_metrics(run))
+    assert all(set(line) == {"step", "loss", "off-policy-gain@10"} for line in read_metrics(run))
     log = read_log(log_path)
     scores = load_model(run).score(log)
     assert scores.shape == (log.rows,)

@@ -139,7 +139,7 @@ def test_pointwise_methods_learn_from_requests_of_one_item(method, ranker, tmp_p
     assert found["requests with one item"].startswith("100.0% of the requests have one item: a request with one item")
     scores = load_model(run).score(read_log(alone))
     assert np.corrcoef(scores, data["f1"])[0, 1] > 0.6
-    metric = "off-policy-reward@10"
+    metric = "off-policy-gain@10"
     assert len({line[metric] for line in read_metrics(run)}) > 1  # held-out requests are ranked in groups
 
 

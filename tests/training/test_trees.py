@@ -201,7 +201,7 @@ def test_a_damaged_part_of_a_blend_is_an_error(change, what, blend):
 def test_the_bias_can_come_from_another_run(log_path, tmp_path):
     first = run_training(config(log_path, propensities=None, select="auto"), tmp_path / "first")
     assert (first / "judge" / "judge.json").is_file()
-    assert set(read_metrics(first)[0]) == {"step", "loss", "off-policy-reward@10"}
+    assert set(read_metrics(first)[0]) == {"step", "loss", "off-policy-gain@10"}
     fitted = []
     taken = run_training(
         config(log_path, "xgboost", bias=str(first)), tmp_path / "taken", on_bias_progress=fitted.append

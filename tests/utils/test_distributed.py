@@ -238,7 +238,7 @@ def test_the_command_gives_two_processes_the_results_of_one(lists, undisturbed, 
 
 def test_only_one_of_several_processes_prints(undisturbed):
     run, done = undisturbed
-    assert done.said.count(f"wrote {run}: best off-policy-reward@10") == 1, done.said
+    assert done.said.count(f"wrote {run}: best off-policy-gain@10") == 1, done.said
     assert done.said.count("next: ultr score") == 1
     assert "process 1:" not in done.said
 

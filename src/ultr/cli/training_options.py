@@ -103,7 +103,7 @@ Select = Annotated[
     str,
     typer.Option(
         "--select",
-        help="Metric that chooses the best step. auto: off-policy-reward@10 on a log, feedback-ndcg@10 with --users.",
+        help="Metric that chooses the best step. auto: off-policy-gain@10 on a log, feedback-ndcg@10 with --users.",
     ),
 ]
 Stream = Annotated[

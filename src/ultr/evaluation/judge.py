@@ -50,7 +50,7 @@ class Judge:
         segments: Sequence[str] = (),
         device: torch.device | str = "cpu",
     ) -> OffPolicy:
-        """Return what estimates a metric of rankings of a log by scores: off-policy-reward@k or off-policy-dcg@k."""
+        """Return what estimates a metric of rankings of a log by scores: off-policy-reward@k, -dcg@k or -gain@k."""
         kind, k = parse_any_metric(metric)
         if log.positions is None:
             raise DataError(f"'{metric}' needs the positions of items", hint="name their column with --position")

@@ -7,7 +7,7 @@ is the exact mean over all orders of the tied items, as in scikit-learn. Computa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -163,10 +163,13 @@ METRICS: dict[str, Callable[..., Tensor]] = {
 
 
 @checked
-def parse_metric(text: str) -> tuple[str, int | None]:
-    """Split the name of a metric and its cut-off: `ndcg@10` -> ("ndcg", 10); `mrr` -> ("mrr", None)."""
+def parse_metric(text: str, *, also: Sequence[str] = ()) -> tuple[str, int | None]:
+    """Split the name of a metric and its cut-off: `ndcg@10` -> ("ndcg", 10); `mrr` -> ("mrr", None).
+
+    Names in `also` are accepted too.
+    """
     name, at, cutoff = text.strip().partition("@")
-    if name not in METRICS:
+    if name not in METRICS and name not in also:
         raise OptionError(f"no metric '{name}'", hint=nearest(name, METRICS))
     if at and not (cutoff.isdecimal() and 0 < int(cutoff) < 10**6):
         raise OptionError(CUT_OFF, got=f"'{text}'", hint=f"use for example {name}@10")

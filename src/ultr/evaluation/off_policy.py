@@ -2,8 +2,10 @@
 
 A request keeps its positions: the j-th row in the new order takes the j-th smallest of them. In a position-based world
 E[c] = θ_old m with m = E[c | examined], so the expected label of a row at its new place is t m: t = θ_new for the value
-`reward`, t = 1 / log2(1 + rank) for `dcg` (where the largest θ is 1), and t = 0 beyond rank k. With w = t / θ_old, its
-clipped value u = min(w, M) and an estimate m̂ of m, every estimator is the mean over requests of
+`reward`, t = 1 / log2(1 + rank) for `dcg` (where the largest θ is 1), and the smaller of the two for `gain`; t = 0
+beyond rank k. If users look at all places alike, all orders have the same reward, and only `dcg` and `gain` tell them
+apart; if θ falls fast, `gain` is `reward`, without the large weights of `dcg`. With w = t / θ_old, its clipped value
+u = min(w, M) and an estimate m̂ of m, every estimator is the mean over requests of
 
     Σ  m̂ t + f u (c - m̂ θ_old)
 
@@ -47,7 +49,7 @@ from ultr.utils.arguments import Seed, checked
 from ultr.utils.html import facts_html
 
 ByPosition = Mapping[int, float]
-KINDS = ("reward", "dcg")
+KINDS = ("reward", "dcg", "gain")
 ESTIMATORS = ("ips", "clipped", "snips", "dr")
 CLIP, TINY = 5.0, 1e-300  # default of M, the largest weight; almost 0, for denominators
 LARGEST = 1e30  # limit of labels, and of ratios of θ, so that squares of their products are finite
@@ -57,7 +59,7 @@ FITTED_NUMBERS = 30_000_000  # most features times rows that the direct model is
 
 @dataclass(frozen=True, eq=False)
 class OffPolicyValue:
-    """The estimated value of a ranker (mean reward or DCG per request), its 95% interval, and the evidence behind it.
+    """The estimated value of a ranker (mean reward, DCG or gain per request), its 95% interval and its evidence.
 
     The interval is for requests drawn independently. It includes errors of clipping (the difference to `unclipped`) and
     of θ (the spread of `replicates`).
@@ -270,7 +272,8 @@ class _Rows:
     def at(self, theta: tuple[Tensor, Tensor], places: _Places) -> _Weights:
         slope, lift = theta
         slope = slope / slope.max()
-        gain = slope[self.new] if self.kind == "reward" else 1 / torch.log2(1 + self.ranks)
+        reward, dcg = slope[self.new], 1 / torch.log2(1 + self.ranks)
+        gain = {"reward": reward, "dcg": dcg, "gain": torch.minimum(reward, dcg)}[self.kind]
         adds_lift = self.zeta is not None and self.kind == "reward"
         return _Weights(
             places.placed(torch.where(self.top, gain, 0.0)),

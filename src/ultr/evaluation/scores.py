@@ -22,7 +22,6 @@ FEEDBACK = "feedback-"  # names of metrics of the logged, biased feedback begin 
 OFF_POLICY = "off-policy-"  # names of metrics that `evaluation.judge` estimates from biased feedback begin so
 LARGEST = 1e150  # squares of larger values may overflow
 CPU_ITEMS, GPU_ITEMS = 1 << 16, 1 << 20  # items with padding that are evaluated at once
-VALUES = ("reward", "dcg")  # the metrics that can be estimated from feedback
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,11 @@ class PairedTest:
 @checked
 def parse_any_metric(text: str) -> tuple[str, int | None]:
     """Return the metric and cut-off of a name such as `feedback-ndcg@10`, `off-policy-reward@10` or `ndcg@10`."""
-    name, k = parse_metric(text.removeprefix(FEEDBACK).removeprefix(OFF_POLICY))
-    if text.startswith(OFF_POLICY) and (name not in VALUES or k is None):
-        what = "only reward@k and dcg@k can be estimated from feedback (off policy)"
+    bare = text.removeprefix(FEEDBACK).removeprefix(OFF_POLICY)
+    off_policy = text.startswith(OFF_POLICY)
+    name, k = parse_metric(bare, also=("gain",) if off_policy else ())
+    if off_policy and (name not in ("reward", "dcg", "gain") or k is None):
+        what = "only reward@k, dcg@k and gain@k can be estimated from feedback (off policy)"
         raise OptionError(what, got=f"'{text}'", hint=f"use for example {OFF_POLICY}reward@10")
     return name, k
 

@@ -194,7 +194,7 @@ class Lab:
             label=world.label,
             ranker_options={"hidden": list(budget.hidden), "dropout": budget.dropout, "norm": "none"},
             data_dir=self.data_dir,
-            select=world.metrics[-1] if world.select == TRUTH else "off-policy-reward@10",
+            select=world.metrics[-1] if world.select == TRUTH else "off-policy-gain@10",
             training=TrainingOptions(
                 steps=budget.steps,
                 bias_steps=budget.bias_steps,

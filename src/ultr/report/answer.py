@@ -83,7 +83,7 @@ def _mean(run: Run, name: str) -> float:
 
 def _quantity(metric: str) -> str:
     name, _, first = metric.removeprefix(OFF_POLICY).removeprefix(FEEDBACK).partition("@")
-    if name != "reward":
+    if name not in ("reward", "gain"):
         return "the quality of the ranking"
     return f"the expected feedback on the first {first} items" if first else "the expected feedback"
 

@@ -28,7 +28,7 @@ from ultr.utils.jsonfiles import check_format
 FORMAT = 1
 LearnFrom = Literal["feedback", "truth", "no-bias"]
 DEFAULT_METHOD = "pairwise-em"
-AUTO = "auto"  # selection metric: off-policy-reward@10 on a log, else feedback-ndcg@10
+AUTO = "auto"  # selection metric: off-policy-gain@10 on a log, else feedback-ndcg@10
 Streaming = Literal["auto", "yes", "no"]
 MissingValues = Literal["error", "mean"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
@@ -170,7 +170,7 @@ class RunConfig:
         if self.select != AUTO:
             return self.select
         from_log = self.users is None and self.learn_from == "feedback"
-        return f"{OFF_POLICY}reward@10" if from_log else f"{FEEDBACK}ndcg@10"
+        return f"{OFF_POLICY}gain@10" if from_log else f"{FEEDBACK}ndcg@10"
 
     def shared_key(self, settings: Mapping[str, Any]) -> str:
         """Return a hash that is the same for runs that can share a bias model: same data, seed and bias settings."""

@@ -19,7 +19,7 @@ from ultr.rankers.boosters import is_trees
 from ultr.training.bias_progress import STAGE
 from ultr.training.bias_stage import BIAS
 from ultr.training.checkpoints import lock_run, read_metrics
-from ultr.training.config import RunConfig
+from ultr.training.config import AUTO, RunConfig
 from ultr.training.data import RunData, load_run_data, split_log
 from ultr.training.finish import Listeners
 from ultr.training.inputs import notes_of
@@ -39,6 +39,7 @@ from ultr.utils.jsonfiles import read_json, write_json
 from ultr.utils.stages import begin_stage
 
 JOB = ".job"  # file with the id of the torchrun job; processes that torchrun restarts resume only their own run
+EARLIER = "off-policy-reward@10"  # what `auto` meant for a log in earlier versions
 
 
 @checked
@@ -269,9 +270,12 @@ def _writing(place: Place, config: RunConfig) -> Iterator[bool]:
 
 def best_evaluation(run: Path) -> tuple[str, dict[str, Any]]:
     """Return the name of a run's selection metric, and the evaluation (line of metrics.jsonl) where it is best."""
-    select = RunConfig.from_json(read_json(run / "config.json"), where=run).selection
+    config, lines = RunConfig.from_json(read_json(run / "config.json"), where=run), read_metrics(run)
+    select = config.selection
+    if config.select == AUTO and lines and EARLIER in lines[0]:
+        select = EARLIER
     choose = min if less_is_better(select) else max
     try:
-        return select, choose(read_metrics(run), key=lambda line: float(line[select]))
+        return select, choose(lines, key=lambda line: float(line[select]))
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"the run has no evaluations by '{select}'", where=run, hint="train again") from error
