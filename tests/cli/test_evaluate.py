@@ -12,10 +12,11 @@ import pytest
 
 from conftest import make_shown_log
 from lists_folder import write_lists
+from ultr.cli.evaluate import verdicts
 from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import User
-from ultr.evaluation.judgement import LOGGED_RANKING
-from ultr.evaluation.scores import holm
+from ultr.evaluation.judgement import LOGGED_RANKING, Judged, Judgement
+from ultr.evaluation.scores import Mean, PairedTest, holm
 from ultr.log import parts, write_log
 from ultr.log.shards import Shards
 from ultr.training.config import RunConfig, TrainingOptions
@@ -67,6 +68,29 @@ def test_runs_and_score_columns_are_judged_next_to_the_logged_ranking(ultr, here
     assert "p over requests" in done.stdout
     assert "one examination for all rankers: 1 0.5 0.333" in done.stderr
     assert "(as given)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("metric", "difference", "p", "expected"),
+    [
+        ("ndcg@10", 0.1, 0.01, "is better than it by ndcg@10 (+25.0%, 95% interval +20.0% to +30.0%)"),
+        ("arp", 0.1, 0.01, "is worse than it by arp (+25.0%, 95% interval +20.0% to +30.0%)"),
+        ("ndcg@10", -0.1, 0.01, "is worse than it by ndcg@10 (-16.7%, 95% interval -20.0% to -13.3%)"),
+        (
+            "ndcg@10",
+            0.1,
+            0.2,
+            "is not clearly better or worse than it by ndcg@10 (+25.0%, 95% interval +20.0% to +30.0%)",
+        ),
+    ],
+)
+def test_a_sentence_says_whether_a_ranker_is_better(metric, difference, p, expected):
+    test = PairedTest(difference, difference - 0.02, difference + 0.02, 0.01, 10)
+    reference = Judged(Mean(0.5 - difference, 0.0, 1.0, 10))
+    judged = Judgement(
+        {"it": {metric: reference}, "new": {metric: Judged(Mean(0.5, 0, 1, 10), None, test, p)}}, "it", 10
+    )
+    assert list(verdicts(judged)) == [f"new {expected}"]
 
 
 def test_requests_that_a_run_was_trained_on_are_left_out(ultr, here):

@@ -9,9 +9,10 @@ import pytest
 
 from conftest import make_shown_log
 from ultr.bias.examination import SOURCES
+from ultr.bias.propensities import write_bias_file
 from ultr.training.config import RunConfig
 from ultr.training.data import RunData
-from ultr.training.summary import bias_summary
+from ultr.training.summary import FEATURES_ALONE, bias_summary, origin_of_theta
 
 LOG = make_shown_log(requests=50)
 DATA = RunData(LOG, LOG, "")
@@ -45,10 +46,32 @@ def test_an_estimate_from_features_alone_asks_for_random_order_and_ids(ids):
     assert ("--item" in advice) is not ids
 
 
-@pytest.mark.parametrize("known", [{"users": "pbm"}, {"propensities": {"1": 1.0}}, {"bias": "run"}])
+@pytest.mark.parametrize("known", [{"users": "pbm"}, {"propensities": {"1": 1.0}}])
 def test_nothing_would_help_if_examination_is_known_or_simulated(known):
     report = {**REPORT, "theta_from": SOURCES["strata"], "theta_standard_error": None}
     assert "would help" not in bias_summary(report, replace(CONFIG, **known), DATA)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (
+            {"theta_from": "9 requests in random order", "theta_standard_error": 0.1, "theta": []},
+            "9 requests in random",
+        ),
+        ({"verdict": {"status": "identified", "anchor": "items"}}, "the estimate 'items' of ultr bias"),
+        ({"verdict": {"status": "not identified", "anchor": "regression-em"}}, FEATURES_ALONE),
+        ({"verdict": {"status": "identified", "anchor": "known"}}, None),
+        ({}, None),
+    ],
+)
+def test_examination_from_another_folder_keeps_its_origin(content, expected, tmp_path):
+    write_bias_file(tmp_path, content)
+    found = origin_of_theta(replace(CONFIG, bias=str(tmp_path)))
+    assert found.get("theta_from", "").startswith(expected or "")
+    assert bool(found) is (expected is not None)
+    assert found == origin_of_theta(replace(CONFIG, bias=str(tmp_path / "bias.json")))
+    assert origin_of_theta(CONFIG) == {}
 
 
 def test_segments_trust_and_the_choice_of_the_ranker_are_named():

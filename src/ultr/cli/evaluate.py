@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,7 @@ from ultr.cli.options import free_path, named_columns, plain, print_next, print_
 from ultr.errors import DataError, OptionError
 
 SHOWN_POSITIONS = 20  # positions whose examination is printed, at most
+SIGNIFICANT = 0.05  # a p value below this makes a difference clear
 
 if TYPE_CHECKING:
     import numpy as np
@@ -257,6 +258,26 @@ def _label(models: Mapping[str, Model], data: str, named: Mapping[str, Any]) -> 
     return labels.pop() if labels else shared.label_for(data, columns, users=None)
 
 
+def verdicts(judged: Judgement) -> Iterator[str]:
+    """Yield a sentence for each ranker that is compared: whether it is better by the first metric, and by how much."""
+    from ultr.training.selection import less_is_better
+
+    metric = next(iter(next(iter(judged.rankers.values()))))
+    for name, values in judged.rankers.items():
+        test, holm = values[metric].difference, values[metric].holm
+        if test is None or holm is None:
+            continue
+        sign = -1 if less_is_better(metric) else 1
+        than = "better than" if sign * test.difference > 0 else "worse than"
+        verdict = than if holm < SIGNIFICANT else "not clearly better or worse than"
+        reference = values[metric].mean.mean - test.difference
+        size = ""
+        if reference > 0:
+            change, low, high = (f"{value / reference:+.1%}" for value in (test.difference, test.low, test.high))
+            size = f" ({change}, 95% interval {low} to {high})"
+        yield f"{name} is {verdict} {judged.against} by {metric}{size}"
+
+
 def print_judgement(judged: Judgement, data: str) -> None:
     """Print a table with a row for each metric and ranker."""
     if judged.theta:
@@ -281,6 +302,8 @@ def print_judgement(judged: Judgement, data: str) -> None:
                 cells += [f"{test.difference:+.4f}", f"{test.low:+.4f} to {test.high:+.4f}", f"{value.holm:.2g}"]
             table.add_row(metric, plain(name), *cells)
     print_table(table)
+    for sentence in verdicts(judged):
+        words.print(plain(sentence), soft_wrap=True)
     clicks = [
         f"{value.effective_clicks:,.0f} ({plain(name)}, {metric})"
         for name, values in judged.rankers.items()

@@ -82,5 +82,5 @@ def score(
     if as_json:
         print(json.dumps({"out": out, "run": run, "scores": scores, **first}))
         return
-    words.print(f"wrote {out}: {scores:,} scores", soft_wrap=True)
+    words.print(f"wrote {out}: {scores:,} scores; sort the rows of a request by score, highest first", soft_wrap=True)
     print_next("serve", run)

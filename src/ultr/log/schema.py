@@ -21,7 +21,7 @@ NAMES = {
     "position": "position pos rank slot display_position",
     "relevance": "relevance true_relevance grade",
     "weight": "weight request_weight sample_weight",
-    "item": "item item_id doc doc_id docid document_id product_id movie_id video_id article_id",
+    "item": "item item_id doc doc_id docid document_id product product_id sku movie_id video_id article article_id",
     "query": "query query_id qid query_text",
     "segment": "",
     "randomised": "randomised randomized is_randomised is_randomized random_order",

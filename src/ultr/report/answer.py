@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ultr.bias.examination import SOURCES
 from ultr.evaluation.judgement import LOGGED_RANKING
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, PairedTest, paired_test
 from ultr.report.parts import Notes
 from ultr.report.run import Run
 from ultr.training.outcome import LOGGED
 from ultr.training.selection import less_is_better
+from ultr.training.summary import NOT_CONFIRMED
 
 UNSURE = 0.2  # standard error of θ above which an off-policy estimate is called uncertain
 
@@ -123,7 +123,7 @@ def _how_sure(run: Run, metric: str, test: PairedTest, before: float) -> str:
 
 def _is_confirmed(run: Run, metric: str) -> bool:
     """Return whether the log can confirm the examination that a metric depends on: not if it is from features alone."""
-    return not (metric.startswith(OFF_POLICY) and (run.bias or {}).get("theta_from") == SOURCES["strata"])
+    return not (metric.startswith(OFF_POLICY) and (run.bias or {}).get("theta_from") in NOT_CONFIRMED)
 
 
 def _what_to_do(run: Run, *, better: bool, worse: bool) -> str:

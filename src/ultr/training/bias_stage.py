@@ -33,7 +33,7 @@ from ultr.training.config import BIAS_TRAINING, RunConfig, TrainingOptions, pati
 from ultr.training.data import RunData, StreamedLists
 from ultr.training.feed import Feed, Feeding, step_seed
 from ultr.training.loop import Progress, TrainingState, start, train
-from ultr.training.summary import bias_summary
+from ultr.training.summary import bias_summary, origin_of_theta
 from ultr.training.used import used_requests
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import copy_from_main, is_main
@@ -331,6 +331,7 @@ def write_bias_report(
     if (report := bias(feed(step) for step in range(REPORTED_BATCHES))) is None:
         return
     if "theta_from" in report:
+        report |= origin_of_theta(config)
         report["summary"] = bias_summary(report, config, run_data)
     clicks_only = thresholds(config.method, config.label, config.method_options, ranker=config.ranker)
     if run_data.segments:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ultr.bias.examination import SOURCES
+from ultr.bias.identification import NOT
+from ultr.bias.propensities import BIAS_FILE, read_bias_file
 from ultr.bias.result import times_as_often
 from ultr.training.config import RunConfig
 from ultr.training.data import RunData
+from ultr.utils.stores import fetched
 
 NAMED = (2, 3, 5, 10, 20)  # the positions, by their order in the list, whose θ is told
 IMPRECISE = 0.1  # a standard error of θ above which more evidence would help
@@ -19,6 +23,23 @@ FINAL = {
     "likelihood": "the model of relevance and value",
     "blend": "the sum of the ranker of pairs and of the model of relevance and value",
 }
+FEATURES_ALONE = "features alone, by ultr bias"
+NOT_CONFIRMED = (SOURCES["strata"], FEATURES_ALONE)  # evidence of examination that the log cannot confirm
+
+
+def origin_of_theta(config: RunConfig) -> dict[str, Any]:
+    """Return where the examination that a run takes from `--bias` comes from; {} if it estimates its own."""
+    if config.bias is None:
+        return {}
+    path = Path(fetched(config.bias))
+    content = read_bias_file(path / BIAS_FILE if path.is_dir() else path)
+    if "theta_from" in content:
+        return {name: content[name] for name in ("theta_from", "theta_standard_error") if name in content}
+    verdict = content.get("verdict")
+    if not isinstance(verdict, dict) or verdict.get("anchor") in (None, "known"):
+        return {}
+    by_bias = f"the estimate '{verdict['anchor']}' of ultr bias"
+    return {"theta_from": FEATURES_ALONE if verdict.get("status") == NOT else by_bias}
 
 
 def bias_summary(report: Mapping[str, Any], config: RunConfig, run_data: RunData) -> dict[str, str]:
@@ -53,10 +74,10 @@ def _evidence(report: Mapping[str, Any]) -> str:
 
 def _would_help(report: Mapping[str, Any], config: RunConfig, run_data: RunData) -> str | None:
     """Return what would make the estimate of examination better, or None if it is known, or simulated, or precise."""
-    if config.users is not None or config.propensities is not None or config.bias is not None:
+    if config.users is not None or config.propensities is not None:
         return None
     log, error = run_data.train, report.get("theta_standard_error")
-    if report["theta_from"] == SOURCES["strata"]:
+    if report["theta_from"] in NOT_CONFIRMED:
         ids = "" if log.item_ids is not None else ", or the ids of items (--item), if items recur at other positions"
         return f"some requests in random order, marked in a column (--randomised){ids}: features alone cannot tell bias"
     if error is not None and error > IMPRECISE:
