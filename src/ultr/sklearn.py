@@ -33,10 +33,11 @@ from ultr.rankers.boosters import is_trees
 from ultr.rankers.model import load_model
 from ultr.training.checkpoints import read_metrics
 from ultr.training.config import AUTO, DEFAULT_METHOD, RunConfig, TrainingOptions, default_training
+from ultr.training.contest import NETWORK, OF_NETWORKS, with_rivals
 from ultr.training.importance import feature_importance
 from ultr.training.loop import Progress
 from ultr.training.outcome import ranks, read_outcome
-from ultr.training.run import run_training
+from ultr.training.run import train_best
 from ultr.utils.arguments import check_value
 from ultr.utils.files import atomic_path
 from ultr.utils.html import facts_html
@@ -45,7 +46,7 @@ from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_
 FORMAT, FITTED = 1, "ranker.json"  # the file that `save` adds to the files of a run
 FITTED_TYPES = {"_features": dict, "_named": dict, "_y_is_feedback": bool, "n_features_in_": int}
 # Options of `RunConfig` with the same names here.
-SAME_NAME = ("method", "label", "ranker", "held_out", "select", "missing", "allow_leaks", "drop_suspicious")
+SAME_NAME = ("method", "label", "held_out", "select", "missing", "allow_leaks", "drop_suspicious")
 CLIP = 10.0  # in `score`, feedback is weighted by 1 / P(seen), at most by this
 
 
@@ -63,9 +64,11 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
 
         >>> ranker = UnbiasedRanker(label="click", request=0, position=1)
 
-    `ranker="lightgbm"` or `"xgboost"` trains trees, with `ranker_options` as parameters of the library. If `steps` and
-    `lr` are None, networks train for 1000 steps with learning rate 0.02, and trees for up to 500 rounds with 0.1. If
-    `hidden` is None, networks have layers of 512, 256 and 128 units, or 128, 64 and 32 for less than 100,000 rows.
+    `ranker="auto"` trains a network and, if it is installed, LightGBM, and keeps the better one on held-out requests;
+    with options of networks, the network alone. `"lightgbm"` or `"xgboost"` trains trees, with `ranker_options` as
+    parameters of the library. If `steps` and `lr` are None, networks train for 1000 steps with learning rate 0.02, and
+    trees for up to 500 rounds with 0.1. If `hidden` is None, networks have layers of 512, 256 and 128 units, or 128, 64
+    and 32 for less than 100,000 rows.
 
     - `propensities` are known probabilities that positions are seen: a dict, a Series with positions as its index, or
       the frame of propensities.csv, which `ultr bias` writes.
@@ -95,7 +98,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         method_options: Mapping[str, Any] | None = None,
         propensities: Any = None,
         label: str = DEFAULT_LABEL,
-        ranker: str = "mlp",
+        ranker: str = AUTO,
         ranker_options: Mapping[str, Any] | None = None,
         hidden: Sequence[int] | None = None,
         dropout: float = 0.0,
@@ -275,36 +278,35 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
 
     def _train(self, log: Log, segment: str | None) -> None:
         seed = self.random_state
-        if isinstance(seed, int | np.integer):
-            seed = int(seed)
-        else:
-            try:
-                seed = int(check_random_state(seed).randint(1 << 31))
-            except (TypeError, ValueError) as error:
-                what = "'random_state' is not a seed"
-                raise OptionError(what, got=repr(seed)[:100], hint="pass a whole number") from error
+        try:
+            seed = int(seed if isinstance(seed, int | np.integer) else check_random_state(seed).randint(1 << 31))
+        except (TypeError, ValueError) as error:
+            raise OptionError("'random_state' is not a whole number", got=repr(seed)[:100]) from error
         check_value("hidden", self.hidden, Sequence[int] | None)
         options = {f.name: getattr(self, f.name, None) for f in fields(TrainingOptions)}
         training = {name: value for name, value in options.items() if value is not None}
-        network: dict[str, Any] = {"dropout": self.dropout} if self.ranker == "mlp" else {}
-        if network and self.hidden is not None:
-            network["hidden"] = tuple(self.hidden)
+        ranker = NETWORK if self.ranker == AUTO else self.ranker
+        hidden: dict[str, Any] = {} if self.hidden is None else {"hidden": tuple(self.hidden)}
+        network = {"dropout": self.dropout, **hidden} if ranker == NETWORK else {}
         config = RunConfig(
             data="",
             method_options=dict(self._options("method_options")),
             propensities=None if self.propensities is None else as_propensities(self.propensities),
             columns={} if segment is None else {"segment": segment},
+            ranker=ranker,
             ranker_options={**network, **self._options("ranker_options")},
-            training=replace(default_training(self.ranker), **training, seed=seed),
+            training=replace(default_training(ranker), **training, seed=seed),
             **{name: getattr(self, name) for name in SAME_NAME},
         )
+        usual = type(self)().get_params()
+        chosen = [name for name in OF_NETWORKS & set(usual) if getattr(self, name) != usual[name]]
         if thresholds(config.method, config.label, config.method_options, ranker=config.ranker):
             what = f"'{config.method}' is a method for clicks: it uses 1 if '{config.label}' is above zero, else 0"
             warnings.warn(what, stacklevel=3)
-        listeners: dict[str, Any] = {"on_warning": _warn, "on_progress": self._show}
+        configs = with_rivals(config, chosen) if self.ranker == AUTO else [config]
+        how: dict[str, Any] = {"on_warning": _warn, "on_progress": self._show, "checkpoint_seconds": float("inf")}
         with tempfile.TemporaryDirectory() as folder:
-            run = Path(folder) / "run"
-            self._read_run(run_training(config, run, log=log, checkpoint_seconds=float("inf"), **listeners))
+            self._read_run(train_best(configs, Path(folder) / "run", log=log, **how))
 
     def _show(self, progress: Progress) -> None:
         if check_value("verbose", self.verbose, int):

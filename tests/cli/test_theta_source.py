@@ -13,7 +13,7 @@ from ultr.bias import logging_policy
 from ultr.log import write_log
 
 QUICK = ("--label", "click", "--hidden", 4, "--steps", 2, "--batch", 16, "--bias-steps", 2, "--evaluate-every", 2)
-ODD = {"item": "sku", "query": "phrase", "randomised": "shuffled"}
+ODD = {"item": "ware", "query": "phrase", "randomised": "shuffled"}
 ODD_NAMES = tuple(part for role, name in ODD.items() for part in (f"--{role}", name))
 BY_ITEMS = "clicks on items shown at several positions for the same query"
 
@@ -94,5 +94,5 @@ def test_the_next_command_of_bias_names_the_columns(ultr, path, tmp_path):
     done = ultr("bias", path.with_name("odd.pq"), *ODD_NAMES, "--bootstrap", 10, "--out", tmp_path / "bias")
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stderr.splitlines() if line.startswith("next: ultr train"))
-    assert "--item sku --query phrase" in line
+    assert "--item ware --query phrase" in line
     assert "--randomised shuffled" in line

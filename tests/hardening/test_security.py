@@ -41,7 +41,8 @@ from ultr.serving.exported import load_exported, onnx_session, refers_to_files
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.entries import Entry, Setting, run_folder
 from ultr.training.outcome import read_outcome
-from ultr.training.run import best_evaluation, run_training
+from ultr.training.run import run_training
+from ultr.training.selection import best_evaluation
 from ultr.utils.jsonfiles import read_json
 from ultr.utils.tensors import load_tensors
 

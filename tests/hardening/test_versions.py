@@ -31,7 +31,7 @@ from ultr.training.config import RunConfig
 from ultr.training.data import load_run_data
 from ultr.training.inputs import method_inputs
 from ultr.training.outcome import read_outcome
-from ultr.training.run import best_evaluation
+from ultr.training.selection import best_evaluation
 from ultr.utils.jsonfiles import check_format, read_json
 
 VERSIONS = sorted(GOLDEN.iterdir())

@@ -23,7 +23,8 @@ from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.data import RunData, load_run_data
 from ultr.training.inputs import method_inputs
 from ultr.training.loop import start
-from ultr.training.run import best_evaluation, run_training
+from ultr.training.run import run_training
+from ultr.training.selection import best_evaluation
 
 FAST = {"steps": 30, "bias_steps": 10, "batch": 16, "evaluate_every": 5, "device": "cpu"}
 

@@ -15,7 +15,8 @@ from ultr.rankers.model import load_model
 from ultr.training.checkpoints import read_metrics
 from ultr.training.command import train_command
 from ultr.training.config import RunConfig, TrainingOptions
-from ultr.training.run import best_evaluation, run_training
+from ultr.training.run import run_training
+from ultr.training.selection import best_evaluation
 from ultr.utils.jsonfiles import read_json
 
 SHOPS = {"a": 0.2, "b": 0.9, "c": 0.05}  # click rate of each shop

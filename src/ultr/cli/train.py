@@ -38,7 +38,7 @@ def train(
         str, typer.Option(help="feedback; for upper bounds, truth (true labels) or no-bias (users without bias).")
     ] = "feedback",
     label: shared.LabelOption = None,
-    ranker: shared.RankerOption = "mlp",
+    ranker: shared.RankerOrAuto = shared.AUTO_RANKER,
     ranker_option: shared.RankerOptions = None,
     hidden: shared.HiddenByLog = None,
     dropout: shared.Dropout = 0.0,
@@ -124,24 +124,31 @@ def train(
         return
     with words.status("starting ..."):  # imports take seconds on a busy machine
         from ultr.datasets.cache import cache_folder
-        from ultr.training.run import best_evaluation, run_training
+        from ultr.training.run import train_best
+        from ultr.training.selection import best_evaluation
         from ultr.utils.stores import kept_here
 
-        config = shared.run_config({**locals()})
+        configs = shared.run_configs({**locals()}, chosen_options(context))
+    config = configs[0]
     shared.print_thresholds(config.label, {method: (method, config.method_options, config.ranker)})
-    steps, notes = config.training.steps, list[str]()
+    notes = list[str]()
     here = kept_here(out, cache_folder() / "runs", resume=resume, overwrite=overwrite, writes=not words.quiet)
     with progress_bar() as bar, here as run:
         trackers = _trackers(run, tensorboard=tensorboard, mlflow=mlflow)
-        task = bar.add_task(method, total=steps, figure="")
+        task, now = bar.add_task(method, total=config.training.steps, figure=""), config
 
         def show_note(note: str) -> None:
             notes.append(note)
             print_notes([note])
 
+        def begin(started: Any) -> None:
+            nonlocal now
+            now = started
+
         def show(progress: Any) -> None:
             metrics = " ".join(f"{name} {value:.4f}" for name, value in progress.metrics.items())
-            bar.update(task, description=method, completed=progress.step, total=steps, figure=metrics)
+            name = method if len(configs) == 1 else now.ranker
+            bar.update(task, description=name, completed=progress.step, total=now.training.steps, figure=metrics)
             for tracker in trackers:
                 tracker(progress)
 
@@ -150,9 +157,10 @@ def train(
             bar.update(task, description="bias model", completed=progress.step, total=bias_steps, figure=likelihood)
 
         with _failing(trackers):
-            run_training(
-                config,
+            train_best(
+                configs,
                 run,
+                on_start=begin,
                 resume=resume,
                 chosen=_compared(chosen_options(context)),
                 overwrite=overwrite,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,6 +47,15 @@ Decay = Annotated[
     ),
 ]
 RankerOption = Annotated[str, typer.Option("--ranker", help="Kind of ranker: mlp, linear, lightgbm or xgboost.")]
+RankerOrAuto = Annotated[
+    str,
+    typer.Option(
+        "--ranker",
+        help="Kind of ranker: mlp, linear, lightgbm or xgboost. auto trains mlp and, if it is installed, lightgbm, "
+        "and keeps the better one on validation requests; with options of networks, mlp alone.",
+    ),
+]
+AUTO_RANKER = "auto"
 RankerOptions = Annotated[
     list[str] | None,
     typer.Option("--ranker-option", help="A parameter of LightGBM or XGBoost, as key=value; may be repeated."),
@@ -167,6 +176,15 @@ def print_reading(config: RunConfig) -> None:
     if config.users is None and read_columns(config.data, **config.columns) is not None:
         light = {**config.columns, "features": [], "categorical": []}
         print_notes(read_log(config.data, on_duplicates=config.on_duplicates, where=config.where, **light).notes)
+
+
+def run_configs(options: dict[str, Any], chosen: Collection[str]) -> list[RunConfig]:
+    """Return the configurations of a run, one for each kind of ranker to try; the user has `chosen` some options."""
+    from ultr.training.contest import NETWORK, with_rivals
+
+    if options["ranker"] != AUTO_RANKER:
+        return [run_config(options)]
+    return with_rivals(run_config({**options, "ranker": NETWORK}), chosen)
 
 
 def run_config(options: dict[str, Any]) -> RunConfig:

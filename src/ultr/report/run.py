@@ -13,7 +13,7 @@ from ultr.evaluation.importance import FeatureImportance
 from ultr.training.checkpoints import read_metrics
 from ultr.training.config import RunConfig
 from ultr.training.outcome import RunOutcome, read_outcome
-from ultr.training.run import best_evaluation
+from ultr.training.selection import best_evaluation
 from ultr.utils.arguments import checked
 from ultr.utils.html import facts_html
 from ultr.utils.jsonfiles import read_json

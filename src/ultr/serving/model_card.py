@@ -17,7 +17,7 @@ from ultr.serving.exported import ABOUT, INPUT, ONNX, OUTPUT
 from ultr.training.command import train_command
 from ultr.training.config import RunConfig
 from ultr.training.outcome import FOLDER
-from ultr.training.run import best_evaluation
+from ultr.training.selection import best_evaluation
 from ultr.utils.jsonfiles import read_json
 
 SHOWN = 50  # the largest number of features, and of positions, in the card

@@ -26,8 +26,7 @@ from ultr.training.comparison import Comparison, Row, Steps, with_tests
 from ultr.training.config import RunConfig, with_training
 from ultr.training.entries import Entry, Setting, run_folder
 from ultr.training.logged import LOGGED, against_logged, read_logged
-from ultr.training.run import best_evaluation
-from ultr.training.selection import less_is_better
+from ultr.training.selection import best_evaluation, less_is_better
 from ultr.training.tasks import TEST, LoggedTask, RunTask, SharedTask, grouped, has_diverged, read_requests
 from ultr.training.traps import traps_of_log
 from ultr.training.workers import OnDone, Stage, Workers, default_jobs

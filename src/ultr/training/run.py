@@ -12,21 +12,21 @@ from typing import Any
 import torch
 
 from ultr.bias.pitfalls import Pitfall
-from ultr.errors import DataError, OptionError, OutputError
+from ultr.errors import OptionError, OutputError
 from ultr.log import Log
 from ultr.log.shards import is_lists
 from ultr.rankers.boosters import is_trees
 from ultr.training.bias_progress import STAGE
 from ultr.training.bias_stage import BIAS
 from ultr.training.checkpoints import lock_run, read_metrics
-from ultr.training.config import AUTO, RunConfig
+from ultr.training.config import RunConfig
+from ultr.training.contest import finish_successor, is_decided
 from ultr.training.data import RunData, load_run_data, split_log
 from ultr.training.finish import Listeners
 from ultr.training.inputs import notes_of
 from ultr.training.loop import Progress
 from ultr.training.networks import NetworkRun
-from ultr.training.replace import begin_successor, is_being_replaced, settle, successor, take_place
-from ultr.training.selection import less_is_better
+from ultr.training.replace import begin_successor, is_being_replaced, settle, successor
 from ultr.training.together import can_train_together, make_network_run, train_together
 from ultr.training.traps import find_traps
 from ultr.training.trees import TreeRun
@@ -39,7 +39,6 @@ from ultr.utils.jsonfiles import read_json, write_json
 from ultr.utils.stages import begin_stage
 
 JOB = ".job"  # file with the id of the torchrun job; processes that torchrun restarts resume only their own run
-EARLIER = "off-policy-reward@10"  # what `auto` meant for a log in earlier versions
 
 
 @checked
@@ -50,6 +49,7 @@ def run_training(
     resume: bool = False,
     chosen: Collection[str] | None = None,
     overwrite: bool = False,
+    if_better: bool = False,
     warm_start: str | Path | None = None,
     shared: str | Path | None = None,
     log: Log | None = None,
@@ -64,6 +64,7 @@ def run_training(
     - `resume` continues from the last checkpoint in `out`, if there is one. `config` must be that of the run in `out`;
       if `chosen` names options of `ultr train`, only these are compared, and the others are those of the run.
     - `overwrite` replaces an existing run, which stays usable until the new run is complete.
+    - `if_better` replaces it only if the new run is better by its selection metric.
     - `warm_start` is another run directory, as `config.warm_start`; training starts from its ranker.
     - `log` is a log in memory, which is used in place of `config.data`.
     - `shared` is a folder for bias models, used by all runs with the same data, seed and bias options.
@@ -78,7 +79,7 @@ def run_training(
         config = replace(config, warm_start=str(warm_start))
     listeners = Listeners(on_bias_progress, on_progress, checkpoint_seconds)
     with process_group(config.training.device):
-        place = _find_place(out, resume=resume, overwrite=overwrite)
+        place = _find_place(out, resume=resume, overwrite=overwrite or if_better)
         if place.resume and (place.folder / "config.json").is_file():
             saved = RunConfig.from_json(read_json(place.folder / "config.json"), where=place.folder)
             _check_same(config, saved, chosen, out)
@@ -98,11 +99,36 @@ def run_training(
             for warning in run_data.warnings:
                 on_warning(warning)
         run = make_run(config, run_data)
-        with _writing(place, run.config) as finished_elsewhere:
+        with _writing(place, run.config, rival=if_better) as finished_elsewhere:
             if not finished_elsewhere:
                 with threads_for(run_data.train.rows):
                     run.train(place.folder, shared, listeners)
         return out
+
+
+def train_best(
+    configs: Sequence[RunConfig],
+    out: str | Path,
+    *,
+    on_start: Callable[[RunConfig], None] = lambda _: None,
+    on_warning: Callable[[Pitfall], None] | None = lambda _: None,
+    **options: Any,
+) -> Path:
+    """Train the first configuration into `out`, then the others, and keep the run with the best selection metric.
+
+    `options` are those of `run_training`. `on_start` gets each configuration that is trained. Trees are left out if
+    the log is larger than memory. A run whose ranker was chosen before, in a run that is resumed, stays.
+    """
+    out = Path(out)
+    on_start(configs[0])
+    run_training(configs[0], out, on_warning=on_warning, **options)
+    rivals = [] if is_decided(out, configs[0].ranker) else configs[1:]
+    again = {**options, "resume": False, "overwrite": False, "on_note": lambda _: None, "on_warning": None}
+    for config in rivals:
+        if not (is_trees(config.ranker) and read_json(out / "config.json")["stream"] == "yes"):
+            on_start(config)
+            run_training(config, out, if_better=True, **again)
+    return out
 
 
 def run_together(
@@ -223,7 +249,7 @@ def _clean_up(place: Place) -> None:
             for name in ("checkpoints", STAGE):
                 shutil.rmtree(place.folder / name, ignore_errors=True)
             if place.folder != place.out:
-                take_place(place.out)
+                finish_successor(place.out)
     barrier()
 
 
@@ -231,7 +257,7 @@ def _clean_up(place: Place) -> None:
 
 
 @contextmanager
-def _writing(place: Place, config: RunConfig) -> Iterator[bool]:
+def _writing(place: Place, config: RunConfig, *, rival: bool = False) -> Iterator[bool]:
     """Lock the run directory and write config.json; at the end, let a replacement take the name of the old run.
 
     Yield True if another process has finished the run in the meantime. If the run fails before it has learned
@@ -247,7 +273,7 @@ def _writing(place: Place, config: RunConfig) -> Iterator[bool]:
         try:
             if is_main():
                 if place.replaces:
-                    begin_successor(out)
+                    begin_successor(out, rival=rival)
                 if folder != out:
                     locks.enter_context(lock_run(folder))
                 if size() > 1:
@@ -264,18 +290,5 @@ def _writing(place: Place, config: RunConfig) -> Iterator[bool]:
         if is_main():
             (folder / JOB).unlink(missing_ok=True)
             if folder != out:
-                take_place(out)
+                finish_successor(out)
         barrier()
-
-
-def best_evaluation(run: Path) -> tuple[str, dict[str, Any]]:
-    """Return the name of a run's selection metric, and the evaluation (line of metrics.jsonl) where it is best."""
-    config, lines = RunConfig.from_json(read_json(run / "config.json"), where=run), read_metrics(run)
-    select = config.selection
-    if config.select == AUTO and lines and EARLIER in lines[0]:
-        select = EARLIER
-    choose = min if less_is_better(select) else max
-    try:
-        return select, choose(lines, key=lambda line: float(line[select]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"the run has no evaluations by '{select}'", where=run, hint="train again") from error

@@ -16,22 +16,39 @@ from torch import Tensor
 
 from ultr.bias.logging_policy import share_logging_score
 from ultr.datasets.users import User
+from ultr.errors import DataError
 from ultr.evaluation.judge import Judge, evaluate_requests, load_judge, make_judge
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, ScoreMetrics
 from ultr.log import Log
 from ultr.rankers.boosters import is_trees
-from ultr.training.config import DEFAULT_METHOD, RunConfig, with_training
+from ultr.training.checkpoints import read_metrics
+from ultr.training.config import AUTO, DEFAULT_METHOD, RunConfig, with_training
 from ultr.training.data import RunData, cached_run_data, load_run_data
 from ultr.training.inputs import known_theta
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import barrier, is_main
+from ultr.utils.jsonfiles import read_json
 from ultr.utils.stages import begin_stage
 
 JUDGE = "judge"  # folder in a run directory
+EARLIER = "off-policy-reward@10"  # what `auto` meant for a log in earlier versions
 
 
 def less_is_better(metric: str) -> bool:
     return metric.removeprefix(FEEDBACK) == "arp"
+
+
+def best_evaluation(run: Path) -> tuple[str, dict[str, Any]]:
+    """Return the name of a run's selection metric, and the evaluation (line of metrics.jsonl) where it is best."""
+    config, lines = RunConfig.from_json(read_json(run / "config.json"), where=run), read_metrics(run)
+    select = config.selection
+    if config.select == AUTO and lines and EARLIER in lines[0]:
+        select = EARLIER
+    choose = min if less_is_better(select) else max
+    try:
+        return select, choose(lines, key=lambda line: float(line[select]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"the run has no evaluations by '{select}'", where=run, hint="train again") from error
 
 
 def judge_of(
