@@ -108,6 +108,29 @@ def test_equal_scores_and_no_feedback_are_harmless(held_out):
         assert ranker(features).isfinite().all()
 
 
+@pytest.mark.parametrize("separate", [False, True, "first"])
+def test_all_outputs_start_at_the_line_whatever_layers_they_share(separate, held_out):
+    features, _ = held_out
+    ranker = make(separate=separate, hidden=(8, 4))
+    slopes = anchor_at(ranker, [1.0, -2.0, *[0.5] * (FEATURES - 2)])
+    score, logit, log_value = ranker.outputs(features)
+    line = ranker.ranker.encoder(features)[:, :FEATURES] @ slopes
+    torch.testing.assert_close(score, line)
+    torch.testing.assert_close(logit, line - 1)
+    torch.testing.assert_close(log_value, torch.zeros(len(features)))
+
+
+def test_the_first_output_alone_has_layers_of_its_own(held_out):
+    features, _ = held_out
+    ranker = make(separate="first")
+    score, logit, log_value = ranker.outputs(features)
+    own, common = (list(part.parameters()) for part in ranker.ranker.layers)
+    for output, is_first in ((score, True), (logit, False), (log_value, False)):
+        slopes = torch.autograd.grad(output.sum(), own + common, retain_graph=True, allow_unused=True)
+        found = [slope is not None and bool(slope.any()) for slope in slopes]
+        assert (any(found[: len(own)]), any(found[len(own) :])) == (is_first, not is_first)
+
+
 def test_only_a_network_with_a_skip_can_start_at_a_line():
     with pytest.raises(ValueError, match="skip"):
         make(skip=False).ranker.start_at(torch.zeros(3, FEATURES), torch.zeros(3))

@@ -49,6 +49,7 @@ from ultr.methods.oracle import OracleModel, with_known_theta
 from ultr.methods.position_model import LEAST_THETA, scale_option
 from ultr.rankers.combined import Combined
 from ultr.rankers.encoder import EncodedRanker
+from ultr.rankers.mlp import HIDDEN
 
 MAX_WEIGHT = 10.0  # default of the largest weight of a pair
 
@@ -74,8 +75,8 @@ class PairwiseEM(Method):
       probability ζ_k), `values` (scaled by ρ_k) or `none`.
     - `delta` is the ΔZ of opt: of `dcg` in f's order, or the weights of `lambdaloss`.
     - `final` is the score: f alone (`pairs`), or `blend`, the default of `posterior` and `opt-posterior`: f plus
-      log(β μ), which other outputs of the same network learn by the likelihood, each divided by its deviation within
-      requests (see `Combined`). The errors of the two differ, so that the sum is better than both.
+      log(β μ), which a second network learns by the likelihood, each divided by its deviation within requests (see
+      `Combined`). The errors of the two differ, so that the sum is better than both. Each has half the units.
     - `anchor=linear`, the default of `blend`, starts the ranker at a linear model (see `ultr.methods.anchor`).
     - `row_power` p weights the rows of the bias model by θ_k^-p.
     - `scale` is the largest θ, which clicks do not determine; `estimated` fits it together with β.
@@ -165,8 +166,11 @@ class PairwiseEM(Method):
 
     def _make_combined(self, *, anchored: bool) -> None:
         self.anchored = anchored
-        if anchored and self.inputs.ranker == "mlp":
-            self.inputs = replace(self.inputs, ranker_options={**self.inputs.ranker_options, "skip": True})
+        if self.inputs.ranker == "mlp":  # two networks of half the width: with common layers, each output is worse
+            given = self.inputs.ranker_options
+            hidden = [max(1, size // 2) for size in given.get("hidden", HIDDEN)]
+            options = {**given, "hidden": hidden, "separate": "first", "skip": anchored}
+            self.inputs = replace(self.inputs, ranker_options=options)
         self.ranker = Combined(self.inputs.make_ranker(outputs=Combined.OUTPUTS))
 
     def balance(self, rows: HeldOutRows) -> None:

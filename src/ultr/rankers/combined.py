@@ -17,8 +17,8 @@ LARGEST_LOG_RATE = 20.0
 class Combined(nn.Module):
     """A ranker with score = w_f f(x) + w_βμ log(β(x) μ(x)) + w_a a(x).
 
-    A network has the outputs f, which is learned from pairs, the logit of β, and the log of μ, which are learned by the
-    likelihood. a is the linear function that the network started at, if it has one.
+    The inner ranker has the outputs f, which is learned from pairs, the logit of β, and the log of μ, which are learned
+    by the likelihood. a is the linear function that it started at, if it has one.
     """
 
     OUTPUTS = 3

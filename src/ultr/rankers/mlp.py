@@ -15,14 +15,15 @@ from ultr.rankers.encoder import EncodedRanker, FeatureEncoder
 from ultr.utils.arguments import checked
 
 Norm = Literal["none", "layer"]
+HIDDEN = (512, 256, 128)  # default units of the hidden layers
 
 
 class MLPRanker(EncodedRanker):
     """A ranker of hidden layers with ELU, optionally layer normalisation and dropout, and linear outputs.
 
-    With `separate`, each output has hidden layers of its own. With `skip`, a linear function of the inputs is added to
-    the outputs; it is not trained, and is zero until `start_at` sets it. There is no batch normalisation, because the
-    score of an item must not depend on its batch.
+    If `separate` is true, each output has hidden layers of its own; if it is "first", only the first output has. With
+    `skip`, a linear function of the inputs is added to the outputs; it is not trained, and zero until `start_at` sets
+    it. There is no batch normalisation, because the score of an item must not depend on its batch.
     """
 
     @checked
@@ -30,10 +31,10 @@ class MLPRanker(EncodedRanker):
         self,
         encoder: FeatureEncoder,
         *,
-        hidden: Sequence[int] = (512, 256, 128),
+        hidden: Sequence[int] = HIDDEN,
         dropout: float = 0.0,
         norm: Norm = "none",
-        separate: bool = False,
+        separate: bool | Literal["first"] = False,
         skip: bool = False,
         outputs: int = 1,
     ) -> None:
@@ -45,10 +46,11 @@ class MLPRanker(EncodedRanker):
         self.encoder = encoder
         sizes = (encoder.width, *hidden)
         self.layers: nn.Module
+        parts = [outputs]
         if separate and outputs > 1:
-            self.layers = _Parallel(_layers(sizes, 1, dropout, norm) for _ in range(outputs))
-        else:
-            self.layers = _layers(sizes, outputs, dropout, norm)
+            parts = [1, outputs - 1] if separate == "first" else [1] * outputs
+        networks = [_layers(sizes, part, dropout, norm) for part in parts]
+        self.layers = networks[0] if len(networks) == 1 else _Parallel(networks)
         self.skip = nn.Linear(encoder.width, outputs, bias=False) if skip else None
         if self.skip is not None:
             nn.init.zeros_(self.skip.weight.requires_grad_(False))
@@ -62,14 +64,16 @@ class MLPRanker(EncodedRanker):
     @torch.no_grad()
     def start_at(self, slopes: Tensor, constants: Tensor) -> None:
         """Start at outputs that are linear in the standardised numbers: slopes [outputs, numbers] and constants."""
-        if self.skip is None or not isinstance(self.layers, nn.Sequential):
-            raise ValueError(
-                "only a network with a skip, and with common hidden layers, can start at a linear function"
-            )
+        if self.skip is None:
+            raise ValueError("only a network with a skip can start at a linear function")
         self.skip.weight[:, : slopes.shape[1]] = slopes
-        *_, last = (layer for layer in self.layers if isinstance(layer, nn.Linear))
-        last.weight.zero_()
-        last.bias.copy_(constants)
+        networks = self.layers if isinstance(self.layers, _Parallel) else [self.layers]
+        lasts = [[layer for layer in network.modules() if isinstance(layer, nn.Linear)][-1] for network in networks]
+        first = 0
+        for last in lasts:
+            last.weight.zero_()
+            last.bias.copy_(constants[first : first + last.out_features])
+            first += last.out_features
 
     def anchor(self, features: Tensor) -> Tensor:
         """Return the linear function [..., outputs] that is added to the outputs; 0 without `skip`."""
@@ -99,7 +103,7 @@ def _layers(sizes: Sequence[int], outputs: int, dropout: float, norm: Norm) -> n
 
 
 class _Parallel(nn.ModuleList):
-    """Networks whose outputs, one each, stand next to each other."""
+    """Networks whose outputs stand next to each other."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return torch.cat([network(inputs) for network in self], dim=-1)

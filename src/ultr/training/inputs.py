@@ -13,13 +13,13 @@ from ultr.log.labels import Label
 from ultr.log.summary import missing_values
 from ultr.methods import MethodInputs
 from ultr.rankers.boosters import is_trees
+from ultr.rankers.mlp import HIDDEN
 from ultr.rankers.model import load_model
 from ultr.training.config import RunConfig
 from ultr.training.data import RunData
 from ultr.utils.jsonfiles import read_json
 from ultr.utils.stores import fetched
 
-HIDDEN = (512, 256, 128)  # hidden layers of an mlp
 SMALL_LOG, HIDDEN_OF_SMALL_LOG = 100_000, (128, 64, 32)  # rows; with fewer, a small network ranks as well or better
 
 
