@@ -79,7 +79,7 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds(monkeypatch, capsy
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "reading the data: 0 s"
     assert "writing: 1,000 of 4,000 rows, 0 s, about 0 s left" in lines
-    assert lines[-1] == "pairwise-em: 50 of 100, ndcg@10 0.1234, 0 s, about 0 s left"
+    assert lines[-1] == "pairwise-em: 50 of 100, ndcg@10 0.1234, 0 s, at most 0 s left"
     assert messages.LINE_SECONDS < 10
 
 

@@ -232,7 +232,8 @@ class _Lines(_Display):
             parts.append(f"{clock - self._begun:.0f} s")
             if total and done:
                 left = in_stage * (total - done) / done
-                parts.append(f"about {left:.0f} s left")
+                how = "at most" if " " in now["figure"] else "about"  # training, which has a metric, may stop early
+                parts.append(f"{how} {left:.0f} s left")
                 fields["seconds_left"] = round(left, 1)
             message = f"{now['description']}: {', '.join(parts)}"
             options = {"markup": False, "soft_wrap": True}

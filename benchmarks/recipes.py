@@ -1,0 +1,126 @@
+"""The default next to LightGBM's own recipes, in worlds that share no code with `ultr.datasets` (tests/worlds).
+
+    python benchmarks/recipes.py [--world shop] [--requests 8000] [--seeds 2000,2001] [--rankers auto,mlp,lightgbm]
+
+All rows learn from the same log, and are judged by NDCG@10 of the true values of 3,000 other requests. The recipes have
+31 leaves, a learning rate of 0.05, and as many rounds as are best for their own loss on a fifth of the requests. Those
+that need θ have that of `ultr train`, by device in the shop. "seconds" are of wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightgbm
+import numpy as np
+
+import ultr
+from ultr.bias.examination import estimate_examination
+from ultr.log.labels import Label
+from ultr.log.segments import by_segment
+from ultr.training.config import RunConfig, default_training
+from ultr.training.contest import with_rivals
+from ultr.training.run import train_best
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+WORLDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "shop": ("click", {"segment": "device"}),
+    "feed": ("watch_ratio", {"request": "session", "position": "rank", "item": "video"}),
+}
+TREES = {"num_leaves": 31, "learning_rate": 0.05, "verbosity": -1, "num_threads": 2}
+GRADES = 4  # of labels that are not clicks, for lambdarank
+MOST = 10.0  # of the weights 1/θ
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", choices=list(WORLDS), default="shop")
+    parser.add_argument("--requests", type=int, default=8000)
+    parser.add_argument("--seeds", default="2000,2001")
+    parser.add_argument("--rankers", default="auto,mlp,lightgbm")
+    given = parser.parse_args()
+    found: dict[str, list[tuple[float, float]]] = {}
+    for seed in map(int, given.seeds.split(",")):
+        for name, ndcg, seconds in compared(given.world, given.requests, seed, given.rankers.split(",")):
+            found.setdefault(name, []).append((ndcg, seconds))
+            print(f"seed {seed}: {name}: {ndcg:.4f}, {seconds:.0f} s", flush=True)
+    print(f"\n{given.world}, {given.requests:,} requests, mean of {len(given.seeds.split(','))} seeds")
+    for name, values in sorted(found.items(), key=lambda row: -np.mean([ndcg for ndcg, _ in row[1]])):
+        ndcg, seconds = np.mean(values, axis=0)
+        print(f"  {ndcg:.4f}  {seconds:5.0f} s  {name}")
+
+
+def compared(name: str, requests: int, seed: int, rankers: list[str]) -> Iterator[tuple[str, float, float]]:
+    """Yield the name of each row of the comparison, its NDCG@10 and its seconds."""
+    from worlds.feed import feed
+    from worlds.shop import shop
+
+    make, (text, columns) = {"shop": shop, "feed": feed}[name], WORLDS[name]
+    world, other = make(requests, seed=seed), make(3000, seed=seed + 5000)
+    reading = {**columns, "features": list(world.features), "categorical": list(world.categorical)}
+    log, test = (ultr.read_log(each.log, **reading) for each in (world, other))
+    label = Label(text)
+    for ranker in rankers:
+        config = RunConfig(
+            data="",
+            label=text,
+            ranker="mlp" if ranker == "auto" else ranker,
+            columns={k: v for k, v in columns.items() if k == "segment"},
+            training=replace(default_training("mlp" if ranker == "auto" else ranker), seed=seed),
+        )
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            run = train_best(with_rivals(config, []) if ranker == "auto" else [config], Path(folder) / "run", log=log)
+            seconds = time.perf_counter() - start
+            yield f"ultr train --ranker {ranker}", other.ndcg(ultr.load_model(run).score(test)), seconds
+    start = time.perf_counter()
+    split = by_segment(log)[0] if "segment" in columns else log
+    by_position = estimate_examination(split, label, seed=seed).by_position()
+    theta = np.array([by_position[k] for k in split.positions.tolist()])
+    theta, spent = theta / theta.max(), time.perf_counter() - start
+    for recipe, scores, seconds in recipes(log, test, label, theta, seed):
+        yield f"LightGBM, {recipe}", other.ndcg(scores), seconds + spent * ("θ" in recipe)
+    yield "the logged ranking", other.ndcg(-np.asarray(test.positions, float)), 0.0
+    yield "true values", other.ndcg(other.truth), 0.0
+
+
+def recipes(
+    log: ultr.Log, test: ultr.Log, label: Label, theta: np.ndarray, seed: int
+) -> Iterator[tuple[str, np.ndarray, float]]:
+    """Yield the name, the scores of the test rows and the seconds of each of LightGBM's recipes."""
+    c = np.asarray(label(log.actions), np.float64)
+    grade = np.ceil(c * GRADES) if c.max() <= 1 and (c % 1).any() else c
+    held_out = (np.random.default_rng(seed).random(len(log)) < 0.2)[log.request_of_row]
+    weight = np.where(c > 0, np.minimum(1 / theta, MOST), 1.0)
+    ranking = {"objective": "lambdarank", "metric": "ndcg", "eval_at": [10]}
+    for name, parameters, target, extra in (
+        ("lambdarank", ranking, grade, {}),
+        ("lambdarank, position=", ranking, grade, {"position": np.asarray(log.positions)}),
+        ("lambdarank, weights 1/θ", ranking, grade, {"weight": weight}),
+        ("Poisson, offset log θ", {"objective": "poisson", "metric": "poisson"}, c, {"init_score": np.log(theta)}),
+    ):
+        start = time.perf_counter()
+        parts = []
+        for rows in (~held_out, held_out):
+            lengths = np.bincount(log.request_of_row[rows])
+            given = {key: values[rows] for key, values in extra.items() if key != "position" or not parts}
+            group = lengths[lengths > 0] if parameters is ranking else None
+            data = lightgbm.Dataset(
+                log.features[rows], target[rows], group=group, categorical_feature=list(log.categories), **given
+            )
+            parts.append(data)
+        stop = lightgbm.early_stopping(30, verbose=False)
+        trees = lightgbm.train({**TREES, **parameters}, parts[0], 500, valid_sets=[parts[1]], callbacks=[stop])
+        scores = np.asarray(trees.predict(test.features, raw_score=True))
+        yield name, scores, time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
