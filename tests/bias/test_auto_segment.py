@@ -12,7 +12,7 @@ from pyarrow import feather
 from bias.worlds import THETA, world
 from ultr.bias import auto_segment
 from ultr.bias.auto_segment import find_segment
-from ultr.log import Log
+from ultr.log import Log, read_log
 from worlds.shop import shop
 
 FLAT = np.array([0.9, 0.85, 0.8, 0.75, 0.7])  # examination of another device
@@ -146,9 +146,15 @@ def test_texts_and_truth_values_are_tested_and_numbers_only_by_name(name, values
     assert (None if found is None else found.values) == (None if taken is None else tuple(sorted(taken)))
 
 
-def test_the_columns_of_a_role_and_of_the_time_are_not_segments(devices):
-    assert find_segment(devices, columns={"categorical": "device"}) is None
+def test_the_columns_of_other_roles_and_of_the_time_are_not_segments_but_categorical_features_may_be(devices):
+    assert find_segment(devices, columns={"query": "device"}) is None
     assert find_segment(devices, time="device") is None
+    named = {"features": "x*", "categorical": "device"}
+    found = find_segment(devices, columns=named)
+    assert found is not None
+    log = read_log(devices, segment=found.column, **named)
+    assert log.feature_names == ("x0", "x1", "x2", "device")
+    assert set(log.context["segment"].to_pylist()) == {"desk", "phone"}
 
 
 def test_files_are_read_as_tables_are(devices, tmp_path, monkeypatch):

@@ -107,7 +107,7 @@ def find_segment(
 
 def _candidates(head: pa.Table, columns: Columns, time: str | None) -> list[str]:
     """Return the columns that may be segments, judged by their types and by the first rows of a log."""
-    taken = {*columns.used, time}
+    taken = {*columns.used, time} - set(columns.categorical)
     names = [name for name in head.column_names if name not in taken and _may_be_segment(head.schema.field(name))]
     requests = len(combined(head[columns.request]).unique())
 
