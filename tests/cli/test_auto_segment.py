@@ -45,6 +45,10 @@ def test_a_run_has_the_segment_in_its_columns_and_later_commands_use_it(ultr, pa
     assert "segments:" not in again.stderr
     evaluated = ultr("evaluate", run, path)
     assert evaluated.returncode == 0, evaluated.stderr
+    pq.write_table(pq.read_table(path).drop_columns("device"), tmp_path / "day.parquet")
+    without = ultr("evaluate", run, tmp_path / "day.parquet")
+    assert without.returncode == 0, without.stderr
+    assert "there is no column 'device', which was the segment in training" in without.stderr
     other = ultr("train", path, *QUICK, "--bias", run, "--out", tmp_path / "other")
     assert other.returncode == 0, other.stderr
     assert f"segments: 'device', as in {run}" in other.stderr
