@@ -116,8 +116,9 @@ def test_of_two_columns_the_surer_one_is_taken(devices):
     assert again is not None
 
 
-def changed(devices: pa.Table, values: np.ndarray) -> pa.Table:
-    return devices.drop_columns("device").append_column("device", pa.array(values))
+def changed(devices: pa.Table, values: np.ndarray | pa.Array) -> pa.Table:
+    column = values if isinstance(values, pa.Array) else pa.array(values)
+    return devices.drop_columns("device").append_column("device", column)
 
 
 def test_a_column_must_have_one_value_per_request_few_values_and_enough_clicks(devices):
@@ -127,6 +128,9 @@ def test_a_column_must_have_one_value_per_request_few_values_and_enough_clicks(d
     assert find_segment(changed(devices, np.char.add(device.astype(str), (request % 5).astype(str)))) is None
     assert find_segment(changed(devices, np.char.add(device.astype(str), (request % 2).astype(str)))) is not None
     assert find_segment(changed(devices, np.where(request < 150, "tv", device))) is None
+    encoded = devices["device"].combine_chunks().dictionary_encode()
+    for same in (encoded, encoded.dictionary_decode().cast(pa.string_view())):
+        assert str(find_segment(changed(devices, same))) == str(find_segment(devices))
     missing = find_segment(changed(devices, np.where(device == "desk", None, device)))
     assert missing is not None
     assert missing.values == ("", "phone")

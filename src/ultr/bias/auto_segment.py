@@ -107,13 +107,16 @@ def find_segment(
 
 def _candidates(head: pa.Table, columns: Columns, time: str | None) -> list[str]:
     """Return the columns that may be segments, judged by their types and by the first rows of a log."""
-    taken = {*columns.used, time} - set(columns.categorical)
+    taken = set(columns.used) - set(columns.categorical) | {time}
     names = [name for name in head.column_names if name not in taken and _may_be_segment(head.schema.field(name))]
-    requests = len(combined(head[columns.request]).unique())
+    plain = pa.table({name: combined(head[name]) for name in (columns.request, *names)})
 
     def one_of_few(name: str) -> bool:
-        pairs = head.select([columns.request, name]).group_by([columns.request, name]).aggregate([])
-        return pairs.num_rows == requests and len(combined(head[name]).unique()) <= MOST_VALUES
+        """Return whether each request has one value of a column, and the column few values."""
+        pairs, requests, values = (
+            plain.group_by(keys).aggregate([]).num_rows for keys in ([columns.request, name], [columns.request], [name])
+        )
+        return bool(pairs == requests and values <= MOST_VALUES)
 
     return [name for name in names if one_of_few(name)][:MOST_COLUMNS]
 
