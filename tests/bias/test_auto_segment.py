@@ -12,6 +12,7 @@ from pyarrow import feather
 from bias.worlds import THETA, world
 from ultr.bias import auto_segment
 from ultr.bias.auto_segment import find_segment
+from ultr.bias.pitfalls import suspicious_requests
 from ultr.log import Log, read_log
 from worlds.shop import shop
 
@@ -161,7 +162,7 @@ def test_the_columns_of_other_roles_and_of_the_time_are_not_segments_but_categor
     assert set(log.context["segment"].to_pylist()) == {"desk", "phone"}
 
 
-def test_files_are_read_as_tables_are(devices, tmp_path, monkeypatch):
+def test_files_are_read_as_tables_are(devices, tmp_path):
     expected = str(find_segment(devices))
     pq.write_table(devices, tmp_path / "log.parquet")
     pyarrow.csv.write_csv(devices, tmp_path / "log.csv")
@@ -175,5 +176,25 @@ def test_files_are_read_as_tables_are(devices, tmp_path, monkeypatch):
         part = devices.filter(pa.array(device == value)).drop_columns("device")
         pq.write_table(part, tmp_path / f"days/device={value}/part.parquet")
     assert str(find_segment(tmp_path / "days")) == expected
+
+
+def test_a_sample_is_tested_but_a_rare_value_outside_of_it_counts(devices, monkeypatch):
+    whole = str(find_segment(devices))
     monkeypatch.setattr(auto_segment, "SAMPLE_ROWS", 10_000)
-    assert str(find_segment(tmp_path / "log.csv")) not in ("None", expected)
+    assert str(find_segment(devices)) not in ("None", whole)
+    for request in range(6):  # some of them are not in the sample
+        rare = np.where(np.asarray(devices["request"]) == request, "tv", np.asarray(devices["device"]))
+        assert find_segment(changed(devices, rare)) is None
+
+
+def test_a_request_that_is_left_out_of_the_test_must_have_one_value_too():
+    """Training reads it, and rejects two values. The last requests are of bots, which click everything."""
+    world = shop(5000, seed=3, bots=0)
+    bots = np.asarray(world.log["request_id"]) >= 4900
+    clicks = pa.array(np.where(bots, 1, np.asarray(world.log["click"])))
+    rows = world.log.drop_columns("click").append_column("click", clicks)
+    assert suspicious_requests(read_log(rows), np.asarray(clicks) > 0)[-1]
+    assert find_segment(rows) is not None
+    mixed = np.asarray(rows["device"]).astype(object)
+    mixed[-1] = {"mobile": "desktop", "desktop": "mobile"}[mixed[-1]]
+    assert find_segment(changed(rows, mixed)) is None

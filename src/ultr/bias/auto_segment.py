@@ -129,14 +129,13 @@ def _may_be_segment(column: pa.Field) -> bool:
 
 def choose_segment(log: Log, names: Sequence[str], *, label: str | None = None) -> Segment | None:
     """Return the best of the columns `names` of a log, which are among its categorical features."""
+    # The whole log, which training reads, must have one value per request, and no other value than the sample.
+    values_of = {name: len(np.unique(_column(log, name))) for name in names if _one_per_request(log, name)}
+    suspicious = suspicious_requests(log.without_features(), _clicked(log, label))
+    log = sample_log(log.select(~suspicious) if suspicious.any() else log, SAMPLE_ROWS)
     clicked = _clicked(log, label)
-    suspicious = suspicious_requests(log.without_features(), clicked)
-    if suspicious.any():
-        log = log.select(~suspicious)
-    constant = [name for name in names if _one_per_request(log, name)]
-    log = sample_log(log, SAMPLE_ROWS)
-    clicked = _clicked(log, label)
-    several = [(name, *part) for name in constant if (part := _values(log, name, clicked)) is not None]
+    common = [(name, *part) for name in values_of if (part := _values(log, name, clicked)) is not None]
+    several = [(name, values, code) for name, values, code in common if len(values) == values_of[name]]
     if not several:
         return None
     seen = replace(impressions(log, clicked), weights=None)  # θ does not depend on the weights of requests
@@ -149,10 +148,10 @@ def choose_segment(log: Log, names: Sequence[str], *, label: str | None = None) 
     best = best_source(log_counts(seen))
     if best is None:
         return None
-    tested = [(name, values, _compare(seen, code, best.name)) for name, values, code in several]
+    comparisons = [(name, values, _compare(seen, code, best.name)) for name, values, code in several]
     chosen = [
         (found.p, -found.difference, Segment(name, values, found.positions, found.theta, found.p * len(several)))
-        for name, values, found in tested
+        for name, values, found in comparisons
         if found is not None and found.difference >= MATERIAL and found.p * len(several) < LEVEL
     ]
     return min(chosen, key=lambda each: each[:2])[2] if chosen else None
