@@ -10,7 +10,8 @@ import pyarrow as pa
 import pytest
 
 from bias.shop import SHOWN, THETA, error_of, shop
-from bias.worlds import seen_in
+from bias.worlds import THETA as THETA_OF_WORLD
+from bias.worlds import seen_in, world
 from ultr.bias import logging_policy
 from ultr.bias.audit import audit
 from ultr.bias.counts import counted_random, log_counts
@@ -21,6 +22,7 @@ from ultr.errors import DataError
 from ultr.evaluation.judge import make_judge
 from ultr.log import Log
 from ultr.log.labels import Label
+from ultr.log.segments import by_segment
 
 SEEDS = range(5)
 
@@ -69,6 +71,19 @@ def test_items_that_move_because_of_the_query_lose_against_requests_in_random_or
     errors = mean_errors(columns=("item", "randomised"), random_share=0.1)
     assert errors["items"] > 0.2
     assert errors["best"] == errors["randomised"] < 0.1
+
+
+def test_requests_in_random_order_give_theta_of_each_segment():
+    """The larger segment has 80% of the impressions, and would be estimated without the other."""
+    log, rng = world("fresh", requests=8000), np.random.default_rng(0)
+    phone = rng.random(8000) < 0.2
+    kept = rng.random((8000, 5)) < np.where(phone[:, None], [1, 0.8, 0.7, 0.6, 0.6], 1)
+    context = {"randomised": pa.array(np.ones(8000, bool)), "segment": pa.array(np.where(phone, "phone", "desk"))}
+    clicks = {"click": log.actions["click"] * kept.ravel()}
+    found = estimated(by_segment(replace(log, item_ids=None, context=context, actions=clicks))[0])
+    assert found.source == "8,000 requests in random order"
+    truth = np.concatenate([THETA_OF_WORLD, THETA_OF_WORLD * [1, 0.8, 0.7, 0.6, 0.6]]) / THETA_OF_WORLD[0]
+    np.testing.assert_allclose(found.theta, truth, rtol=0.25)
 
 
 def test_items_are_used_alone_if_there_is_nothing_better():

@@ -48,13 +48,8 @@ def test_a_run_is_updated_and_written_if_it_is_not_worse(ultr, yesterday, today,
 
 def test_a_worse_run_is_not_written(ultr, yesterday, today, tmp_path, monkeypatch):
     def train_badly(chosen, out, **options):
-        chosen = replace(
-            chosen,
-            warm_start=None,
-            method_options={"anchor": "none"},
-            training=replace(chosen.training, steps=1, lr=1e-9),
-        )
-        return run_training(chosen, out, **options)
+        other = {"method": "pointwise", "method_options": {}, "warm_start": None, "bias": None}
+        return run_training(replace(chosen, label="1 - click", **other), out, **options)
 
     monkeypatch.setattr(update, "run_training", train_badly)
     done = ultr("update", yesterday, "--log", today, "--out", tmp_path / "run")

@@ -503,12 +503,12 @@ def rewrite(path: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda w: w.pop("ranker.layers.0.weight"),
+        lambda w: w.pop("ranker.layers.0.0.weight"),
         lambda w: w.update(extra=torch.zeros(3)),
-        lambda w: w.update({"ranker.layers.0.weight": w["ranker.layers.0.weight"].T.contiguous()}),
-        lambda w: w.update({"ranker.layers.0.weight": w["ranker.layers.0.weight"].double()}),
-        lambda w: w.update({"ranker.layers.0.weight": w["ranker.layers.0.weight"].to(torch.int64)}),
-        lambda w: w.update({"ranker.layers.0.weight": w["ranker.layers.0.weight"].to(torch.complex64)}),
+        lambda w: w.update({"ranker.layers.0.0.weight": w["ranker.layers.0.0.weight"].T.contiguous()}),
+        lambda w: w.update({"ranker.layers.0.0.weight": w["ranker.layers.0.0.weight"].double()}),
+        lambda w: w.update({"ranker.layers.0.0.weight": w["ranker.layers.0.0.weight"].to(torch.int64)}),
+        lambda w: w.update({"ranker.layers.0.0.weight": w["ranker.layers.0.0.weight"].to(torch.complex64)}),
         lambda w: w.clear(),
     ],
     ids=["missing", "extra", "shape", "double", "whole", "complex", "none"],

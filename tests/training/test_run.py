@@ -197,7 +197,7 @@ def test_a_warm_start_takes_the_weights_of_another_run(log_path, tmp_path):
     log = read_log(log_path)
     np.testing.assert_allclose(load_model(second).score(log), load_model(first).score(log), atol=1e-5)
     with pytest.raises(DataError, match="weights of other shapes"):
-        run_training(replace(config(log_path), ranker_options={"hidden": [9]}), tmp_path / "three", warm_start=first)
+        run_training(replace(config(log_path), ranker_options={"hidden": [16]}), tmp_path / "three", warm_start=first)
 
 
 def test_a_simulated_run_learns_from_fresh_feedback(tmp_path):

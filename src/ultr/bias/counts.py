@@ -17,6 +17,7 @@ from scipy import sparse
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.queries import codes
+from ultr.log.segments import SHIFT
 
 GROUPS = 200  # random groups of requests, which the bootstrap draws
 MAX_AUDITED_POSITIONS = 1_000  # each replicate estimates θ of all positions together
@@ -196,11 +197,13 @@ def counted(seen: Impressions, strata: np.ndarray, rows: np.ndarray | slice = sl
 def counted_random(seen: Impressions) -> Counts | None:
     """Count the requests in random order by position; None if they have no clicks.
 
-    A stratum is all requests with the same positions: over these, the mean relevance of items is the same.
+    A stratum is all requests with the same positions: over these, the mean relevance of items is the same. Segments
+    share strata, as they share items, so that θ of one segment is relative to that of the others.
     """
     if seen.randomised is None or not seen.clicked[rows := seen.of_rows(seen.randomised)].any():
         return None
-    key = np.random.default_rng(0).random(len(seen.positions))
+    in_list = np.unique(seen.positions & ((1 << SHIFT) - 1), return_inverse=True)[1]
+    key = np.random.default_rng(0).random(len(seen.positions))[in_list]
     positions = np.bincount(seen.of_rows(np.arange(len(seen.lengths))), key[seen.place], len(seen.lengths))
     strata = np.unique(positions, return_inverse=True)[1]
     return counted(seen, seen.of_rows(strata)[rows], rows)

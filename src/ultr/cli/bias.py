@@ -49,7 +49,7 @@ def bias(
     actions: options.ActionColumns = None,
     item: options.ItemColumn = None,
     query: options.QueryColumn = None,
-    segment: options.SegmentColumn = None,
+    segment: options.FoundSegment = None,
     randomised: options.RandomisedColumn = None,
     on_duplicates: options.OnDuplicates = "error",
     where: options.Where = None,
@@ -95,16 +95,20 @@ def bias(
     source = options.one_source(log)
     known = None if propensities is None else read_propensities(propensities)
     audited = _Audit(sample=sample, bootstrap=bootstrap, seed=seed, keep_suspicious=keep_suspicious, known=known)
-    rows: dict[str, Any] = {"where": tuple(where or ()), **columns}
+    rows: dict[str, Any] = {"where": tuple(where or ())}
     options.check_engine(engine, memory=memory, master=master)
     if engine is None:
-        found = audited.in_memory(source, label, names, {"on_duplicates": on_duplicates, **rows})
+        rows["on_duplicates"] = on_duplicates
+        if known is None:
+            with words.status(plain(f"reading {source} ...")):
+                columns = options.with_segment(source, columns, label=label, **rows)
+        found = audited.in_memory(source, label, names, {**rows, **columns})
     else:
         if on_duplicates != "error":
             hint = "leave it out, or merge repeated rows with ultr prepare --on-duplicates"
             got = f"--on-duplicates {on_duplicates}"
             raise OptionError("an engine does not merge repeated rows", got=got, hint=hint)
-        settings = {"engine": engine, "memory": options.bytes_of(memory), "master": master, **rows}
+        settings = {"engine": engine, "memory": options.bytes_of(memory), "master": master, **rows, **columns}
         found = audited.on_engine(source, label, names, settings)
     report, quality, sampled = found.report, found.quality, found.sampled
     content = report.to_json()

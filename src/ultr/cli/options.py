@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ultr.cli.messages import words
-from ultr.errors import OptionError
+from ultr.errors import OptionError, UltrError
 
 if TYPE_CHECKING:
     from ultr.bias.pitfalls import Pitfall
@@ -52,6 +52,14 @@ QueryColumn = Annotated[
 SegmentColumn = Annotated[
     str | None,
     typer.Option("--segment", help="Column, such as the device; examination is estimated for each of its values."),
+]
+FoundSegment = Annotated[
+    str | None,
+    typer.Option(
+        "--segment",
+        help="Column, such as the device; examination is estimated for each of its values. none: no column.",
+        show_default="a column on which examination depends clearly",
+    ),
 ]
 RandomisedColumn = Annotated[
     str | None, typer.Option("--randomised", help="Column that marks requests shown in random order.")
@@ -159,10 +167,28 @@ def columns_text(columns: Mapping[str, Any], most: int = 12) -> str:
 
 
 def named_columns(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return role -> column for the column options that the user has passed."""
+    """Return role -> column for the column options that the user has passed; an empty name means no column."""
     from ultr.log.schema import ROLES
 
-    return {role: options[role] for role in ROLES if options.get(role) is not None}
+    named = {role: options[role] for role in ROLES if options.get(role) is not None}
+    return {**named, "segment": ""} if named.get("segment") == "none" else named
+
+
+def with_segment(source: str, columns: dict[str, Any], *, label: str | None, **reading: Any) -> dict[str, Any]:
+    """Return columns with a segment if examination in a log depends on a column, and print it.
+
+    `columns` are those that the user named, by role, and are returned as they are if one of them is the segment.
+    """
+    from ultr.bias.auto_segment import find_segment
+
+    try:
+        found = None if "segment" in columns else find_segment(source, label=label, columns=columns, **reading)
+    except UltrError:
+        return columns  # reading the log reports the error
+    if found is None:
+        return columns
+    words.print(plain(one_line(f"segments: {found}; --segment none switches this off")), soft_wrap=True)
+    return {**columns, "segment": found.column}
 
 
 def pages_can_be_made() -> bool:

@@ -68,7 +68,7 @@ def train(
     actions: options.ActionColumns = None,
     query: options.QueryColumn = None,
     randomised: options.RandomisedColumn = None,
-    segment: options.SegmentColumn = None,
+    segment: options.FoundSegment = None,
     on_duplicates: options.OnDuplicates = "error",
     where: options.Where = None,
     split: shared.Split = "random",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ultr.cli.messages import words
-from ultr.cli.options import SOURCES, named_columns, one_source, plain, print_notes
+from ultr.cli.options import SOURCES, named_columns, one_line, one_source, plain, print_notes, with_segment
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
@@ -215,7 +215,8 @@ def run_config(options: dict[str, Any]) -> RunConfig:
     method_options = list(options.get("option") or [])
     if options.get("loss"):
         method_options.append(f"loss={options['loss']}")
-    data = one_source(options["data"])
+    data, named = one_source(options["data"]), named_columns(options)
+    label = options["label"] or label_for(data, named, users=options["users"])
     return RunConfig(
         data=data,
         method=method,
@@ -225,10 +226,10 @@ def run_config(options: dict[str, Any]) -> RunConfig:
         warm_start=None if options.get("warm_start") is None else str(options["warm_start"]),
         sessions=options["sessions"],
         learn_from=options.get("learn_from", "feedback"),
-        label=options["label"] or label_for(data, named_columns(options), users=options["users"]),
+        label=label,
         ranker=options["ranker"],
         ranker_options=ranker_options,
-        columns=named_columns(options),
+        columns=_with_segment(data, named, label, options),
         on_duplicates=options["on_duplicates"],
         where=tuple(options["where"] or ()),
         split=options["split"],
@@ -245,6 +246,35 @@ def run_config(options: dict[str, Any]) -> RunConfig:
         drop_suspicious=options["drop_suspicious"],
         training=replace(default_training(options["ranker"]), **training),
     )
+
+
+def _with_segment(data: str, columns: dict[str, Any], label: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that the user named, and the segment: of the run that --bias names, or found in the log.
+
+    A resumed run has the columns that it started with. Known examination needs no segment.
+    """
+    resumed = options.get("resume") and (Path(options["out"]) / "config.json").is_file()
+    if "segment" in columns or options["users"] is not None or resumed:
+        return columns
+    if options["bias"] is not None:
+        return columns | _segment_of_run(options["bias"])
+    if options["propensities"] is not None:
+        return columns
+    rows = {"where": tuple(options["where"] or ()), "on_duplicates": options["on_duplicates"], "time": options["time"]}
+    return with_segment(data, columns, label=label, **rows)
+
+
+def _segment_of_run(bias: str) -> dict[str, str]:
+    """Return the segment of the run whose examination is used; empty without one."""
+    from ultr.utils.jsonfiles import read_json
+    from ultr.utils.stores import fetched
+
+    config = fetched(bias) / "config.json"
+    segment = dict(read_json(config)).get("columns", {}).get("segment") if config.is_file() else None
+    if not segment:
+        return {}
+    words.print(plain(one_line(f"segments: '{segment}', as in {bias}")), soft_wrap=True)
+    return {"segment": segment}
 
 
 def label_for(data: str, columns: Mapping[str, Any], *, users: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -15,7 +16,7 @@ from ultr.errors import DataError, OptionError
 from ultr.log.build import Reading, log_from_table
 from ultr.log.drift import all_columns, read_schemas, read_together
 from ultr.log.duplicates import OnDuplicates
-from ultr.log.jsonlines import json_schema, read_json_lines
+from ultr.log.jsonlines import json_blocks, json_schema, read_json_lines
 from ultr.log.schema import Columns, resolve_columns
 from ultr.log.shards import SPLITS, Shards, is_lists
 from ultr.log.sources import Source, SourceFile, each_file, open_source
@@ -25,6 +26,7 @@ from ultr.log.values import Missing, as_data_error
 from ultr.utils.arguments import checked
 from ultr.utils.stores import shown
 
+FIRST_ROWS = 10_000  # of a source that `first_rows` returns, at most
 MISSING_VALUES = ["", "NA", "N/A", "NULL", "null", "nan", "NaN"]  # texts that mean a missing value in CSV files
 
 
@@ -126,13 +128,30 @@ def read_columns(source: str | Path | Sequence[str | Path], **named: Any) -> Col
 def numeric_columns(source: str | Path | Sequence[str | Path], names: Sequence[str]) -> list[str]:
     """Return those of the columns that hold numbers; in CSV files, by the first rows of the first file."""
     schema = _schema(source)
-    if schema is not None and (files := open_source(source)).kind == "CSV":
-        file = files.files[0]
-        with as_data_error(file, "CSV"):
-            schema = pa.csv.open_csv(file.stream(), **csv_settings(*csv_form(file), {})).schema
+    if schema is not None and open_source(source).kind == "CSV":
+        schema = first_rows(source).schema
     kinds = {} if schema is None else {field.name: field.type for field in schema}
     numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
     return [name for name in names if name in kinds and any(is_kind(kinds[name]) for is_kind in numbers)]
+
+
+def first_rows(source: str | Path | Sequence[str | Path]) -> pa.Table:
+    """Return the first rows of a source with named columns: the columns that all files have, and the partitions."""
+    files = open_source(source)
+    file, schemas = files.files[0], file_schemas(files)
+    with as_data_error(file, files.kind):
+        if files.kind == "Parquet":
+            opened = file.parquet()
+            table = pa.Table.from_batches(islice(opened.iter_batches(FIRST_ROWS), 1), opened.schema_arrow)
+        elif files.kind == "CSV":
+            rows = pa.csv.open_csv(file.stream(), **csv_settings(*csv_form(file), {}))
+            table = pa.Table.from_batches(islice(rows, 1), rows.schema)
+        elif files.kind == "Arrow":
+            table = file.arrow().read_all()  # it is mapped, not copied
+        else:
+            table = next(json_blocks(file, None), schemas[0].empty_table())
+    names = [name for name in table.column_names if all(name in schema.names for schema in schemas)]
+    return files.with_partitions(table.slice(0, FIRST_ROWS), file, [*names, *files.partitions.names])
 
 
 def _schema(source: str | Path | Sequence[str | Path]) -> pa.Schema | None:

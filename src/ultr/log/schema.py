@@ -70,7 +70,9 @@ class Columns:
 
     @property
     def used(self) -> list[str]:
-        single = [self.request, self.position, self.relevance, self.weight, self.item, *self.context.values()]
+        """All columns with a role; a segment that is a categorical feature too is listed once."""
+        context = [name for role, name in self.context.items() if role != "segment" or name not in self.categorical]
+        single = [self.request, self.position, self.relevance, self.weight, self.item, *context]
         return [name for name in single if name is not None] + [*self.actions, *self.features, *self.categorical]
 
     def unused(self, names: Iterable[str]) -> list[str]:

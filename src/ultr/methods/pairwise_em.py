@@ -166,8 +166,8 @@ class PairwiseEM(Method):
 
     def _make_combined(self, *, anchored: bool) -> None:
         self.anchored = anchored
-        if self.inputs.ranker == "mlp":  # two networks of half the width: with common layers, each output is worse
-            given = self.inputs.ranker_options
+        given = self.inputs.ranker_options
+        if self.inputs.ranker == "mlp" and "separate" not in given:  # with common layers, each output is worse
             hidden = [max(1, size // 2) for size in given.get("hidden", HIDDEN)]
             options = {**given, "hidden": hidden, "separate": "first", "skip": anchored}
             self.inputs = replace(self.inputs, ranker_options=options)

@@ -341,10 +341,8 @@ def columns_for_run(run: Path, model: Model, named: Mapping[str, Any]) -> dict[s
     """
     config = RunConfig.from_json(read_json(run / "config.json"), where=run)
     columns: dict[str, Any] = {"columns": model.columns, "categorical": list(model.vocabularies) or None}
-    if config.users is None:
-        # The models of older versions have no columns.
-        columns |= {role: config.columns[role] for role in ("segment",) if role in config.columns}
-        columns |= {} if model.columns else config.columns
+    if config.users is None and not model.columns:  # of a model of an older version
+        columns |= config.columns
     return {**columns, "missing": model.missing, "on_duplicates": config.on_duplicates, **named}
 
 
