@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,7 @@ def main() -> None:
 
 def compared(name: str, requests: int, seed: int, rankers: list[str]) -> Iterator[tuple[str, float, float]]:
     """Yield the name of each row of the comparison, its NDCG@10 and its seconds."""
-    from worlds.feed import feed
-    from worlds.shop import shop
-
-    make, (text, columns) = {"shop": shop, "feed": feed}[name], WORLDS[name]
+    make, (text, columns) = getattr(import_module(f"worlds.{name}"), name), WORLDS[name]
     world, other = make(requests, seed=seed), make(3000, seed=seed + 5000)
     reading = {**columns, "features": list(world.features), "categorical": list(world.categorical)}
     log, test = (ultr.read_log(each.log, **reading) for each in (world, other))
@@ -83,7 +81,7 @@ def compared(name: str, requests: int, seed: int, rankers: list[str]) -> Iterato
     start = time.perf_counter()
     split = by_segment(log)[0] if "segment" in columns else log
     by_position = estimate_examination(split, label, seed=seed).by_position()
-    theta = np.array([by_position[k] for k in split.positions.tolist()])
+    theta = np.array([by_position[k] for k in np.asarray(split.positions).tolist()])
     theta, spent = theta / theta.max(), time.perf_counter() - start
     for recipe, scores, seconds in recipes(log, test, label, theta, seed):
         yield f"LightGBM, {recipe}", other.ndcg(scores), seconds + spent * ("θ" in recipe)
@@ -107,7 +105,7 @@ def recipes(
         ("Poisson, offset log θ", {"objective": "poisson", "metric": "poisson"}, c, {"init_score": np.log(theta)}),
     ):
         start = time.perf_counter()
-        parts = []
+        parts: list[Any] = []
         for rows in (~held_out, held_out):
             lengths = np.bincount(log.request_of_row[rows])
             given = {key: values[rows] for key, values in extra.items() if key != "position" or not parts}
