@@ -146,7 +146,7 @@ def test_random_order_of_equal_lists_gives_ratios_of_click_rates():
 )
 def test_strata_remain_where_there_is_too_little_evidence(log):
     auto, strata = estimated(log), estimated(log, theta_from="strata")
-    assert auto.source == "groups of rows with similar scores of the logging ranker"
+    assert auto.source == "features alone (rows with similar scores of the logging ranker)"
     assert auto.error is None
     np.testing.assert_array_equal(auto.theta, strata.theta)
 

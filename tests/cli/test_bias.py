@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from bias.worlds import THETA, world
@@ -294,3 +295,18 @@ def test_models_of_sequences_predict_the_clicks_of_a_search_engine_better(ultr, 
     assert found["ubm"] > found["dbn"] > found["ccm"] > found["pbm"] > -0.3155
     assert found["sdbn"] > -0.3155
     assert found["pbm"] == pytest.approx(report["estimates"]["items"]["held_out_log_likelihood"], rel=2e-3)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_without_features_unused_numbers_show_whether_items_are_the_same(same, ultr, tmp_path):
+    rng = np.random.default_rng(0)
+    requests, items = 400, 6
+    item = np.concatenate([rng.permutation(12)[:items] for _ in range(requests)])
+    position = np.tile(np.arange(1, items + 1), requests)
+    match = item if same else rng.normal(size=len(item))
+    click = rng.random(len(item)) < 0.9 / position
+    columns = {"request": np.repeat(np.arange(requests), items), "position": position, "item": item, "match": match}
+    pq.write_table(pa.table({**columns, "click": click.astype(int)}), tmp_path / "log.parquet")
+    done = ultr("bias", tmp_path / "log.parquet", "--bootstrap", "10")
+    assert done.returncode == 0, done.stderr
+    assert ("tems were not compared across positions" in " ".join(done.stderr.split())) is not same

@@ -91,6 +91,16 @@ def test_a_sentence_says_whether_a_ranker_is_better(metric, difference, p, expec
         {"it": {metric: reference}, "new": {metric: Judged(Mean(0.5, 0, 1, 10), None, test, p)}}, "it", 10
     )
     assert list(verdicts(judged)) == [f"new {expected}"]
+    of_truth = list(verdicts(replace(judged, confirmed=False)))
+    assert of_truth == [f"new {expected}"]  # true labels need no examination
+
+
+def test_a_verdict_on_a_guess_says_so():
+    test = PairedTest(0.1, 0.08, 0.12, 0.01, 10)
+    old, new = Judged(Mean(0.4, 0, 1, 10)), Judged(Mean(0.5, 0, 1, 10), 9.0, test, 0.01)
+    (said,) = verdicts(Judgement({"it": {REWARD: old}, "new": {REWARD: new}}, "it", 10, confirmed=False))
+    assert said.startswith("new is probably better than it by off-policy-reward@10 (+25.0%")
+    assert "this log cannot confirm" in said
 
 
 def test_requests_that_a_run_was_trained_on_are_left_out(ultr, here):

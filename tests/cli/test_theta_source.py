@@ -67,9 +67,9 @@ def test_columns_with_other_names_reach_training(ultr, path, tmp_path):
     by_options, _ = trained(ultr, odd, tmp_path / "named", *ODD_NAMES)
     assert by_options["theta"] == by_common_names["theta"]
     unnamed, messages = trained(ultr, odd, tmp_path / "unnamed")
-    assert unnamed["theta_from"] == "groups of rows with similar scores of the logging ranker"
+    assert unnamed["theta_from"] == "features alone (rows with similar scores of the logging ranker)"
     assert "theta_standard_error" not in unnamed
-    assert "evidence: groups of rows" in messages
+    assert "evidence: features alone" in messages
     assert "would help: some requests in random order" in messages
 
 

@@ -15,9 +15,9 @@ from ultr.rankers.model import load_model
 from ultr.training import contest
 from ultr.training.config import RunConfig, TrainingOptions
 from ultr.training.contest import with_rivals
+from ultr.training.outcome import value_of_run
 from ultr.training.replace import successor
 from ultr.training.run import run_training, train_best
-from ultr.training.selection import best_evaluation
 
 pytest.importorskip("lightgbm")
 METRIC = "feedback-ndcg@10"
@@ -43,9 +43,9 @@ def configs(folder):
 
 @pytest.fixture(scope="module")
 def values(folder, configs):
-    """The best value of each ranker, trained alone."""
+    """The value of each ranker, trained alone."""
     alone = {name: run_training(config, folder / name) for name, config in configs.items()}
-    return {name: best_evaluation(run)[1][METRIC] for name, run in alone.items()}
+    return {name: value_of_run(run)[1] for name, run in alone.items()}
 
 
 def ranker_of(run):
@@ -64,7 +64,7 @@ def test_the_better_ranker_is_kept_whatever_the_order(order, configs, values, tm
     run = train_best([configs[name] for name in order], tmp_path / "run", on_start=started.append)
     assert [config.ranker for config in started] == list(order)
     assert ranker_of(run) == best
-    assert best_evaluation(run)[1][METRIC] == values[best]
+    assert value_of_run(run)[1] == values[best]
     assert chosen(run).startswith(f"{best}, by {METRIC} on validation requests (")
     assert all(f"{name} {value:.4f}" in chosen(run) for name, value in values.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

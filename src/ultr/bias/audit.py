@@ -53,6 +53,7 @@ class AuditOptions:
     label: str
     bootstrap: int
     seed: int
+    described: Log | None = None  # rows with numbers that show whether items are the same, if there are no features
 
 
 @checked
@@ -65,19 +66,21 @@ def audit(
     bootstrap: Annotated[int, Within(0, MAX_REPLICATES)] = 50,
     seed: Seed = 0,
     keep_suspicious: bool = False,
+    described: Log | None = None,
 ) -> BiasReport:
     """Estimate examination by position with every estimator that the log allows, and return the results and a verdict.
 
     A row counts as clicked if its `label` is above 0. `sample` is a subset of the log's requests with features, for a
     `log` without them. Keys of `known`, the known propensities, are positions such as 3, or `3@phone` in a segment.
     `bootstrap` is the number of replicates for intervals. Suspicious requests, such as those of bots, are left out of
-    the estimates (`pitfalls.suspicious_requests`), unless `keep_suspicious` keeps them.
+    the estimates (`pitfalls.suspicious_requests`), unless `keep_suspicious` keeps them. If there are no features, the
+    numbers in `described` show whether an item is the same each time it is shown; they are used for nothing else.
     """
     if sample is None and log.feature_names:
         sample = log
     log = log.without_features()
     pitfalls = find_pitfalls(log, _clicked(log, label), sample=sample)
-    options, left_out = AuditOptions(label, bootstrap, seed), 0
+    options, left_out = AuditOptions(label, bootstrap, seed, described), 0
     if not keep_suspicious:
         log, sample, left_out = without_suspicious(log, sample, label)
     clicked = _clicked(log, label)
@@ -164,7 +167,7 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
     no_links = "no clicked item was shown at more than one position"  # the reason, if items give no estimate
     if not log.has_items:
         no_links = NO_ITEM_IDS
-    elif not items_comparable(sample, by_query=log.by_query):
+    elif not items_comparable(options.described if sample is None else sample, by_query=log.by_query):
         no_links = "items were not compared across positions, because most have other features each time they are shown"
         notes.append(
             "Items are not compared across positions: most items that occur again have other features each time, so "

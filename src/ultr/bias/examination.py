@@ -41,7 +41,7 @@ from ultr.log.labels import Label
 
 MAX_TRAINED_POSITIONS = 5_000  # a bias model has tables with an entry for each pair of positions
 SOURCES = {
-    "strata": "groups of rows with similar scores of the logging ranker",
+    "strata": "features alone (rows with similar scores of the logging ranker)",
     "items": "items that occur in several requests",
 }
 

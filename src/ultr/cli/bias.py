@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 TABLE = "propensities.csv"
 MOST_ROWS = 30  # largest number of positions in a printed table
+MOST_NUMBERS = 8  # unused columns that show whether an item is the same each time, if there are no features
 
 
 def bias(
@@ -85,7 +86,6 @@ def bias(
     from ultr.bias.click_models import checked_names
     from ultr.bias.identification import NOT
     from ultr.bias.propensities import read_propensities
-    from ultr.log.labels import default_label
     from ultr.utils.files import check_output
 
     columns = named_columns(locals())
@@ -136,7 +136,7 @@ def bias(
             *("train", source),
             bias=None if report.verdict.status == NOT else out,
             columns={**columns, **_features_without(warned, sampled)},
-            label=label or default_label(found.actions),
+            label=_label_to_learn(label, found.actions),
             on_duplicates=unless(on_duplicates, "error"),
             where=where,
             out=free_path("run"),
@@ -153,6 +153,27 @@ class _Found:
     actions: Iterable[str]
     rows: int
     notes: Iterable[str]
+
+
+def _label_to_learn(label: str | None, actions: Iterable[str]) -> str:
+    """Return the label of the next command, and say which actions it does not use."""
+    from ultr.log.labels import Label, default_label
+
+    names = list(actions)
+    chosen = label or default_label(names)
+    if unused := [name for name in names if name not in Label(chosen).actions]:
+        how = f"--label can add them, each with its weight: --label '{chosen} + 2 * {unused[0]}'"
+        words.print(plain(f"the label '{chosen}' does not use {', '.join(unused)}; {how}"), soft_wrap=True)
+    return chosen
+
+
+def _described(source: str, log: Log, reading: dict[str, Any]) -> Log | None:
+    """Return the log with some of its unused numbers as features; None if it has none."""
+    from ultr.log import read_log
+    from ultr.log.readers import numeric_columns
+
+    numbers = numeric_columns(source, log.unused_columns)[:MOST_NUMBERS]
+    return read_log(source, **{**reading, "features": numbers}) if numbers else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +199,8 @@ class _Audit:
             kept = (whole, sampled) if self.keep_suspicious else without_suspicious(whole, sampled, label)[:2]
             quality = self._click_models(kept[1] or kept[0], models, label)
         settings: dict[str, Any] = {"known": self.known, "bootstrap": self.bootstrap, "seed": self.seed}
+        if sampled is None and whole.item_ids is not None and "query" not in whole.context:
+            settings["described"] = _described(source, whole, reading)
         with words.status("estimating examination ..."):
             report = audit(whole, label=label, sample=sampled, keep_suspicious=self.keep_suspicious, **settings)
         return _Found(report, quality, sampled, whole.actions, whole.rows, whole.notes)

@@ -18,6 +18,7 @@ from ultr.cli.options import free_path, named_columns, plain, print_next, print_
 from ultr.errors import DataError, OptionError
 
 SHOWN_POSITIONS = 20  # positions whose examination is printed, at most
+GUESS = "; this log cannot confirm how often users look at each position, so the interval is too narrow"
 SIGNIFICANT = 0.05  # a p value below this makes a difference clear
 
 if TYPE_CHECKING:
@@ -260,6 +261,7 @@ def _label(models: Mapping[str, Model], data: str, named: Mapping[str, Any]) -> 
 
 def verdicts(judged: Judgement) -> Iterator[str]:
     """Yield a sentence for each ranker that is compared: whether it is better by the first metric, and by how much."""
+    from ultr.evaluation.scores import OFF_POLICY
     from ultr.training.selection import less_is_better
 
     metric = next(iter(next(iter(judged.rankers.values()))))
@@ -270,12 +272,14 @@ def verdicts(judged: Judgement) -> Iterator[str]:
         sign = -1 if less_is_better(metric) else 1
         than = "better than" if sign * test.difference > 0 else "worse than"
         verdict = than if holm < SIGNIFICANT else "not clearly better or worse than"
+        sure = judged.confirmed or not metric.startswith(OFF_POLICY)
+        verdict = verdict if sure or holm >= SIGNIFICANT else f"probably {verdict}"
         reference = values[metric].mean.mean - test.difference
         size = ""
         if reference > 0:
             change, low, high = (f"{value / reference:+.1%}" for value in (test.difference, test.low, test.high))
             size = f" ({change}, 95% interval {low} to {high})"
-        yield f"{name} is {verdict} {judged.against} by {metric}{size}"
+        yield f"{name} is {verdict} {judged.against} by {metric}{size}{'' if sure else GUESS}"
 
 
 def print_judgement(judged: Judgement, data: str) -> None:

@@ -124,8 +124,8 @@ def train(
         return
     with words.status("starting ..."):  # imports take seconds on a busy machine
         from ultr.datasets.cache import cache_folder
+        from ultr.training.outcome import value_of_run
         from ultr.training.run import train_best
-        from ultr.training.selection import best_evaluation
         from ultr.utils.stores import kept_here
 
         configs = shared.run_configs({**locals()}, chosen_options(context))
@@ -143,12 +143,13 @@ def train(
 
         def begin(started: Any) -> None:
             nonlocal now
+            if started is not config:
+                words.print(f"the next candidate: {started.ranker}", soft_wrap=True)
             now = started
 
         def show(progress: Any) -> None:
-            metrics = " ".join(f"{name} {value:.4f}" for name, value in progress.metrics.items())
-            name = method if len(configs) == 1 else now.ranker
-            bar.update(task, description=name, completed=progress.step, total=now.training.steps, figure=metrics)
+            name, figure = method if len(configs) == 1 else now.ranker, _figure(progress)
+            bar.update(task, description=name, completed=progress.step, total=now.training.steps, figure=figure)
             for tracker in trackers:
                 tracker(progress)
 
@@ -173,19 +174,29 @@ def train(
         for tracker in trackers:
             tracker.finish()
         bias_of_run = _bias(run)
-        metric, best = best_evaluation(run)
+        metric, value, step = value_of_run(run)
     if as_json:
-        about = {"run": out, "data": config.data, "label": config.label, "metric": metric, "best": best}
+        about = {
+            "run": out,
+            "data": config.data,
+            "label": config.label,
+            "metric": metric,
+            "best": {metric: value, "step": step},
+        }
         print(json.dumps({**about, "bias": bias_of_run, "notes": notes}))
         return
     _print_bias(bias_of_run)
-    words.print(f"wrote {out}: best {metric} {best[metric]:.4f} at step {best['step']}", soft_wrap=True)
+    words.print(f"wrote {out}: best {metric} {value:.4f} at step {step}", soft_wrap=True)
     if users is not None:
         print_next("report", out, out=free_path("report.html"))
     else:
         print_next("evaluate", out, config.data)  # it prints the command of the report
         print_next("score", out, config.data, out=free_path("scores.parquet"))
         words.print("to score other items, put their file in place of the training log in this command", soft_wrap=True)
+
+
+def _figure(progress: Any) -> str:
+    return " ".join(f"{name} {value:.4f}" for name, value in progress.metrics.items())
 
 
 def _trackers(run: Path, *, tensorboard: bool, mlflow: str | None) -> list[Any]:

@@ -40,6 +40,7 @@ class Judge:
 
     theta: Mapping[str, float]  # examination by position, or by `position@segment`
     direct: DirectModel
+    source: str | None = None  # the evidence of examination, in words; None if it is known, or was not saved
 
     def estimator(
         self,
@@ -124,11 +125,12 @@ def make_judge(
     """
     if user is not None:
         train, _ = simulate_log(train, user, seed=seed, sessions=min(len(train) * 4, max(len(train), sessions)))
-    theta = known
+    theta, source = known, None
     if theta is None:
-        theta = estimate_examination(train, Label(label), seed=seed, device=device).by_position()
+        found = estimate_examination(train, Label(label), seed=seed, device=device)
+        theta, source = found.by_position(), found.source
     direct = fit_direct(train, theta=theta, label=label, seed=seed)
-    return Judge({slot(position, segments): value for position, value in theta.items()}, direct)
+    return Judge({slot(position, segments): value for position, value in theta.items()}, direct, source)
 
 
 def evaluate_requests(

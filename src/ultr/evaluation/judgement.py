@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ultr.bias.examination import SOURCES
 from ultr.bias.propensities import theta_by_id
 from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError, nearest
@@ -58,6 +59,7 @@ class Judgement:
     requests: int
     theta: Mapping[str, float] = field(default_factory=dict)  # by position; empty if no metric needs it
     known: bool = False  # whether θ was given, or else estimated from the log
+    confirmed: bool = True  # whether the log can confirm θ: not if it was estimated from features alone
 
     def to_json(self) -> dict[str, Any]:
         rankers = {
@@ -65,7 +67,7 @@ class Judgement:
             for name, values in self.rankers.items()
         }
         how = "given" if self.known else "estimated from the log"
-        judge = {"theta": dict(self.theta), "source": how} if self.theta else None
+        judge = {"theta": dict(self.theta), "source": how, "confirmed": self.confirmed} if self.theta else None
         return {"requests": self.requests, "against": self.against, "judge": judge, "rankers": rankers}
 
 
@@ -130,7 +132,8 @@ def judge_rankers(
         corrected = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
         for name, value in judged_so.items():
             values[name][metric] = replace(value, difference=tests.get(name), holm=corrected.get(name))
-    return Judgement(values, against, len(on), judge.theta_by_slot if judge else {}, known is not None)
+    theta, confirmed = ({}, True) if judge is None else (judge.theta_by_slot, judge.confirmed)
+    return Judgement(values, against, len(on), theta, known is not None, confirmed)
 
 
 def _off_policy(metrics: Sequence[str]) -> bool:
@@ -155,12 +158,14 @@ class _Judges:
         ids = np.unique(positions).tolist()
         given = None if known is None else theta_by_id(known, tuple(ids), tuple(segments))
         theta: dict[int, float] = {}
+        sources = set[str | None]()
         by_slot: dict[str, list[float]] = {}
         places, direct = positions.copy(), np.zeros(log.rows)
         for number, part in enumerate(_parts(log, chosen, seed)):
             in_part = np.isin(np.arange(len(log)), part)
             others = parts.sample(~in_part, seed=seed)
             judge = make_judge(others, label=label, known=given, segments=segments, seed=seed, device=device)
+            sources.add(judge.source)
             of_part = np.repeat(in_part, log.lengths)
             places[of_part] += number * FOLD
             direct[of_part] = parts.mapped(judge.direct, in_part)
@@ -170,6 +175,7 @@ class _Judges:
         rows = np.repeat(chosen, log.lengths)
         self._log, self._direct = replace(log, positions=places).select(chosen), direct[rows]
         self._label, self._theta, self._device = label, theta, device
+        self.confirmed = SOURCES["strata"] not in sources
         self.theta_by_slot = {name: float(np.mean(values)) for name, values in by_slot.items()}
 
     def estimator(self, metric: str) -> OffPolicy:

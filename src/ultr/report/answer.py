@@ -30,7 +30,8 @@ def answer(runs: Sequence[Run], why_not: str | None) -> Notes | None:
     if not evaluated:
         return None
     if why_not is not None:
-        command = shlex.join(["ultr", "evaluate", *(str(run.folder) for run in evaluated), "--data", "LOG"])
+        label = ["--label", "LABEL"] if len({run.config.label for run in evaluated}) > 1 else []
+        command = shlex.join(["ultr", "evaluate", *(str(run.folder) for run in evaluated), "--data", "LOG", *label])
         return Notes([f"Which run is better? Not known here: {why_not}.", f"What to do? Run: {command}"])
     sign = -1 if less_is_better(metric) else 1
     ranked = sorted(evaluated, key=lambda run: -sign * _mean(run, metric))
@@ -60,7 +61,7 @@ def answer(runs: Sequence[Run], why_not: str | None) -> Notes | None:
         sentences.append(f"Which run is best? {best.name}: {than}{sure}.")
     sentences.append(_how_sure(best, metric, against, before))
     sentences.append(f"What to do? {_what_to_do(best, better=better, worse=worse)}")
-    return Notes(sentences, good=better)
+    return Notes(sentences, good=better and confirmed)
 
 
 def against_logged(run: Run, metric: str) -> PairedTest | None:

@@ -12,8 +12,7 @@ from ultr.errors import AbsentError
 from ultr.evaluation.importance import FeatureImportance
 from ultr.training.checkpoints import read_metrics
 from ultr.training.config import RunConfig
-from ultr.training.outcome import RunOutcome, read_outcome
-from ultr.training.selection import best_evaluation
+from ultr.training.outcome import RunOutcome, read_outcome, value_of_run
 from ultr.utils.arguments import checked
 from ultr.utils.html import facts_html
 from ultr.utils.jsonfiles import read_json
@@ -37,9 +36,8 @@ class Run:
 
     @cached_property
     def selected(self) -> tuple[str, float, int]:
-        """The name of the selection metric, its best value, and the step with this value."""
-        name, line = best_evaluation(self.folder)
-        return name, float(line[name]), int(line["step"])
+        """The name of the selection metric, its value for the saved model, and the best step."""
+        return value_of_run(self.folder)
 
     @property
     def warnings(self) -> list[str]:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from ultr.bias.propensities import BIAS_FILE, read_bias_file, write_bias_file
 from ultr.training.config import DEFAULT_METHOD, RunConfig, default_training
+from ultr.training.outcome import value_of_run
 from ultr.training.replace import drop_successor, is_rival, successor, take_place
-from ultr.training.selection import best_evaluation, less_is_better
+from ultr.training.selection import less_is_better
 from ultr.utils.jsonfiles import read_json
 
 NETWORK, TREES = "mlp", "lightgbm"  # the rankers that `auto` chooses from
@@ -29,9 +30,9 @@ def finish_successor(run: Path) -> None:
         take_place(run)
         return
     rankers = {_ranker(folder): folder for folder in (run, successor(run))}
-    found = {ranker: best_evaluation(folder) for ranker, folder in rankers.items()}
+    found = {ranker: value_of_run(folder) for ranker, folder in rankers.items()}
     metric = next(iter(found.values()))[0]
-    values = {ranker: float(line[metric]) for ranker, (_, line) in found.items()}
+    values = {ranker: value for ranker, (_, value, _) in found.items()}
     best = (min if less_is_better(metric) else max)(values, key=lambda ranker: values[ranker])
     _write_choice(rankers[best], best, metric, values)
     if rankers[best] == run:

@@ -22,6 +22,7 @@ from ultr.log.segments import slot
 from ultr.log.summary import by_position
 from ultr.training.config import RunConfig
 from ultr.training.data import RunData
+from ultr.training.selection import best_evaluation
 from ultr.training.used import OUTCOME, USED, read_used
 from ultr.utils.devices import choose_device
 from ultr.utils.files import atomic_path
@@ -127,6 +128,18 @@ def read_outcome(run: Path) -> RunOutcome | None:
     except (KeyError, TypeError, OSError, pa.ArrowException) as error:
         what = f"the outcome of the run cannot be read ({error})"
         raise DataError(what, where=folder, hint="train again") from error
+
+
+def value_of_run(run: Path) -> tuple[str, float, int]:
+    """Return the selection metric of a finished run, its value for the saved model, and the step with the best one.
+
+    The value is that of the validation requests. It differs from that of the step if the model is a sum of rankers.
+    """
+    name, line = best_evaluation(run)
+    outcome = read_outcome(run)
+    if outcome is None or name not in outcome.results:
+        return name, float(line[name]), int(line["step"])
+    return name, float(np.average(outcome.results[name], weights=outcome.weights)), int(line["step"])
 
 
 def _used(run_data: RunData) -> dict[str, Log]:

@@ -123,11 +123,11 @@ def train_best(
     on_start(configs[0])
     run_training(configs[0], out, on_warning=on_warning, **options)
     rivals = [] if is_decided(out, configs[0].ranker) else configs[1:]
-    again = {**options, "resume": False, "overwrite": False, "on_note": lambda _: None, "on_warning": None}
+    again = {**options, "resume": False, "overwrite": False, "on_note": lambda _: None}
     for config in rivals:
         if not (is_trees(config.ranker) and read_json(out / "config.json")["stream"] == "yes"):
             on_start(config)
-            run_training(config, out, if_better=True, **again)
+            run_training(config, out, if_better=True, on_warning=lambda _: None, **again)
     return out
 
 
