@@ -94,6 +94,15 @@ def test_a_killed_contest_leaves_the_first_run_and_is_continued(configs, values,
     assert not successor(out).exists()
 
 
+def test_rivals_of_the_same_kind_are_compared_too(configs, tmp_path):
+    both = [replace(configs["mlp"], training=replace(FAST, seed=seed)) for seed in (0, 1)]
+    alone = [value_of_run(run_training(config, tmp_path / str(i)))[1] for i, config in enumerate(both)]
+    assert alone[0] != alone[1]
+    for order in (both, both[::-1]):
+        run = train_best(order, tmp_path / f"run-{order[0].training.seed}")
+        assert value_of_run(run)[1] == max(alone)
+
+
 def test_a_rival_that_fails_leaves_the_run(configs, tmp_path):
     broken = replace(configs["lightgbm"], ranker_options={"num_leaves": -1})
     with pytest.raises(Exception, match="num_leaves"):

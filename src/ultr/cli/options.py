@@ -109,6 +109,11 @@ def print_next(command: str, *arguments: object, columns: Mapping[str, Any] | No
     words.print(f"next: {shlex.join(parts)}", soft_wrap=True, markup=False, emoji=False)
 
 
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Return the values of an evaluation on one line."""
+    return " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
 def one_source(sources: Sequence[str]) -> str:
     """Return the sources of a command line as one text, in which commas separate them."""
     if len(sources) > 1 and (name := next((name for name in sources if "," in name), None)) is not None:

@@ -16,7 +16,7 @@ from ultr.cli import options
 from ultr.cli import training_options as shared
 from ultr.cli.config_file import chosen_options, read_config
 from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import free_path, plain, print_next, print_notes, print_warning
+from ultr.cli.options import free_path, metrics_text, plain, print_next, print_notes, print_warning
 
 
 def train(
@@ -148,7 +148,7 @@ def train(
             now = started
 
         def show(progress: Any) -> None:
-            name, figure = method if len(configs) == 1 else now.ranker, _figure(progress)
+            name, figure = method if len(configs) == 1 else now.ranker, metrics_text(progress.metrics)
             bar.update(task, description=name, completed=progress.step, total=now.training.steps, figure=figure)
             for tracker in trackers:
                 tracker(progress)
@@ -193,10 +193,6 @@ def train(
         print_next("evaluate", out, config.data)  # it prints the command of the report
         print_next("score", out, config.data, out=free_path("scores.parquet"))
         words.print("to score other items, put their file in place of the training log in this command", soft_wrap=True)
-
-
-def _figure(progress: Any) -> str:
-    return " ".join(f"{name} {value:.4f}" for name, value in progress.metrics.items())
 
 
 def _trackers(run: Path, *, tensorboard: bool, mlflow: str | None) -> list[Any]:

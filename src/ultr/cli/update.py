@@ -12,7 +12,7 @@ from ultr.cli import options
 from ultr.cli import training_options as shared
 from ultr.cli.evaluate import print_judgement
 from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import free_path, one_source, plain, print_next, print_notes
+from ultr.cli.options import free_path, metrics_text, one_source, plain, print_next, print_notes
 
 REJECTED = 3  # the exit code if the new run is worse
 
@@ -61,8 +61,7 @@ def update(
         task = bar.add_task("update", total=None, figure="")
 
         def show(progress: Any) -> None:
-            metrics = " ".join(f"{name} {value:.4f}" for name, value in progress.metrics.items())
-            bar.update(task, completed=progress.step, figure=metrics)
+            bar.update(task, completed=progress.step, figure=metrics_text(progress.metrics))
 
         result = update_run(
             run,

@@ -167,7 +167,8 @@ class PairwiseEM(Method):
     def _make_combined(self, *, anchored: bool) -> None:
         self.anchored = anchored
         given = self.inputs.ranker_options
-        if self.inputs.ranker == "mlp" and "separate" not in given:  # with common layers, each output is worse
+        if self.inputs.ranker == "mlp" and "separate" not in given:
+            # Two networks of half the width, because each is worse if they have layers in common.
             hidden = [max(1, size // 2) for size in given.get("hidden", HIDDEN)]
             options = {**given, "hidden": hidden, "separate": "first", "skip": anchored}
             self.inputs = replace(self.inputs, ranker_options=options)

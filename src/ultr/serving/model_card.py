@@ -16,8 +16,7 @@ from ultr.rankers.boosters import is_trees
 from ultr.serving.exported import ABOUT, INPUT, ONNX, OUTPUT
 from ultr.training.command import train_command
 from ultr.training.config import RunConfig
-from ultr.training.outcome import FOLDER
-from ultr.training.selection import best_evaluation
+from ultr.training.outcome import FOLDER, value_of_run
 from ultr.utils.jsonfiles import read_json
 
 SHOWN = 50  # the largest number of features, and of positions, in the card
@@ -111,11 +110,11 @@ def _training(config: RunConfig, content: Mapping[str, Any]) -> list[str]:
 
 
 def _quality(run: Path, config: RunConfig) -> list[str]:
-    select, best = best_evaluation(run)
+    select, value, step = value_of_run(run)
     lines = [
         "## Quality",
         "",
-        f"- best {code(select)} on validation: {_number(best[select])}, at step {best['step']:,}, which was selected",
+        f"- best {code(select)} on validation: {_number(value)}, at step {step:,}, which was selected",
     ]
     source = next((words for start, words in FROM_METRIC.items() if select.startswith(start)), None)
     if source is not None:

@@ -29,13 +29,11 @@ def finish_successor(run: Path) -> None:
     if not is_rival(run):
         take_place(run)
         return
-    rankers = {_ranker(folder): folder for folder in (run, successor(run))}
-    found = {ranker: value_of_run(folder) for ranker, folder in rankers.items()}
-    metric = next(iter(found.values()))[0]
-    values = {ranker: value for ranker, (_, value, _) in found.items()}
-    best = (min if less_is_better(metric) else max)(values, key=lambda ranker: values[ranker])
-    _write_choice(rankers[best], best, metric, values)
-    if rankers[best] == run:
+    values = {folder: value_of_run(folder)[1] for folder in (run, successor(run))}
+    metric = value_of_run(run)[0]
+    best = (min if less_is_better(metric) else max)(values, key=lambda folder: values[folder])
+    _write_choice(best, metric, values)
+    if best == run:
         drop_successor(run)
     else:
         take_place(run)
@@ -69,9 +67,9 @@ def _summary(run: Path) -> dict[str, str]:
     return dict(read_bias_file(run / BIAS_FILE).get("summary", {})) if (run / BIAS_FILE).is_file() else {}
 
 
-def _write_choice(run: Path, best: str, metric: str, values: dict[str, float]) -> None:
+def _write_choice(best: Path, metric: str, values: dict[Path, float]) -> None:
     """Write the choice into the summary of bias.json, which `ultr train` and reports print."""
-    if (run / BIAS_FILE).is_file():
-        told = ", ".join(f"{ranker} {value:.4f}" for ranker, value in values.items())
-        summary = {**_summary(run), CHOSEN: f"{best}, by {metric} on validation requests ({told})"}
-        write_bias_file(run, {**read_bias_file(run / BIAS_FILE), "summary": summary})
+    if (best / BIAS_FILE).is_file():
+        told = ", ".join(f"{_ranker(run)} {value:.4f}" for run, value in values.items())
+        summary = {**_summary(best), CHOSEN: f"{_ranker(best)}, by {metric} on validation requests ({told})"}
+        write_bias_file(best, {**read_bias_file(best / BIAS_FILE), "summary": summary})
