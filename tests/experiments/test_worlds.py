@@ -41,8 +41,7 @@ def result(tmp_path_factory):
         for module in ("training.data", "training.tasks", "experiments.worlds"):
             patch.setattr(f"ultr.{module}.cached_dataset", lambda name, data_dir: small)
         patch.setattr(labs, "load_dataset", lambda name, data_dir=None: small)
-        patch.setattr(experiment, "METHODS", (DEFAULT, experiment.BOUND, "pointwise"))
-        patch.setattr(experiment, "RATES", (0.02,))
+        patch.setattr(experiment, "METHODS", (DEFAULT, experiment.BOUND, "pointwise", "pal-click"))
         patch.setattr(experiment, "cells", lambda data: [replace(GRID[i], sessions=200) for i in (2, 3)])
         patch.setattr("ultr.bias.logging_policy.NETWORK_STEPS", 5)
         folder = tmp_path_factory.mktemp("worlds")
@@ -52,7 +51,7 @@ def result(tmp_path_factory):
 def test_every_cell_has_the_default_the_bound_and_the_logging_ranker(result):
     assert len(result.results) == 2
     for figures in result.results.values():
-        assert [row["method"] for row in figures["rows"]] == [DEFAULT, experiment.BOUND, "pointwise"]
+        assert [row["method"] for row in figures["rows"]] == [DEFAULT, experiment.BOUND, "pointwise", "pal-click"]
         assert figures["reference"] == DEFAULT
         assert len(figures["logging_ranker"]) == 2
         assert np.all(np.array(figures["logging_ranker"]) > 0)
@@ -68,7 +67,7 @@ def cell(**means: float) -> experiment.Cell:
     rows = [Row(entry, Setting(0.02), {"reward@10": (mean + noise * (i + 1)).tolist()})
             for i, (entry, mean) in enumerate(means.items())]  # fmt: skip
     world = replace(World("synthetic"), users="pbm")
-    return experiment.Cell(world, Comparison(with_tests(rows, DEFAULT), ["reward@10"], DEFAULT), [0.5])
+    return experiment.Cell(world, Comparison(with_tests(rows, DEFAULT), ["reward@10"], DEFAULT), [0.5] * 8)
 
 
 def test_a_default_that_is_below_by_chance_is_level_and_one_that_is_clearly_below_is_not():
@@ -80,3 +79,14 @@ def test_a_default_that_is_below_by_chance_is_level_and_one_that_is_clearly_belo
     assert far.significantly_behind("direct")
     assert not far.significantly_behind("pointwise")
     assert far.behind("direct") == pytest.approx(0.2, abs=0.02)
+
+
+def test_the_logging_ranker_and_the_spread_are_compared_over_seeds():
+    found = cell(**{DEFAULT: 1.0, "pal-click": 1.0})
+    assert not found.below_logged
+    assert replace(found, logged=[2.0] * 8).below_logged
+    assert not replace(found, logged=[0.5] * 7 + [5.0]).below_logged  # above on average, by one seed
+    steep = replace(found, world=replace(found.world, eta=2.0))
+    assert steep.spread("pal-click") == pytest.approx(2 * steep.spread(DEFAULT))
+    assert "0.50 times" in experiment._spread([found, steep])
+    assert not experiment._spread([found])
