@@ -23,8 +23,8 @@ GRID = experiment.cells()
 
 
 def test_the_grid_has_every_value_often_and_in_both_halves():
-    assert len(GRID) == len(set(GRID)) >= 40
-    halves = [[w for i, w in enumerate(GRID) if experiment.may_choose(i) is chosen] for chosen in (True, False)]
+    assert len(GRID) >= 40
+    halves = [[world for world, chooses in GRID.items() if chooses is half] for half in (True, False)]
     assert len(halves[0]) == len(halves[1])
     for name in ("data", "users", "eta", "sessions", "clicks", "logging"):
         for half in halves:
@@ -32,6 +32,11 @@ def test_the_grid_has_every_value_often_and_in_both_halves():
             assert set(counts) == {getattr(world, name) for world in GRID}, name
     for name, least in (("data", 16), ("logging", 8), ("clicks", 12), ("sessions", 6)):
         assert min(Counter(getattr(world, name) for world in GRID).values()) >= least, name
+
+
+def test_the_cells_of_a_data_set_are_the_same_whatever_others_there_are():
+    for name in experiment.DATA:
+        assert experiment.cells([name]) == {world: chooses for world, chooses in GRID.items() if world.data == name}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +47,8 @@ def result(tmp_path_factory):
             patch.setattr(f"ultr.{module}.cached_dataset", lambda name, data_dir: small)
         patch.setattr(labs, "load_dataset", lambda name, data_dir=None: small)
         patch.setattr(experiment, "METHODS", (DEFAULT, experiment.BOUND, "pointwise", "pal-click"))
-        patch.setattr(experiment, "cells", lambda data: [replace(GRID[i], sessions=200) for i in (2, 3)])
+        small_grid = {replace(world, sessions=200): chooses for world, chooses in [*GRID.items()][2:4]}
+        patch.setattr(experiment, "cells", lambda data: small_grid)
         patch.setattr("ultr.bias.logging_policy.NETWORK_STEPS", 5)
         folder = tmp_path_factory.mktemp("worlds")
         return experiment.compare_worlds(Lab(folder, TINY, Workers(1), runs=2, data=("synthetic",), device="cpu"))
@@ -67,7 +73,7 @@ def cell(**means: float) -> experiment.Cell:
     rows = [Row(entry, Setting(0.02), {"reward@10": (mean + noise * (i + 1)).tolist()})
             for i, (entry, mean) in enumerate(means.items())]  # fmt: skip
     world = replace(World("synthetic"), users="pbm")
-    return experiment.Cell(world, Comparison(with_tests(rows, DEFAULT), ["reward@10"], DEFAULT), [0.5] * 8)
+    return experiment.Cell(world, True, Comparison(with_tests(rows, DEFAULT), ["reward@10"], DEFAULT), [0.5] * 8)
 
 
 def test_a_default_that_is_below_by_chance_is_level_and_one_that_is_clearly_below_is_not():

@@ -12,7 +12,7 @@ import torch
 
 from ultr.errors import DataError
 from ultr.log import read_log
-from ultr.rankers import FeatureEncoder, LinearRanker
+from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders
 from ultr.rankers.model import Model, load_model
 from ultr.serving.export import export_run
 from ultr.training.config import RunConfig, TrainingOptions
@@ -63,3 +63,14 @@ def test_a_model_that_rejects_missing_values_does_not_score_them():
     with pytest.raises(DataError, match="feature 'f1' has missing values"):
         model.score(log)
     assert np.isfinite(replace(model, indicators=()).score(log)).all()
+
+
+def test_all_encoders_of_a_module_are_fitted_each_to_its_features():
+    rows = np.random.default_rng(0).normal(3, 2, (50, 3)).astype(np.float32)
+    encoders = torch.nn.ModuleList([FeatureEncoder(3), FeatureEncoder(3, only=[2]), FeatureEncoder(3)])
+    fit_encoders(encoders, rows)
+    for encoder in encoders:
+        columns = encoder.numeric.numpy()
+        np.testing.assert_allclose(encoder.mean, rows[:, columns].mean(0), rtol=1e-5)
+        np.testing.assert_allclose(encoder.inverse_deviation, 1 / rows[:, columns].std(0), rtol=1e-5)
+    assert encoders[0].mean.data_ptr() != encoders[2].mean.data_ptr()

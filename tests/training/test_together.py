@@ -20,6 +20,7 @@ from ultr.training.feed import Feed
 from ultr.training.run import run_training
 from ultr.training.stack import Stack
 from ultr.training.tasks import RunsTask, grouped
+from ultr.training.workers import _perform_safely
 from ultr.utils.jsonfiles import read_json
 
 METHODS = ["pairwise-em:loss=opt:weights=exact", "pal-click"]
@@ -145,3 +146,32 @@ def test_methods_that_cannot_be_stacked_are_trained_one_by_one(as_on_a_gpu, tmp_
     first, second = (load_file(folder / "model" / "weights.safetensors") for folder in (run, alone))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert np.isfinite(result.rows[0].results["ndcg@10"]).all()
+
+
+def test_runs_for_which_the_gpu_has_too_little_memory_together_are_trained_one_by_one(
+    as_on_a_gpu, tmp_path, monkeypatch
+):
+    as_on_a_gpu(True)
+    plan = Plan(base("cpu"), [Entry.parse("pal-click")], tmp_path, seeds=2, rates=(0.01,))
+
+    def too_large(*_args, **_options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ultr.training.tasks, "run_together", too_large)
+    (task,) = grouped(plan.final_tasks(plan.entries[0]))
+    assert task.runs == 2
+    task.perform()
+    assert task.finished
+
+
+def test_too_little_memory_for_one_run_is_said_in_words():
+    class TooLarge:
+        runs, finished = 1, False
+
+        def __str__(self) -> str:
+            return "the run"
+
+        def perform(self) -> str:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert "the run: the GPU has too little free memory" in json.loads(_perform_safely(TooLarge()))["error"]

@@ -1,7 +1,7 @@
 """The experiment `worlds`: which method is best for which users, log and label, and how far the default is from it.
 
 It is a selection of the product of data sets, users, sizes of the log, labels and logging rankers, in which every value
-occurs often. Half of the cells may be used to choose defaults (`may_choose`); the others are only reported.
+occurs often. Half of the cells may be used to choose defaults; the others are only reported.
 """
 
 from __future__ import annotations
@@ -67,10 +67,14 @@ CELLS_OF_DATA = 16  # of each data set
 STEEPEST = 2.0  # eta of the users who look least at low places
 
 
-def cells(data: Sequence[str] = DATA) -> list[World]:
-    """Return the worlds of the grid, in a fixed order."""
+def cells(data: Sequence[str] = DATA) -> dict[World, bool]:
+    """Return the worlds of the grid with these data sets, and whether defaults may be chosen by them.
+
+    Every second one of each data set may choose; it has a counterpart that does not, with the same users, in the next
+    data set.
+    """
     found = []
-    for place, name in enumerate(data):
+    for place, name in enumerate(DATA):
         for number, (users, eta) in enumerate(USERS):
             logging = LOGGINGS[(number + place) % len(LOGGINGS)]
             found.append(World(name, clicks=False, eta=eta, users=users, logging=logging))
@@ -82,15 +86,8 @@ def cells(data: Sequence[str] = DATA) -> list[World]:
         for number, (users, eta) in enumerate((("pbm", 1.0), ("pbm", 2.0), ("trust", 1.0), ("cascade", 1.0))):
             logging = LOGGINGS[(number + place + 1) % len(LOGGINGS)]
             found.append(World(name, clicks=True, eta=eta, users=users, logging=logging))
-    return found
-
-
-def may_choose(place: int) -> bool:
-    """Return whether defaults may be chosen by the cell at this place of the grid: every second one of each data set.
-
-    A cell that chooses has a counterpart that does not, with the same users, in the next data set.
-    """
-    return (place + place // CELLS_OF_DATA) % 2 == 0
+    chooses = [(i + i // CELLS_OF_DATA) % 2 == 0 for i in range(len(found))]
+    return {world: chosen for world, chosen in zip(found, chooses, strict=True) if world.data in data}
 
 
 @dataclass(frozen=True)
@@ -98,6 +95,7 @@ class Cell:
     """The result of a cell: its world, the comparison, and the metric of the logging ranker by seed."""
 
     world: World
+    chooses: bool  # whether defaults may be chosen by it
     compared: Comparison
     logged: list[float]
 
@@ -153,17 +151,18 @@ def compare_worlds(lab: Lab) -> ExperimentResult:
     available, absent = lab.find(DATA)
     grid = cells(available)
     if lab.budget.name == QUICK.name:
-        grid = [replace(world, sessions=min(world.sessions, QUICK.sessions)) for world in grid[:4]]
+        few = [*grid.items()][:4]
+        grid = {replace(world, sessions=min(world.sessions, QUICK.sessions)): chooses for world, chooses in few}
     plans = [_plan(lab, world) for world in grid]
     compared = compare_all(plans, lab.workers, lab.on_done)
     found = [
-        Cell(world, result, _logged(lab, world, plan))
-        for world, plan, result in zip(grid, plans, compared, strict=True)
+        Cell(world, chooses, result, _logged(lab, world, plan))
+        for (world, chooses), plan, result in zip(grid.items(), plans, compared, strict=True)
     ]
     title = f"Which method is best in which world (budget: {lab.budget.name})"
     results = {
-        _name(cell.world): {"may_choose": may_choose(i), "logging_ranker": cell.logged, **cell.compared.to_json()}
-        for i, cell in enumerate(found)
+        _name(cell.world): {"may_choose": cell.chooses, "logging_ranker": cell.logged, **cell.compared.to_json()}
+        for cell in found
     }
     sections = [_summary(found), _map(found), _details(found)]
     return ExperimentResult("worlds", title, _about(lab, len(found)), sections, [], results, absent)
@@ -210,8 +209,8 @@ def _summary(found: Sequence[Cell]) -> Section:
     """Return what the default reaches on all cells, and on parts of them."""
     parts: Mapping[str, list[Cell]] = {
         "all": list(found),
-        "may choose defaults": [cell for i, cell in enumerate(found) if may_choose(i)],
-        "kept apart": [cell for i, cell in enumerate(found) if not may_choose(i)],
+        "may choose defaults": [cell for cell in found if cell.chooses],
+        "kept apart": [cell for cell in found if not cell.chooses],
         **{f"{n:,} sessions": [c for c in found if c.world.sessions == n] for n in sorted({*SIZES, SESSIONS})},
         **{TITLES.get(name, name): [cell for cell in found if cell.world.data == name] for name in DATA},
     }
@@ -273,12 +272,12 @@ def _details(found: Sequence[Cell]) -> Section:
         "bound over the default",
     ]
     rows: list[list[str]] = []
-    for i, cell in enumerate(found):
+    for cell in found:
         star = "*" if cell.significantly_behind(cell.first) else ""
         rows.append(
             [
                 _name(cell.world),
-                "choose" if may_choose(i) else "apart",
+                "choose" if cell.chooses else "apart",
                 f"{cell.mean(DEFAULT):.4f}",
                 f"{np.mean(cell.logged):.4f}",
                 cell.first,

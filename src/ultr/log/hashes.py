@@ -44,6 +44,6 @@ def sums_of_hashes(log: Log) -> np.ndarray:
     hashes = np.empty(log.rows, np.uint64)
     for first in range(0, log.rows, ROWS_AT_ONCE):
         bits = np.ascontiguousarray(log.features[first : first + ROWS_AT_ONCE], dtype=np.float32).view(np.uint32)
-        mixed = (bits.astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64)
+        mixed = np.einsum("ij,j->i", bits, factors, dtype=np.uint64)  # modulo 2**64
         hashes[first : first + len(mixed)] = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     return np.add.reduceat(hashes, log.offsets[:-1])

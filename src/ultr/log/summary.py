@@ -8,6 +8,8 @@ import numpy as np
 
 from ultr.log.table import Log
 
+ROWS_AT_ONCE = 1 << 14  # rows in which missing values are counted at once
+
 
 @dataclass(frozen=True, eq=False)
 class ByPosition:
@@ -21,8 +23,11 @@ class ByPosition:
 
 def missing_values(log: Log, most: int = 5) -> str | None:
     """Return the features with missing values, and the share of rows without a value, in words; None without any."""
-    shares = {name: float(np.isnan(log.features[:, i]).mean()) for i, name in enumerate(log.feature_names)}
-    missing = [f"{name} ({share:.1%})" for name, share in shares.items() if share]
+    counts = np.zeros(len(log.feature_names), np.int64)
+    for first in range(0, log.rows, ROWS_AT_ONCE):  # rows are contiguous in memory, columns are not
+        counts += np.isnan(log.features[first : first + ROWS_AT_ONCE]).sum(0)
+    shares = zip(log.feature_names, counts / max(1, log.rows), strict=True)
+    missing = [f"{name} ({share:.1%})" for name, share in shares if share]
     more = f" and {len(missing) - most} more" if len(missing) > most else ""
     return ", ".join(missing[:most]) + more if missing else None
 

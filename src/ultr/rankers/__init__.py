@@ -57,9 +57,15 @@ def make_ranker(name: str, encoder: FeatureEncoder, **options: Any) -> nn.Module
 
 def fit_encoders(module: nn.Module, features: np.ndarray) -> None:
     """Fit every feature encoder of a module to features [rows, features]."""
+    fitted: dict[tuple[int, ...], FeatureEncoder] = {}  # by the features that they standardise
     for encoder in module.modules():
         if isinstance(encoder, FeatureEncoder):
-            encoder.fit(features)
+            alike = fitted.setdefault(tuple(encoder.numeric.tolist()), encoder)
+            if alike is encoder:
+                encoder.fit(features)
+            else:
+                encoder.mean.copy_(alike.mean)
+                encoder.inverse_deviation.copy_(alike.inverse_deviation)
 
 
 class WithConstants(nn.Module):

@@ -45,6 +45,7 @@ from ultr.utils.memory import available_memory
 MAX_VALIDATION_ROWS = 100_000  # validation requests are evaluated often, so more rows would take too long
 LARGEST_LABEL = 1e12  # largest label, because labels are squared in single precision
 GROUPED = 10  # held-out requests with one item that are ranked as one list
+CACHED_NUMBERS = 1 << 29  # features of the logs that a process keeps for its next runs
 MEMORY_SHARE = 0.5  # lists that need more than this share of the available memory are streamed
 
 
@@ -145,17 +146,20 @@ def _drawn(log: Log, sessions: int, seed: int, config: RunConfig) -> Log:
     return randomise(drawn, RANDOM_SHARE, seed=seed) if config.logging == "randomised" else drawn
 
 
+_RUN_DATA: dict[str, RunData] = {}  # configuration -> its data, the last used at the end
+
+
 def cached_run_data(config: RunConfig) -> RunData:
     """Return the data of a run of networks; runs of other methods and learning rates on the same data share it."""
     training = TrainingOptions(seed=config.training.seed, device=config.training.device)
     changes: dict[str, Any] = {"method_options": {}, "ranker_options": {}, "bias": None}
-    common = replace(config, method=DEFAULT_METHOD, ranker="mlp", **changes)
-    return _cached_run_data(json.dumps(replace(common, training=training).to_json(), sort_keys=True))
-
-
-@lru_cache(maxsize=16)
-def _cached_run_data(config: str) -> RunData:
-    return load_run_data(RunConfig.from_json(json.loads(config)))
+    common = replace(config, method=DEFAULT_METHOD, ranker="mlp", training=training, **changes)
+    key = json.dumps(common.to_json(), sort_keys=True)
+    found = _RUN_DATA.pop(key, None) or load_run_data(common)
+    _RUN_DATA[key] = found
+    while len(_RUN_DATA) > 1 and sum(data.train.features.size for data in _RUN_DATA.values()) > CACHED_NUMBERS:
+        _RUN_DATA.pop(next(iter(_RUN_DATA)))
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -126,7 +126,7 @@ class RunsTask:
     def perform(self) -> str:
         configs = [RunConfig.from_json(task.config) for task in self.tasks]
         later = [with_training(configs[0], seed=seed) for seed in range(self.seeds)]
-        with suppress(DivergedError):  # then they are trained one by one
+        with suppress(DivergedError, torch.OutOfMemoryError):  # then they are trained one by one
             run_together(configs, [Path(task.folder) for task in self.tasks], Path(self.tasks[0].shared), later)
         return [task.perform() for task in self.tasks][-1]  # evaluates them
 

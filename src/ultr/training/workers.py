@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import multiprocessing
@@ -140,10 +141,18 @@ def _begin(stage: Stage) -> tuple[list[tuple[Task, Stage]], int]:
 
 def _perform_safely(task: Task) -> str:
     """Run a task in a worker process; return its name or its error as JSON, because not all errors can be pickled."""
+    import torch
+
     try:
         return json.dumps({"done": task.perform()})
     except UltrError as error:
         return json.dumps({"error": f"{task}: {error}"})
+    except torch.OutOfMemoryError:
+        return json.dumps({"error": f"{task}: the GPU has too little free memory; run fewer at once, with --jobs"})
+    finally:
+        if torch.cuda.is_available():  # memory that torch keeps for its next task is free for other processes
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def _set_threads(threads: int) -> None:
