@@ -1,10 +1,10 @@
 """A simulated month: `ultr update` every day, next to training from scratch on the same window of days.
 
-    python benchmarks/daily.py [--days 30] [--requests 500] [--ranker lightgbm] [--window 7] [--decay 3] [--kill 0.3]
+    python benchmarks/daily.py [--days 30] [--requests 500] [--ranker lightgbm] [--window 7] [--seen 1] [--kill 0.3]
 
 Each day users search once per request, in the order of a weak ranker, and the log of the day is a folder date=.../.
 The first run is trained on the first window. From then on, one command a day updates the run of the day before on the
-last days. With --kill, a part of these commands is killed at a random moment, and the same command is started again.
+last days that it is shown (--seen). With --kill, a part of these commands is killed at a random moment, and the same command is started again.
 On every --compare'th day, `ultr train` trains from scratch on the same days. Rankers are compared by their NDCG@10 on
 the true labels of other requests. Times are of CPU, of whole processes; those of killed commands count too.
 """
@@ -56,6 +56,7 @@ def simulated_month(
     requests: int,
     options: Sequence[str],
     window: int = 7,
+    seen: int = 1,
     decay: float = 3.0,
     compare: int = 5,
     seed: int = 0,
@@ -91,16 +92,17 @@ def simulated_month(
             raise RuntimeError(f"ultr {' '.join(arguments)} failed with exit code {code}")
         return cpu() - start
 
-    def sources(number: int) -> list[str]:
-        first = max(0, number - window + 1)
+    def sources(number: int, last: int = window) -> list[str]:
+        first = max(0, number - last + 1)
         return [str(folder / "days" / f"date={FIRST + timedelta(each)}") for each in range(first, number + 1)]
 
     run, results, wall = folder / "first", [], 0.0
     timed(["train", *sources(window - 1), "--out", str(run), "--decay", str(decay), *options])
     for number in range(window, days):
         out = folder / f"run-{number}"
-        logs = [argument for source in sources(number) for argument in ("--log", source)]
-        arguments = ["update", str(run), *logs, "--decay", str(decay), "--out", str(out)]
+        logs = [argument for source in sources(number, seen) for argument in ("--log", source)]
+        how = ["--decay", str(decay)] if seen > 1 else []
+        arguments = ["update", str(run), *logs, *how, "--out", str(out)]
         kills, start = 0, cpu()
         while kills < 5 and killed(arguments, wall):
             kills += 1
@@ -130,7 +132,7 @@ def summary(results: Sequence[Day]) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("days", 30), ("requests", 500), ("window", 7), ("compare", 5), ("seed", 0)):
+    for name, default in (("days", 30), ("requests", 500), ("window", 7), ("seen", 1), ("compare", 5), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--decay", type=float, default=3.0, help="half-life of the weights of requests, in days")
     parser.add_argument("--kill", type=float, default=0.0, help="probability that a command is killed")
@@ -167,7 +169,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = ["--label", "click", "--ranker", given.ranker, "--seed", str(given.seed), *given.option]
         sizes: dict[str, int] = {
-            name: getattr(given, name) for name in ("days", "requests", "window", "compare", "seed")
+            name: getattr(given, name) for name in ("days", "requests", "window", "seen", "compare", "seed")
         }
         how: dict[str, Any] = {"decay": given.decay, "killed": killed, "report": show, **sizes}
         results = simulated_month(Path(folder), command, options=options, **how)

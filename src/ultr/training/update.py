@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ultr.bias.pitfalls import Pitfall
 from ultr.bias.propensities import BIAS_FILE
 from ultr.errors import OptionError
@@ -157,10 +159,12 @@ def compare_runs(old: Path, new: Path, config: RunConfig, metric: str) -> tuple[
     columns = {**columns_for_run(new, models["the new run"][1], {}), "where": list(config.where)}
     log, _ = read_data(config.data, split="test", data_dir=config.data_dir, columns=columns)
     views = {name: (folder, model.view(log)) for name, (folder, model) in models.items()}
-    scores = {name: model.score(log) for name, (_, model) in models.items()}
+    judged, warnings = fresh_requests(views, split_of(config.data, "test", config.data_dir), unselected=True)
+    rows, some = np.repeat(judged, log.lengths), log.select(judged)
+    scores = {name: np.zeros(log.rows) for name in models}
+    for name, (_, model) in models.items():
+        scores[name][rows] = model.score(some)
     log = views["the new run"][1]
-    split = split_of(config.data, "test", config.data_dir)
-    judged, warnings = fresh_requests(views, split, unselected=True)
     log, segments = by_segment(log) if "segment" in log.context else (log, ())
     judgement = judge_rankers(
         log,
