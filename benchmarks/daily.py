@@ -3,10 +3,11 @@
     python benchmarks/daily.py [--days 30] [--requests 500] [--ranker lightgbm] [--window 7] [--seen 1] [--kill 0.3]
 
 Each day users search once per request, in the order of a weak ranker, and the log of the day is a folder date=.../.
-The first run is trained on the first window. From then on, one command a day updates the run of the day before on the
-last days that it is shown (--seen). With --kill, a part of these commands is killed at a random moment, and the same command is started again.
-On every --compare'th day, `ultr train` trains from scratch on the same days. Rankers are compared by their NDCG@10 on
-the true labels of other requests. Times are of CPU, of whole processes; those of killed commands count too.
+The first run is trained on the first window. From then on, one command a day updates the run of the day before with the
+log of the day, or of the last --seen days. With --kill, a part of these commands is killed at a random moment, and the
+same command is started again. On every --compare'th day, `ultr train` trains from scratch on the last --window days.
+Rankers are compared by their NDCG@10 on the true labels of other requests. Times are of CPU, of whole processes; those
+of killed commands count too.
 """
 
 from __future__ import annotations

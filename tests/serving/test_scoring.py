@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.ipc
 import pyarrow.parquet as pq
@@ -24,11 +25,11 @@ from lists_folder import write_lists
 from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import User
 from ultr.errors import ColumnError, DataError, OptionError, OutputError
-from ultr.log import read_log, write_log
+from ultr.log import Log, read_log, write_log
 from ultr.rankers import FeatureEncoder, make_ranker
 from ultr.rankers.boosters import TreeRanker
 from ultr.rankers.model import Model
-from ultr.serving.scoring import _read_ahead, score_file
+from ultr.serving.scoring import _read_ahead, first_ranking, score_file
 
 NUMERIC = ("f0", "f1", "price")
 SHOPS = ("x", "y", "z")
@@ -420,6 +421,15 @@ def test_outputs_that_exist_or_have_an_unknown_suffix_are_errors(tmp_path):
         score_file(make_model(), marks, tmp_path / "scores.csv", overwrite=True)
 
 
+def test_the_first_request_is_shown_in_its_new_order():
+    requests, items = pa.array(["b", "a", "b", "b"]), pa.array(["x", "y", "z", "w"])
+    keys = Log(np.zeros((4, 1), np.float32), np.arange(5), requests, ("price",), item_ids=items)
+    scores = np.array([0.5, 9.0, 0.1, 0.7])
+    assert first_ranking(keys, scores) == "request b, best first: items w, x, z"
+    assert first_ranking(keys, scores, most=2) == "request b, best first: items w, x, ..."
+    assert first_ranking(keys.select(np.array([1])), scores[1:2]) is None
+
+
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
@@ -435,7 +445,12 @@ def test_the_command_scores_files_and_prints_their_number(ultr, tmp_path):
     done = ultr("score", tmp_path / "run", tmp_path / "log.parquet", "--out", out, "--device", "cpu")
     assert (done.returncode, done.stdout) == (0, "")
     assert f"wrote {out}: {log.rows} scores" in done.stderr
-    assert pq.read_table(out).column_names == ["request", "position", "relevance", "score"]
+    table = pq.read_table(out)
+    assert table.column_names == ["request", "position", "relevance", "score"]
+    first = table.filter(pc.equal(table["request"], table["request"][0])).sort_by([("score", "descending")])
+    best = ", ".join(map(str, first["position"].to_pylist()[:5]))
+    example = f"for example, request {table['request'][0].as_py()}, best first: what was at positions {best}"
+    assert example in done.stderr
     done = ultr("score", tmp_path / "run", tmp_path / "log.parquet", "--out", out)
     assert done.returncode == 1
     assert "output exists already" in done.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,11 @@ from ultr.cli import options
 from ultr.cli.messages import progress_bar, words
 from ultr.cli.options import columns_text, plain, print_next, print_notes
 from ultr.errors import OptionError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ultr.log import Log
 
 
 def score(
@@ -57,13 +62,17 @@ def score(
         task = bar.add_task("rows", total=None, figure="")
         if engine is None:
             from ultr.rankers.model import load_model
-            from ultr.serving.scoring import score_file
+            from ultr.serving.scoring import first_ranking, score_file
+
+            def on_first(rows: Log, scores: np.ndarray) -> None:
+                on_start(rows.columns, rows.notes)
+                first["example"] = first_ranking(rows, scores)
 
             scores = score_file(
                 load_model(fetched(run)),
                 source,
                 out,
-                on_start=lambda rows: on_start(rows.columns, rows.notes),
+                on_start=on_first,
                 device=device,
                 on_progress=lambda done, rows: bar.update(task, completed=done, total=rows),
                 **settings,
@@ -83,4 +92,6 @@ def score(
         print(json.dumps({"out": out, "run": run, "scores": scores, **first}))
         return
     words.print(f"wrote {out}: {scores:,} scores; sort the rows of a request by score, highest first", soft_wrap=True)
+    if first.get("example"):
+        words.print(plain(f"for example, {first['example']}"), soft_wrap=True)
     print_next("serve", run)

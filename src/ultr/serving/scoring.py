@@ -11,7 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
@@ -43,7 +45,7 @@ def score_file(
     overwrite: bool = False,
     device: str = "auto",
     on_progress: Callable[[int, int | None], None] = lambda _done, _rows: None,
-    on_start: Callable[[Log], None] = lambda _first: None,
+    on_start: Callable[[Log, np.ndarray], None] = lambda _first, _scores: None,
 ) -> int:
     """Score the rows of any source that `read_log` reads, and write their keys and scores to a Parquet or CSV file.
 
@@ -52,8 +54,8 @@ def score_file(
     Without `features`, the columns with the names of the model's features are used. Memory does not grow with the file.
     `where` has conditions on rows, such as `country = de`; other rows get no score.
 
-    `on_start` gets the first rows, `on_progress` the number of rows done, and the number of all rows if it is known.
-    Return the number of scores.
+    `on_start` gets the first rows and their scores, `on_progress` the number of rows done, and the number of all rows
+    if it is known. Return the number of scores.
     """
     if Path(out).suffix.lower() not in WRITERS:
         raise OptionError(
@@ -80,12 +82,30 @@ def score_file(
         closing(_read_ahead(batches)) as ahead,
     ):
         for log, rows_read in ahead:
+            found = model.score(log, device=device)
             if not done:
-                on_start(log)
-            writer.write(_keys(log).append_column("score", pa.array(model.score(log, device=device))))
+                on_start(log, found)
+            writer.write(_keys(log).append_column("score", pa.array(found)))
             done, scores = done + rows_read, scores + log.rows
             on_progress(done, rows)
     return scores
+
+
+def first_ranking(log: Log, scores: np.ndarray, most: int = 5) -> str | None:
+    """Return the items of the first request in the order of their scores, in words; None if there is nothing to tell.
+
+    Items without ids are named by the position at which they were shown.
+    """
+    keys = _keys(log)
+    name = next((each for each in ("item", "position") if each in keys.column_names), None)
+    of_first = np.flatnonzero(np.asarray(pc.equal(keys["request"], keys["request"][0])))
+    if name is None or len(of_first) < 2:
+        return None
+    best = of_first[np.argsort(-scores[of_first], kind="stable")[:most]]
+    items = ", ".join(str(value) for value in keys[name].take(best).to_pylist())
+    more = ", ..." if len(of_first) > most else ""
+    kind = "items" if name == "item" else "what was at positions"
+    return f"request {keys['request'][0].as_py()}, best first: {kind} {items}{more}"
 
 
 def _keys(log: Log) -> pa.Table:
