@@ -185,8 +185,8 @@ def _ensembles(
     import lightgbm
 
     data, ensembles = lightgbm_data(rows), []
+    scores = torch.zeros(0)  # LightGBM passes the scores to the first round
     for start, trees in zip(starts, extended, strict=False):
-        scores = np.full(len(rows.features), start)
         if trees is None:
             booster = lightgbm.Booster(parameters, data)
         else:
@@ -195,9 +195,8 @@ def _ensembles(
             booster = lightgbm.train({**parameters, "objective": _no_derivatives}, lightgbm_data(rows), **how)
             while booster.current_iteration() > trees.rounds:
                 booster.rollback_one_iter()
-            scores += trees.predict(rows.features)
         first = None if trees is None else trees.first
-        ensembles.append(Ensemble(booster, start, torch.from_numpy(scores), rows.categorical, first))
+        ensembles.append(Ensemble(booster, start, scores, rows.categorical, first))
     return ensembles
 
 

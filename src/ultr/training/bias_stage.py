@@ -216,12 +216,14 @@ def bias_training(
         device=options.device,
         precision=options.precision,
     )
+    new = None if stream is not None or begin is None else begin.new_requests(log)
     if stream is None and user is None:
         least, most = (LEAST_STEPS, MOST_STEPS) if begin is None else (LEAST_STEPS // 2, MOST_STEPS // 2)
-        patience = patience_for(len(log), bias_options, least=least, most=most)
+        to_learn = len(log) if new is None else len(new)
+        patience = patience_for(to_learn, bias_options, least=least, most=most)
         bias_options = replace(bias_options, patience=patience)
     if stream is None:
-        learned, held_out = held_out_requests(log, seed, new=None if begin is None else begin.new_requests(log))
+        learned, held_out = held_out_requests(log, seed, new=new)
         lists, count = ListBatches(log, device=device), len(held_out)
         feed: Feeding = Feed(lists, batch=bias_options.batch, seed=bias_options.seed, user=user, requests=learned)
         held_out_feed = Feed(lists, batch=256, seed=bias_options.seed, user=user, requests=held_out)

@@ -43,6 +43,7 @@ from ultr.utils.stages import begin_stage
 from ultr.utils.stopping import EarlyStopping
 
 BIAS_ROUNDS = 300  # largest number of boosting rounds of a bias model made of trees
+LEAST_SHARE = 0.1  # of these rounds, in an update with few new requests
 MOST_GROWTH = 3  # an update drops the trees of earlier updates if they made the trees of a run this many times as many
 
 
@@ -206,13 +207,14 @@ class TreeRun:
         learned, held_out = held_out_requests(log, options.seed, new=new)
         held_out_feed = Feed(ListBatches(log), batch=256, seed=options.seed, requests=held_out)
         rows = log if learned is None else log.select(learned)
+        share = 1.0 if new is None else max(LEAST_SHARE, len(new) / len(log))  # what is new decides the most rounds
         fit_boosted(
             pair_model.bias_model,
             rows,
             self.method.labels(rows),
             held_out=some_batches(held_out_feed, len(held_out)),
             categorical=tuple(sorted(self.method.inputs.categories)),
-            rounds=min(options.bias_steps, BIAS_ROUNDS),
+            rounds=math.ceil(share * min(options.bias_steps, BIAS_ROUNDS)),
             growth=MOST_GROWTH,
             seed=options.seed,
             on_progress=lambda number, metrics: on_progress(Progress(number, math.nan, metrics, True)),
