@@ -15,7 +15,7 @@ from lists_folder import write_lists
 from ultr.cli.evaluate import verdicts
 from ultr.datasets.simulate import simulate_log
 from ultr.datasets.users import User
-from ultr.evaluation.judgement import LOGGED_RANKING, Judged, Judgement
+from ultr.evaluation.judgement import LOGGED_RANKING, Judged, Judgement, other_examinations
 from ultr.evaluation.scores import Mean, PairedTest, holm
 from ultr.log import parts, write_log
 from ultr.log.shards import Shards
@@ -101,6 +101,33 @@ def test_a_verdict_on_a_guess_says_so():
     (said,) = verdicts(Judgement({"it": {REWARD: old}, "new": {REWARD: new}}, "it", 10, confirmed=False))
     assert said.startswith("new is probably better than it by off-policy-reward@10 (+25.0%")
     assert "this log cannot confirm" in said
+    milder = Judgement({"it": {REWARD: old}, "new": {REWARD: replace(new, mean=Mean(0.45, 0, 1, 10))}}, "it", 10)
+    judged = Judgement({"it": {REWARD: old}, "new": {REWARD: new}}, "it", 10, {"1": 1.0, "2": 0.25}, confirmed=False)
+    (said,) = verdicts(judged, {"half": milder})
+    assert said.startswith("new is probably better")
+    assert said.endswith("so the interval is too narrow; it would be +28.6% with half the position bias")
+    worse = replace(new, mean=Mean(0.3, 0, 1, 10), difference=PairedTest(-0.1, -0.12, -0.08, 0.01, 10))
+    (said,) = verdicts(judged, {"half": milder, "twice": replace(milder, rankers={"it": {}, "new": {REWARD: worse}})})
+    assert said.startswith("new is perhaps better")
+    assert said.endswith("; it would be +28.6% with half and -25.0% with twice the position bias")
+    assert other_examinations(judged) == {
+        "half": {"1": 1.0, "2": 0.5},
+        "one and a half times": {"1": 1.0, "2": 0.125},
+    }
+    assert not other_examinations(replace(judged, known=True))
+    assert not other_examinations(replace(judged, confirmed=True))
+
+
+def test_more_and_less_position_bias_are_tried_if_the_log_cannot_confirm_it(ultr, here):
+    arguments = ("evaluate", here / "a", here / "new.parquet", "--json")
+    found = json.loads(ultr(*arguments).stdout)
+    assert found["judge"]["confirmed"] is False
+    assert set(found["with_other_bias"]) == {"half", "one and a half times"}
+    for power, other in zip((0.5, 1.5), found["with_other_bias"].values(), strict=True):
+        theta = {place: value**power for place, value in found["judge"]["theta"].items()}
+        assert other["judge"]["theta"] == pytest.approx(theta)
+        assert other["rankers"][str(here / "a")][REWARD]["mean"] != found["rankers"][str(here / "a")][REWARD]["mean"]
+    assert json.loads(ultr(*arguments, "--propensities", here / "theta.csv").stdout)["with_other_bias"] == {}
 
 
 def test_requests_that_a_run_was_trained_on_are_left_out(ultr, here):

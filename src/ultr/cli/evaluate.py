@@ -18,13 +18,14 @@ from ultr.cli.options import free_path, named_columns, plain, print_next, print_
 from ultr.errors import DataError, OptionError
 
 SHOWN_POSITIONS = 20  # positions whose examination is printed, at most
-GUESS = "; this log cannot confirm how often users look at each position, so the interval is too narrow"
+GUESS = "this log cannot confirm how often users look at each position, so the interval is too narrow"
+NO_OTHERS: Mapping[str, Judgement] = {}
 SIGNIFICANT = 0.05  # a p value below this makes a difference clear
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ultr.evaluation.judgement import Judgement
+    from ultr.evaluation.judgement import Judged, Judgement
     from ultr.log import Log
     from ultr.log.parts import LogParts
     from ultr.rankers.model import Model
@@ -109,7 +110,7 @@ def evaluate(
     """
     from ultr.bias.propensities import read_propensities
     from ultr.datasets.users import make_user
-    from ultr.evaluation.judgement import judge_rankers
+    from ultr.evaluation.judgement import judge_rankers, other_examinations
     from ultr.log.segments import by_segment
     from ultr.rankers.model import load_model
     from ultr.training.data import columns_for_run
@@ -117,18 +118,15 @@ def evaluate(
     from ultr.utils.stores import fetched
 
     named = named_columns(locals())
-    rows: dict[str, Any] = {"where": list(where or ()), "on_duplicates": on_duplicates}
-    rows = {name: value for name, value in rows.items() if value}
+    of_rows = {"where": list(where or ()), "on_duplicates": on_duplicates}
+    rows: dict[str, Any] = {name: value for name, value in of_rows.items() if value}
     folders = list(runs or [])
     if data is None:
         if not folders:
             raise OptionError("there are no data to judge on", hint="pass a log with --data")
         data = folders.pop()
     columns = list(score_column or [])
-    names = [*folders, *columns]
-    if not names:
-        raise OptionError("there is nothing to judge", hint="pass a run, or --score-column")
-    _check_once(names)
+    _check_names([*folders, *columns])
     places = {name: fetched(name) for name in folders}
     models = {name: load_model(place) for name, place in places.items()}
     source = _Source(data, split, data_dir, stream)
@@ -149,30 +147,38 @@ def evaluate(
     if folders:
         seen = {name: (places[name], view) for name, view in views.items()}
         fresh, warnings = fresh_requests(seen, split_of(data, split, data_dir))
-    judged = judge_rankers(
+    judge = partial(
+        judge_rankers,
         log,
         rankers,
         [name.strip() for name in (metrics or _default_metric(log)).split(",")],
         label=label or _label(models, data, named),
         judged=fresh,
-        known=None if propensities is None else read_propensities(propensities),
         segments=segments,
         user=make_user(users, eta=eta, epsilon=epsilon, max_grade=source.max_grade),
         against=against,
         parts=parts,
     )
+    judged = judge(known=None if propensities is None else read_propensities(propensities))
+    others = {name: judge(known=theta) for name, theta in other_examinations(judged).items()}
     print_notes(log.notes)
     for warning in warnings:
         words.print(plain(f"warning: {warning}"), soft_wrap=True)
     if as_json:
-        print(json.dumps({"data": data, **judged.to_json(), "warnings": warnings}))
+        print(json.dumps({"data": data, **_as_json(judged, others), "warnings": warnings}))
         return
-    print_judgement(judged, data)
+    print_judgement(judged, data, others)
     if folders:
         print_next("report", *folders, out=free_path("report.html"))
 
 
-def _check_once(names: Sequence[str]) -> None:
+def _as_json(judged: Judgement, others: Mapping[str, Judgement]) -> dict[str, Any]:
+    return {**judged.to_json(), "with_other_bias": {name: other.to_json() for name, other in others.items()}}
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if not names:
+        raise OptionError("there is nothing to judge", hint="pass a run, or --score-column")
     if len(set(names)) < len(names):
         raise OptionError("each run and score column must be given once", got=", ".join(names))
 
@@ -259,8 +265,11 @@ def _label(models: Mapping[str, Model], data: str, named: Mapping[str, Any]) -> 
     return labels.pop() if labels else shared.label_for(data, columns, users=None)
 
 
-def verdicts(judged: Judgement) -> Iterator[str]:
-    """Yield a sentence for each ranker that is compared: whether it is better by the first metric, and by how much."""
+def verdicts(judged: Judgement, others: Mapping[str, Judgement] = NO_OTHERS) -> Iterator[str]:
+    """Yield a sentence for each ranker that is compared: whether it is better by the first metric, and by how much.
+
+    `others` are judgements with less and more position bias, if the log cannot confirm the estimate.
+    """
     from ultr.evaluation.scores import OFF_POLICY
     from ultr.training.selection import less_is_better
 
@@ -272,18 +281,31 @@ def verdicts(judged: Judgement) -> Iterator[str]:
         sign = -1 if less_is_better(metric) else 1
         than = "better than" if sign * test.difference > 0 else "worse than"
         verdict = than if holm < SIGNIFICANT else "not clearly better or worse than"
-        sure = judged.confirmed or not metric.startswith(OFF_POLICY)
-        verdict = verdict if sure or holm >= SIGNIFICANT else f"probably {verdict}"
-        reference = values[metric].mean.mean - test.difference
+        guessed = not judged.confirmed and metric.startswith(OFF_POLICY)
+        with_bias = {bias: other.rankers[name][metric] for bias, other in others.items() if guessed}
+        if guessed and holm < SIGNIFICANT:
+            signs = {each.difference.difference > 0 for each in with_bias.values() if each.difference is not None}
+            verdict = f"{'probably' if signs <= {test.difference > 0} else 'perhaps'} {verdict}"
         size = ""
-        if reference > 0:
-            change, low, high = (f"{value / reference:+.1%}" for value in (test.difference, test.low, test.high))
-            size = f" ({change}, 95% interval {low} to {high})"
-        yield f"{name} is {verdict} {judged.against} by {metric}{size}{'' if sure else GUESS}"
+        if change := _changes(values[metric]):
+            size = f" ({change[0]}, 95% interval {change[1]} to {change[2]})"
+        found = [f"{shown[0]} with {bias}" for bias, other in with_bias.items() if (shown := _changes(other))]
+        guess = f"; {GUESS}" if guessed else ""
+        guess += f"; it would be {' and '.join(found)} the position bias" if found else ""
+        yield f"{name} is {verdict} {judged.against} by {metric}{size}{guess}"
 
 
-def print_judgement(judged: Judgement, data: str) -> None:
-    """Print a table with a row for each metric and ranker."""
+def _changes(value: Judged) -> tuple[str, ...]:
+    """Return the difference to the reference and its interval, in % of the reference; empty if that is 0."""
+    test = value.difference
+    reference = 0.0 if test is None else value.mean.mean - test.difference
+    if test is None or reference <= 0:
+        return ()
+    return tuple(f"{each / reference:+.1%}" for each in (test.difference, test.low, test.high))
+
+
+def print_judgement(judged: Judgement, data: str, others: Mapping[str, Judgement] = NO_OTHERS) -> None:
+    """Print a table with a row for each metric and ranker, and what it says in words (see `verdicts`)."""
     if judged.theta:
         theta = " ".join(f"{value:.3g}" for value in list(judged.theta.values())[:SHOWN_POSITIONS])
         more = " ..." if len(judged.theta) > SHOWN_POSITIONS else ""
@@ -306,7 +328,7 @@ def print_judgement(judged: Judgement, data: str) -> None:
                 cells += [f"{test.difference:+.4f}", f"{test.low:+.4f} to {test.high:+.4f}", f"{value.holm:.2g}"]
             table.add_row(metric, plain(name), *cells)
     print_table(table)
-    for sentence in verdicts(judged):
+    for sentence in verdicts(judged, others):
         words.print(plain(sentence), soft_wrap=True)
     clicks = [
         f"{value.effective_clicks:,.0f} ({plain(name)}, {metric})"

@@ -37,6 +37,7 @@ from ultr.log.queries import split_by_query
 from ultr.log.segments import slot
 
 LOGGED_RANKING = "the logged ranking"
+OTHER_BIAS = {"half": 0.5, "one and a half times": 1.5}  # name -> power of θ
 FOLD = 1 << 40  # position ids of two halves that have different judges differ by this number
 
 
@@ -69,6 +70,16 @@ class Judgement:
         how = "given" if self.known else "estimated from the log"
         judge = {"theta": dict(self.theta), "source": how, "confirmed": self.confirmed} if self.theta else None
         return {"requests": self.requests, "against": self.against, "judge": judge, "rankers": rankers}
+
+
+def other_examinations(judged: Judgement) -> dict[str, dict[str, float]]:
+    """Return θ with less and with more position bias than estimated, by name; empty if the log confirms the estimate.
+
+    A judgement by each of them shows how much the first one depends on what the log cannot confirm.
+    """
+    if judged.known or judged.confirmed:
+        return {}
+    return {name: {slot: value**power for slot, value in judged.theta.items()} for name, power in OTHER_BIAS.items()}
 
 
 def logged_scores(log: Log) -> np.ndarray | None:
