@@ -218,7 +218,7 @@ def bias_training(
     )
     new = None if stream is not None or begin is None else begin.new_requests(log)
     if stream is None and user is None:
-        least, most = (LEAST_STEPS, MOST_STEPS) if begin is None else (LEAST_STEPS // 2, MOST_STEPS // 2)
+        least, most = (LEAST_STEPS, MOST_STEPS) if begin is None else (LEAST_STEPS // 4, MOST_STEPS // 2)
         to_learn = len(log) if new is None else len(new)
         patience = patience_for(to_learn, bias_options, least=least, most=most)
         bias_options = replace(bias_options, patience=patience)

@@ -33,6 +33,7 @@ from ultr.utils.stages import begin_stage
 
 BALANCED_ROWS = 50_000  # validation rows by which the terms of a ranker are weighed
 LEAST_STEPS, MOST_STEPS = 150, 600  # without improvement, after which training on a log stops
+WARM_LEAST_STEPS = 50  # the same as LEAST_STEPS, for training that starts from another run
 
 
 class NetworkRun:
@@ -54,7 +55,8 @@ class NetworkRun:
         if options.patience is not None or data.feeding_user is not None:
             return options
         requests = MOST_STEPS * options.batch if data.stream is not None else len(data.train)
-        return replace(options, patience=patience_for(requests, options, least=LEAST_STEPS, most=MOST_STEPS))
+        least = LEAST_STEPS if self.config.warm_start is None else WARM_LEAST_STEPS
+        return replace(options, patience=patience_for(requests, options, least=least, most=MOST_STEPS))
 
     @property
     def starts_well(self) -> bool:
