@@ -82,7 +82,7 @@ def test_every_optimizer_lowers_the_loss(optimizer):
 
 def test_each_network_is_clipped_apart():
     log = feedback_log()
-    settings = TrainingOptions(clip=1e-3, device="cpu")
+    settings = TrainingOptions(clip=1e-3, optimizer="adam", device="cpu")  # Adagrad does not change the gradients
     state = start(method(), log, settings)
     take_step(state, Feed(ListBatches(log), batch=8, seed=0)(0), settings)
     for network in state.method.children():

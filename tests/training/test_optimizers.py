@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -83,3 +85,19 @@ def test_a_parameter_without_a_gradient_keeps_its_value():
     module.weight.grad = torch.ones_like(module.weight)
     flat.step()
     assert torch.equal(module.bias.detach(), before)
+
+
+def test_training_does_not_load_the_compiler_of_torch():
+    code = """
+import sys, torch
+from ultr.training.optimizers import make_optimizer
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = make_optimizer("adagrad", [[weight]], lr=0.1, weight_decay=0.0, clip=1.0, device=torch.device("cpu"))
+optimizer.zero_grad()
+weight.sum().backward()
+optimizer.step()
+optimizer.load_state_dict(optimizer.state_dict())
+assert weight.max() < 1
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

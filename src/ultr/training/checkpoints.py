@@ -21,12 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from ultr.errors import DataError, OutputError
 from ultr.rankers.matching import load_weights
 from ultr.training.loop import TrainingState
+from ultr.training.optimizers import AnyOptimizer
 from ultr.utils.files import atomic_path, output_errors, remove_abandoned
 from ultr.utils.jsonfiles import add_checksum, check_format, parse_json, read_json, verify_checksum
 from ultr.utils.locks import lock
@@ -140,7 +140,7 @@ def _checkpoints(run: Path) -> list[Path]:
     return sorted(folders, key=lambda folder: int(folder.name[5:]))
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _optimizer_tensors(optimizer: AnyOptimizer) -> dict[str, Tensor]:
     return {
         f"{parameter}.{name}": value
         for parameter, values in optimizer.state_dict()["state"].items()
@@ -148,7 +148,7 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     }
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def _load_optimizer(optimizer: AnyOptimizer, tensors: dict[str, Tensor]) -> None:
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         parameter, _, name = key.partition(".")

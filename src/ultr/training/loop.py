@@ -24,7 +24,7 @@ from ultr.rankers import DeviceMask, Dropout, Masks, fit_encoders
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feeding, noise_of, step_seed
 from ultr.training.graphs import GraphedSteps
-from ultr.training.optimizers import clip_gradients, make_optimizer, set_rate
+from ultr.training.optimizers import AnyOptimizer, clip_gradients, make_optimizer, set_rate
 from ultr.utils.devices import choose_device
 from ultr.utils.distributed import average_gradients
 from ultr.utils.stopping import EarlyStopping
@@ -48,7 +48,7 @@ class TrainingState(RunState):
     """The state of a run of networks; checkpoints save all of it, so that the run can resume."""
 
     method: Learner
-    optimizer: torch.optim.Optimizer
+    optimizer: AnyOptimizer
     best_weights: dict[str, Tensor] = field(default_factory=dict)
 
 

@@ -10,20 +10,19 @@ from torch import Tensor
 
 Optimizer = Literal["adagrad", "adam", "adamw"]
 OF_TORCH: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
-    "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
 ALIGNMENT = 64  # numbers; matrix kernels are faster on aligned rows
 
 
-class FlatAdagrad(torch.optim.Optimizer):
-    """Adagrad as in `torch.optim.Adagrad`, p -= lr · g / (√Σg² + eps), for a GPU.
+class FlatAdagrad:
+    """Adagrad as in `torch.optim.Adagrad`, p -= lr · g / (√Σg² + eps).
 
     The parameters of each group are moved into one tensor, so that a step is a few kernels; `clip` limits the norm of
     the gradient of each group (0: no limit). `accumulator` is the first value of Σg². The learning rate is a tensor.
-    torch's own Adagrad reads it on the CPU, so a graph would repeat that of the captured step. With `runs`, parameters
-    are [runs, ...] and learning rates [runs].
+    torch's own Adagrad reads it on the CPU, so a graph would repeat that of the captured step; and its optimizers first
+    load the compiler of torch, which takes seconds. With `runs`, parameters are [runs, ...] and learning rates [runs].
     """
 
     def __init__(
@@ -38,7 +37,8 @@ class FlatAdagrad(torch.optim.Optimizer):
         runs: int | None = None,
     ) -> None:
         settings = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
-        super().__init__([{"params": list(group)} for group in groups if len(group)], settings)
+        self.param_groups: list[dict[str, Any]] = [{"params": list(group), **settings} for group in groups if group]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
         self._clip, self._runs = clip, runs or 1
         # Of each group: its parameters by their place in the flat tensors; these; and sums of squared gradients.
         self._flat: list[tuple[list[Tensor], Tensor, Tensor]] = []
@@ -54,8 +54,17 @@ class FlatAdagrad(torch.optim.Optimizer):
                 first = place[1].stop
             self._flat.append((parameters, values, sums))
 
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; `set_to_none` is for calls of optimizers of torch, and must be True."""
+        for p in self._parameters:
+            p.grad = None
+
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self) -> None:
         for group, (parameters, values, sums) in zip(self.param_groups, self._flat, strict=True):
             slopes = torch.cat([self._rows(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters], 1)
             if self._clip:
@@ -76,12 +85,17 @@ class FlatAdagrad(torch.optim.Optimizer):
     def _rows(self, values: Tensor) -> Tensor:
         return values.reshape(self._runs, -1)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each parameter by its number, as torch's Adagrad does."""
+        return {"state": {number: self.state[p] for number, p in enumerate(self._parameters)}, "param_groups": []}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load sums of squared gradients into the tensors that hold them."""
-        places = {p: self.state[p]["sum"] for group in self.param_groups for p in group["params"]}
-        super().load_state_dict(state_dict)
-        for p, place in places.items():
-            self.state[p]["sum"] = place.copy_(self.state[p]["sum"])
+        for number, p in enumerate(self._parameters):
+            self.state[p]["sum"].copy_(state_dict["state"][number]["sum"])
+
+
+AnyOptimizer = FlatAdagrad | torch.optim.Optimizer
 
 
 def make_optimizer(
@@ -93,23 +107,22 @@ def make_optimizer(
     clip: float,
     device: torch.device,
     accumulator: float = 0.0,
-) -> torch.optim.Optimizer:
+) -> AnyOptimizer:
     """Make an optimizer by its name, for the parameters of some networks; on a GPU its learning rate is a tensor.
 
     `accumulator` is the first value of Adagrad's sums of squared gradients.
     """
-    first = {"initial_accumulator_value": accumulator} if name == "adagrad" else {}
-    parameters = [p for network in networks for p in network]
-    if device.type != "cuda":
-        fused = {"fused": True} if device.type == "cpu" else {}  # update all parameters in one pass
-        return OF_TORCH[name](parameters, lr=lr, weight_decay=weight_decay, **fused, **first)
     rate = torch.tensor(lr, device=device)
     if name == "adagrad":
         return FlatAdagrad(networks, lr=rate, weight_decay=weight_decay, clip=clip, accumulator=accumulator)
+    parameters = [p for network in networks for p in network]
+    if device.type != "cuda":
+        fused = {"fused": True} if device.type == "cpu" else {}  # update all parameters in one pass
+        return OF_TORCH[name](parameters, lr=lr, weight_decay=weight_decay, **fused)
     return OF_TORCH[name](parameters, lr=rate, weight_decay=weight_decay, fused=True, capturable=True)
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer, networks: Sequence[Sequence[Tensor]], clip: float) -> None:
+def clip_gradients(optimizer: AnyOptimizer, networks: Sequence[Sequence[Tensor]], clip: float) -> None:
     """Limit the norm of the gradient of each network on its own: one with large gradients must not slow the others."""
     if clip and not isinstance(optimizer, FlatAdagrad):  # which does so itself
         for network in networks:
@@ -117,7 +130,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, networks: Sequence[Sequence
                 torch.nn.utils.clip_grad_norm_(parameters, clip)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_rate(optimizer: AnyOptimizer, rate: float) -> None:
     """Set the learning rate; a tensor keeps its place, because graphs read it there."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
