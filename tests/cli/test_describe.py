@@ -84,3 +84,31 @@ def test_columns_of_feedback_are_suggested_as_actions_and_not_as_features(ultr, 
     (command,) = [line for line in done.stderr.splitlines() if line.startswith("next: ")]
     assert "--features price,in_stock " in command
     assert "--actions add_to_cart,view,read_seconds" in command
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_texts_that_differ_within_a_request_are_suggested_as_categories(suffix, ultr, tmp_path):
+    rng = np.random.default_rng(0)
+    requests, rows = 200, 1000
+    columns = {
+        "request": np.repeat(np.arange(requests), 5),
+        "position": np.tile(np.arange(5) + 1, requests),
+        "click": (rng.random(rows) < 0.3).astype(int),
+        "brand": rng.choice(["acme", "zeta", "omni"], rows),
+        "device": np.repeat(rng.choice(["phone", "desktop"], requests), 5),  # of the whole request
+        "title": [f"title {i}" for i in range(rows)],  # too many values
+        "page_url": rng.choice(["a", "b"], rows),
+        "nothing": ["same"] * rows,
+    }
+    frame = pd.DataFrame(columns)
+    path = tmp_path / f"log{suffix}"
+    frame.to_csv(path, index=False) if suffix == ".csv" else frame.to_parquet(path, index=False)
+    done = ultr("describe", path)
+    assert done.returncode == 0, done.stderr
+    assert "takes the unused categories: leave out what is not known before ranking" in done.stderr
+    (command,) = [line for line in done.stderr.splitlines() if line.startswith("next: ")]
+    assert "--categorical brand " in command
+    assert "--features" not in command
+    assert ultr(*command.removeprefix("next: ultr ").split()[:-1], tmp_path / "bias").returncode == 0
+    named = ultr("describe", path, "--categorical", "brand").stderr
+    assert "takes the unused" not in named

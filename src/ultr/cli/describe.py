@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 NAMED_POSITIONS = (1, 2, 3, 5, 10, 20)  # the positions, by their order in the list, whose feedback is printed
 MOST_WARNINGS, MOST_NAMES = 4, 12  # largest number of warnings, and of columns in a line, that are printed
+ROWS_OF_CATEGORY = 20  # a column of texts with fewer rows for each value is not suggested as a category
 NOT_FEATURES = ("id", "time", "timestamp", "date", "day", "ts", "url", "seed")  # last words of names of other columns
 
 
@@ -54,7 +55,6 @@ def describe(
 ) -> None:
     """Check a log: what was recognised in it, what is wrong, and what to do next."""
     from ultr.log import read_log
-    from ultr.log.readers import numeric_columns
     from ultr.log.summary import by_position, missing_values
 
     named = named_columns(locals())
@@ -93,22 +93,10 @@ def describe(
         words.print(plain(f"recognised: {columns_text(log.columns)}"), soft_wrap=True)
     if table is not None and log.actions:
         _print_feedback(log, table, verbose=verbose)
-    suggested = _suggested_features(log, numeric_columns(source, log.unused_columns))
-    as_actions: dict[str, str] = {}
-    if suggested and log.actions:
-        of_feedback = _of_feedback(read_log(source, **{**rows, "features": suggested}))
-        suggested = [name for name in suggested if name not in of_feedback]
-        if of_feedback:
-            as_actions = {"actions": ",".join([*log.actions, *of_feedback])}
-            what = "looks like feedback" if len(of_feedback) == 1 else "look like feedback"
-            of = ", ".join(of_feedback)
-            notes.append(f"{of} {what}; the next command has --actions {as_actions['actions']}")
+    suggested = _suggestions(log, source, rows, notes)
     if log.unused_columns:
         use = "use them with --features, --categorical, --segment or --actions"
         words.print(plain(f"unused columns: {_names(log.unused_columns)} ({use})"), soft_wrap=True)
-    if suggested:
-        what = "no column was recognised as a feature, and a ranker needs features"
-        notes.append(f"{what}; the next command takes the unused numbers: leave out what is not known before ranking")
     print_notes(notes)
     for pitfall in warnings[:MOST_WARNINGS]:
         print_warning(pitfall)
@@ -119,11 +107,10 @@ def describe(
         what = f"the log has no {absent}: name their column with {option}, and run this command again"
         words.print(what, soft_wrap=True)
         return
-    columns = {**named, **as_actions, "features": ",".join(suggested)} if suggested else {**named, **as_actions}
     print_next(
         "bias",
         source,
-        columns=columns,
+        columns={**named, **suggested},
         on_duplicates=unless(on_duplicates, "error"),
         where=where,
         out=free_path("bias"),
@@ -146,6 +133,29 @@ def _warnings(log: Log) -> list[Pitfall]:
     return [*leaks, *find_pitfalls(log.without_features(), clicked, sample=sample)]
 
 
+def _suggestions(log: Log, source: Any, rows: dict[str, Any], notes: list[str]) -> dict[str, str]:
+    """Return the options of the next command for columns that were not named, and add to the notes why."""
+    from ultr.log import read_log
+    from ultr.log.readers import numeric_columns
+
+    numbers = _suggested_features(log, numeric_columns(source, log.unused_columns))
+    found: dict[str, str] = {}
+    if numbers and log.actions:
+        of_feedback = _of_feedback(read_log(source, **{**rows, "features": numbers}))
+        numbers = [name for name in numbers if name not in of_feedback]
+        if of_feedback:
+            found["actions"] = ",".join([*log.actions, *of_feedback])
+            what = "looks like feedback" if len(of_feedback) == 1 else "look like feedback"
+            notes.append(f"{', '.join(of_feedback)} {what}; the next command has --actions {found['actions']}")
+    texts = _suggested_categories(log, source)
+    found |= {role: ",".join(names) for role, names in (("features", numbers), ("categorical", texts)) if names}
+    if numbers or texts:
+        what = "no column was recognised as a feature, and a ranker needs features"
+        kinds = " and ".join(["numbers"] * bool(numbers) + ["categories"] * bool(texts))
+        notes.append(f"{what}; the next command takes the unused {kinds}: leave out what is not known before ranking")
+    return found
+
+
 def _of_feedback(log: Log) -> list[str]:
     """Return the features of a log that follow its actions, or that every row with an action has, as a view has."""
     import numpy as np
@@ -165,7 +175,39 @@ def _suggested_features(log: Log, numbers: list[str]) -> list[str]:
     """Return unused columns of numbers that may be features, by their names; none if the log has features."""
     if log.feature_names:
         return []
-    return [name for name in numbers if name.lower().replace("-", "_").split("_")[-1] not in NOT_FEATURES]
+    return [name for name in numbers if _may_be_feature(name)]
+
+
+def _may_be_feature(name: str) -> bool:
+    return name.lower().replace("-", "_").split("_")[-1] not in NOT_FEATURES
+
+
+def _suggested_categories(log: Log, source: Any) -> list[str]:
+    """Return unused columns of texts that may be categories, by the first rows; none if the log has features.
+
+    They have few values, and differ between the items of a request. A text of the whole request, such as a device, does
+    not help to order its items.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    from ultr.log.readers import first_rows
+
+    request = log.columns.get("request")
+    if log.feature_names or not isinstance(request, str):
+        return []
+    rows, found = first_rows(source), []
+    for name in log.unused_columns:
+        if name not in rows.column_names or not _may_be_feature(name):
+            continue
+        kind = rows.schema.field(name).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        values = pc.count_distinct(rows[name]).as_py()
+        if (pa.types.is_string(kind) or pa.types.is_large_string(kind)) and 2 <= values <= len(rows) / ROWS_OF_CATEGORY:
+            of_request = rows.group_by(request).aggregate([(name, "count_distinct")])
+            if pc.max(of_request[f"{name}_count_distinct"]).as_py() > 1:
+                found.append(name)
+    return found
 
 
 def _names(names: tuple[str, ...]) -> str:
