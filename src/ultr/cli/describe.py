@@ -198,7 +198,7 @@ def _suggested_categories(log: Log, source: Any) -> list[str]:
         return []
     rows, found = first_rows(source), []
     for name in log.unused_columns:
-        if name not in rows.column_names or not _may_be_feature(name):
+        if not ({request, name} <= set(rows.column_names) and _may_be_feature(name)):
             continue
         kind = rows.schema.field(name).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
