@@ -38,7 +38,9 @@ def test_a_run_has_the_segment_in_its_columns_and_later_commands_use_it(ultr, pa
     assert done.returncode == 0, done.stderr
     assert FOUND in done.stderr
     assert OFF in done.stderr
-    assert "in each of 2 segments (desktop, mobile)" in done.stderr
+    said = " ".join(done.stderr.split())
+    assert "users: desktop: compared with position " in said
+    assert "; mobile: compared with position " in said
     assert columns_of(run)["segment"] == "device"
     again = ultr("train", path, *QUICK, "--out", run, "--resume")
     assert again.returncode == 0, again.stderr

@@ -10,6 +10,7 @@ import pytest
 from conftest import make_shown_log
 from ultr.bias.examination import SOURCES
 from ultr.bias.propensities import write_bias_file
+from ultr.log.segments import SHIFT
 from ultr.training.config import RunConfig
 from ultr.training.data import RunData
 from ultr.training.summary import FEATURES_ALONE, bias_summary, origin_of_theta
@@ -75,11 +76,23 @@ def test_examination_from_another_folder_keeps_its_origin(content, expected, tmp
 
 
 def test_segments_trust_and_the_choice_of_the_ranker_are_named():
-    report = {**REPORT, "rho": [1, 0.9, 0.8, 0.8], "final": {"ranker": "blend"}}
-    said = bias_summary(report, CONFIG, replace(DATA, segments=("mobile", "desktop")))
-    assert said["users"] == "they look by position, in each of 2 segments (mobile, desktop)"
+    places = [1, 2, (1 << SHIFT) + 1, (1 << SHIFT) + 2]
+    report = {**REPORT, "positions": places, "rho": [1, 0.9, 0.8, 0.8], "final": {"ranker": "blend"}}
+    said = bias_summary(report, CONFIG, replace(DATA, segments=("mobile", "desk@top")))
+    assert said["users"] == (
+        "mobile: compared with position 1, they look 0.50 times as often at 2; "
+        "desk@top: compared with position 1, they look 0.50 times as often at 2"
+    )
     assert said["trust"].startswith("higher positions are trusted more")
     assert said["ranker"].startswith("the sum of")
+
+
+def test_only_the_first_of_many_segments_are_told():
+    places = [(number << SHIFT) + position for number in range(5) for position in (1, 2)]
+    report = {**REPORT, "positions": places, "theta": [0.8, 0.4] * 5}
+    said = bias_summary(report, CONFIG, replace(DATA, segments=tuple("abcde")))["users"]
+    assert "c: compared with position 1, they look 0.50 times as often at 2; and 2 more segments" in said
+    assert "d:" not in said
 
 
 def test_one_position_has_nothing_to_compare():

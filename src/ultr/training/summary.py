@@ -12,11 +12,13 @@ from ultr.bias.examination import SOURCES
 from ultr.bias.identification import NOT
 from ultr.bias.propensities import BIAS_FILE, read_bias_file
 from ultr.bias.result import times_as_often
+from ultr.log.segments import slot
 from ultr.training.config import RunConfig
 from ultr.training.data import RunData
 from ultr.utils.stores import fetched
 
 NAMED = (2, 3, 5, 10, 20)  # the positions, by their order in the list, whose θ is told
+MOST_SEGMENTS = 3  # segments whose θ is told, at most
 IMPRECISE = 0.1  # a standard error of θ above which more evidence would help
 FINAL = {
     "pairs": "the ranker of pairs",
@@ -55,16 +57,26 @@ def bias_summary(report: Mapping[str, Any], config: RunConfig, run_data: RunData
 
 
 def _users(report: Mapping[str, Any], segments: tuple[str, ...]) -> str:
-    theta = np.array(report["theta"], np.float64)
-    if segments:
-        return f"they look by position, in each of {len(segments)} segments ({', '.join(segments[:5])})"
-    positions = [str(position) for position in report["positions"]]
-    top = int(theta.argmax())
-    places = [k - 1 for k in NAMED if k <= len(theta) and k - 1 != top]
-    if not places or theta[top] <= 0:
+    curves: dict[str, dict[str, float]] = {}  # segment -> position -> θ; one segment without a name if there are none
+    for place, theta in zip(report["positions"], report["theta"], strict=True):
+        position, _, segment = slot(int(place), segments).partition("@")
+        curves.setdefault(segment, {})[position] = float(theta)
+    if not segments:
+        return _curve(curves[""])
+    shown = [f"{segment}: {_curve(curve)}" for segment, curve in [*curves.items()][:MOST_SEGMENTS]]
+    more = f"; and {len(curves) - MOST_SEGMENTS} more segments" if len(curves) > MOST_SEGMENTS else ""
+    return "; ".join(shown) + more
+
+
+def _curve(theta: Mapping[str, float]) -> str:
+    """Return how often users look at some positions, compared with that at which they look most often."""
+    positions = list(theta)
+    top = max(positions, key=theta.__getitem__)
+    named = [positions[k - 1] for k in NAMED if k <= len(positions) and positions[k - 1] != top]
+    if not named or theta[top] <= 0:
         return "they look at one position"
-    times = times_as_often({positions[i]: theta[i] / theta[top] for i in places})
-    return f"compared with position {positions[top]}, they look {times}"
+    times = times_as_often({position: theta[position] / theta[top] for position in named})
+    return f"compared with position {top}, they look {times}"
 
 
 def _evidence(report: Mapping[str, Any]) -> str:
