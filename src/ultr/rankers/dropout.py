@@ -15,6 +15,15 @@ LEVELS = 1 << 16  # 16 random bits decide whether a value is dropped
 LEAST = 2.0**-25  # a uniform number of 0 is replaced by this one, because its logarithm must be finite
 
 
+def _below(keep: float) -> int:
+    """Return the number of the levels at which a value is kept."""
+    return max(1, round(keep * LEVELS))
+
+
+def _kept(generator: np.random.Generator, below: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(generator.integers(0, LEVELS, shape, dtype=np.uint16) < below)
+
+
 class Masks:
     """The dropout masks of one training step on the CPU: each part of a batch has its own NumPy generator and seed.
 
@@ -27,11 +36,11 @@ class Masks:
 
     def draw(self, like: Tensor, keep: float) -> Tensor:
         """Draw a mask for values [requests, length, ...]: 1/keep with probability `keep`, else 0; 0 for padding."""
-        below = max(1, round(keep * LEVELS))
+        below = _below(keep)
         kept, first = torch.zeros(like.shape, dtype=torch.bool), 0
         for part, generator in zip(self._parts, self._generators, strict=True):
-            levels = generator.integers(0, LEVELS, (part.requests, part.longest, *like.shape[2:]), dtype=np.uint16)
-            kept[first : first + part.requests, : part.longest] = torch.from_numpy(levels < below)
+            of_part = _kept(generator, below, (part.requests, part.longest, *like.shape[2:]))
+            kept[first : first + part.requests, : part.longest] = of_part
             first += part.requests
         return kept.to(like.dtype).mul_(LEVELS / below)
 
@@ -73,10 +82,21 @@ class GivenMask:
         return self._mask
 
 
+class _Draws:
+    """Dropout masks from a generator of NumPy."""
+
+    def draw(self, like: Tensor, keep: float) -> Tensor:
+        """Draw a mask for values of any shape: 1/keep with probability `keep`, else 0."""
+        generator = np.random.Generator(np.random.SFC64(int(torch.randint(1 << 62, ()))))
+        below = _below(keep)
+        return _kept(generator, below, tuple(like.shape)).to(like.dtype).mul_(LEVELS / below)
+
+
 class Dropout(nn.Dropout):
     """Dropout as in `torch.nn.Dropout`, but with the given `masks` in training if they are set.
 
-    Values are [requests, length, units], or [requests, length] if `units` is 0.
+    With masks, values are [requests, length, units], or [requests, length] if `units` is 0. Without masks on a CPU, a
+    generator of NumPy draws them, with a seed from torch's.
     """
 
     def __init__(self, p: float = 0.5, units: int = 0) -> None:
@@ -86,9 +106,10 @@ class Dropout(nn.Dropout):
     masks: Masks | DeviceMask | GivenMask | None = None
 
     def forward(self, values: Tensor) -> Tensor:
-        if self.masks is None or not self.training or not self.p:
+        if not self.training or not self.p or (self.masks is None and values.device.type != "cpu"):
             return super().forward(values)
-        return values * self.masks.draw(values, 1 - self.p)
+        masks = _Draws() if self.masks is None else self.masks
+        return values * masks.draw(values, 1 - self.p)
 
     def drawn(self, noise: Noise, layer: int) -> Tensor:
         """Draw the mask of this layer, whose number is `layer`, as `forward` does on a GPU."""
