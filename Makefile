@@ -6,6 +6,8 @@ BASE   := $(VENV)/.installed-base
 STAMP  := $(VENV)/.installed
 # Python compiles modules when they are first imported; compiling all of them here would double the time.
 PIP    := $(BIN)/pip install --disable-pip-version-check --no-compile
+# Where this is set, every process compiles torch and all other packages again; the tests start hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
 # Real data for tests that can use it; they skip, saying so, where it is absent.
 export ULTR_DATA ?= $(wildcard ../shared/data)
 

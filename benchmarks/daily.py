@@ -13,6 +13,7 @@ of killed commands count too.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import resource
 import subprocess
@@ -142,6 +143,7 @@ def main() -> None:
     given = parser.parse_args()
     rng = random.Random(given.seed)
     ultr_command = [sys.executable, "-m", "ultr"]
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every command would compile torch again
 
     def command(arguments: Sequence[str]) -> int:
         done = subprocess.run([*ultr_command, *arguments], check=False, capture_output=True, text=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,8 @@ from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs
 from ultr.methods.bias_model import BiasModel
-from ultr.methods.boosted_bias import BoostedOutputs, fit_boosted
+from ultr.methods.boosted_bias import BoostedOutputs, _ensembles, fit_boosted
+from ultr.rankers.boosters import TreeRows, binned, lightgbm_parameters
 
 REQUESTS, ITEMS, HELD = 3000, 8, 600
 THETA = np.array(EYE_TRACKING[:ITEMS])
@@ -144,6 +146,21 @@ def test_outputs_are_saved_and_read_again(pairs, log, tmp_path):
     assert again(features.view(10, ITEMS, 3)).shape == (10, ITEMS, 3)
     torch.testing.assert_close(again(features), model.network(features), rtol=0, atol=0)
     assert (again.boosters[2] is not None) == pairs
+
+
+def test_extended_trees_go_on_from_their_own_scores(log, found):
+    """Each ensemble of trees has a subset of one data set, and the scores of its own trees on it."""
+    beta, value = (trees.shortened(trees.rounds) for trees in found.network.boosters[:2])
+    starts, parameters = found.network.constants, {**lightgbm_parameters(0.1, 0, 0), "objective": "none"}
+    rows = binned(TreeRows(log.features, log.lengths, log.feature_names, (2,)), {"seed": 0, "min_data_in_leaf": 200})
+    places = np.arange(log.offsets[10], log.rows)
+    for extended in ([beta, value, None], [beta, value, beta]):
+        data = partial(rows.binned.subset, places)
+        ensembles = _ensembles(data, (2,), {**parameters, "min_data_in_leaf": 20}, starts, extended)
+        for ensemble, trees, start in zip(ensembles, extended, starts, strict=True):
+            ensemble.grow(lambda scores: (torch.zeros_like(scores), torch.ones_like(scores)))
+            before = start + (0 if trees is None else trees.predict(log.features[places]))
+            np.testing.assert_allclose(ensemble.scores.numpy(), np.broadcast_to(before, len(places)), atol=1e-6)
 
 
 def test_one_seed_gives_the_same_bits(log):

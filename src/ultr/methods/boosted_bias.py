@@ -137,12 +137,14 @@ def fit_boosted(
     rounds: int,
     seed: int,
     growth: int = 3,
+    binned: Callable[[], Any] | None = None,
     on_progress: Callable[[int, dict[str, float]], None] = lambda *_: None,
 ) -> None:
     """Fit trees for a bias model to a log, until the likelihood of the `held_out` requests stops improving.
 
     θ of the model must be known or estimated already, unless it is regressed. If the model has trees already, they are
-    extended; those of a model that has grown to `growth` times its first size, only from the first ones on.
+    extended; those of a model that has grown to `growth` times its first size, only from the first ones on. `binned`
+    returns the rows of the log as a new `lightgbm.Dataset`, if there is a faster way than to find their bins again.
     """
     place = model.index(torch.from_numpy(log.shown_positions("a bias model")))
     label = torch.from_numpy(labels).double()
@@ -152,7 +154,8 @@ def fit_boosted(
     before = model.network if isinstance(model.network, BoostedOutputs) else BoostedOutputs(em.starts(), [None] * 3)
     starts = before.constants
     extended = [trees and trees.to_extend(max(growth * trees.first, rounds)) for trees in before.boosters]
-    outputs = _ensembles(rows, parameters, starts[: 2 + model.pairs], extended)
+    data = binned or (lambda: lightgbm_data(rows))
+    outputs = _ensembles(data, categorical, parameters, starts[: 2 + model.pairs], extended)
     best: dict[str, Tensor] = {}
     if any(extended):  # the trees before the first round may be the best
         model.network = _outputs(outputs, starts, categorical, best=False)
@@ -179,24 +182,34 @@ def fit_boosted(
 
 
 def _ensembles(
-    rows: TreeRows, parameters: dict[str, Any], starts: list[float], extended: list[Booster | None]
+    new_data: Callable[[], Any],
+    categorical: tuple[int, ...],
+    parameters: dict[str, Any],
+    starts: list[float],
+    extended: list[Booster | None],
 ) -> list[Ensemble]:
-    """Return the trees of each output before the first round: none, or those that are extended."""
+    """Return the trees of each output before the first round: none, or those that are extended.
+
+    Trees that are extended need data of their own, which have their scores before the first round.
+    """
     import lightgbm
 
-    data, ensembles = lightgbm_data(rows), []
+    shared, ensembles = new_data(), []
+    shared.free_raw_data = True  # it extends no trees, so it needs no features
     scores = torch.zeros(0)  # LightGBM passes the scores to the first round
     for start, trees in zip(starts, extended, strict=False):
         if trees is None:
-            booster = lightgbm.Booster(parameters, data)
+            booster = lightgbm.Booster(parameters, shared)
         else:
+            data = new_data()
             # LightGBM has no function that only prepares trees to be extended: a round without derivatives adds none.
             how = {"num_boost_round": 1, "init_model": trees.trees, "keep_training_booster": True}
-            booster = lightgbm.train({**parameters, "objective": _no_derivatives}, lightgbm_data(rows), **how)
+            booster = lightgbm.train({**parameters, "objective": _no_derivatives}, data, **how)
+            data.data = None  # a copy of the features, which only the scores before the first round needed
             while booster.current_iteration() > trees.rounds:
                 booster.rollback_one_iter()
         first = None if trees is None else trees.first
-        ensembles.append(Ensemble(booster, start, scores, rows.categorical, first))
+        ensembles.append(Ensemble(booster, start, scores, categorical, first))
     return ensembles
 
 

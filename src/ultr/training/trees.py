@@ -6,6 +6,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ultr.methods.boosted_bias import fit_boosted
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.trees import TreeMethod, TreePairwiseEM, TreeTask
 from ultr.rankers import score_rows
-from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, TreeRanker
+from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, LightGBM, TreeRanker, TreeRows, binned
 from ultr.rankers.tree_objective import kernels
 from ultr.rankers.tree_parameters import check_parameters
 from ultr.training.bias_progress import BiasProgress
@@ -78,8 +79,10 @@ class TreeRun:
     def train(self, out: Path, shared: Path | None, listeners: Listeners) -> None:
         """Fit the bias model, if the method has one, grow all trees, and write the results into `out`."""
         config, run_data = self.config, self.run_data
-        self._run_bias_stage(out, shared, listeners)
+        rows = self._binned()
+        self._run_bias_stage(out, shared, listeners, rows)
         task = self.method.task(run_data.train, extends=self._start is not None)
+        task = task if rows is None else replace(task, rows=rows)
         state, start = self._load_checkpoint(out, task)
         rewind_metrics(out, state.step or -1)
         judge = judge_of(config, run_data, out, shared, known=self.method.inputs.propensities)
@@ -178,7 +181,14 @@ class TreeRun:
 
     # --- The bias stage -------------------------------------------------------------------------------------------
 
-    def _run_bias_stage(self, out: Path, shared: Path | None, listeners: Listeners) -> None:
+    def _binned(self) -> TreeRows | None:
+        """Return the training rows in LightGBM's bins, if both the bias model and the ranker are trees of LightGBM."""
+        if not (self.boosted and self.library is LightGBM):
+            return None
+        parameters = {**self.config.ranker_options, "seed": self.config.training.seed}
+        return binned(self.method.rows(self.run_data.train), parameters)
+
+    def _run_bias_stage(self, out: Path, shared: Path | None, listeners: Listeners, rows: TreeRows | None) -> None:
         pair_model, on_progress = self.method.pair_model(), listeners.on_bias_progress
         progress, seed = BiasProgress(out, listeners.checkpoint_seconds), self.config.training.seed
         if (positions := self.method.position_model()) is not None:
@@ -188,7 +198,7 @@ class TreeRun:
         if pair_model is None or pair_model.bias_learner() is None:
             return
         pair_model.to(self.device)
-        fit = partial(self._fit_boosted, pair_model, progress, on_progress) if self.boosted else None
+        fit = partial(self._fit_boosted, pair_model, progress, on_progress, rows) if self.boosted else None
         run_bias_stage(self.config, self.run_data, pair_model, out, shared, on_progress, progress=progress, fit=fit)
 
     def _fit_boosted(
@@ -196,6 +206,7 @@ class TreeRun:
         pair_model: PairwiseEM,
         progress: BiasProgress,
         on_progress: Callable[[Progress], None],
+        all_rows: TreeRows | None,
         begin: Beginning | None,
     ) -> None:
         """Fit a bias model of trees: first θ (examination), then trees until held-out metrics no longer improve."""
@@ -207,6 +218,7 @@ class TreeRun:
         learned, held_out = held_out_requests(log, options.seed, new=new)
         held_out_feed = Feed(ListBatches(log), batch=256, seed=options.seed, requests=held_out)
         rows = log if learned is None else log.select(learned)
+        places = np.flatnonzero(np.isin(log.request_of_row, np.arange(len(log)) if learned is None else learned))
         share = 1.0 if new is None else max(LEAST_SHARE, len(new) / len(log))  # what is new decides the most rounds
         fit_boosted(
             pair_model.bias_model,
@@ -217,6 +229,7 @@ class TreeRun:
             rounds=math.ceil(share * min(options.bias_steps, BIAS_ROUNDS)),
             growth=MOST_GROWTH,
             seed=options.seed,
+            binned=None if all_rows is None else partial(all_rows.binned.subset, places),
             on_progress=lambda number, metrics: on_progress(Progress(number, math.nan, metrics, True)),
         )
 
