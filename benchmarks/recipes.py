@@ -27,8 +27,8 @@ from ultr.bias.examination import estimate_examination
 from ultr.log.labels import Label
 from ultr.log.segments import by_segment
 from ultr.training.config import RunConfig, default_training
-from ultr.training.contest import with_rivals
-from ultr.training.run import train_best
+from ultr.training.joined import with_trees
+from ultr.training.run import train_both
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 WORLDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -84,7 +84,7 @@ def compared(name: str, requests: int, seed: int, rankers: list[str]) -> Iterato
         )
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            run = train_best(with_rivals(config, []) if ranker == "auto" else [config], Path(folder) / "run", log=log)
+            run = train_both(with_trees(config, []) if ranker == "auto" else [config], Path(folder) / "run", log=log)
             seconds = time.perf_counter() - start
             yield f"ultr train --ranker {ranker}", other.ndcg(ultr.load_model(run).score(test)), seconds
     start = time.perf_counter()

@@ -33,11 +33,11 @@ from ultr.rankers.boosters import is_trees
 from ultr.rankers.model import load_model
 from ultr.training.checkpoints import read_metrics
 from ultr.training.config import AUTO, DEFAULT_METHOD, RunConfig, TrainingOptions, default_training
-from ultr.training.contest import NETWORK, OF_NETWORKS, with_rivals
 from ultr.training.importance import feature_importance
+from ultr.training.joined import NETWORK, OF_NETWORKS, with_trees
 from ultr.training.loop import Progress
 from ultr.training.outcome import ranks, read_outcome
-from ultr.training.run import train_best
+from ultr.training.run import train_both
 from ultr.utils.arguments import check_value
 from ultr.utils.files import atomic_path
 from ultr.utils.html import facts_html
@@ -303,10 +303,10 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         if thresholds(config.method, config.label, config.method_options, ranker=config.ranker):
             what = f"'{config.method}' is a method for clicks: it uses 1 if '{config.label}' is above zero, else 0"
             warnings.warn(what, stacklevel=3)
-        configs = with_rivals(config, chosen) if self.ranker == AUTO else [config]
+        configs = with_trees(config, chosen) if self.ranker == AUTO else [config]
         how: dict[str, Any] = {"on_warning": _warn, "on_progress": self._show, "checkpoint_seconds": float("inf")}
         with tempfile.TemporaryDirectory() as folder:
-            self._read_run(train_best(configs, Path(folder) / "run", log=log, **how))
+            self._read_run(train_both(configs, Path(folder) / "run", log=log, **how))
 
     def _show(self, progress: Progress) -> None:
         if check_value("verbose", self.verbose, int):

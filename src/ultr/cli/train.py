@@ -125,7 +125,7 @@ def train(
     with words.status("starting ..."):  # imports take seconds on a busy machine
         from ultr.datasets.cache import cache_folder
         from ultr.training.outcome import value_of_run
-        from ultr.training.run import train_best
+        from ultr.training.run import train_both
         from ultr.utils.stores import kept_here
 
         configs = shared.run_configs({**locals()}, chosen_options(context))
@@ -144,7 +144,7 @@ def train(
         def begin(started: Any) -> None:
             nonlocal now
             if started is not config:
-                words.print(f"the next candidate: {started.ranker}", soft_wrap=True)
+                words.print(f"now {started.ranker}, which joins the network", soft_wrap=True)
             now = started
 
         def show(progress: Any) -> None:
@@ -158,7 +158,7 @@ def train(
             bar.update(task, description="bias model", completed=progress.step, total=bias_steps, figure=likelihood)
 
         with _failing(trackers):
-            train_best(
+            train_both(
                 configs,
                 run,
                 on_start=begin,

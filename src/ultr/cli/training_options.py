@@ -52,7 +52,7 @@ RankerOrAuto = Annotated[
     typer.Option(
         "--ranker",
         help="Kind of ranker: mlp, linear, lightgbm or xgboost. auto trains mlp and, if it is installed, lightgbm, "
-        "and keeps the better one on validation requests; with options of networks, mlp alone.",
+        "and their sum is the ranker; with options of networks, mlp alone.",
     ),
 ]
 AUTO_RANKER = "auto"
@@ -179,12 +179,12 @@ def print_reading(config: RunConfig) -> None:
 
 
 def run_configs(options: dict[str, Any], chosen: Collection[str]) -> list[RunConfig]:
-    """Return the configurations of a run, one for each kind of ranker to try; the user has `chosen` some options."""
-    from ultr.training.contest import NETWORK, with_rivals
+    """Return the configurations of a run, one for each kind of ranker; the user has `chosen` some options."""
+    from ultr.training.joined import NETWORK, with_trees
 
     if options["ranker"] != AUTO_RANKER:
         return [run_config(options)]
-    return with_rivals(run_config({**options, "ranker": NETWORK}), chosen)
+    return with_trees(run_config({**options, "ranker": NETWORK}), chosen)
 
 
 def run_config(options: dict[str, Any]) -> RunConfig:

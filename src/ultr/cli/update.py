@@ -39,9 +39,15 @@ def update(
     ] = False,
     steps: Annotated[
         int | None,
-        typer.Option(help="Training steps, or new rounds of trees.", show_default="a fifth of the first training"),
+        typer.Option(
+            help="Training steps, or new rounds of trees; of the network, if the run has both.",
+            show_default="a fifth of the first training",
+        ),
     ] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="as for the run")] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Learning rate; of the network, if the run has both.", show_default="as for the run"),
+    ] = None,
     device: Annotated[
         str | None, typer.Option("--device", help="Where to compute.", show_default="as for the run")
     ] = None,

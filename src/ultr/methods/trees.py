@@ -72,6 +72,10 @@ class TreeMethod:
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
         return None
 
+    def feedback(self, log: Log) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return labels and log θ [rows] of a log that users saw; None if either is unknown."""
+        return None
+
     def labels(self, log: Log) -> np.ndarray:
         """Return the labels to learn from, by row."""
         if self.inputs.truth:
@@ -171,14 +175,16 @@ class TreePairwiseEM(TreeMethod):
 
     def _shares(self, columns: np.ndarray, validation: Log) -> tuple[float, float]:
         """Return the weights of two columns of scores, by the likelihood of the validation requests."""
-        if validation.positions is None or not set(self.inputs.label.actions) <= set(validation.actions):
+        if (feedback := self.feedback(validation)) is None:
             return 1.0, 0.0
-        theta = self._pair_model.bias_model.theta_at(torch.from_numpy(validation.positions))
-        labels = torch.from_numpy(np.asarray(self.labels(validation), np.float64))
-        learned, linear = likely_weights(
-            torch.from_numpy(columns).double(), labels, theta.log().double().cpu()
-        ).tolist()
+        learned, linear = likely_weights(torch.from_numpy(columns).double(), *map(torch.from_numpy, feedback)).tolist()
         return learned, linear
+
+    def feedback(self, log: Log) -> tuple[np.ndarray, np.ndarray] | None:
+        if log.positions is None or not set(self.inputs.label.actions) <= set(log.actions):
+            return None
+        theta = self._pair_model.bias_model.theta_at(torch.from_numpy(log.positions))
+        return np.asarray(self.labels(log), np.float64), theta.log().double().cpu().numpy()
 
     def task(self, log: Log, *, extends: bool = False) -> TreeTask:
         objective = PairwiseObjective(pair_terms(self._pair_model, log, self.labels(log)))

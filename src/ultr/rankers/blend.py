@@ -23,6 +23,7 @@ class Part:
     link: str = "identity"
     shift: float = 0.0
     weight: float = 1.0
+    indicators: tuple[int, ...] | None = None  # features whose missing values a network recognises; None: takes none
 
     def __call__(self, features: Tensor) -> Tensor:
         score = self.ranker(features) + self.shift

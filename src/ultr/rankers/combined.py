@@ -12,6 +12,7 @@ from ultr.rankers.mlp import MLPRanker
 ITERATIONS = 20  # of Newton's method
 RIDGE = 1.0  # of the weights of the terms
 LARGEST_LOG_RATE = 20.0
+SHARES = 21  # of one of two rankers in their sum, that are tried
 
 
 class Combined(nn.Module):
@@ -76,6 +77,22 @@ def likely_weights(columns: Tensor, labels: Tensor, log_theta: Tensor) -> Tensor
         better = value > best
         found, best = torch.where(better, alone, found), torch.where(better, value, best)
     return torch.where(best > -torch.inf, found, torch.tensor([0.0, 1.0]).to(both))
+
+
+def likely_share(first: Tensor, second: Tensor, labels: Tensor, log_theta: Tensor) -> float:
+    """Return the share of the first of two columns in their sum: its mean under the likelihood of the labels.
+
+    All shares from 0 to 1 are equally likely before. E[c] = θ exp(const + u (share first + (1 - share) second)), with
+    the best const and u for each share. A few labels leave the share near a half; many decide it.
+    """
+    if not bool((labels > 0).any()):
+        return 0.5
+    shares = torch.linspace(0, 1, SHARES, dtype=torch.float64)
+    values = []
+    for share in shares.tolist():
+        column = share * first + (1 - share) * second
+        values.append(_regressed((column - column.mean())[:, None], labels, log_theta)[1])
+    return float((torch.stack(values).cpu().softmax(0) * shares).sum())
 
 
 def _regressed(columns: Tensor, labels: Tensor, log_theta: Tensor) -> tuple[Tensor, Tensor]:

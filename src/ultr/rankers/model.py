@@ -23,7 +23,7 @@ from ultr.rankers.blend import LINKS, Blend, Part
 from ultr.rankers.boosters import BOOSTERS, TreeRanker, is_trees
 from ultr.rankers.combined import Combined
 from ultr.rankers.hurdle import HURDLE_OUTPUTS, make_hurdle
-from ultr.rankers.matching import load_weights, match_features, resize_embeddings
+from ultr.rankers.matching import load_matched_weights, load_weights, match_features, resize_embeddings
 from ultr.utils.arguments import checked
 from ultr.utils.devices import choose_device
 from ultr.utils.files import atomic_path
@@ -118,7 +118,7 @@ def save_model(
             about["parts"] = []
             for number, part in enumerate(ranker.parts):
                 (temporary / f"part-{number}").mkdir()
-                saved = _save_ranker(temporary / f"part-{number}", part.ranker, part.options, indicators)
+                saved = _save_ranker(temporary / f"part-{number}", part.ranker, part.options, part.indicators)
                 about["parts"].append({**part.to_json(), **saved})
         else:
             about |= _save_ranker(temporary, ranker, options, indicators)
@@ -213,6 +213,18 @@ def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int
     if is_combined:
         ranker = Combined(ranker)
     return WithConstants(ranker, torch.zeros(constants)) if constants else ranker
+
+
+def network_for(run: str | Path, log: Log) -> Part:
+    """Return the network of a run for the columns and codes of a log, as a part of a blend."""
+    about, model = read_json(Path(run) / "model" / "model.json"), load_model(run)
+    match, options = match_features(model, log), dict(about["ranker_options"])
+    missing = None if model.indicators is None else tuple(sorted(int(match.places[i]) for i in model.indicators))
+    ranker = model.ranker
+    if not match.is_identity:
+        ranker = _network({**about, "missing": missing}, len(log.feature_names), log.categories, 0).eval()
+        load_matched_weights(ranker, model.ranker.state_dict(), match, indicators=model.indicators or ())
+    return Part(ranker, str(about["ranker"]), options, indicators=missing)
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:

@@ -56,7 +56,7 @@ class Run:
         config, (metric, value, step) = self.config, self.selected
         facts = {
             f"{metric} on validation": f"{value:.4f} (step {step:,})",
-            "method, ranker": f"{config.method}, {config.ranker}",
+            "method, ranker": f"{config.method}, {config.ranker_name}",
             "data": f"{config.data or 'in memory'}{f', users {config.users}' if config.users else ''}",
             "label": config.label,
             "theta from": str((self.bias or {}).get("theta_from", "not estimated")),

@@ -45,7 +45,7 @@ def _summary(runs: Sequence[Run]) -> Section:
         if _difference(runs, metric) is None and (test := against_logged(run, metric)) is not None:
             p = f" (p = {test.p:.2g} over requests)" if len(runs) == 1 else ""
             lines.append(f"{test.difference:+.4f} compared with {LOGGED_RANKING}{p}")
-        lines += [f"{run.config.method}, {run.config.ranker}", f"label: {run.config.label}"]
+        lines += [f"{run.config.method}, {run.config.ranker_name}", f"label: {run.config.label}"]
         cards.append(Card(run.name, f"{value:.4f}", lines))
     metrics = list(dict.fromkeys(run.selected[0] for run in runs))
     why_not = _difference(runs, metrics[0]) if len(metrics) == 1 else "the runs were selected by different metrics"

@@ -97,7 +97,7 @@ def _training(config: RunConfig, content: Mapping[str, Any]) -> list[str]:
         "## Training",
         "",
         f"- method {code(config.method)}, options: {_options(config.method_options)}",
-        f"- ranker {code(config.ranker)}, options: {_options(config.ranker_options)}",
+        f"- ranker {code(config.ranker_name)}, options: {_options(config.ranker_options)}",
         f"- seed {config.training.seed}, at most {config.training.steps:,} steps, learning rate {config.training.lr:g}",
         *(f"- {what} {code(path, 200)}" for what, path in sources.items() if path is not None),
         f"- versions: {versions}",

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from ultr.rankers.boosters import is_trees
-from ultr.training.config import RunConfig, default_training
+from ultr.training.config import AUTO, RunConfig, default_training
 
 USER_OPTIONS = ("eta", "epsilon")  # options of simulated users that `ultr train` can set
 # Options with the same name in RunConfig and `ultr train`.
@@ -25,7 +25,7 @@ def train_command(config: RunConfig, *, out: str = "run") -> tuple[str, list[str
     options += [("option", f"{name}={_text(value)}") for name, value in config.method_options.items()]
     options.append(("label", config.label))
     if config.ranker != default.ranker:
-        options.append(("ranker", config.ranker))
+        options.append(("ranker", AUTO if config.joins else config.ranker))
     if is_trees(config.ranker):
         options += [("ranker-option", f"{name}={_text(value)}") for name, value in config.ranker_options.items()]
     else:

@@ -123,6 +123,7 @@ class RunConfig:
     sessions: int = 0  # sessions simulated once before training; 0: new feedback at each step (trees: TREE_SESSIONS)
     bias: str | None = None  # a run, `ultr bias` folder or bias.json to take the estimated bias from
     warm_start: str | None = None  # a finished run whose ranker training starts from
+    joins: bool = False  # the ranker is the sum of these trees and of the network that was in the run's folder before
     workers: int = 0  # threads that read streamed lists; 0: chosen by the number of cores
     missing: MissingValues = "mean"  # of features of a network; mean: the mean of training rows, and an indicator
     allow_leaks: bool = False  # train also with features that follow the feedback on their item
@@ -163,6 +164,11 @@ class RunConfig:
     def sessions_drawn(self) -> int:
         """The number of sessions simulated once, before training; 0 if users give new feedback at each step."""
         return self.sessions or (TREE_SESSIONS if self.users is not None and is_trees(self.ranker) else 0)
+
+    @property
+    def ranker_name(self) -> str:
+        """The name of the ranker, for people."""
+        return f"mlp + {self.ranker}" if self.joins else self.ranker
 
     @property
     def selection(self) -> str:

@@ -1,7 +1,6 @@
 """Replace a run directory (`ultr train --overwrite`) without a time in which there is no usable run.
 
-The new run is trained in a hidden folder next to the old one, and gets the old one's name when it is complete. A rival
-gets it only if it is better.
+The new run is trained in a hidden folder next to the old one, and gets the old one's name when it is complete.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from ultr.errors import OutputError
 from ultr.utils.files import REPLACED, atomic_path, output_errors, sync_folder, take_name
 
 MARK = ".replaces"  # file in the new run, until it has replaced the old one
-IF_BETTER = "if it is better"  # content of the file of a rival
 
 
 def successor(run: Path) -> Path:
@@ -26,20 +24,15 @@ def is_being_replaced(run: Path) -> bool:
     return (successor(run) / MARK).is_file()
 
 
-def is_rival(run: Path) -> bool:
-    """Return whether the replacement of a run takes its place only if it is better."""
-    return is_being_replaced(run) and (successor(run) / MARK).read_text() == IF_BETTER
-
-
-def begin_successor(run: Path, *, rival: bool = False) -> None:
-    """Make an empty folder for the replacement of a run, or for a rival; one that was begun earlier is deleted."""
+def begin_successor(run: Path) -> None:
+    """Make an empty folder for the replacement of a run; one that was begun earlier is deleted."""
     if run.is_mount():
         hint = "pass --out with a folder inside it, or another path"
         raise OutputError("a file system is mounted here, so the folder cannot be replaced", where=run, hint=hint)
     place = successor(run)
     with atomic_path(place.parent, overwrite=True, folder=True) as holder:
         (holder / place.name).mkdir()
-        (holder / place.name / MARK).write_text(IF_BETTER if rival else "")
+        (holder / place.name / MARK).write_text("")
 
 
 def take_place(run: Path) -> None:
@@ -47,12 +40,6 @@ def take_place(run: Path) -> None:
     with output_errors(run):
         take_name(successor(run), run.resolve(), overwrite=True)
         sync_folder(run.resolve().parent)  # the new name is on disk before the old run is deleted
-    settle(run)
-
-
-def drop_successor(run: Path) -> None:
-    """Delete the replacement of a run, which keeps its place."""
-    (successor(run) / MARK).unlink()
     settle(run)
 
 

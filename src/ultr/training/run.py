@@ -20,10 +20,10 @@ from ultr.training.bias_progress import STAGE
 from ultr.training.bias_stage import BIAS
 from ultr.training.checkpoints import lock_run, read_metrics
 from ultr.training.config import RunConfig
-from ultr.training.contest import finish_successor, is_decided
 from ultr.training.data import RunData, load_run_data, split_log
 from ultr.training.finish import Listeners
 from ultr.training.inputs import notes_of
+from ultr.training.joined import begun, finish_successor, is_joined, network_of
 from ultr.training.loop import Progress
 from ultr.training.networks import NetworkRun
 from ultr.training.replace import begin_successor, is_being_replaced, settle, successor
@@ -49,7 +49,6 @@ def run_training(
     resume: bool = False,
     chosen: Collection[str] | None = None,
     overwrite: bool = False,
-    if_better: bool = False,
     warm_start: str | Path | None = None,
     shared: str | Path | None = None,
     log: Log | None = None,
@@ -64,7 +63,6 @@ def run_training(
     - `resume` continues from the last checkpoint in `out`, if there is one. `config` must be that of the run in `out`;
       if `chosen` names options of `ultr train`, only these are compared, and the others are those of the run.
     - `overwrite` replaces an existing run, which stays usable until the new run is complete.
-    - `if_better` replaces it only if the new run is better by its selection metric.
     - `warm_start` is another run directory, as `config.warm_start`; training starts from its ranker.
     - `log` is a log in memory, which is used in place of `config.data`.
     - `shared` is a folder for bias models, used by all runs with the same data, seed and bias options.
@@ -77,9 +75,11 @@ def run_training(
     shared = None if shared is None else Path(shared)
     if warm_start is not None:
         config = replace(config, warm_start=str(warm_start))
+    if config.warm_start is not None and not is_trees(config.ranker):
+        config = replace(config, warm_start=str(network_of(Path(config.warm_start))))
     listeners = Listeners(on_bias_progress, on_progress, checkpoint_seconds)
     with process_group(config.training.device):
-        place = _find_place(out, resume=resume, overwrite=overwrite or if_better)
+        place = _find_place(out, resume=resume, overwrite=overwrite or config.joins)
         if place.resume and (place.folder / "config.json").is_file():
             saved = RunConfig.from_json(read_json(place.folder / "config.json"), where=place.folder)
             _check_same(config, saved, chosen, out)
@@ -98,15 +98,15 @@ def run_training(
             run_data = replace(run_data, warnings=tuple(find_traps(config, run_data)))
             for warning in run_data.warnings:
                 on_warning(warning)
-        run = make_run(config, run_data)
-        with _writing(place, run.config, rival=if_better) as finished_elsewhere:
+        run = make_run(config, run_data, network=out)
+        with _writing(place, run.config) as finished_elsewhere:
             if not finished_elsewhere:
                 with threads_for(run_data.train.rows):
                     run.train(place.folder, shared, listeners)
         return out
 
 
-def train_best(
+def train_both(
     configs: Sequence[RunConfig],
     out: str | Path,
     *,
@@ -114,20 +114,20 @@ def train_best(
     on_warning: Callable[[Pitfall], None] | None = lambda _: None,
     **options: Any,
 ) -> Path:
-    """Train the first configuration into `out`, then the others, and keep the run with the best selection metric.
+    """Train the first configuration into `out`; then the second one, if there is one, whose trees join the first.
 
     `options` are those of `run_training`. `on_start` gets each configuration that is trained. Trees are left out if
-    the log is larger than memory. A run whose ranker was chosen before, in a run that is resumed, stays.
+    the log is larger than memory.
     """
     out = Path(out)
-    on_start(configs[0])
-    run_training(configs[0], out, on_warning=on_warning, **options)
-    rivals = [] if is_decided(out, configs[0].ranker) else configs[1:]
+    first = begun([*configs], out) if options.get("resume") else configs[0]
+    on_start(first)
+    run_training(first, out, on_warning=on_warning, **options)
     again = {**options, "resume": False, "overwrite": False, "on_note": lambda _: None}
-    for config in rivals:
-        if not (is_trees(config.ranker) and read_json(out / "config.json")["stream"] == "yes"):
+    for config in configs[1:]:
+        if not is_joined(out) and read_json(out / "config.json")["stream"] != "yes":
             on_start(config)
-            run_training(config, out, if_better=True, on_warning=lambda _: None, **again)
+            run_training(config, out, on_warning=lambda _: None, **again)
     return out
 
 
@@ -154,13 +154,13 @@ def run_together(
         train_together(runs, folders, shared, later)
 
 
-def make_run(config: RunConfig, run_data: RunData) -> NetworkRun | TreeRun:
-    """Return a run of networks or trees, with all its options checked."""
+def make_run(config: RunConfig, run_data: RunData, *, network: Path | None = None) -> NetworkRun | TreeRun:
+    """Return a run of networks or trees, with all its options checked; trees may join the run `network`."""
     if not is_trees(config.ranker):
         return NetworkRun(config, run_data)
     if config.warm_start is not None:
         run_data = with_codes_of(Path(config.warm_start), run_data)
-    return TreeRun(config, run_data)
+    return TreeRun(config, run_data, network=network)
 
 
 def _load_data(config: RunConfig, log: Log | None) -> tuple[RunConfig, RunData]:
@@ -257,7 +257,7 @@ def _clean_up(place: Place) -> None:
 
 
 @contextmanager
-def _writing(place: Place, config: RunConfig, *, rival: bool = False) -> Iterator[bool]:
+def _writing(place: Place, config: RunConfig) -> Iterator[bool]:
     """Lock the run directory and write config.json; at the end, let a replacement take the name of the old run.
 
     Yield True if another process has finished the run in the meantime. If the run fails before it has learned
@@ -273,7 +273,7 @@ def _writing(place: Place, config: RunConfig, *, rival: bool = False) -> Iterato
         try:
             if is_main():
                 if place.replaces:
-                    begin_successor(out, rival=rival)
+                    begin_successor(out)
                 if folder != out:
                     locks.enter_context(lock_run(folder))
                 if size() > 1:

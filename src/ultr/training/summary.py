@@ -51,6 +51,9 @@ def bias_summary(report: Mapping[str, Any], config: RunConfig, run_data: RunData
         sentences["trust"] = "higher positions are trusted more; feedback is corrected for that"
     if "final" in report:
         sentences["ranker"] = FINAL[report["final"]["ranker"]]
+    if "shares" in report:
+        shares = " and ".join(f"{name} ({share:.0%})" for name, share in report["shares"].items())
+        sentences["ranker"] = f"the sum of {shares}, by the likelihood of the validation requests"
     if (advice := _would_help(report, config, run_data)) is not None:
         sentences["would help"] = advice
     return sentences

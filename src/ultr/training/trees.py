@@ -33,6 +33,7 @@ from ultr.training.data import RunData
 from ultr.training.feed import Feed
 from ultr.training.finish import Listeners, finish_run
 from ultr.training.inputs import method_inputs
+from ultr.training.joined import join
 from ultr.training.loop import Progress, RunState, as_numbers, check_has_features
 from ultr.training.selection import evaluator, judge_of, less_is_better
 from ultr.training.traps import check_pairs
@@ -51,18 +52,21 @@ MOST_GROWTH = 3  # an update drops the trees of earlier updates if they made the
 class TreeRun:
     """A run that trains boosted trees; the constructor checks all options."""
 
-    def __init__(self, config: RunConfig, run_data: RunData) -> None:
+    def __init__(self, config: RunConfig, run_data: RunData, *, network: Path | None = None) -> None:
         if size() > 1:
             raise OptionError("only one process can train trees", hint="run without torchrun; all cores are used")
         if run_data.stream is not None:
             raise OptionError("trees need the whole log in memory", hint="pass --stream no, or a smaller log")
+        if config.joins and not (network and (network / "model").is_dir()):
+            hint = "train with --ranker auto"
+            raise OptionError("there is no run of a network that these trees can join", where=network, hint=hint)
         check_has_features(run_data.train)
         features = run_data.train.features
         check_parameters(config.ranker, config.ranker_options, features=features.shape[1])
         if (features.min(axis=0) == features.max(axis=0)).all():  # a column with missing values is not equal
             raise DataError("there is no feature to split rows by", hint="check that features vary; all are constant")
         check_pairs(config, run_data.train)
-        self.config, self.run_data = config, run_data
+        self.config, self.run_data, self.network = config, run_data, network
         self.method: TreeMethod = make_tree_method(
             config.method, method_inputs(config, run_data), **config.method_options
         )
@@ -124,8 +128,13 @@ class TreeRun:
         scores = {name: score_rows(ranker, validation.features) for name, ranker in rankers.items()}
         values = {name: float(evaluate(torch.from_numpy(rows))[select]) for name, rows in scores.items()}
         best = (min if less_is_better(select) else max)(values, key=values.__getitem__)
-        chosen = {"final": {"ranker": best, "metric": select, "values": values}} if len(values) > 1 else {}
-        return rankers[best], scores[best].astype(np.float64), chosen
+        chosen: dict[str, Any] = {"metric": select, "values": values}
+        chosen = {"final": {"ranker": best, **chosen}} if len(values) > 1 else {}
+        if not (self.config.joins and self.network is not None):
+            return rankers[best], scores[best].astype(np.float64), chosen
+        feedback = self.method.feedback(validation)
+        blend, summed, share = join(self.network, rankers[best], scores[best], validation, feedback)
+        return blend, summed, {**chosen, "shares": {"a network": share, self.config.ranker: 1 - share}}
 
     def _grow(
         self,

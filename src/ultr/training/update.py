@@ -22,7 +22,8 @@ from ultr.training.config import RunConfig, with_training
 from ultr.training.data import columns_for_run, read_data
 from ultr.training.finish import Listeners
 from ultr.training.fresh import fresh_requests, split_of
-from ultr.training.run import run_training
+from ultr.training.joined import OF_NETWORKS, is_joined, network_of
+from ultr.training.run import train_both
 from ultr.utils.files import check_output, sync_folder, take_name
 from ultr.utils.jsonfiles import read_json
 
@@ -63,7 +64,8 @@ def update_run(
 ) -> Update:
     """Train a run further on a new log, and write it to `out`, unless it is worse than `run` on requests of that log.
 
-    Training has the options of `run`; `training` replaces some. It starts from the ranker and the bias model of `run`,
+    Training has the options of `run`; `training` replaces some (steps and learning rate only of the network, if the
+    run has both). It starts from the ranker and the bias model of `run`,
     and keeps its examination, unless `refit_bias` is set. `decay` is the half-life of the weights of requests in days,
     and `time` the column of their times, if days are neither partitions nor several logs.
 
@@ -73,15 +75,20 @@ def update_run(
     """
     if not 0 < gate < 1:
         raise OptionError("the gate must be above 0 and below 1", got=gate, hint="pass --gate 0.95")
-    config = update_config(run, data, refit_bias=refit_bias, decay=decay, time=time, **training)
+    how: dict[str, Any] = {"refit_bias": refit_bias, "decay": decay, "time": time}
+    configs = [update_config(network_of(run), data, **how, **training)]
+    if is_joined(run):
+        of_both = {name: value for name, value in training.items() if name not in OF_NETWORKS}
+        configs.append(update_config(run, data, **how, **of_both))
+    config = configs[-1]
     candidate = out.with_name(out.name + CANDIDATE)
     accepted_before = _is_result(out, config)
     if not accepted_before:
         check_output(out, overwrite=False, folder=True)
     listeners = listeners or Listeners()
     candidate = out if accepted_before else candidate
-    run_training(
-        config,
+    train_both(
+        configs,
         candidate,
         resume=candidate.exists(),
         on_note=on_note,
