@@ -47,11 +47,11 @@ def test_a_run_is_updated_and_written_if_it_is_not_worse(ultr, yesterday, today,
 
 
 def test_a_worse_run_is_not_written(ultr, yesterday, today, tmp_path, monkeypatch):
-    def train_badly(chosen, out, **options):
+    def train_badly(configs, out, **options):
         other = {"method": "pointwise", "method_options": {}, "warm_start": None, "bias": None}
-        return run_training(replace(chosen, label="1 - click", **other), out, **options)
+        return run_training(replace(configs[0], label="1 - click", **other), out, **options)
 
-    monkeypatch.setattr(update, "run_training", train_badly)
+    monkeypatch.setattr(update, "train_both", train_badly)
     done = ultr("update", yesterday, "--log", today, "--out", tmp_path / "run")
     assert done.returncode == 3, done.stderr
     assert f"the new run is worse than {yesterday} (difference -0." in done.stderr

@@ -55,6 +55,8 @@ from ultr.methods import METHODS, Method
 from ultr.methods.losses import lambdarank_weights, pairwise_loss
 from ultr.rankers import Synthesised
 from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective
+from ultr.training.config import TrainingOptions
+from ultr.training.loop import precision
 
 POSTERIOR = 3e-6  # fifty roundings of 6e-8: no posterior takes more than a few dozen steps, and none of them cancels
 LOSS = 2e-5  # exp(-x) has a relative error of x roundings, and is above zero in single precision up to x = 104
@@ -315,10 +317,10 @@ def test_half_precision_stays_close_in_loss_and_gradient(name, options):
         method = extreme_method(name, options, 0)
         method.update(lists)
     results = []
-    for enabled in (False, True):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+    for chosen in ("float32", "bf16"):
+        with precision(torch.device("cpu"), TrainingOptions(precision=chosen)):
             loss = method.loss(lists)
-        results.append((loss.detach(), gradients(method, loss)))
+            results.append((loss.detach(), gradients(method, loss)))
     (loss, gradient), (rough, direction) = results
     assert rough.dtype == torch.float32
     assert record(f"bf16 loss of {name}", float(abs(rough / loss - 1))) < BF16_LOSS

@@ -124,7 +124,6 @@ def train(
         return
     with words.status("starting ..."):  # imports take seconds on a busy machine
         from ultr.datasets.cache import cache_folder
-        from ultr.training.outcome import value_of_run
         from ultr.training.run import train_both
         from ultr.utils.stores import kept_here
 
@@ -174,7 +173,7 @@ def train(
         for tracker in trackers:
             tracker.finish()
         bias_of_run = _bias(run)
-        metric, value, step = value_of_run(run)
+        (metric, value, step), value_text = _value(run)
     if as_json:
         about = {
             "run": out,
@@ -186,13 +185,23 @@ def train(
         print(json.dumps({**about, "bias": bias_of_run, "notes": notes}))
         return
     _print_bias(bias_of_run)
-    words.print(f"wrote {out}: best {metric} {value:.4f} at step {step}", soft_wrap=True)
+    words.print(f"wrote {out}: {value_text}", soft_wrap=True)
     if users is not None:
         print_next("report", out, out=free_path("report.html"))
     else:
         print_next("evaluate", out, config.data)  # it prints the command of the report
         print_next("score", out, config.data, out=free_path("scores.parquet"))
         words.print("to score other items, put their file in place of the training log in this command", soft_wrap=True)
+
+
+def _value(run: Path) -> tuple[tuple[str, float, int], str]:
+    """Return the selection metric of a run, its value and best step, and a text of them."""
+    from ultr.training.joined import is_joined
+    from ultr.training.outcome import value_of_run
+
+    metric, value, step = value_of_run(run)
+    of_sum = f"{metric} {value:.4f}"  # the step of its trees says little
+    return (metric, value, step), of_sum if is_joined(run) else f"best {of_sum} at step {step}"
 
 
 def _trackers(run: Path, *, tensorboard: bool, mlflow: str | None) -> list[Any]:

@@ -239,14 +239,19 @@ def work_of_step(state: TrainingState, lists: Lists, options: TrainingOptions) -
 @contextmanager
 def precision(device: torch.device, options: TrainingOptions) -> Iterator[None]:
     """Compute matrix products with the precision of the options, in a `with` block."""
-    before = torch.get_float32_matmul_precision()
+    before = torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled
+    half = options.precision == "bf16"
     if options.precision == "tf32" or (options.precision == "auto" and device.type == "cuda"):
         torch.set_float32_matmul_precision("high")
+    if half and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        # oneDNN would fail with a warning, and torch would no longer use it in this process for any precision.
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.precision == "bf16"):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.mkldnn.enabled = before[1]
 
 
 # --- Random numbers ---------------------------------------------------------------------------------------------------
