@@ -21,6 +21,7 @@ import ultr
 from bias.shop import shop
 from ultr import UnbiasedRanker
 from ultr.errors import UltrError
+from worlds.shop import shop as shop_world
 
 FEATURES = ["feature_good", "feature_noise"]
 
@@ -489,6 +490,20 @@ def test_examination_is_estimated_or_known_for_each_segment():
     model = quick(method="ipw-pointwise", segment="device", propensities=known).fit(data)
     assert model.theta_["2@phone"] == pytest.approx(0.5)
     assert np.isfinite(model.score(data))
+
+
+def test_a_segment_is_found_if_examination_depends_on_a_column():
+    world = shop_world(4000, seed=3)
+    data, columns = world.log.to_pandas(), {"features": list(world.features), "categorical": list(world.categorical)}
+    columns |= {"method": "ipw-pointwise"}
+    found = quick(**columns).fit(data)
+    assert found.segment_ == "device"
+    assert len({key.partition("@")[2] for key in found.theta_}) == 2
+    assert np.isfinite(found.score(data))
+    assert clone(found).segment == "auto"
+    without = quick(**columns, segment=None).fit(data)
+    assert without.segment_ is None
+    assert not any("@" in str(key) for key in without.theta_)
 
 
 def test_networks_take_missing_values_as_the_mean_and_an_indicator():

@@ -16,6 +16,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 
+from ultr.bias.auto_segment import find_segment
 from ultr.bias.examination import estimate_examination
 from ultr.bias.pitfalls import Pitfall
 from ultr.bias.propensities import as_propensities, theta_by_id
@@ -64,15 +65,16 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
 
         >>> ranker = UnbiasedRanker(label="click", request=0, position=1)
 
-    `ranker="auto"` trains a network and, if it is installed, LightGBM, and keeps the better one on held-out requests;
-    with options of networks, the network alone. `"lightgbm"` or `"xgboost"` trains trees, with `ranker_options` as
+    `ranker="auto"` is the sum of a network and, if it is installed, LightGBM; with options of networks, the network
+    alone. `"lightgbm"` or `"xgboost"` trains trees, with `ranker_options` as
     parameters of the library. If `steps` and `lr` are None, networks train for 1000 steps with learning rate 0.02, and
     trees for up to 500 rounds with 0.1. If `hidden` is None, networks have layers of 512, 256 and 128 units, or 128, 64
     and 32 for less than 100,000 rows.
 
     - `propensities` are known probabilities that positions are seen: a dict, a Series with positions as its index, or
       the frame of propensities.csv, which `ultr bias` writes.
-    - `segment` is a column of X, such as the device. Examination is estimated for each of its values.
+    - `segment` is a column of X, such as the device. Examination is estimated for each of its values. `"auto"` looks
+      for a column on which examination depends, if `propensities` are not known; None uses none.
     - Networks take a missing value as the mean of training rows, with an indicator; `missing="error"` rejects it.
     - `drop_suspicious` leaves out requests with impossible click rates. Features that follow the feedback on their item
       are an error, unless `allow_leaks` is true.
@@ -84,6 +86,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
     Attributes after `fit`:
 
     - `bias_`: all estimates of position bias, as in bias.json of `ultr train`; None if the method estimates none
+    - `segment_`: the column of the segment; None if there is none
     - `theta_`: position -> estimated probability that users see it; None if the method does not estimate it
     - `importance_`: the importance of the most important features on held-out requests, as `feature_importance` returns
     - `history_`: one dict per evaluation, with the step, the loss and the selection metric
@@ -122,7 +125,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         item: str | int | None = None,
         query: str | int | None = None,
         randomised: str | int | None = None,
-        segment: str | int | None = None,
+        segment: str | int | None = AUTO,
         missing: str = "mean",
         allow_leaks: bool = False,
         drop_suspicious: bool = False,
@@ -163,9 +166,15 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         for role in ("segment", "item", "query", "randomised"):
             sources[role] = check_value(role, getattr(self, role), str | int | None)
         sources["weight"] = sample_weight
+        if finds := sources["segment"] == AUTO:
+            sources["segment"] = None
         table, named = joined(X, sources)
         if y is not None:
             table, named["actions"] = with_feedback(table, y, Label(self.label))
+        if finds and self.propensities is None and is_frame(X):
+            given = {role: name for role, name in named.items() if name is not None}
+            found = find_segment(table, label=self.label, columns=given, missing="keep")
+            named["segment"] = sources["segment"] = None if found is None else found.column
         columns = resolve_columns(table.schema, where=f"the {type(X).__name__}", **named)
         keeps = is_trees(self.ranker) or self.missing == "mean"
         self._train(read_log(table, missing="keep" if keeps else "reject", **named), named["segment"])
@@ -177,6 +186,13 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         if is_frame(X):
             self.feature_names_in_ = np.array(self.model_.feature_names, dtype=object)
         return self
+
+    @property
+    def segment_(self) -> str | int | None:
+        """The column of the segment; None if there is none."""
+        check_is_fitted(self)
+        column: str | int | None = self._named.get("segment")
+        return column
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the score of each row, in the order of the rows."""
