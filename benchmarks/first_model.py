@@ -19,14 +19,15 @@ import numpy as np
 import ultr
 from ultr.datasets.synthetic import make_synthetic
 from ultr.training.config import RunConfig, default_training
-from ultr.training.run import run_training
+from ultr.training.joined import with_trees
+from ultr.training.run import train_both
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("requests", 3000), ("items", 10), ("features", 136), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--rankers", default="mlp,lightgbm")
+    parser.add_argument("--rankers", default="auto,mlp,lightgbm")
     given = parser.parse_args()
     data = make_synthetic(requests=(given.requests, 10, 1000), seed=given.seed)
     order = ultr.ranking_svm(data.train, share=0.05, seed=given.seed)
@@ -35,11 +36,14 @@ def main() -> None:
     log = replace(ultr.simulate_log(shown, ultr.User(), seed=given.seed)[0], relevance=None)
     print(f"{len(log):,} requests, {log.rows:,} rows, {len(log.feature_names)} features")
     for ranker in given.rankers.split(","):
-        training = replace(default_training(ranker), seed=given.seed)
-        config = RunConfig(data="", ranker=ranker, label="click", training=training)
+        kind = "mlp" if ranker == "auto" else ranker
+        config = RunConfig(
+            data="", ranker=kind, label="click", training=replace(default_training(kind), seed=given.seed)
+        )
+        configs = with_trees(config, []) if ranker == "auto" else [config]
         with tempfile.TemporaryDirectory() as folder:
             start, cpu = time.perf_counter(), time.process_time()
-            run = run_training(config, Path(folder) / "run", log=log)
+            run = train_both(configs, Path(folder) / "run", log=log)
             wall, cpu = time.perf_counter() - start, time.process_time() - cpu
             scores = ultr.load_model(run).score(test)
         print(f"ultr train --ranker {ranker}: {wall:.0f} s, {cpu:.0f} s of CPU, NDCG@10 {_ndcg(test, scores):.4f}")

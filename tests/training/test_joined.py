@@ -205,6 +205,7 @@ def test_an_update_of_a_joined_run_updates_both(days, tmp_path):
     part = model.ranker.parts[-1]
     alone = part.ranker(torch.from_numpy(model.columns_of(log)).float()).detach().numpy()
     np.testing.assert_allclose(alone, network.score(log), atol=1e-5)
+    export_run(run, tmp_path / "exported")  # it raises an error if the ONNX model has other scores
 
 
 def test_a_killed_update_of_a_joined_run_is_continued(days, tmp_path, monkeypatch):
