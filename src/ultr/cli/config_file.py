@@ -56,10 +56,15 @@ def _text(value: Any) -> str:
 
 
 def chosen_options(context: typer.Context) -> set[str]:
-    """Return the names of the options that the user chose, on the command line or in a file."""
-    names = [str(p.name) for p in context.command.params]
-    sources = {name: context.get_parameter_source(name) for name in names}
-    return {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+    """Return the names of the options that the user chose: on the command line, or in a file with another value."""
+    chosen = set()
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        source = getattr(context.get_parameter_source(name), "name", "DEFAULT")
+        usual = str(context.params.get(name)) == str(parameter.default)
+        if source != "DEFAULT" and not (source == "DEFAULT_MAP" and usual):
+            chosen.add(name)
+    return chosen
 
 
 def write_config(context: typer.Context, file: Path, *, overwrite: bool) -> None:

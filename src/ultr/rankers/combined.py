@@ -83,21 +83,24 @@ def likely_share(first: Tensor, second: Tensor, labels: Tensor, log_theta: Tenso
     """Return the share of the first of two columns in their sum: its mean under the likelihood of the labels.
 
     All shares from 0 to 1 are equally likely before. E[c] = θ exp(const + u (share first + (1 - share) second)), with
-    the best const and u for each share. A few labels leave the share near a half; many decide it.
+    the best const and the best u >= 0 for each share. A few labels leave the share near a half; many decide it.
     """
     if not bool((labels > 0).any()):
         return 0.5
     shares = torch.linspace(0, 1, SHARES, dtype=torch.float64)
+    _, without = _regressed(torch.zeros_like(first)[:, None], labels, log_theta)  # u = 0
     values = []
     for share in shares.tolist():
         column = share * first + (1 - share) * second
-        values.append(_regressed((column - column.mean())[:, None], labels, log_theta)[1])
+        (slope,), value = _regressed((column - column.mean())[:, None], labels, log_theta)
+        values.append(torch.where(slope > 0, value, without))
     return float((torch.stack(values).cpu().softmax(0) * shares).sum())
 
 
 def _regressed(columns: Tensor, labels: Tensor, log_theta: Tensor) -> tuple[Tensor, Tensor]:
     """Return the slopes of a Poisson regression by Newton's method, and its log-likelihood with them."""
     inputs = torch.cat([torch.ones_like(columns[:, :1]), columns], -1)
+    labels = labels / labels.mean().clamp(min=torch.finfo(labels.dtype).tiny)  # the slopes do not depend on their scale
     dispersion = labels.square().sum() / labels.sum().clamp(min=1e-9)
     ridge = RIDGE * torch.diag(torch.tensor([0.0] + [1.0] * columns.shape[1]).to(inputs))
     values = torch.zeros(inputs.shape[1]).to(inputs)

@@ -23,7 +23,7 @@ from ultr.rankers.blend import LINKS, Blend, Part
 from ultr.rankers.boosters import BOOSTERS, TreeRanker, is_trees
 from ultr.rankers.combined import Combined
 from ultr.rankers.hurdle import HURDLE_OUTPUTS, make_hurdle
-from ultr.rankers.matching import load_matched_weights, load_weights, match_features, resize_embeddings
+from ultr.rankers.matching import load_weights, match_features, resize_embeddings
 from ultr.utils.arguments import checked
 from ultr.utils.devices import choose_device
 from ultr.utils.files import atomic_path
@@ -81,8 +81,9 @@ class Model:
 
 
 def _are_trees(ranker: nn.Module) -> bool:
+    """Return whether a ranker is made of trees, and of nothing but an anchor next to them."""
     if isinstance(ranker, Blend):
-        return any(isinstance(part.ranker, TreeRanker) for part in ranker.parts)
+        return isinstance(ranker.parts[0].ranker, TreeRanker) and all(part.name != "mlp" for part in ranker.parts)
     return isinstance(ranker, TreeRanker)
 
 
@@ -215,16 +216,12 @@ def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int
     return WithConstants(ranker, torch.zeros(constants)) if constants else ranker
 
 
-def network_for(run: str | Path, log: Log) -> Part:
-    """Return the network of a run for the columns and codes of a log, as a part of a blend."""
+def network_part(run: str | Path, log: Log) -> Part:
+    """Return the network of a run as a part of a blend for a log, which must have its features and codes."""
     about, model = read_json(Path(run) / "model" / "model.json"), load_model(run)
-    match, options = match_features(model, log), dict(about["ranker_options"])
-    missing = None if model.indicators is None else tuple(sorted(int(match.places[i]) for i in model.indicators))
-    ranker = model.ranker
-    if not match.is_identity:
-        ranker = _network({**about, "missing": missing}, len(log.feature_names), log.categories, 0).eval()
-        load_matched_weights(ranker, model.ranker.state_dict(), match, indicators=model.indicators or ())
-    return Part(ranker, str(about["ranker"]), options, indicators=missing)
+    if is_trees(about["ranker"]) or not match_features(model, log).is_identity:
+        raise DataError("the run has no network for the features of this log", where=run, hint="train again")
+    return Part(model.ranker, str(about["ranker"]), about["ranker_options"], indicators=model.indicators)
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:

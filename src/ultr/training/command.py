@@ -24,8 +24,8 @@ def train_command(config: RunConfig, *, out: str = "run") -> tuple[str, list[str
     options: list[tuple[str, Any]] = [("out", out), ("method", config.method)]
     options += [("option", f"{name}={_text(value)}") for name, value in config.method_options.items()]
     options.append(("label", config.label))
-    if config.ranker != default.ranker:
-        options.append(("ranker", AUTO if config.joins else config.ranker))
+    if config.both or config.ranker != default.ranker:
+        options.append(("ranker", AUTO if config.both else config.ranker))
     if is_trees(config.ranker):
         options += [("ranker-option", f"{name}={_text(value)}") for name, value in config.ranker_options.items()]
     else:
@@ -57,6 +57,8 @@ def _notes(config: RunConfig, default: RunConfig) -> list[str]:
     other_options = {name: value for name, value in config.user_options.items() if name not in USER_OPTIONS}
     if other_options:
         notes.append(f"options of simulated users that can only be set from Python: {other_options}")
+    if config.both and config.warm_start is not None:
+        notes.append("a network and trees are trained further by ultr update")
     for name in ("items", "logging", "share", "held_out", "judged"):
         if getattr(config, name) != getattr(default, name):
             notes.append(f"'{name}' is {getattr(config, name)}, which can only be set from Python")

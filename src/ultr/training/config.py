@@ -123,7 +123,7 @@ class RunConfig:
     sessions: int = 0  # sessions simulated once before training; 0: new feedback at each step (trees: TREE_SESSIONS)
     bias: str | None = None  # a run, `ultr bias` folder or bias.json to take the estimated bias from
     warm_start: str | None = None  # a finished run whose ranker training starts from
-    joins: bool = False  # the ranker is the sum of these trees and of the network that was in the run's folder before
+    both: bool = False  # the ranker is the sum of a network and of trees, which are trained after it and join it
     workers: int = 0  # threads that read streamed lists; 0: chosen by the number of cores
     missing: MissingValues = "mean"  # of features of a network; mean: the mean of training rows, and an indicator
     allow_leaks: bool = False  # train also with features that follow the feedback on their item
@@ -169,6 +169,11 @@ class RunConfig:
     def ranker_name(self) -> str:
         """The name of the ranker, for people."""
         return f"mlp + {self.ranker}" if self.joins else self.ranker
+
+    @property
+    def joins(self) -> bool:
+        """Whether the trees of this run join a network, which is in the folder of the run before them."""
+        return self.both and is_trees(self.ranker)
 
     @property
     def selection(self) -> str:

@@ -17,9 +17,9 @@ from ultr.log import Log
 from ultr.rankers import score_rows
 from ultr.rankers.blend import Blend, Part
 from ultr.rankers.combined import likely_share, spread_within
-from ultr.rankers.model import network_for
+from ultr.rankers.model import network_part
 from ultr.training.config import DEFAULT_METHOD, RunConfig, default_training
-from ultr.training.replace import is_being_replaced, successor, take_place
+from ultr.training.replace import successor, take_place
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import read_json
 
@@ -40,11 +40,16 @@ def with_trees(config: RunConfig, chosen: Collection[str]) -> list[RunConfig]:
     can = config.users is None and config.learn_from == "feedback" and config.method == DEFAULT_METHOD
     can = can and not config.method_options and config.warm_start is None and config.stream != "yes"
     can = can and os.environ.get("WORLD_SIZE", "1") == "1"  # torchrun trains networks
-    if not can or OF_NETWORKS & set(chosen) or find_spec(TREES) is None:
+    if not can or OF_NETWORKS & set(chosen) or not all(map(find_spec, (TREES, "numba"))):
         return [config]
-    given = config.training
+    return [replace(config, both=True), trees_for(config)]
+
+
+def trees_for(network: RunConfig) -> RunConfig:
+    """Return the configuration of the trees that join a network."""
+    given = network.training
     training = replace(default_training(TREES), seed=given.seed, device=given.device, bias_steps=given.bias_steps)
-    return [config, replace(config, ranker=TREES, ranker_options={}, joins=True, training=training)]
+    return replace(network, ranker=TREES, ranker_options={}, both=True, training=training)
 
 
 def network_of(run: Path) -> Path:
@@ -56,13 +61,6 @@ def is_joined(run: Path) -> bool:
     return network_of(run) != run
 
 
-def begun(configs: list[RunConfig], out: Path) -> RunConfig:
-    """Return the configuration of the run that is in the folder `out`, or is about to take its place."""
-    file = (successor(out) if is_being_replaced(out) else out) / "config.json"
-    ranker = read_json(file)["ranker"] if file.is_file() else None
-    return next((config for config in configs if config.ranker == ranker), configs[0])
-
-
 def join(
     run: Path, trees: nn.Module, scores: np.ndarray, validation: Log, feedback: tuple[np.ndarray, np.ndarray] | None
 ) -> tuple[Blend, np.ndarray, float]:
@@ -71,7 +69,7 @@ def join(
     Scores are divided by their deviation within requests. The likelihood of the `feedback` of the validation rows
     (labels and log θ) decides the share; it is a half if there is none.
     """
-    network = network_for(run, validation)
+    network = network_part(run, validation)
     own = score_rows(network.ranker, validation.features)
     request = torch.from_numpy(np.ascontiguousarray(validation.request_of_row))
     spreads = [float(spread_within(torch.from_numpy(each), request)) for each in (own, scores)]
@@ -86,7 +84,7 @@ def join(
 def finish_successor(run: Path) -> None:
     """Let the complete replacement of a run take its place; trees that join the run keep it as their network."""
     place = successor(run)
-    if read_json(place / "config.json").get("joins"):
+    if RunConfig.from_json(read_json(place / "config.json"), where=place).joins:
         with atomic_path(place / FOLDER, overwrite=True, folder=True) as temporary:
             shutil.copytree(run, temporary, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", FOLDER))
     take_place(run)

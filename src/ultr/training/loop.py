@@ -243,7 +243,8 @@ def precision(device: torch.device, options: TrainingOptions) -> Iterator[None]:
     half = options.precision == "bf16"
     if options.precision == "tf32" or (options.precision == "auto" and device.type == "cuda"):
         torch.set_float32_matmul_precision("high")
-    if half and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    has_onednn = half and device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if has_onednn and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         # oneDNN would fail with a warning, and torch would no longer use it in this process for any precision.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:

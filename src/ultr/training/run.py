@@ -23,7 +23,7 @@ from ultr.training.config import RunConfig
 from ultr.training.data import RunData, load_run_data, split_log
 from ultr.training.finish import Listeners
 from ultr.training.inputs import notes_of
-from ultr.training.joined import begun, finish_successor, is_joined, network_of
+from ultr.training.joined import finish_successor, network_of, trees_for
 from ultr.training.loop import Progress
 from ultr.training.networks import NetworkRun
 from ultr.training.replace import begin_successor, is_being_replaced, settle, successor
@@ -81,7 +81,7 @@ def run_training(
     with process_group(config.training.device):
         place = _find_place(out, resume=resume, overwrite=overwrite or config.joins)
         if place.resume and (place.folder / "config.json").is_file():
-            saved = RunConfig.from_json(read_json(place.folder / "config.json"), where=place.folder)
+            saved = _config_of(place.folder)
             _check_same(config, saved, chosen, out)
             config = saved
         if main_decides(place.resume and (place.folder / "model").is_dir()):
@@ -114,21 +114,31 @@ def train_both(
     on_warning: Callable[[Pitfall], None] | None = lambda _: None,
     **options: Any,
 ) -> Path:
-    """Train the first configuration into `out`; then the second one, if there is one, whose trees join the first.
+    """Train the first configuration, a network, into `out`; then the second one, if there is one: trees that join it.
 
     `options` are those of `run_training`. `on_start` gets each configuration that is trained. Trees are left out if
-    the log is larger than memory.
+    the log is larger than memory, or if `out` cannot be replaced. A resumed run has both if it was started so.
     """
-    out = Path(out)
-    first = begun([*configs], out) if options.get("resume") else configs[0]
+    out, chosen = Path(out), options.get("chosen")
+    begun = successor(out) if is_being_replaced(out) else out
+    has_trees = options.get("resume") and (begun / "config.json").is_file() and _config_of(begun).joins
+    if has_trees and len(configs) > 1:
+        _check_same(configs[0], _config_of(network_of(out)), chosen, out)
+    first = configs[-1] if has_trees else configs[0]
     on_start(first)
     run_training(first, out, on_warning=on_warning, **options)
-    again = {**options, "resume": False, "overwrite": False, "on_note": lambda _: None}
-    for config in configs[1:]:
-        if not is_joined(out) and read_json(out / "config.json")["stream"] != "yes":
-            on_start(config)
-            run_training(config, out, on_warning=lambda _: None, **again)
+    network = _config_of(out)
+    if network.both and not (network.joins or network.stream == "yes" or out.is_mount()):
+        # A resumed run has options that `configs` do not have, unless all options were compared.
+        trees = configs[1] if chosen is None and len(configs) > 1 else trees_for(network)
+        on_start(trees)
+        again = {**options, "resume": False, "overwrite": False, "on_note": lambda _: None}
+        run_training(trees, out, on_warning=lambda _: None, **again)
     return out
+
+
+def _config_of(run: Path) -> RunConfig:
+    return RunConfig.from_json(read_json(run / "config.json"), where=run)
 
 
 def run_together(
@@ -156,10 +166,10 @@ def run_together(
 
 def make_run(config: RunConfig, run_data: RunData, *, network: Path | None = None) -> NetworkRun | TreeRun:
     """Return a run of networks or trees, with all its options checked; trees may join the run `network`."""
+    if config.warm_start is not None and (config.both or is_trees(config.ranker)):
+        run_data = with_codes_of(Path(config.warm_start), run_data)
     if not is_trees(config.ranker):
         return NetworkRun(config, run_data)
-    if config.warm_start is not None:
-        run_data = with_codes_of(Path(config.warm_start), run_data)
     return TreeRun(config, run_data, network=network)
 
 
@@ -274,6 +284,8 @@ def _writing(place: Place, config: RunConfig) -> Iterator[bool]:
             if is_main():
                 if place.replaces:
                     begin_successor(out)
+                elif not place.resume:  # that of a run that was deleted
+                    shutil.rmtree(successor(out).parent, ignore_errors=True)
                 if folder != out:
                     locks.enter_context(lock_run(folder))
                 if size() > 1:

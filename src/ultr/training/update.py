@@ -82,7 +82,7 @@ def update_run(
         configs.append(update_config(run, data, **how, **of_both))
     config = configs[-1]
     candidate = out.with_name(out.name + CANDIDATE)
-    accepted_before = _is_result(out, config)
+    accepted_before = _is_result(out, config) and _is_result(network_of(out), configs[0])
     if not accepted_before:
         check_output(out, overwrite=False, folder=True)
     listeners = listeners or Listeners()

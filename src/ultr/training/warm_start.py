@@ -53,7 +53,7 @@ def start_trees(ranker: str, run: Path) -> Booster | None:
 
 
 def with_codes_of(run: Path, run_data: RunData) -> RunData:
-    """Return the data of a run of trees with the features and the codes of categories of the run that it extends."""
+    """Return the data of a run with the features and the codes of categories of the run that its trees extend."""
     model = load_model(run)
     test = None if run_data.test is None else extended_log(model, run_data.test)
     train, validation = (extended_log(model, log) for log in (run_data.train, run_data.validation))

@@ -176,7 +176,7 @@ def take_name(temporary: Path, target: Path, *, overwrite: bool) -> None:
         temporary.replace(target)
     elif not _rename_at_once(temporary, target, EXCHANGE):
         replaced = temporary.parent / REPLACED / target.name
-        replaced.parent.mkdir()
+        replaced.parent.mkdir(exist_ok=True)
         target.replace(replaced)
         try:
             temporary.replace(target)

@@ -177,7 +177,7 @@ def kept_here(out: str | Path, cache: Path, *, resume: bool, overwrite: bool, wr
     if not resume:
         check_writable(url, overwrite=overwrite, folder=True)
         if writes:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder.parent, ignore_errors=True)
     elif writes and not folder.exists() and find(url) is not None:
         shutil.copytree(fetched(url), folder)
     yield folder
@@ -193,7 +193,9 @@ def send(source: Path, url: str, *, last: tuple[str, ...]) -> None:
     """
     files = sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
     names = {file: "" if file == source else f"/{file.relative_to(source).as_posix()}" for file in files}
-    files.sort(key=lambda file: bool(set(names[file].split("/")) & set(last)))
+    # First those with such a part further down: they belong to a folder inside this one.
+    parts = {file: names[file].split("/")[1:] for file in files}
+    files.sort(key=lambda file: bool(set(parts[file]) & set(last)) + (parts[file][:1] != [] and parts[file][0] in last))
     old = {}
     if source.is_dir() and (stored := find(url)) is not None and stored.size is None:
         old = {file.url: file for file in files_below(stored)}
