@@ -149,3 +149,21 @@ def test_other_stores_are_read_through_fsspec():
     assert len(read_log("memory://logs", where=["date < 2026-12-01"])) == 60
     with pytest.raises(DataError, match="this kind of URL is not supported, got https://x; use one of file://, s3://"):
         read_log("https://x/log.csv")
+
+
+def test_the_files_that_say_that_a_folder_is_complete_are_sent_last(tmp_path):
+    """A joined run has the run of its network in a folder, with a model of its own, which is sent first."""
+    fsspec = pytest.importorskip("fsspec")
+    names = ["config.json", "model/model.json", "network/model/model.json", "outcome/a"]
+    for name in names:
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text(name)
+    stores.send(tmp_path / "run", "memory://order/run", last=stores.COMPLETE)
+    store = fsspec.filesystem("memory")
+    created = {name: store.created(f"/order/run/{name}") for name in names}
+    assert sorted(names, key=created.get) == [
+        "config.json",
+        "outcome/a",
+        "network/model/model.json",
+        "model/model.json",
+    ]
