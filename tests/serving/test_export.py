@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from conftest import make_shown_log, some_always
 from ultr.datasets.simulate import simulate_log
@@ -28,8 +29,9 @@ from ultr.errors import DataError, MissingExtraError, OutputError, UltrError
 from ultr.log import Log, write_log
 from ultr.log.labels import Label
 from ultr.methods import METHODS, MethodInputs, make_method
-from ultr.rankers import RANKERS, FeatureEncoder, make_ranker
+from ultr.rankers import RANKERS, FeatureEncoder, Product, fit_encoders, make_ranker
 from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, TreeRows
+from ultr.rankers.combined import Combined
 from ultr.rankers.model import ROWS_KEPT, Model, kept_rows, load_model
 from ultr.serving import export
 from ultr.serving.export import check_parity, export_run, onnx_bytes
@@ -130,6 +132,20 @@ def test_the_ranker_of_each_method_has_the_same_scores_in_onnx(name, options):
     assert_same_scores(model, content, log.features)
     assert str(Path(export.__file__).parent).encode() not in content  # the export names no folder of this machine
     assert not any(node.metadata_props or node.doc_string for node in onnx.load_from_string(content).graph.node)
+
+
+@pytest.mark.parametrize(("kind", "outputs"), [(Combined, 3), (Product, 2)])
+def test_rare_clicks_have_the_same_scores_in_onnx(kind, outputs):
+    """The logarithm of a probability near 0 must have all its digits."""
+    torch.manual_seed(0)
+    rows = coloured_log().features
+    network = make_ranker("mlp", FeatureEncoder(len(NAMES)), outputs=outputs, hidden=(8,))
+    fit_encoders(network, rows)
+    last = [module for module in network.modules() if isinstance(module, nn.Linear) and module.bias is not None][-1]
+    with torch.no_grad():
+        last.bias.sub_(14)
+    model = Model(kind(network).eval(), NAMES, "click")
+    assert_same_scores(model, onnx_bytes(model), rows)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import softplus
 
 from ultr.rankers.hurdle import LARGEST_LOG_VALUE
 from ultr.rankers.mlp import MLPRanker
@@ -39,7 +39,8 @@ class Combined(nn.Module):
         """Return f, log(β μ) and a."""
         score, logit, log_value = self.outputs(features)
         anchor = self.ranker.anchor(features)[..., 0] if isinstance(self.ranker, MLPRanker) else torch.zeros_like(score)
-        return score, logsigmoid(logit) + log_value, anchor
+        # The logarithm of a sigmoid; torch's own becomes one of few digits in ONNX.
+        return score, log_value - softplus(-logit), anchor
 
     def forward(self, features: Tensor) -> Tensor:
         by_pairs, by_likelihood, anchor = self.terms(features)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import softplus
 
 
 class Product(nn.Module):
@@ -23,4 +23,4 @@ class Product(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         first, second = self.outputs(features)
-        return logsigmoid(first) + logsigmoid(second)
+        return -softplus(-first) - softplus(-second)  # not logsigmoid: in ONNX it would have few digits
