@@ -125,6 +125,12 @@ def test_the_answer_follows_from_the_difference_to_the_logged_ranking(shift, ans
     verdict = answer.replace("Yes.", "Probably, if the estimated examination is right.")
     assert notes.notes[0].startswith(f"Is it better? {verdict}")
     assert "the log cannot confirm it" in notes.notes[1]
+    run.config = SimpleNamespace(label="click")
+    notes = answer_of([run, run], "new and new have different labels")
+    question = "Is new better than the logged ranking?"
+    assert notes.notes[0].startswith(f"{question} {verdict.partition('.')[0]}: the expected feedback on the first 10")
+    assert "(click) is" in notes.notes[0]
+    assert notes.notes[2] == "Which run is better? Not known here: new and new have different labels."
 
 
 def test_the_page_shows_the_metrics_of_the_run(five, runs):

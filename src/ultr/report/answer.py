@@ -32,7 +32,8 @@ def answer(runs: Sequence[Run], why_not: str | None) -> Notes | None:
     if why_not is not None:
         label = ["--label", "LABEL"] if len({run.config.label for run in evaluated}) > 1 else []
         command = shlex.join(["ultr", "evaluate", *(str(run.folder) for run in evaluated), "--data", "LOG", *label])
-        return Notes([f"Which run is better? Not known here: {why_not}.", f"What to do? Run: {command}"])
+        alone = [sentence for run in evaluated if (sentence := _against_logged_text(run)) is not None]
+        return Notes([*alone, f"Which run is better? Not known here: {why_not}.", f"What to do? Run: {command}"])
     sign = -1 if less_is_better(metric) else 1
     ranked = sorted(evaluated, key=lambda run: -sign * _mean(run, metric))
     best = ranked[0]
@@ -43,15 +44,10 @@ def answer(runs: Sequence[Run], why_not: str | None) -> Notes | None:
             return None
         other, before = ranked[1].name, _mean(ranked[1], metric)
         against = _test(best, ranked[1], metric)
-    better = sign * against.low > 0 and sign * against.high > 0
-    worse = sign * against.high < 0 and sign * against.low < 0
+    verdict, better, worse = _verdict(best, metric, against)
     means = f"{metric}: {_mean(best, metric):.4f} instead of {before:.4f}"
     change = change_text(against.difference, before)
     what = f"With {best.name}, {_quantity(metric)} is {change} than with {other} ({means})."
-    confirmed = _is_confirmed(best, metric)
-    verdict = ("Yes" if better else "No") if better or worse else "Not clear"
-    if better and not confirmed:
-        verdict = "Probably, if the estimated examination is right"
     sentences = [f"Is it better? {verdict}. {what}"]
     if len(ranked) > 1 and other == LOGGED_RANKING:
         test = _test(best, ranked[1], metric)
@@ -61,7 +57,29 @@ def answer(runs: Sequence[Run], why_not: str | None) -> Notes | None:
         sentences.append(f"Which run is best? {best.name}: {than}{sure}.")
     sentences.append(_how_sure(best, metric, against, before))
     sentences.append(f"What to do? {_what_to_do(best, better=better, worse=worse)}")
-    return Notes(sentences, good=better and confirmed)
+    return Notes(sentences, good=better and _is_confirmed(best, metric))
+
+
+def _verdict(run: Run, metric: str, against: PairedTest) -> tuple[str, bool, bool]:
+    """Return whether a run is better in a test, in words; and whether it is clearly better, or clearly worse."""
+    sign = -1 if less_is_better(metric) else 1
+    better = sign * against.low > 0 and sign * against.high > 0
+    worse = sign * against.high < 0 and sign * against.low < 0
+    if better and not _is_confirmed(run, metric):
+        return "Probably, if the estimated examination is right", better, worse
+    return ("Yes" if better else "No") if better or worse else "Not clear", better, worse
+
+
+def _against_logged_text(run: Run) -> str | None:
+    """Return a sentence that compares a run with the logged ranking, by the run's own label, metric and judge."""
+    metric = run.selected[0]
+    if (against := against_logged(run, metric)) is None:
+        return None
+    before = _mean(run, LOGGED + metric)
+    low, high = (_relative(value, before) for value in (against.low, against.high))
+    what = f"{_quantity(metric)} ({run.config.label}) is {change_text(against.difference, before)}"
+    verdict = _verdict(run, metric, against)[0]
+    return f"Is {run.name} better than {LOGGED_RANKING}? {verdict}: {what} (95% interval {low} to {high})."
 
 
 def against_logged(run: Run, metric: str) -> PairedTest | None:

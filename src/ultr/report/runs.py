@@ -42,7 +42,7 @@ def _summary(runs: Sequence[Run]) -> Section:
     for run in runs:
         metric, value, step = run.selected
         lines = [f"{metric} on validation, at step {step:,}"]
-        if _difference(runs, metric) is None and (test := against_logged(run, metric)) is not None:
+        if (test := against_logged(run, metric)) is not None:
             p = f" (p = {test.p:.2g} over requests)" if len(runs) == 1 else ""
             lines.append(f"{test.difference:+.4f} compared with {LOGGED_RANKING}{p}")
         lines += [f"{run.config.method}, {run.config.ranker_name}", f"label: {run.config.label}"]
