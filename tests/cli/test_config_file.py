@@ -44,6 +44,19 @@ def test_options_of_a_file_are_used_unless_the_command_line_has_them(ultr, log_p
     assert "--steps (7; the run has 2), --lr (0.1; the run has 0.5)" in done.stderr
 
 
+def test_a_file_of_all_defaults_changes_nothing(ultr, log_path, tmp_path, monkeypatch):
+    """An option of networks, such as the steps, would train a network without trees."""
+    pytest.importorskip("lightgbm")
+    started = []
+    monkeypatch.setattr("ultr.training.run.train_both", lambda configs, *_, **__: started.append(configs))
+    written = ultr("train", log_path, "--out", tmp_path / "run", "--write-config", tmp_path / "all.toml")
+    assert written.returncode == 0, written.stderr
+    ultr("train", "--config", tmp_path / "all.toml")
+    ultr("train", log_path, "--out", tmp_path / "run")
+    assert started[0] == started[1]
+    assert [config.ranker for config in started[0]] == ["mlp", "lightgbm"]
+
+
 def test_a_resumed_run_needs_none_of_its_options(ultr, log_path, tmp_path):
     assert ultr("train", log_path, "--out", tmp_path / "run", "--lr", 0.5, *SMALL).returncode == 0
     assert ultr("train", log_path, "--out", tmp_path / "run", "--resume").returncode == 0
