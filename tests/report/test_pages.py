@@ -21,8 +21,11 @@ from bias.worlds import with_rare_positions, world
 from pages import plots_of
 from ultr.bias.examination import SOURCES
 from ultr.errors import AbsentError, DataError, OptionError, OutputError, UltrError
-from ultr.evaluation.scores import holm, mean_with_interval, paired_test
+from ultr.evaluation.judge import load_judge
+from ultr.evaluation.off_policy import NORMAL, compare_values
+from ultr.evaluation.scores import holm, mean_with_interval
 from ultr.log import write_log
+from ultr.rankers.model import load_model
 from ultr.report import write_bias_page, write_comparison_page, write_report
 from ultr.report.answer import answer as answer_of
 from ultr.report.bias import bias_section
@@ -31,8 +34,10 @@ from ultr.report.parts import Card, Cards, Code, Folded, Grid, Heading, Notes, P
 from ultr.report.plots import bar_plot, dot_plot, heat_map, histogram, interval_plot, line_plot
 from ultr.report.run import _names
 from ultr.training.comparison import Comparison, Row, with_tests
+from ultr.training.config import RunConfig
+from ultr.training.data import load_run_data
 from ultr.training.entries import Setting
-from ultr.training.outcome import LOGGED, read_outcome
+from ultr.training.outcome import LOGGED, RunOutcome, read_outcome
 from ultr.utils.jsonfiles import read_json, write_json
 
 
@@ -104,7 +109,7 @@ def test_the_answer_follows_from_the_difference_to_the_logged_ranking(shift, ans
     logged = 1 + rng.normal(0, 0.01, 400)
     logged += 1 - logged.mean()
     results = {metric: logged + shift + rng.permutation(np.linspace(-0.1, 0.1, 400)), LOGGED + metric: logged}
-    outcome = SimpleNamespace(results=results, weights=np.ones(400))
+    outcome = RunOutcome({}, [], np.ones(400), np.zeros(400), results)
     bias = {"theta_from": "1,000 requests in random order", "theta_standard_error": 0.3}
     run = SimpleNamespace(
         name="new",
@@ -136,20 +141,52 @@ def test_the_answer_follows_from_the_difference_to_the_logged_ranking(shift, ans
 def test_the_page_shows_the_metrics_of_the_run(five, runs):
     outcome = read_outcome(runs["em"])
     metric = "off-policy-gain@10"
-    mean = mean_with_interval(outcome.results[metric], outcome.weights)
-    test = paired_test(outcome.results[metric], outcome.results[LOGGED + metric], outcome.weights)
+    mean, test = outcome.mean(metric), outcome.test(metric, outcome, LOGGED + metric)
     for text in (f"{mean.mean:.4f}", f"{mean.low:.4f} to {mean.high:.4f}", f"{test.difference:+.4f}"):
         assert f"<td>{text}</td>" in five
     other = read_outcome(runs["plain"])
-    between = paired_test(other.results[metric], outcome.results[metric], outcome.weights)
+    between = other.test(metric, outcome, metric)
     assert f"plain minus em</th><td>{between.difference:+.4f}</td>" in five
+
+
+def test_intervals_have_the_error_of_clipping():
+    rng, metric = np.random.default_rng(0), "off-policy-gain@10"
+    results = {metric: rng.normal(1.2, 1, 400), LOGGED + metric: rng.normal(1, 1, 400)}
+    plain = RunOutcome({}, [], np.ones(400), np.zeros(400), results)
+    means = {name: values.mean() for name, values in results.items()}
+    for shift in (0.0, 0.5):
+        about = {"unclipped": {**means, metric: means[metric] + shift}}
+        wide = RunOutcome(about, [], np.ones(400), np.zeros(400), results)
+        for before, after in (
+            (plain.mean(metric), wide.mean(metric)),
+            (plain.test(metric, plain, LOGGED + metric), wide.test(metric, wide, LOGGED + metric)),
+        ):
+            margin = (before.high - before.low) / 2
+            assert (after.high - after.low) / 2 == pytest.approx(np.hypot(margin, NORMAL * shift))
+
+
+def test_a_report_has_the_intervals_of_evaluate(runs):
+    """`ultr evaluate` judges with a θ of its own; here both have that of the run."""
+    run = runs["em"]
+    outcome, judge, metric = read_outcome(run), load_judge(run / "judge"), "off-policy-gain@10"
+    config = RunConfig.from_json(read_json(run / "config.json"), where=run)
+    run_data = load_run_data(config)
+    log = run_data.validation
+    how = {"label": config.label, "segments": run_data.segments}
+    new = judge.value(log, load_model(run).score(log), metric, **how)
+    old = judge.value(log, run_data.logged_scores(), metric, **how)
+    expected, found = compare_values(new, old), outcome.test(metric, outcome, LOGGED + metric)
+    values = [(test.difference, test.low, test.high) for test in (found, expected)]
+    assert values[0] == pytest.approx(values[1])
+    assert found.p == pytest.approx(expected.p)
+    assert outcome.mean(metric).high == pytest.approx(new.high)
 
 
 def test_p_values_of_a_page_are_corrected_for_the_number_of_tests(runs, tmp_path):
     metric = "off-policy-gain@10"
     a, b = (read_outcome(runs[name]) for name in ("em", "plain"))
     pairs = [(a, LOGGED + metric, a), (b, LOGGED + metric, b), (b, metric, a)]
-    raw = [paired_test(new.results[metric], old.results[name], a.weights).p for new, name, old in pairs]
+    raw = [new.test(metric, old, name).p for new, name, old in pairs]
     text = write_report([runs["em"], runs["plain"]], tmp_path / "page.html").read_text()
     table = text.split("p over requests</th>")[1].split("</table>")[0]
     assert [row[-1] for row in re.findall(r"(<td>([^<]*)</td>)\n?</tr>", table)] == [f"{p:.2g}" for p in holm(raw)]

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from ultr.bias.identification import NORMAL
 from ultr.errors import DataError, OptionError, nearest
-from ultr.evaluation.scores import PairedTest, mean_with_interval, paired_test
+from ultr.evaluation.scores import Mean, PairedTest, mean_with_interval, paired_test
 from ultr.log import Log
 from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.log.sampling import sample_log
@@ -193,17 +193,31 @@ class OffPolicy:
 @checked
 def compare_values(a: OffPolicyValue, b: OffPolicyValue) -> PairedTest:
     """Test whether two rankers differ on the requests of a log: a paired test of a - b with the errors of both."""
-    from scipy.special import ndtr
-
     of_a, of_b = ((v.kind, v.k, v.per_request.shape, v.replicates.shape) for v in (a, b))
     if of_a != of_b:
         what = "two values can be compared only if kind, k, requests and replicates are the same"
         raise DataError(what, got=f"{of_a} and {of_b}")
     test = paired_test(a.per_request, b.per_request, a.weights)
-    changed = test.difference - (a.unclipped - b.unclipped)
-    margin = _margin(test.high - test.difference, changed, a.replicates - b.replicates - test.difference)
+    return widened_test(test, a.unclipped - b.unclipped, a.replicates - b.replicates)
+
+
+def widened_test(test: PairedTest, unclipped: float, replicates: Sequence[float] | np.ndarray = ()) -> PairedTest:
+    """Return a test of two off-policy values with the error of clipping: the difference would be `unclipped` without.
+
+    `replicates` are differences under other estimates of examination.
+    """
+    from scipy.special import ndtr
+
+    moved = np.asarray(replicates, np.float64) - test.difference
+    margin = _margin(test.high - test.difference, test.difference - unclipped, moved)
     p = float(2 * ndtr(-NORMAL * abs(test.difference) / max(margin, TINY)))
     return PairedTest(test.difference, test.difference - margin, test.difference + margin, p, test.requests)
+
+
+def widened_mean(mean: Mean, unclipped: float) -> Mean:
+    """Return the mean of an off-policy value with the error of clipping in its interval."""
+    margin = _margin(mean.high - mean.mean, mean.mean - unclipped, np.zeros(0))
+    return Mean(mean.mean, mean.mean - margin, mean.mean + margin, mean.requests)
 
 
 def _margin(of_requests: float, changed: float, moved: np.ndarray) -> float:

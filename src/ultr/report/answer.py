@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ultr.evaluation.judgement import LOGGED_RANKING
-from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, PairedTest, paired_test
+from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, PairedTest
 from ultr.report.parts import Notes
 from ultr.report.run import Run
 from ultr.training.outcome import LOGGED
@@ -86,13 +86,12 @@ def against_logged(run: Run, metric: str) -> PairedTest | None:
     """Return the paired test of a run's ranking against the logged ranking; None if one was not evaluated."""
     if run.outcome is None or not {metric, LOGGED + metric} <= set(run.outcome.results):
         return None
-    results = run.outcome.results
-    return paired_test(results[metric], results[LOGGED + metric], run.outcome.weights)
+    return run.outcome.test(metric, run.outcome, LOGGED + metric)
 
 
 def _test(first: Run, second: Run, metric: str) -> PairedTest:
     assert first.outcome is not None and second.outcome is not None  # noqa: S101, PT018  # only such runs are compared
-    return paired_test(first.outcome.results[metric], second.outcome.results[metric], first.outcome.weights)
+    return first.outcome.test(metric, second.outcome, metric)
 
 
 def _mean(run: Run, name: str) -> float:

@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from ultr.evaluation.judgement import LOGGED_RANKING
-from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, Mean, PairedTest, holm, mean_with_interval, paired_test
+from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, Mean, PairedTest, holm
 from ultr.report.answer import against_logged, answer
 from ultr.report.bias import bias_section
 from ultr.report.parts import Card, Cards, Code, Grid, Heading, Notes, Part, Plot, Section, Table, Text
@@ -243,9 +243,9 @@ def _means(runs: Sequence[Run], metric: str) -> dict[str, Mean]:
             continue
         if LOGGED + metric in outcome.results and all(_differ(run, other, metric) for other in logged):
             name = LOGGED_RANKING if not logged else f"{LOGGED_RANKING} ({run.name})"
-            means[name] = mean_with_interval(outcome.results[LOGGED + metric], outcome.weights)
+            means[name] = outcome.mean(LOGGED + metric)
             logged.append(run)
-        means[run.name] = mean_with_interval(outcome.results[metric], outcome.weights)
+        means[run.name] = outcome.mean(metric)
     return means
 
 
@@ -255,7 +255,7 @@ def _tests(runs: Sequence[Run], metric: str) -> list[tuple[str, str, PairedTest]
     tests = [(name, before, test) for name, before, test in against if test is not None]
     evaluated = [(run, run.outcome) for run in runs if run.outcome is not None and metric in run.outcome.results]
     for (a, first), (b, second) in combinations(evaluated, 2):
-        tests.append((b.name, a.name, paired_test(second.results[metric], first.results[metric], first.weights)))
+        tests.append((b.name, a.name, second.test(metric, first, metric)))
     return tests
 
 

@@ -15,6 +15,8 @@ import torch
 from ultr.errors import DataError
 from ultr.evaluation.judge import Judge, evaluate_requests
 from ultr.evaluation.metrics import MAX_GRADE
+from ultr.evaluation.off_policy import widened_mean, widened_test
+from ultr.evaluation.scores import OFF_POLICY, Mean, PairedTest, mean_with_interval, paired_test
 from ultr.log import Log
 from ultr.log.hashes import as_texts, request_hashes
 from ultr.log.labels import Label
@@ -51,6 +53,18 @@ class RunOutcome:
     results: Mapping[str, np.ndarray]  # metric -> value per request; `LOGGED` + metric: of the logged ranking
     used: Mapping[str, np.ndarray] | None = None  # hashes of the requests that it `trained` on and was `selected` on
 
+    def mean(self, name: str) -> Mean:
+        """Return the mean of a metric, a key of `results`, with its interval."""
+        mean = mean_with_interval(self.results[name], self.weights)
+        without = self.about.get("unclipped", {}).get(name)
+        return mean if without is None else widened_mean(mean, without)
+
+    def test(self, name: str, other: RunOutcome, other_name: str) -> PairedTest:
+        """Return a paired test of a metric against one of the same requests, of this outcome or of another run's."""
+        test = paired_test(self.results[name], other.results[other_name], self.weights)
+        a, b = self.about.get("unclipped", {}).get(name), other.about.get("unclipped", {}).get(other_name)
+        return test if a is None or b is None else widened_test(test, a - b)
+
 
 def write_outcome(
     config: RunConfig,
@@ -82,17 +96,25 @@ def write_outcome(
             device=choose_device(config.training.device),
         )
 
+    def unclipped(scores: np.ndarray) -> dict[str, float]:
+        """Return off-policy metrics with weights that are not clipped, by which intervals are wider."""
+        how: dict[str, Any] = {"label": config.label, "segments": run_data.segments}
+        names = [name for name in metrics if name.startswith(OFF_POLICY)]
+        return {} if judge is None else {name: judge.value(log, scores, name, **how).unclipped for name in names}
+
     columns: dict[str, Any] = {"request": as_texts(log.request_ids), "weight": _weights(log), **evaluate(scores)}
     about: dict[str, Any] = {
         "format": FORMAT,
         "data": _facts(run_data),
         "validation": {"requests": len(log), "rows": log.rows},
         "metrics": metrics,
+        "unclipped": unclipped(scores),
         "importance": importance or {},
         "warnings": [asdict(warning) for warning in run_data.warnings],
     }
     if logged is not None:
         columns |= {LOGGED + name: values for name, values in evaluate(logged).items()}
+        about["unclipped"] |= {LOGGED + name: value for name, value in unclipped(logged).items()}
         before, after = ranks(log, logged), ranks(log, scores)
         columns["agreement"] = agreements(log, before, after)
         about["moves"] = _moves(before, after)
