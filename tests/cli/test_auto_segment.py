@@ -51,6 +51,9 @@ def test_a_run_has_the_segment_in_its_columns_and_later_commands_use_it(ultr, pa
     without = ultr("evaluate", run, tmp_path / "day.parquet")
     assert without.returncode == 0, without.stderr
     assert "there is no column 'device', which was the segment in training" in without.stderr
+    scored = ultr("score", run, tmp_path / "day.parquet", "--out", tmp_path / "scores.parquet")
+    assert scored.returncode == 0, scored.stderr
+    assert "device" not in scored.stderr  # scores do not depend on it
     other = ultr("train", path, *QUICK, "--bias", run, "--out", tmp_path / "other")
     assert other.returncode == 0, other.stderr
     assert f"segments: 'device', as in {run}" in other.stderr

@@ -112,3 +112,33 @@ def test_texts_that_differ_within_a_request_are_suggested_as_categories(suffix, 
     assert ultr(*command.removeprefix("next: ultr ").split()[:-1], tmp_path / "bias").returncode == 0
     named = ultr("describe", path, "--categorical", "brand").stderr
     assert "takes the unused" not in named
+
+
+def test_a_column_that_recurs_but_never_within_a_request_is_suggested_as_the_item(ultr, tmp_path):
+    rng = np.random.default_rng(0)
+    listing = np.concatenate([rng.choice(40, 5, replace=False) for _ in range(300)])
+    columns = {
+        "request": np.repeat(np.arange(300), 5),
+        "position": np.tile(np.arange(5) + 1, 300),
+        "click": (rng.random(1500) < 0.3).astype(int),
+        "read_seconds": np.zeros(1500),
+        "listing": [f"L{i}" for i in listing],
+        "city": rng.choice(["Graz", "Linz"], 1500),
+        "photos": listing,
+        "session_text": [f"text {i}" for i in range(1500)],  # it never recurs
+    }
+    frame = pd.DataFrame(columns)
+    frame["read_seconds"] = frame["click"] * rng.gamma(2, 20, 1500)
+    frame.to_csv(tmp_path / "log.csv", index=False)
+    done = ultr("describe", tmp_path / "log.csv")
+    assert done.returncode == 0, done.stderr
+    assert "listing looks like the id of the item" in done.stderr
+    (command,) = [line for line in done.stderr.splitlines() if line.startswith("next: ")]
+    assert "--item listing" in command
+    assert "--categorical city " in command
+    bias = ultr(*command.removeprefix("next: ultr ").split()[:-1], tmp_path / "bias", "--bootstrap", 10)
+    assert bias.returncode == 0, bias.stderr
+    mean = frame["read_seconds"][frame["read_seconds"] > 0].mean()
+    assert f"--label 'click + read_seconds / {mean:.2g}'" in bias.stderr
+    frame.assign(item=frame["listing"]).to_csv(tmp_path / "named.csv", index=False)
+    assert "looks like the id" not in ultr("describe", tmp_path / "named.csv").stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -162,9 +162,18 @@ def _label_to_learn(label: str | None, actions: Iterable[str]) -> str:
     names = list(actions)
     chosen = label or default_label(names)
     if unused := [name for name in names if name not in Label(chosen).actions]:
-        how = f"--label can add them, each with its weight: --label '{chosen} + 2 * {unused[0]}'"
+        how = f"--label can add them, each with its weight: --label '{chosen} + {_weighted(unused[0], actions)}'"
         words.print(plain(f"the label '{chosen}' does not use {', '.join(unused)}; {how}"), soft_wrap=True)
     return chosen
+
+
+def _weighted(name: str, actions: Any) -> str:
+    """Return an action with a weight: twice that of a click, or, for amounts, so that the mean amount counts as 1."""
+    values = actions[name] if isinstance(actions, Mapping) else None
+    positive = None if values is None else values[values > 0]
+    if positive is None or not len(positive) or (positive == 1).all():
+        return f"2 * {name}"
+    return f"{name} / {float(positive.mean()):.2g}"
 
 
 def _described(source: str, log: Log, reading: dict[str, Any]) -> Log | None:

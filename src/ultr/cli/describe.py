@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 NAMED_POSITIONS = (1, 2, 3, 5, 10, 20)  # the positions, by their order in the list, whose feedback is printed
 MOST_WARNINGS, MOST_NAMES = 4, 12  # largest number of warnings, and of columns in a line, that are printed
+LEAST_ITEMS = 10  # a column with fewer values is not suggested as the id of the item
 ROWS_OF_CATEGORY = 20  # a column of texts with fewer rows for each value is not suggested as a category
 NOT_FEATURES = ("id", "time", "timestamp", "date", "day", "ts", "url", "seed")  # last words of names of other columns
 
@@ -95,7 +96,7 @@ def describe(
         _print_feedback(log, table, verbose=verbose)
     suggested = _suggestions(log, source, rows, notes)
     if log.unused_columns:
-        use = "use them with --features, --categorical, --segment or --actions"
+        use = "use them with --features, --categorical, --item, --segment or --actions"
         words.print(plain(f"unused columns: {_names(log.unused_columns)} ({use})"), soft_wrap=True)
     print_notes(notes)
     for pitfall in warnings[:MOST_WARNINGS]:
@@ -147,7 +148,12 @@ def _suggestions(log: Log, source: Any, rows: dict[str, Any], notes: list[str]) 
             found["actions"] = ",".join([*log.actions, *of_feedback])
             what = "looks like feedback" if len(of_feedback) == 1 else "look like feedback"
             notes.append(f"{', '.join(of_feedback)} {what}; the next command has --actions {found['actions']}")
-    texts = _suggested_categories(log, source)
+    if (item := _suggested_item(log, source)) is not None:
+        found["item"] = item
+        what = f"{item} looks like the id of the item: it recurs, and never within a request"
+        notes.append(f"{what}; the next command has --item {item}, which helps to tell bias from relevance")
+    texts = [name for name in _suggested_categories(log, source) if name != item]
+    numbers = [name for name in numbers if name != item]
     found |= {role: ",".join(names) for role, names in (("features", numbers), ("categorical", texts)) if names}
     if numbers or texts:
         what = "no column was recognised as a feature, and a ranker needs features"
@@ -208,6 +214,36 @@ def _suggested_categories(log: Log, source: Any) -> list[str]:
             if pc.max(of_request[f"{name}_count_distinct"]).as_py() > 1:
                 found.append(name)
     return found
+
+
+def _suggested_item(log: Log, source: Any) -> str | None:
+    """Return the unused column that looks most like the id of the item, by the first rows; None if there is none.
+
+    It is a text, or a whole number that is called an id. It recurs, but never within a request.
+    """
+    import pyarrow as pa
+
+    from ultr.log.readers import first_rows
+
+    request = log.columns.get("request")
+    if "item" in log.columns or not isinstance(request, str):
+        return None
+    rows, found = first_rows(source), {}
+    for name in log.unused_columns:
+        if not {request, name} <= set(rows.column_names):
+            continue
+        kind = rows.schema.field(name).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        is_id = pa.types.is_integer(kind) and name.lower().endswith("id")
+        if not (is_text or is_id) or rows[name].null_count:
+            continue
+        pairs, requests, values = (
+            rows.group_by(keys).aggregate([]).num_rows for keys in ([request, name], [request], [name])
+        )
+        if pairs == len(rows) >= 2 * requests and LEAST_ITEMS <= values <= len(rows) / 2:
+            found[name] = values
+    return max(found, key=found.__getitem__) if found else None
 
 
 def _names(names: tuple[str, ...]) -> str:

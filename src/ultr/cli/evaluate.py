@@ -304,13 +304,24 @@ def _changes(value: Judged) -> tuple[str, ...]:
     return tuple(f"{each / reference:+.1%}" for each in (test.difference, test.low, test.high))
 
 
+def _theta_text(theta: Mapping[str, float]) -> str:
+    """Return θ of the first positions, for each segment if there are several."""
+    by_segment: dict[str, list[str]] = {}
+    for name, value in theta.items():
+        by_segment.setdefault(name.partition("@")[2], []).append(f"{value:.3g}")
+    most = SHOWN_POSITIONS // len(by_segment)
+    texts = []
+    for segment, values in by_segment.items():
+        more = " ..." if len(values) > most else ""
+        texts.append(f"{f'{segment}: ' if segment else ''}{' '.join(values[:most])}{more}")
+    return "; ".join(texts)
+
+
 def print_judgement(judged: Judgement, data: str, others: Mapping[str, Judgement] = NO_OTHERS) -> None:
     """Print a table with a row for each metric and ranker, and what it says in words (see `verdicts`)."""
     if judged.theta:
-        theta = " ".join(f"{value:.3g}" for value in list(judged.theta.values())[:SHOWN_POSITIONS])
-        more = " ..." if len(judged.theta) > SHOWN_POSITIONS else ""
-        how = "as given" if judged.known else "estimated from requests that are not judged; check it with ultr bias"
-        words.print(f"one examination for all rankers: {theta}{more} ({how})", soft_wrap=True)
+        how = "as given" if judged.known else "each request has an estimate from others; check it with ultr bias"
+        words.print(plain(f"one examination for all rankers: {_theta_text(judged.theta)} ({how})"), soft_wrap=True)
     tested = any(value.difference for values in judged.rankers.values() for value in values.values())
     title = f"{data}: {judged.requests:,} requests"
     if tested:

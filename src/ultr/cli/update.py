@@ -99,6 +99,6 @@ def update(
         text = f"the new run is worse than {run}{about}, so {out} was not written; it is in {result.run}"
         words.print(plain(text), soft_wrap=True)
         raise typer.Exit(REJECTED)
-    words.print(plain(f"wrote {out}: not worse than {run}{about}"), soft_wrap=True)
+    words.print(plain(f"wrote {out}: not clearly worse than {run}{about}"), soft_wrap=True)
     if not as_json:
         print_next("report", run, out, out=free_path("report.html"))

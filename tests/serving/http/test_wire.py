@@ -72,6 +72,12 @@ def test_null_is_a_missing_value_only_if_the_model_has_them():
         read_request(body, None, Limits(2, 5, missing=False))
 
 
+def test_a_text_is_an_error_that_tells_of_codes():
+    body = orjson.dumps({"inputs": [{"name": "features", "shape": [1, 2], "datatype": "FP32", "data": ["Linz", 1]}]})
+    with pytest.raises(RequestError, match="got 'Linz'; send a category as its code"):
+        read_request(body, None, Limits(2, 5, missing=True))
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

@@ -220,6 +220,8 @@ def _json_numbers(data: Any, shape: tuple[int, ...], limits: Limits) -> np.ndarr
     if not set(map(type, data)) <= ({int, float, type(None)} if limits.missing else {int, float}):
         invalid = next(value for value in data if type(value) not in (int, float))
         hint = "send numbers, and null for a missing value" if limits.missing else "send a number for every feature"
+        if isinstance(invalid, str):
+            hint = "send a category as its code: its place in the vocabulary of model.json, counted from 1, or 0"
         raise RequestError("data must be numbers", got=_brief(invalid), hint=hint)
     return np.array(data, np.float64)
 
