@@ -257,6 +257,15 @@ def test_the_requests_needed_do_not_follow_from_positions_nearly_never_shown(lon
     assert report.verdict.requests_needed <= 3 * few.verdict.requests_needed
 
 
+def test_what_to_do_follows_the_segments_that_are_less_sure(long_lists):
+    report = long_lists[0]
+    sure = replace(report, verdict=replace(report.verdict, status=IDENTIFIED, to_be_safe="nothing more is needed"))
+    weak = replace(report, verdict=replace(report.verdict, status=CARE, to_be_safe="show more"))
+    assert summary(replace(sure, segments={"web": sure}))["to be safe"] == "nothing more is needed"
+    assert summary(replace(sure, segments={"web": sure, "app": weak}))["to be safe"] == "for segment 'app', show more"
+    assert summary(replace(weak, segments={"app": weak}))["to be safe"] == "show more"
+
+
 def test_a_summary_has_the_bias_the_verdict_the_positions_and_what_to_do(long_lists):
     words = summary(long_lists[0])
     assert list(words) == ["how biased", "verdict", "positions", "to be safe"]

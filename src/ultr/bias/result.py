@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ultr.bias.estimators import SCALE, SMALLEST, largest_one, pools
-from ultr.bias.identification import INTERVALS, NOT, PRECISE, Agreement, Estimate, Verdict
+from ultr.bias.identification import CARE, IDENTIFIED, INTERVALS, NOT, PRECISE, Agreement, Estimate, Verdict
 from ultr.bias.pitfalls import Pitfall
 from ultr.utils.html import facts_html, table_html
 
@@ -125,8 +125,21 @@ def summary(report: BiasReport) -> dict[str, str]:
         "how biased": _how_biased(report),
         "verdict": f"{verdict.status} - {verdict.advice}. {reasons}",
         "positions": _positions(report),
-        "to be safe": verdict.to_be_safe,
+        "to be safe": _to_be_safe(report),
     }
+
+
+def _to_be_safe(report: BiasReport) -> str:
+    """Return what would make the verdict safe, or those of the segments that are less sure than all requests together.
+
+    A ranker uses the examination of each segment.
+    """
+    order = (IDENTIFIED, CARE, NOT)
+    surest = order.index(report.verdict.status)
+    weaker = {name: each for name, each in report.segments.items() if order.index(each.verdict.status) > surest}
+    if not weaker:
+        return report.verdict.to_be_safe
+    return "; ".join(f"for segment '{name}', {each.verdict.to_be_safe}" for name, each in list(weaker.items())[:2])
 
 
 @dataclass(frozen=True)
