@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from sklearn.base import BaseEstimator
-from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 
 from ultr.bias.auto_segment import find_segment
@@ -39,8 +38,8 @@ from ultr.training.joined import NETWORK, OF_NETWORKS, with_trees
 from ultr.training.loop import Progress
 from ultr.training.outcome import ranks, read_outcome
 from ultr.training.run import train_both
-from ultr.utils.arguments import check_value
-from ultr.utils.files import atomic_path
+from ultr.utils.arguments import as_seed, check_value
+from ultr.utils.files import atomic_path, read_contents, write_contents
 from ultr.utils.html import facts_html
 from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
 
@@ -172,27 +171,20 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         if y is not None:
             table, named["actions"] = with_feedback(table, y, Label(self.label))
         if finds and self.propensities is None and is_frame(X):
-            given = {role: name for role, name in named.items() if name is not None}
-            found = find_segment(table, label=self.label, columns=given, missing="keep")
+            found = find_segment(table, label=self.label, columns=named, missing="keep")
             named["segment"] = sources["segment"] = None if found is None else found.column
         columns = resolve_columns(table.schema, where=f"the {type(X).__name__}", **named)
         keeps = is_trees(self.ranker) or self.missing == "mean"
         self._train(read_log(table, missing="keep" if keeps else "reject", **named), named["segment"])
         self._features: dict[str, Any] = {"features": list(columns.features), "categorical": list(columns.categorical)}
         self._named = {role: value for role, value in sources.items() if row_values(role, value) is None}
+        self.segment_ = self._named.get("segment")
         self._y_is_feedback = y is not None
         self.n_features_in_ = len(self.model_.feature_names) if is_frame(X) else np.shape(X)[1]
         self.__dict__.pop("feature_names_in_", None)
         if is_frame(X):
             self.feature_names_in_ = np.array(self.model_.feature_names, dtype=object)
         return self
-
-    @property
-    def segment_(self) -> str | int | None:
-        """The column of the segment; None if there is none."""
-        check_is_fitted(self)
-        column: str | int | None = self._named.get("segment")
-        return column
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the score of each row, in the order of the rows."""
@@ -293,11 +285,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         return check_value(name, getattr(self, name), Mapping[str, Any] | None) or {}
 
     def _train(self, log: Log, segment: str | None) -> None:
-        seed = self.random_state
-        try:
-            seed = int(seed if isinstance(seed, int | np.integer) else check_random_state(seed).randint(1 << 31))
-        except (TypeError, ValueError) as error:
-            raise OptionError("'random_state' is not a whole number", got=repr(seed)[:100]) from error
+        seed = as_seed(self.random_state)
         check_value("hidden", self.hidden, Sequence[int] | None)
         options = {f.name: getattr(self, f.name, None) for f in fields(TrainingOptions)}
         training = {name: value for name, value in options.items() if value is not None}
@@ -338,8 +326,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         self.history_ = [{**line, "loss": nan if line["loss"] is None else line["loss"]} for line in read_metrics(run)]
         saved = {} if outcome is None else outcome.about.get("importance", {})
         self.importance_ = [FeatureImportance(**each) for each in saved.get("features", [])]
-        files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.name not in (".lock", FITTED)]
-        self._files = {path.relative_to(run).as_posix(): path.read_bytes() for path in files}
+        self._files = read_contents(run, without=(".lock", FITTED))
 
     def _html_repr(self) -> str:
         """Return what a notebook shows: scikit-learn's table of options, and after `fit` the results."""
@@ -349,11 +336,6 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         theta = ", ".join(f"{k}: {value:.3f}" for k, value in (self.theta_ or {}).items())
         last = {name: f"{value:.4g}" for name, value in self.history_[-1].items()}
         return html + facts_html("Fitted", {**last, "theta by position": theta or "not estimated"})
-
-    def _write_run(self, folder: Path) -> None:
-        for name, content in self._files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """Write the fitted ranker to a folder, which `load` and the commands of `ultr` read as a run; return it."""
@@ -369,7 +351,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
             "is_frame": hasattr(self, "feature_names_in_"),
         }
         with atomic_path(folder, overwrite=overwrite, folder=True) as temporary:
-            self._write_run(temporary)
+            write_contents(temporary, self._files)
             write_json(temporary / FITTED, about)
         return Path(folder)
 
@@ -387,6 +369,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
             for name, kind in FITTED_TYPES.items():
                 setattr(ranker, name, check_value(name, about[name], kind))
             ranker._read_run(run)
+            ranker.segment_ = ranker._named.get("segment")
             if about["is_frame"]:
                 ranker.feature_names_in_ = np.array(ranker.model_.feature_names, dtype=object)
         return ranker
@@ -408,7 +391,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         log = read_log(table, missing=self.model_.missing, **{**named, **self._features})
         log = replace(log, feature_names=self.model_.feature_names)
         with tempfile.TemporaryDirectory() as folder:
-            self._write_run(Path(folder))
+            write_contents(Path(folder), self._files)
             return feature_importance(folder, log, rows=rows, repeats=repeats, seed=seed)
 
 

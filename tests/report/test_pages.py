@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from bias.worlds import with_rare_positions, world
 from pages import plots_of
 from ultr.bias.examination import SOURCES
+from ultr.bias.identification import NORMAL
 from ultr.errors import AbsentError, DataError, OptionError, OutputError, UltrError
 from ultr.evaluation.judge import load_judge
-from ultr.evaluation.off_policy import NORMAL, compare_values
+from ultr.evaluation.off_policy import compare_values
 from ultr.evaluation.scores import holm, mean_with_interval
 from ultr.log import write_log
 from ultr.rankers.model import load_model

@@ -87,7 +87,7 @@ def find_segment(
     caller names, by role, and `reading` has further arguments of `read_log`. A row counts as clicked if its `label`
     (default: the click) is above 0. The column of the `time` is not a segment.
     """
-    named = dict(columns or {})
+    named = {role: name for role, name in (columns or {}).items() if name is not None}
     if is_files(source):
         if (roles := read_columns(source, **named)) is None:
             return None

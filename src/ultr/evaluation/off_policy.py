@@ -38,9 +38,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ultr.bias.identification import NORMAL
 from ultr.errors import DataError, OptionError, nearest
-from ultr.evaluation.scores import Mean, PairedTest, mean_with_interval, paired_test
+from ultr.evaluation.scores import PairedTest, mean_with_interval, paired_test
+from ultr.evaluation.widened import margin_of, widened_test
 from ultr.log import Log
 from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.log.sampling import sample_log
@@ -166,7 +166,7 @@ class OffPolicy:
         mean = mean_with_interval(per_request, log.weights)
         values = np.array([self._value(self._estimator, rows.at(one, places), places) for one in self._replicates])
         unclipped = rows.mean(rows.estimate("ips", here, places, np.inf, None)[0])
-        margin = _margin(mean.high - mean.mean, mean.mean - unclipped, values - mean.mean)
+        margin = margin_of(mean.high - mean.mean, mean.mean - unclipped, values - mean.mean)
         clicked, top = torch.where(rows.c > 0, rows.weight * used, 0.0), rows.weight * (here.target > 0)
         evidence = {
             "effective_clicks": float(clicked.sum() ** 2 / (clicked @ clicked).clamp(min=TINY)),
@@ -199,29 +199,6 @@ def compare_values(a: OffPolicyValue, b: OffPolicyValue) -> PairedTest:
         raise DataError(what, got=f"{of_a} and {of_b}")
     test = paired_test(a.per_request, b.per_request, a.weights)
     return widened_test(test, a.unclipped - b.unclipped, a.replicates - b.replicates)
-
-
-def widened_test(test: PairedTest, unclipped: float, replicates: Sequence[float] | np.ndarray = ()) -> PairedTest:
-    """Return a test of two off-policy values with the error of clipping: the difference would be `unclipped` without.
-
-    `replicates` are differences under other estimates of examination.
-    """
-    from scipy.special import ndtr
-
-    moved = np.asarray(replicates, np.float64) - test.difference
-    margin = _margin(test.high - test.difference, test.difference - unclipped, moved)
-    p = float(2 * ndtr(-NORMAL * abs(test.difference) / max(margin, TINY)))
-    return PairedTest(test.difference, test.difference - margin, test.difference + margin, p, test.requests)
-
-
-def widened_mean(mean: Mean, unclipped: float) -> Mean:
-    """Return the mean of an off-policy value with the error of clipping in its interval."""
-    margin = _margin(mean.high - mean.mean, mean.mean - unclipped, np.zeros(0))
-    return Mean(mean.mean, mean.mean - margin, mean.mean + margin, mean.requests)
-
-
-def _margin(of_requests: float, changed: float, moved: np.ndarray) -> float:
-    return float(np.sqrt(of_requests**2 + NORMAL**2 * (changed**2 + moved @ moved / max(1, len(moved)))))
 
 
 class _Weights(NamedTuple):

@@ -15,8 +15,8 @@ import torch
 from ultr.errors import DataError
 from ultr.evaluation.judge import Judge, evaluate_requests
 from ultr.evaluation.metrics import MAX_GRADE
-from ultr.evaluation.off_policy import widened_mean, widened_test
 from ultr.evaluation.scores import OFF_POLICY, Mean, PairedTest, mean_with_interval, paired_test
+from ultr.evaluation.widened import widened_mean, widened_test
 from ultr.log import Log
 from ultr.log.hashes import as_texts, request_hashes
 from ultr.log.labels import Label

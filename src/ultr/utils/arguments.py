@@ -168,3 +168,14 @@ def _brief(value: Any) -> str:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
+
+
+def as_seed(random_state: Any) -> int:
+    """Return the seed that scikit-learn's `random_state` stands for: a whole number, a generator, or None."""
+    from sklearn.utils import check_random_state
+
+    try:
+        is_seed = isinstance(random_state, int | np.integer)
+        return int(random_state if is_seed else check_random_state(random_state).randint(1 << 31))
+    except (TypeError, ValueError) as error:
+        raise OptionError("'random_state' is not a whole number", got=repr(random_state)[:100]) from error

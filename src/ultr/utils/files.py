@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -154,6 +154,22 @@ def _lock_folder(folder: Path, *, wait: bool) -> int | None:
         raise
     os.close(descriptor)
     return None
+
+
+# --- Folders in memory ------------------------------------------------------------------------------------------------
+
+
+def read_contents(folder: Path, *, without: Collection[str] = ()) -> dict[str, bytes]:
+    """Return the contents of all files of a folder by relative path, but for files with the names in `without`."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in without]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def write_contents(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write what `read_contents` returned into a folder."""
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 # --- Renaming ---------------------------------------------------------------------------------------------------------
