@@ -23,6 +23,8 @@ from ultr.cli.options import (
 )
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from ultr.bias.pitfalls import Pitfall
     from ultr.log import Log
     from ultr.log.summary import ByPosition
@@ -194,7 +196,6 @@ def _suggested_categories(log: Log, source: Any) -> list[str]:
     They have few values, and differ between the items of a request. A text of the whole request, such as a device, does
     not help to order its items.
     """
-    import pyarrow as pa
     import pyarrow.compute as pc
 
     from ultr.log.readers import first_rows
@@ -206,14 +207,19 @@ def _suggested_categories(log: Log, source: Any) -> list[str]:
     for name in log.unused_columns:
         if not ({request, name} <= set(rows.column_names) and _may_be_feature(name)):
             continue
-        kind = rows.schema.field(name).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         values = pc.count_distinct(rows[name]).as_py()
-        if (pa.types.is_string(kind) or pa.types.is_large_string(kind)) and 2 <= values <= len(rows) / ROWS_OF_CATEGORY:
+        if _is_text(rows.schema.field(name)) and 2 <= values <= len(rows) / ROWS_OF_CATEGORY:
             of_request = rows.group_by(request).aggregate([(name, "count_distinct")])
             if pc.max(of_request[f"{name}_count_distinct"]).as_py() > 1:
                 found.append(name)
     return found
+
+
+def _is_text(column: pa.Field) -> bool:
+    import pyarrow as pa
+
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _suggested_item(log: Log, source: Any) -> str | None:
@@ -232,11 +238,9 @@ def _suggested_item(log: Log, source: Any) -> str | None:
     for name in log.unused_columns:
         if not {request, name} <= set(rows.column_names):
             continue
-        kind = rows.schema.field(name).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-        is_id = pa.types.is_integer(kind) and name.lower().endswith("id")
-        if not (is_text or is_id) or rows[name].null_count:
+        field = rows.schema.field(name)
+        is_id = pa.types.is_integer(field.type) and name.lower().endswith("id")
+        if not (_is_text(field) or is_id) or rows[name].null_count:
             continue
         pairs, requests, values = (
             rows.group_by(keys).aggregate([]).num_rows for keys in ([request, name], [request], [name])

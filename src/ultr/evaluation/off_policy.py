@@ -40,7 +40,7 @@ from torch import Tensor
 
 from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation.scores import PairedTest, mean_with_interval, paired_test
-from ultr.evaluation.widened import margin_of, widened_test
+from ultr.evaluation.widened import TINY, margin_of, widened_test
 from ultr.log import Log
 from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.log.sampling import sample_log
@@ -51,7 +51,7 @@ from ultr.utils.html import facts_html
 ByPosition = Mapping[int, float]
 KINDS = ("reward", "dcg", "gain")
 ESTIMATORS = ("ips", "clipped", "snips", "dr")
-CLIP, TINY = 5.0, 1e-300  # default of M, the largest weight; almost 0, for denominators
+CLIP = 5.0  # default of M, the largest weight
 LARGEST = 1e30  # limit of labels, and of ratios of θ, so that squares of their products are finite
 PENALTY = 300.0  # on the squared weights of the direct model, in clicks
 FITTED_NUMBERS = 30_000_000  # most features times rows that the direct model is fitted to
