@@ -64,3 +64,30 @@ def test_other_feedback_replaces_the_old(shown_log):
     lists = Lists.from_log(shown_log)
     lists = lists.with_actions({"like": torch.ones(lists.where.shape)})
     assert list(lists.actions) == ["like"]
+
+
+def test_lists_of_several_logs_are_parts_of_one_that_is_not_copied():
+    logs = [make_shown_log(seed=seed) for seed in range(3)]
+    logs = [
+        replace(log, weights=np.full(len(log), i + 1, np.float32), actions={"click": np.full(log.rows, i, np.float32)})
+        for i, log in enumerate(logs)
+    ]
+    parts = ListBatches.of_each(logs)
+    for part, log in zip(parts, logs, strict=True):
+        requests, alone = torch.arange(len(log)).flip(0), ListBatches(log)
+        assert_same(part[requests], alone[requests])
+        assert torch.equal(part.rows(requests, part[requests].where), alone.rows(requests, alone[requests].where))
+    for chosen in ([0, 1, 2], [2, 0], [1]):
+        joined, copied = (
+            ListBatches.joined([lists[i] for i in chosen]) for lists in (parts, [ListBatches(log) for log in logs])
+        )
+        requests = torch.arange(len(joined)).flip(0)
+        assert_same(joined[requests], copied[requests])
+        assert joined._features is parts[0]._features
+        assert_same(ListBatches.joined([joined, copied])[requests], joined[requests])
+
+
+def assert_same(lists, others):
+    assert lists.actions.keys() == others.actions.keys()
+    for values, expected in zip(lists.tensors, others.tensors, strict=True):
+        assert torch.equal(values, expected)

@@ -131,6 +131,18 @@ def _padded(values: Tensor, short: int) -> Tensor:
     return pad(values, (0, 0, 0, short) if values.ndim == 3 else (0, short))
 
 
+def _as_tensor(values: np.ndarray) -> Tensor:
+    values = np.ascontiguousarray(values)
+    if values.flags.writeable:
+        return torch.from_numpy(values)
+    with warnings.catch_warnings():  # memory-mapped data is read-only, and nothing here writes to it
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(values)
+
+
+OF_REQUESTS = ("_starts", "_counts", "_lengths", "_weights")  # tensors of `ListBatches` by request; others are by row
+
+
 class ListBatches:
     """A log as tensors on a device; `batches[indices]` returns the requests with these indices as `Lists`.
 
@@ -140,8 +152,9 @@ class ListBatches:
     @checked
     def __init__(self, log: Log, *, device: torch.device | str = "cpu") -> None:
         self.device = as_device(device)
-        self._offsets = torch.from_numpy(np.ascontiguousarray(log.offsets)).to(self.device)
-        self._lengths = torch.from_numpy(log.lengths)
+        self._starts = torch.from_numpy(np.ascontiguousarray(log.offsets[:-1])).to(self.device)  # the first rows
+        self._counts = torch.from_numpy(log.lengths).to(self.device)
+        self._lengths = torch.from_numpy(log.lengths)  # stay on the CPU, because reading from a GPU waits for it
         self.padded = len(np.unique(log.lengths)) > 1  # lists have different lengths, so most need padding
         self._features = self._tensor(log.features)
         self._weights = torch.ones(len(log), device=self.device) if log.weights is None else self._tensor(log.weights)
@@ -150,12 +163,7 @@ class ListBatches:
         self._relevance = None if log.relevance is None else self._tensor(log.relevance)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        values = np.ascontiguousarray(values)
-        if values.flags.writeable:
-            return torch.from_numpy(values).to(self.device)
-        with warnings.catch_warnings():  # memory-mapped data is read-only, and nothing here writes to it
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.from_numpy(values).to(self.device)
+        return _as_tensor(values).to(self.device)
 
     def __len__(self) -> int:
         """The number of requests."""
@@ -171,24 +179,41 @@ class ListBatches:
         return self._lengths
 
     @staticmethod
+    def of_each(logs: Sequence[Log], *, device: torch.device | str = "cpu") -> list[ListBatches]:
+        """Return a `ListBatches` of each log, with the same columns; `joined` does not copy the rows of these."""
+        bare = [ListBatches(log.without_features(), device=device) for log in logs]
+        whole = ListBatches.joined(bare)
+        ends = np.cumsum([0, *(log.rows for log in logs)]).tolist()
+        whole._features = torch.empty(ends[-1], logs[0].features.shape[1], device=whole.device)
+        requests = np.cumsum([0, *map(len, logs)]).tolist()
+        parts = []
+        for number, log in enumerate(logs):
+            rows, own = slice(*ends[number : number + 2]), slice(*requests[number : number + 2])
+            whole._features[rows] = _as_tensor(log.features)  # one log at a time, because two copies may not fit
+            part = copy(whole)
+            for name in OF_REQUESTS:
+                setattr(part, name, getattr(whole, name)[own])
+            part.padded = bare[number].padded
+            parts.append(part)
+        return parts
+
+    @staticmethod
     def joined(several: Sequence[ListBatches]) -> ListBatches:
         """Return the requests of several `ListBatches` of the same columns and device as one."""
         if len(several) == 1:
             return several[0]
         whole = copy(several[0])
-        rows = np.cumsum([0, *(int(each._lengths.sum()) for each in several)]).tolist()
-        whole._offsets = torch.cat(
-            [
-                *(each._offsets[:-1] + first for each, first in zip(several, rows, strict=False)),
-                several[-1]._offsets[-1:] + rows[-2],
-            ]
-        )
-        whole._lengths = torch.cat([each._lengths for each in several])
+        firsts = [0] * len(several)
+        if any(each._features is not whole._features for each in several):  # otherwise they have the same rows
+            firsts = np.cumsum([0, *(len(each._features) for each in several[:-1])]).tolist()
+            for name in ("_features", "_positions", "_relevance"):
+                if getattr(whole, name) is not None:
+                    setattr(whole, name, torch.cat([getattr(each, name) for each in several]))
+            whole._actions = {name: torch.cat([each._actions[name] for each in several]) for name in whole._actions}
+        for name in OF_REQUESTS:
+            setattr(whole, name, torch.cat([getattr(each, name) for each in several]))
+        whole._starts = torch.cat([each._starts + first for each, first in zip(several, firsts, strict=True)])
         whole.padded = len(np.unique(whole._lengths.numpy())) > 1
-        for name in ("_features", "_weights", "_positions", "_relevance"):
-            if getattr(whole, name) is not None:
-                setattr(whole, name, torch.cat([getattr(each, name) for each in several]))
-        whole._actions = {name: torch.cat([each._actions[name] for each in several]) for name in whole._actions}
         return whole
 
     def without_features(self) -> ListBatches:
@@ -207,7 +232,7 @@ class ListBatches:
         if int(chosen.min()) < 0 or int(chosen.max()) >= len(self):
             got = f"{int(chosen.min())} to {int(chosen.max())}"
             raise DataError(f"indices of requests must be 0 to {len(self) - 1}", got=got)
-        lengths = self._lengths[chosen]  # lengths stay on the CPU, because reading them from a GPU would wait for it
+        lengths = self._lengths[chosen]
         longest = int(lengths.max())
         return self.gather(requests.to(self.device), longest, padded=int(lengths.min()) < longest)
 
@@ -217,11 +242,10 @@ class ListBatches:
         Nothing is checked. `padded=False` if every list has exactly this length.
         """
         slots = torch.arange(length, device=self.device)
-        first = self._offsets[requests]
-        rows = first[:, None] + slots
+        rows = self._starts[requests][:, None] + slots
         where = torch.ones_like(rows, dtype=torch.bool)
         if padded:
-            where = slots < (self._offsets[requests + 1] - first)[:, None]
+            where = slots < self._counts[requests][:, None]
             rows = torch.where(where, rows, 0)
 
         def as_lists(values: Tensor) -> Tensor:
@@ -240,7 +264,8 @@ class ListBatches:
     def rows(self, requests: Tensor, where: Tensor) -> Tensor:
         """Return the row in the log of each item of some requests, whose lists have these items; 0 for padding."""
         slots = torch.arange(where.shape[1], device=self.device)
-        return torch.where(where, self._offsets[requests.to(self.device)][:, None] + slots, 0)
+        starts = self._starts[requests.to(self.device)] - self._starts[0]
+        return torch.where(where, starts[:, None] + slots, 0)
 
     def by_length(self, max_items: int = 1 << 16) -> Iterator[tuple[Tensor, Lists]]:
         """Yield all requests once, in batches of similar length: the indices of the requests, and their `Lists`.

@@ -76,6 +76,26 @@ def test_methods_are_tuned_alike_run_with_all_seeds_and_never_twice(tmp_path, mo
     assert working.default_jobs() >= 1
 
 
+def test_runs_that_need_the_bias_model_of_another_come_after_the_first_runs_of_the_next_comparison(tmp_path):
+    methods = ["pairwise-em", "pairwise-em:loss=ipw", "pointwise"]
+    plans = [Plan(BASE, [Entry.parse(text) for text in methods], tmp_path / name, rates=[0.1]) for name in "abc"]
+    order = []
+
+    class Recorded(Workers):
+        def run(self, tasks, on_done):
+            pass
+
+        def run_stages(self, stages, total, on_done):
+            order.extend("/".join(Path(str(stage.tasks[0])).relative_to(tmp_path).parts[0:3:2]) for stage in stages)
+            raise UnfinishedError("recorded")
+
+    with pytest.raises(UnfinishedError, match="recorded"), Recorded(1) as workers:
+        compare_all(plans, workers)
+    first = [[f"{name}/pairwise-em", f"{name}/pointwise"] for name in "abc"]
+    later = [[f"{name}/pairwise-em_loss=ipw"] for name in "abc"]
+    assert order == [*first[0], *first[1], *later[0], *first[2], *later[1], *later[2]]
+
+
 def test_a_setting_that_diverges_is_not_chosen_and_not_tried_again(tmp_path, monkeypatch):
     rates = [1e38, 0.01]  # steps of the first are so large that the scores overflow
     result = compare(BASE, ["pointwise"], tmp_path, seeds=1, rates=rates, tuning_seeds=2, jobs=1)

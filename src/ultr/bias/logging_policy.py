@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
+from ultr.log.hashes import row_hashes
 from ultr.log.queries import queries_of, split_by_query
 from ultr.log.sampling import sample_requests
 from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, make_ranker, score_rows
@@ -90,27 +91,27 @@ def share_logging_score(log: Log, folder: Path) -> None:
 def _content(log: Log, seed: int) -> str:
     """Return a hash of all that `recovered_score` depends on."""
     found = hashlib.blake2b(repr((seed, log.feature_names, sorted(log.categories.items()))).encode(), digest_size=12)
-    for values in (log.lengths, log.shown_positions("the logging ranker"), queries_of(log), log.features):
+    for values in (log.lengths, log.shown_positions("the logging ranker"), queries_of(log), row_hashes(log)):
         found.update(np.ascontiguousarray(values).data)
     return found.hexdigest()
 
 
 def _save(file: Path, logged: LoggingScore) -> None:
     weights = {f"ranker.{name}": values for name, values in logged.ranker.state_dict().items()}
-    about = {"score": torch.from_numpy(logged.score), "explained": torch.tensor(logged.explained, dtype=torch.float64)}
     with atomic_path(file, overwrite=True) as temporary:
-        save_tensors(temporary, {**weights, **about})
+        save_tensors(temporary, {**weights, "explained": torch.tensor(logged.explained, dtype=torch.float64)})
 
 
 def _load(file: Path, log: Log, device: torch.device | str) -> LoggingScore:
     tensors = load_tensors(file)
-    score, explained = tensors.pop("score").numpy(), float(tensors.pop("explained"))
+    explained = float(tensors.pop("explained"))
     weights = {name.removeprefix("ranker."): values for name, values in tensors.items()}
     ranker: torch.nn.Module = LinearRanker(FeatureEncoder(len(log.feature_names), log.categories))
     if weights.keys() != ranker.state_dict().keys():
         ranker = policy_network(len(log.feature_names), log.categories)
     ranker.load_state_dict(weights)
-    return LoggingScore(score, explained, ranker.to(device).eval())
+    ranker = ranker.to(device).eval()
+    return LoggingScore(score_rows(ranker, log.features, device=device), explained, ranker)
 
 
 def recovered_score(

@@ -47,7 +47,9 @@ def settle(lab: Lab) -> ExperimentResult:
     cells = {cell: _entry(*cell) for cell in product(SOURCES, deltas, limits)}
     worlds = [replace(lab.world(data), select=TRUTH) for data in available]
     plans = {world: _plan(lab, world, [*cells.values()]) for world in worlds}
-    tasks = [task for plan in plans.values() for entry in plan.in_turn for task in grouped(plan.tuning_tasks(entry, 0))]
+    tasks = [
+        task for plan in plans.values() for _, entry in plan.turns for task in grouped(plan.tuning_tasks(entry, 0))
+    ]
     lab.workers.run(tasks, lab.on_done)
     found = {world: {cell: _course(plan, entry) for cell, entry in cells.items()} for world, plan in plans.items()}
     best = {

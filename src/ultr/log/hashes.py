@@ -40,10 +40,15 @@ def as_texts(ids: Any) -> Any:
 
 def sums_of_hashes(log: Log) -> np.ndarray:
     """Return a number for each request that depends on the features of its items, but not on their order."""
+    return np.add.reduceat(row_hashes(log), log.offsets[:-1])
+
+
+def row_hashes(log: Log) -> np.ndarray:
+    """Return a number for each row that depends on its features."""
     factors = np.random.default_rng(0).integers(1, 2**63, log.features.shape[1], dtype=np.uint64) | np.uint64(1)
     hashes = np.empty(log.rows, np.uint64)
     for first in range(0, log.rows, ROWS_AT_ONCE):
         bits = np.ascontiguousarray(log.features[first : first + ROWS_AT_ONCE], dtype=np.float32).view(np.uint32)
         mixed = np.einsum("ij,j->i", bits, factors, dtype=np.uint64)  # modulo 2**64
         hashes[first : first + len(mixed)] = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    return np.add.reduceat(hashes, log.offsets[:-1])
+    return hashes

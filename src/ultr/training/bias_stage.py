@@ -187,12 +187,13 @@ def bias_training(
     stream: StreamedLists | None = None,
     progress: BiasProgress | None = None,
     begin: Beginning | None = None,
+    lists: ListBatches | None = None,
 ) -> BiasTraining | None:
     """Estimate the bias of a method from the whole log; return what trains its bias model, or None.
 
     The bias model has its own learning rate and steps, so that those of the ranker can be tuned separately. If `stream`
     is given, `log` is a sample of the stream, and the training steps use the stream. `progress` saves the estimate.
-    `begin` gives the bias model the weights that it starts from.
+    `begin` gives the bias model the weights that it starts from. `lists` is the log, if the device has it.
     """
     seed, device = options.seed, choose_device(options.device)
 
@@ -224,15 +225,15 @@ def bias_training(
         bias_options = replace(bias_options, patience=patience)
     if stream is None:
         learned, held_out = held_out_requests(log, seed, new=new)
-        lists, count = ListBatches(log, device=device), len(held_out)
+        lists, count = lists or ListBatches(log, device=device), len(held_out)
         feed: Feeding = Feed(lists, batch=bias_options.batch, seed=bias_options.seed, user=user, requests=learned)
         held_out_feed = Feed(lists, batch=256, seed=bias_options.seed, user=user, requests=held_out)
     else:
         feed, count = stream.feed(bias_options), len(stream.held_out)
         held_out_feed = Feed(ListBatches(stream.held_out, device=device), batch=256, seed=bias_options.seed)
     held_out_lists = some_batches(held_out_feed, count)
-    if device.type == "cuda" and max(lists.where.shape[1] for lists in held_out_lists) <= SHORT_LIST:
-        held_out_lists = [Lists.together([replace(lists, parts=(), key=None) for lists in held_out_lists])]
+    if device.type == "cuda" and max(each.where.shape[1] for each in held_out_lists) <= SHORT_LIST:
+        held_out_lists = [Lists.together([replace(each, parts=(), key=None) for each in held_out_lists])]
     continued = False
 
     def warm_start() -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ DEFAULT_RATES = (0.005, 0.01, 0.02, 0.05)  # learning rates to choose from, for 
 TREE_RATES = (0.05, 0.1)  # learning rates to choose from, for trees
 LIMITS = (2.0, 3.0, 5.0, "none")  # largest weights to choose from, besides the default of a method
 FIRST_TUNING_SEED = 1000  # seeds from here on choose settings; those from 0 on are tested
+LAG = 1.5  # plans whose first runs come before the other runs of a plan, which need the bias models of its first ones
 LONGEST = 4  # times the given steps that a method may have if it still improves at its last step
 
 
@@ -145,14 +147,17 @@ class Plan:
         return round((steps.last + (2 * training.bias_steps if staged else 0)) * training.batch)
 
     @property
-    def in_turn(self) -> list[Entry]:
-        """The entries such that those of one method are apart, because they may wait for each other's bias model."""
+    def turns(self) -> list[tuple[int, Entry]]:
+        """The entries, and which of the entries of its method each is; the first of every method come first.
+
+        Those of one method are apart, because they may wait for each other's bias model.
+        """
         seen: Counter[str] = Counter()
         numbered = []
         for entry in self.entries:
             seen[entry.method] += 1
             numbered.append((seen[entry.method], entry))
-        return [entry for _, entry in sorted(numbered, key=lambda pair: pair[0])]
+        return sorted(numbered, key=itemgetter(0))
 
     def shared_tasks(self) -> list[SharedTask | LoggedTask]:
         """Return the tasks that make what runs share, for seeds that no run has used; on a log, the test judge."""
@@ -187,9 +192,9 @@ class Plan:
         folder = run_folder(self.out, entry, setting, seed)
         return RunTask(self._config(entry, setting, seed).to_json(), str(folder), self._shared, tuple(metrics))
 
-    def stages(self) -> list[Stage]:
-        """Return for each method the stage that begins its tuning, or its test; each stage makes the one after it."""
-        return [self._stage(entry, 0) for entry in self.in_turn]
+    def stages(self) -> list[tuple[int, Stage]]:
+        """Return for each of `turns` the stage that begins its tuning, or its test; a stage makes the one after it."""
+        return [(turn, self._stage(entry, 0)) for turn, entry in self.turns]
 
     def _stage(self, entry: Entry, number: int) -> Stage:
         if number < len(self.choices(entry)):
@@ -299,6 +304,9 @@ def compare_all(plans: Sequence[Plan], workers: Workers, on_done: OnDone = lambd
     if len(shared) > 1 or any(isinstance(task, LoggedTask) for task in shared):
         with suppress(UnfinishedError):  # the next call raises it, with the number of runs
             workers.run(shared, lambda *_: None)
-    stages = [stage for plan in plans for stage in plan.stages()]
-    workers.run_stages(stages, sum(plan.runs for plan in plans), on_done)
+    stages = sorted(
+        [(i + LAG * (turn > 1), stage) for i, plan in enumerate(plans) for turn, stage in plan.stages()],
+        key=itemgetter(0),
+    )
+    workers.run_stages([stage for _, stage in stages], sum(plan.runs for plan in plans), on_done)
     return [plan.result() for plan in plans]

@@ -77,6 +77,11 @@ def share_judge(config: RunConfig, shared: Path) -> None:
     _new_judge(config, run_data, None, shared, known_theta(config, run_data))
 
 
+def has_judge(config: RunConfig, shared: Path) -> bool:
+    """Return whether the folder `shared` has the judge of the runs with this data and seed."""
+    return config.selection.startswith(OFF_POLICY) and _stored(config, shared).is_dir()
+
+
 def common_judge(config: RunConfig, shared: Path) -> Judge:
     """Return the judge of the test requests of a log, which all runs of a comparison share, whatever their seeds.
 

@@ -23,7 +23,7 @@ from ultr.rankers.model import load_model
 from ultr.training.config import RunConfig, with_training
 from ultr.training.data import cached_dataset, load_run_data
 from ultr.training.run import run_together, run_training
-from ultr.training.selection import common_judge, share_judge
+from ultr.training.selection import common_judge, has_judge, share_judge
 from ultr.utils.devices import choose_device
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import read_json, write_json
@@ -141,7 +141,10 @@ class SharedTask:
     config: dict[str, Any]
     shared: str
     runs: ClassVar[int] = 0
-    finished: ClassVar[bool] = False
+
+    @property
+    def finished(self) -> bool:
+        return has_judge(RunConfig.from_json(self.config), Path(self.shared))
 
     def perform(self) -> str:
         config = RunConfig.from_json(self.config)

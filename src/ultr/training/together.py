@@ -5,8 +5,9 @@ Each writes the run directory that it would write alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ultr.bias.logging_policy import share_logging_score
 from ultr.lists import ListBatches
+from ultr.log import Log
 from ultr.methods.bias_model import BiasModel
 from ultr.training.bias_stage import BIAS, HELD_OUT_SHARE, BiasTraining, bias_training, save_bias
 from ultr.training.checkpoints import wait_for_lock
@@ -28,7 +30,7 @@ from ultr.training.selection import less_is_better
 from ultr.training.stack import Stack
 
 SHRINK_AT = 0.6  # share of the learners of a stack that are not done, at which the others are left out
-MEMORY_SHARE = 0.25  # share of the free memory of a GPU that the training rows of all runs may take
+MEMORY_SHARE = 0.4  # share of the free memory of a GPU that the training rows of all runs may take
 
 
 def make_network_run(config: RunConfig) -> NetworkRun:
@@ -54,11 +56,15 @@ def can_train_together(runs: Sequence[NetworkRun], outs: Sequence[Path]) -> bool
 
 def _fit(runs: Sequence[NetworkRun]) -> bool:
     """Return whether the training rows of all runs fit in the memory of the GPU, if the device is one."""
-    device = next(runs[0].method.parameters()).device
+    device = _device(runs)
     if device.type != "cuda":
         return True
-    logs = {id(run.run_data.train): run.run_data.train for run in runs}
-    return sum(log.features.nbytes for log in logs.values()) < MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]
+    logs = {run.run_data.train for run in runs}
+    return sum(log.features.nbytes for log in logs) < MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]
+
+
+def _device(runs: Sequence[NetworkRun]) -> torch.device:
+    return next(runs[0].method.parameters()).device
 
 
 def train_together(
@@ -68,13 +74,15 @@ def train_together(
 
     `shared` is a folder for bias models: those of the runs, and of runs that will be trained `later`.
     """
-    _fit_biases(runs, outs, shared, later)
-    device = next(runs[0].method.parameters()).device
-    lists: dict[int, ListBatches] = {}  # runs with the same seed share their requests
+
+    @cache
+    def lists() -> dict[Log, ListBatches]:
+        logs = list(dict.fromkeys(run.run_data.train for run in runs))  # runs with the same seed share their requests
+        return dict(zip(logs, ListBatches.of_each(logs, device=_device(runs)), strict=True))
+
+    _fit_biases(runs, outs, shared, later, lists)
     for run, out in zip(runs, outs, strict=True):
-        log = run.run_data.train
-        lists[id(log)] = lists.get(id(log)) or ListBatches(log, device=device)
-        run.prepare(out, shared, Listeners(), lists[id(log)])
+        run.prepare(out, shared, Listeners(), lists()[run.run_data.train])
     options, select = [run.options for run in runs], runs[0].config.selection
     for number, progress in train_all(
         [run.state for run in runs],
@@ -116,8 +124,17 @@ def _steps(
     return take
 
 
-def _fit_biases(runs: Sequence[NetworkRun], outs: Sequence[Path], shared: Path, later: Sequence[RunConfig]) -> None:
-    """Fit together the bias models that are not in the folder `shared` yet, and save them there."""
+def _fit_biases(
+    runs: Sequence[NetworkRun],
+    outs: Sequence[Path],
+    shared: Path,
+    later: Sequence[RunConfig],
+    lists: Callable[[], Mapping[Log, ListBatches]],
+) -> None:
+    """Fit together the bias models that are not in the folder `shared` yet, and save them there.
+
+    `lists` returns the training requests of the runs on the device.
+    """
     needed: dict[Path, NetworkRun] = {}
     for run, out in zip(runs, outs, strict=True):
         if (folder := _bias_folder(run, shared)) is not None and not (out / BIAS).is_dir():
@@ -136,7 +153,7 @@ def _fit_biases(runs: Sequence[NetworkRun], outs: Sequence[Path], shared: Path, 
             return  # each run fits its own
         for run in missing.values():
             share_logging_score(run.run_data.train, shared)
-        trainings = [_bias_training(run) for run in missing.values()]
+        trainings = [_bias_training(run, lists().get(run.run_data.train)) for run in missing.values()]
         _train_biases(trainings)
         for folder, training in zip(missing, trainings, strict=True):
             save_bias(folder, training.model)
@@ -150,9 +167,9 @@ def _bias_folder(run: NetworkRun, shared: Path) -> Path | None:
     return shared / run.config.shared_key(model.settings())
 
 
-def _bias_training(run: NetworkRun) -> BiasTraining:
+def _bias_training(run: NetworkRun, lists: ListBatches | None) -> BiasTraining:
     user = run.run_data.feeding_user
-    training = bias_training(run.method, run.run_data.train, run.config.training, user=user)
+    training = bias_training(run.method, run.run_data.train, run.config.training, user=user, lists=lists)
     assert training is not None  # noqa: S101 - a BiasModel has a network
     return training
 
