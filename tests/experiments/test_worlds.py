@@ -96,3 +96,20 @@ def test_the_logging_ranker_and_the_spread_are_compared_over_seeds():
     assert steep.spread("pal-click") == pytest.approx(2 * steep.spread(DEFAULT))
     assert "0.50 times" in experiment._spread([found, steep])
     assert not experiment._spread([found])
+
+
+def test_differences_of_a_method_are_means_over_cells_with_counts_of_those_above_and_below():
+    found = [
+        cell(**{DEFAULT: 1.0, "direct": 1.2, "pointwise": 0.8}),
+        cell(**{DEFAULT: 1.0, "direct": 0.995, "pointwise": 0.7}),
+    ]
+    text, table = experiment._methods(found).parts
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows.keys() == {"direct", "pointwise"}
+    for entry, above, below in (("direct", ["1", "1"], ["1", "0"]), ("pointwise", ["0", "0"], ["2", "2"])):
+        number, mean, interval, *counts, of_data = rows[entry]
+        assert (number, counts) == ("2", [*above, *below])
+        assert mean == of_data == f"{np.mean([each.behind(entry) for each in found]):+.2%}"
+        low, high = interval.split(" to ")
+        assert float(low[:-1]) < float(mean[:-1]) < float(high[:-1])
+    assert "significantly" in text.text

@@ -94,7 +94,8 @@ def test_categories_are_placed_evenly_in_order_of_appearance(drawn):
         for (name, _), (x, _) in zip(shown, points(polyline), strict=True):
             assert place_of.setdefault(name, x) == x
     if names:
-        marks = {e.text or "": float(e.attrib["x"]) for e in _marks(root, "middle")[: len(names)]}
+        turned = [e for e in _marks(root, "end") if "transform" in e.attrib]  # where they do not fit side by side
+        marks = {e.text or "": float(e.attrib["x"]) for e in (turned or _marks(root, "middle"))[: len(names)]}
         assert list(marks) == names
         assert {name: marks[name] for name in place_of} == place_of
         gaps = [b - a for a, b in pairwise(marks.values())]
@@ -234,3 +235,23 @@ def test_any_text_is_shown_literally(title, name, axis):
     shown = texts(parsed(plot))
     assert shown[0] == title
     assert {axis, axis + "!", name + "2"} <= set(shown)
+
+
+def test_negative_cells_have_another_colour_if_they_are_expected():
+    values = [[-4.0, 0.0, 4.0, -1.0, None]]
+    columns = [f"a method with a long name, {i}" for i in range(5)]
+    root = parsed(heat_map("t", values, rows=["a"], columns=columns, x="x", y="y", smallest=-4.0, largest=4.0))
+    cells = [
+        (e.attrib["fill"], float(e.attrib["fill-opacity"]))
+        for e in root.iter(f"{SVG}rect")
+        if "fill-opacity" in e.attrib
+    ]
+    (low, dark), (_, light), (high, also_dark), (again, between) = cells
+    assert low == again != high
+    assert dark == also_dark > between > light
+    turned = [e for e in _marks(root, "end") if "transform" in e.attrib]
+    assert [e.text for e in turned] == columns
+    lowest = max(
+        float(e.attrib["y"]) + float(e.attrib["height"]) for e in root.iter(f"{SVG}rect") if "fill-opacity" in e.attrib
+    )
+    assert all(float(e.attrib["y"]) > lowest for e in turned)

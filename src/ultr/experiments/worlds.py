@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ultr.datasets.initial import Logging, initial_rankers
+from ultr.datasets.initial import RANDOM_SHARE, Logging, initial_rankers
 from ultr.datasets.users import make_user
 from ultr.evaluation.judge import evaluate_requests
-from ultr.evaluation.scores import paired_test
+from ultr.evaluation.scores import mean_with_interval, paired_test
 from ultr.experiments.claims import row_of
 from ultr.experiments.lab import OFF_POLICY, QUICK, TITLES, ExperimentResult, Lab, World
 from ultr.experiments.paper import DEFAULT
@@ -122,13 +122,17 @@ class Cell:
         """Return how far the default is below a method, relative to the default; negative if it is above."""
         return self.mean(entry) / self.mean(DEFAULT) - 1
 
-    def significantly_behind(self, entry: str) -> bool:
-        """Return whether the default is below a method in a test paired over seeds, with Holm's correction."""
+    def differs(self, entry: str) -> bool:
+        """Return whether a method differs from the default in a test paired over seeds, with Holm's correction."""
         if entry == DEFAULT:
             return False
         test = row_of(self.compared, entry).against[self.metric]
         corrected = test.seeds.p if test.holm is None else test.holm[0]
-        return self.behind(entry) > 0 and corrected < 0.05
+        return corrected < 0.05
+
+    def significantly_behind(self, entry: str) -> bool:
+        """Return whether the default is below a method, and the two differ."""
+        return self.behind(entry) > 0 and self.differs(entry)
 
     @property
     def below_logged(self) -> bool:
@@ -164,8 +168,8 @@ def compare_worlds(lab: Lab) -> ExperimentResult:
         _name(cell.world): {"may_choose": cell.chooses, "logging_ranker": cell.logged, **cell.compared.to_json()}
         for cell in found
     }
-    sections = [_summary(found), _map(found), _details(found)]
-    return ExperimentResult("worlds", title, _about(lab, len(found)), sections, [], results, absent)
+    sections = [_summary(found), _methods(found), _map(found), _details(found)]
+    return ExperimentResult("worlds", title, _about(len(found), plans[0].seeds), sections, [], results, absent)
 
 
 def _plan(lab: Lab, world: World) -> Plan:
@@ -173,7 +177,8 @@ def _plan(lab: Lab, world: World) -> Plan:
     entries = [entry for entry in METHODS if entry not in skipped]
     plan = lab.plan(replace(world, select=OFF_POLICY), entries, reference=DEFAULT)
     seeds = lab.runs or min(SEEDS, lab.budget.runs)
-    return replace(plan, seeds=seeds, rates=(RATE,), dropouts=(), limits=(), longest=1)
+    metrics = world.metrics[-1:]
+    return replace(plan, seeds=seeds, rates=(RATE,), dropouts=(), limits=(), longest=1, metrics=metrics)
 
 
 def _logged(lab: Lab, world: World, plan: Plan) -> list[float]:
@@ -191,11 +196,16 @@ def _logged(lab: Lab, world: World, plan: Plan) -> list[float]:
     return found
 
 
-def _about(lab: Lab, count: int) -> str:
+def _about(count: int, seeds: int) -> str:
     return (
-        f"{count} worlds. All methods of a run learn from the same sessions, as networks with a learning rate of "
-        f"{RATE:g}; off-policy values, without true labels, choose the step. The bound is the default with the true "
-        f"examination of the users. Tests are paired over {SEEDS} seeds, with Holm's correction."
+        f"{count} worlds. A world has a data set; users (pbm with its eta, trust, cascade, watch or clickbait); a "
+        "label (values: clicks and dwell time, judged by Reward@10; or clicks, judged by NDCG@10); a number of "
+        "sessions; and rankers that ordered what users saw (linear, a network, both, or linear with "
+        f"{RANDOM_SHARE:.0%} of the sessions in random order). All methods of a run learn from the same sessions, as "
+        f"networks with a learning rate of {RATE:g}; off-policy values, without true labels, choose the step. The "
+        "bound is the default with the true examination of the users; it does not know their trust. Tests are paired "
+        f"over {seeds} seeds, with Holm's correction. `ultr train` adds trees to the networks of the default; they are "
+        "not part of this."
     )
 
 
@@ -243,6 +253,30 @@ def _spread(found: Sequence[Cell]) -> str:
         return ""
     ratio = np.mean([cell.spread(DEFAULT) for cell in steep]) / np.mean([cell.spread("pal-click") for cell in steep])
     return f" At eta {STEEPEST:g} the default's standard deviation over seeds is {ratio:.2f} times that of PAL-Click."
+
+
+def _methods(found: Sequence[Cell]) -> Section:
+    """Return how each method differs from the default, over all cells and by data set."""
+    head = ["method", "cells", "mean difference", "95% interval", "above it", "of these *", "below it", "of these *"]
+    shown = [name for name in DATA if any(cell.world.data == name for cell in found)]
+    rows = []
+    for entry in (each for each in METHODS if each != DEFAULT):
+        part = [cell for cell in found if cell.has(entry)]
+        if not part:
+            continue
+        mean = mean_with_interval(np.array([cell.behind(entry) for cell in part]))
+        above, below = ([cell for cell in part if sign * cell.behind(entry) > 0] for sign in (1, -1))
+        counts = [f"{n}" for side in (above, below) for n in (len(side), sum(cell.differs(entry) for cell in side))]
+        of_data = [[cell.behind(entry) for cell in part if cell.world.data == name] for name in shown]
+        by_data = [f"{np.mean(values):+.2%}" if values else "" for values in of_data]
+        interval = f"{mean.low:+.2%} to {mean.high:+.2%}"
+        rows.append([entry, f"{len(part)}", f"{mean.mean:+.2%}", interval, *counts, *by_data])
+    table = Table([*head, *(TITLES.get(name, name) for name in shown)], rows)
+    said = (
+        "Differences from the default: means over cells, their intervals over cells, and the number of cells in which "
+        "a method is above or below the default; * counts those in which the two differ significantly."
+    )
+    return Section("Against each method", [Text(said), table])
 
 
 def _map(found: Sequence[Cell]) -> Section:

@@ -11,6 +11,7 @@ from ultr.evaluation.scores import mean_with_interval
 from ultr.report.parts import Plot
 
 Numbers = Sequence[float | None]
+MANY_ROWS = 26  # of a matrix, from which on its rows are lower
 COLOURS = ("#0b6bcb", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7d5fc7", "#8c8c8c")
 
 
@@ -96,7 +97,10 @@ def heat_map(
     smallest: float = 0.0,
     largest: float | None = 1.0,
 ) -> Plot:
-    """Return a plot of a matrix as coloured cells, the first row on top; cells that are None are blank."""
+    """Return a plot of a matrix as coloured cells, the first row on top; cells that are None are blank.
+
+    If `smallest` is negative, negative and positive numbers have different colours.
+    """
     few = len(rows) <= 12 and len(columns) <= 12
     trace = {
         "type": "heatmap",
@@ -104,6 +108,7 @@ def heat_map(
         "x": list(columns),
         "y": list(rows),
         "zmin": smallest,
+        **({"zmid": 0.0, "colorscale": "RdBu"} if smallest < 0 else {}),
         **({} if largest is None else {"zmax": largest}),
         "hovertemplate": f"{y} %{{y}}, {x} %{{x}}: %{{z:.3f}}<extra></extra>",
         **({"texttemplate": "%{z:.2f}", "textfont": {"size": 9}} if few else {}),
@@ -115,7 +120,12 @@ def heat_map(
         "xaxis": {"title": {"text": x}, "type": "category", "showgrid": False},
         "yaxis": {"title": {"text": y}, "type": "category", "autorange": "reversed", "showgrid": False},
     }
-    return Plot(title, {"data": [trace], "layout": layout}, caption, height=max(340, min(700, 60 + 24 * len(rows))))
+    return Plot(
+        title,
+        {"data": [trace], "layout": layout},
+        caption,
+        height=max(340, min(700, 60 + 24 * len(rows)), 220 + 15 * len(rows)),
+    )
 
 
 def interval_plot(title: str, rows: Mapping[str, tuple[float, float, float]], *, x: str, caption: str = "") -> Plot:

@@ -11,6 +11,9 @@ from xml.sax.saxutils import escape
 WIDTH, TOP, BOTTOM, RIGHT = 860, 36, 46, 24
 LETTER = 6.6  # mean width of a letter
 GREY, LIGHT, TEXT = "#8c8c8c", "#e3e3e3", "#222222"
+CELL, OTHER_CELL = "#0b6bcb", "#d9480f"  # of a matrix; if it has negative numbers, CELL is for these
+NARROW = 30  # width of a cell that has no room for two decimals
+TURN, MOST_TURNED = math.pi / 4, 0.4  # angle of turned names, and the share of the height that they may take
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,12 @@ class Axis:
         if self.names:
             return self.start + (self.end - self.start) * (self.names.index(str(value)) + 0.5) / len(self.names)
         return self.start + (self.end - self.start) * (float(value) - self.low) / ((self.high - self.low) or 1.0)
+
+    @property
+    def turned(self) -> float:
+        """The height of turned names, which are used where names do not fit next to each other; otherwise 0."""
+        longest = LETTER * max(map(len, self.names), default=0)
+        return 0.0 if longest * len(self.names) <= abs(self.end - self.start) else longest * math.sin(TURN)
 
     def ticks(self) -> list[tuple[float, str]]:
         """Return (place, text) of the marks of the axis."""
@@ -54,7 +63,7 @@ def svg(title: str, figure: Mapping[str, Any], height: int, width: int = WIDTH) 
     left = 20 + LETTER * max([8, *(len(name) + 2 for name in y_names)])
     right = RIGHT + (LETTER * max(len(t["name"]) for t in named) + 30 if named else 0)
     x = _axis(traces, layout, "x", left, width - right)
-    y = _axis(traces, layout, "y", height - BOTTOM, TOP)
+    y = _axis(traces, layout, "y", height - BOTTOM - min(x.turned, MOST_TURNED * height), TOP)
     if layout["yaxis"].get("autorange") == "reversed":
         y = Axis(y.end, y.start, y.low, y.high, y.names)
     parts = [*_frame(title, layout, x, y, height)]
@@ -100,7 +109,11 @@ def _frame(title: str, layout: Mapping[str, Any], x: Axis, y: Axis, height: int)
     parts = [_text(12, 20, title, size=14)]
     for place, text in x.ticks():
         parts.append(_line(place, top, place, bottom, LIGHT))
-        parts.append(_text(place, bottom + 16, text, anchor="middle"))
+        if x.turned:
+            turned = f'transform="rotate({-math.degrees(TURN):.0f} {place:.1f} {bottom + 14:.1f})"'
+            parts.append(_text(place, bottom + 14, text, anchor="end", more=turned))
+        else:
+            parts.append(_text(place, bottom + 16, text, anchor="middle"))
     for place, text in y.ticks():
         parts.append(_line(x.start, place, x.end, place, LIGHT))
         parts.append(_text(x.start - 6, place + 4, text, anchor="end"))
@@ -133,21 +146,26 @@ def _trace(trace: Mapping[str, Any], x: Axis, y: Axis) -> list[str]:
 
 
 def _cells(trace: Mapping[str, Any], x: Axis, y: Axis) -> list[str]:
-    """Return the cells of a matrix, darker for larger values, with their values."""
+    """Return the cells of a matrix, darker for larger values, with their values.
+
+    If negative numbers are expected (`zmin`), these have another colour than positive ones.
+    """
     known = [v for row in trace["z"] for v in row if _is_known(v)]
-    largest = trace.get("zmax") or max(known, default=1.0) or 1.0
+    largest, smallest = trace.get("zmax") or max(known, default=1.0) or 1.0, trace.get("zmin", 0.0)
     wide, high = abs(x.end - x.start) / len(x.names) - 1, abs(y.end - y.start) / len(y.names) - 1
-    parts = []
+    digits, parts = 2 if wide > NARROW else 1, []
     for name, row in zip(trace["y"], trace["z"], strict=True):
         for column, value in zip(trace["x"], row, strict=True):
             if not _is_known(value):
                 continue
-            a, b, share = x(column), y(name), min(1.0, max(0.0, value / largest))
-            fill = f'fill="#0b6bcb" fill-opacity="{0.08 + 0.72 * share:.2f}"'
+            a, b = x(column), y(name)
+            share = min(1.0, value / smallest if value < 0 > smallest else max(0.0, value / largest))
+            colour = OTHER_CELL if value > 0 > smallest else CELL
+            fill = f'fill="{colour}" fill-opacity="{0.08 + 0.72 * share:.2f}"'
             parts.append(
                 f'<rect x="{a - wide / 2:.1f}" y="{b - high / 2:.1f}" width="{wide:.1f}" height="{high:.1f}" {fill}/>'
             )
-            parts.append(_text(a, b + 4, f"{value:.2f}", anchor="middle", size=9))
+            parts.append(_text(a, b + 4, f"{value:.{digits}f}", anchor="middle", size=9))
     return parts
 
 
