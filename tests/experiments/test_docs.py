@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from ultr import __version__
@@ -251,6 +252,8 @@ def check_files(path: Path) -> int:
     parts = content["figures"].items() if isinstance(content["figures"], dict) else ()
     compared = {name: part.get("test", part) for name, part in parts if isinstance(part, dict)}
     compared = {name: part for name, part in compared.items() if "rows" in part}
+    if path.stem == "worlds":
+        return check_worlds(page, compared)
     means = 0
     for title, (name, result) in zip(tables, compared.items(), strict=True):
         assert path.stem == "trees" or title in (name, f"{name}: test")
@@ -263,6 +266,22 @@ def check_files(path: Path) -> int:
                 assert cell.rstrip("*") == shown, f"{title}, {row['method']}, {metric}"
                 means += 1
     return means
+
+
+def check_worlds(page: str, compared: dict[str, dict]) -> int:
+    """Check that the table of all worlds has the means of a JSON file; return the number of means."""
+    lines = table_rows(page, "Cell by cell")
+    for line, (name, result) in zip(lines, compared.items(), strict=True):
+        (metric,) = result["metrics"]
+        means = {row["method"]: row["figures"][metric]["mean"] for row in result["rows"]}
+        bound, default = means.pop("pairwise-em:theta=oracle", None), means["pairwise-em"]
+        first = max(means, key=means.__getitem__)
+        logged = float(np.mean(result["logging_ranker"]))
+        expected = [name, f"{default:.4f}", f"{logged:.4f}", first, f"{means[first] / default - 1:+.2%}"]
+        names = ("world", "the default", "logging ranker", "first", "first over the default")
+        assert [line[name].rstrip("*") for name in names] == expected
+        assert line["bound over the default"] == ("" if bound is None else f"{bound / default - 1:+.2%}")
+    return 2 * len(lines)
 
 
 ROWS = (TableRow("ours", "pairwise-em"), TableRow("PAL-Click", "pal-click"), TableRow("other", "dla:rate=1"))
