@@ -120,12 +120,8 @@ def heat_map(
         "xaxis": {"title": {"text": x}, "type": "category", "showgrid": False},
         "yaxis": {"title": {"text": y}, "type": "category", "autorange": "reversed", "showgrid": False},
     }
-    return Plot(
-        title,
-        {"data": [trace], "layout": layout},
-        caption,
-        height=max(340, min(700, 60 + 24 * len(rows)), 220 + 15 * len(rows)),
-    )
+    height = 60 + 24 * len(rows) if len(rows) <= MANY_ROWS else 220 + 15 * len(rows)
+    return Plot(title, {"data": [trace], "layout": layout}, caption, height=max(340, height))
 
 
 def interval_plot(title: str, rows: Mapping[str, tuple[float, float, float]], *, x: str, caption: str = "") -> Plot:
