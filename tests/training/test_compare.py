@@ -96,6 +96,20 @@ def test_runs_that_need_the_bias_model_of_another_come_after_the_first_runs_of_t
     assert order == [*first[0], *first[1], *later[0], *first[2], *later[1], *later[2]]
 
 
+def test_the_judge_of_a_seed_is_made_once(tmp_path, small_synthetic):
+    by_feedback = replace(BASE, select="off-policy-gain@10", sessions=100)
+    plan = Plan(by_feedback, [Entry.parse("pointwise")], tmp_path, seeds=2, rates=[0.1])
+    first, _ = plan.shared_tasks()
+    assert not first.finished
+    first.perform()
+    assert [task.finished for task in plan.shared_tasks()] == [True, False]
+    assert len(list((tmp_path / "bias").glob("judge-*"))) == 1
+    other = replace(plan, base=replace(by_feedback, sessions=120))
+    assert not any(task.finished for task in other.shared_tasks())
+    by_labels = replace(plan, base=replace(by_feedback, select="ndcg@10"))  # without a judge
+    assert not any(task.finished for task in by_labels.shared_tasks())
+
+
 def test_a_setting_that_diverges_is_not_chosen_and_not_tried_again(tmp_path, monkeypatch):
     rates = [1e38, 0.01]  # steps of the first are so large that the scores overflow
     result = compare(BASE, ["pointwise"], tmp_path, seeds=1, rates=rates, tuning_seeds=2, jobs=1)

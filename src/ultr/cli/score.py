@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ultr.log import Log
-
-# A note about a column of training that the file lacks, and that neither scores nor their file need.
-NOT_NEEDED = re.compile(r"which was the (segment|query|randomised|weight) in training")
 
 
 def score(
@@ -57,7 +53,6 @@ def score(
     settings |= {"where": where or (), "overwrite": overwrite}
 
     def on_start(columns: Mapping[str, Any], notes: Sequence[str]) -> None:
-        notes = [note for note in notes if not NOT_NEEDED.search(note)]
         first.update(columns=dict(columns), notes=list(notes))
         if columns:
             words.print(plain(f"columns: {columns_text(columns)}"), soft_wrap=True)

@@ -28,7 +28,7 @@ from ultr.log.readers import (
     reject_conditions,
     whole_numbers,
 )
-from ultr.log.schema import Columns, resolve_columns
+from ultr.log.schema import CONTEXT, Columns, resolve_columns
 from ultr.log.sources import Source, SourceFile, open_source
 from ultr.log.svmlight import MAX_INDEX, reject_names, svmlight_batches
 from ultr.log.table import Log
@@ -55,9 +55,10 @@ class LogBatches(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """The columns to read: those that the caller names, by role, and for other roles those of training.
+    """The columns to read for scores: those that the caller names, by role, and for other roles those of training.
 
-    If the caller does not name `features`, they are the numeric columns in `feature_names`.
+    If the caller does not name `features`, they are the numeric columns in `feature_names`. Scores do not depend on the
+    query or segment of a request, so the source may lack these without a note.
     """
 
     feature_names: tuple[str, ...]
@@ -72,7 +73,8 @@ class Selection:
         if numeric and set(schema.names).issuperset(numeric):
             trained["features"] = numeric
         options: dict[str, Any] = {"categorical": self.categorical, **self.named, "actions": ()}
-        return replace(resolve_columns(schema, where=where, trained=trained, **options), weight=None)
+        found = resolve_columns(schema, where=where, trained=trained, **options)
+        return replace(found, weight=None, absent={r: name for r, name in found.absent.items() if r not in CONTEXT})
 
 
 def read_batches(

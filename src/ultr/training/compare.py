@@ -41,7 +41,7 @@ DEFAULT_RATES = (0.005, 0.01, 0.02, 0.05)  # learning rates to choose from, for 
 TREE_RATES = (0.05, 0.1)  # learning rates to choose from, for trees
 LIMITS = (2.0, 3.0, 5.0, "none")  # largest weights to choose from, besides the default of a method
 FIRST_TUNING_SEED = 1000  # seeds from here on choose settings; those from 0 on are tested
-LAG = 1.5  # plans whose first runs come before the other runs of a plan, which need the bias models of its first ones
+LAG = 1.5  # a run that needs the bias model of another begins after the first runs of the next plan
 LONGEST = 4  # times the given steps that a method may have if it still improves at its last step
 
 
