@@ -31,8 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ultr.bias.click_models import checked_names, make_click_model
-from ultr.bias.click_quality import ClickLists, fit_and_evaluate, split_requests
+from ultr.bias.click_models import ClickLists, checked_names, fit_and_evaluate, make_click_model, split_requests
 from ultr.bias.counts import impressions
 from ultr.log.labels import Label
 from ultr.log.sampling import read_for_audit

@@ -99,7 +99,7 @@ def simulated_month(
         return [str(folder / "days" / f"date={FIRST + timedelta(each)}") for each in range(first, number + 1)]
 
     run, results, wall = folder / "first", [], 0.0
-    timed(["train", *sources(window - 1), "--out", str(run), "--decay", str(decay), *options])
+    timed(["train", *sources(window - 1), "--out", str(run), "--set", f"decay={decay}", *options])
     for number in range(window, days):
         out = folder / f"run-{number}"
         logs = [argument for source in sources(number, seen) for argument in ("--log", source)]
@@ -115,7 +115,7 @@ def simulated_month(
         day = Day(number, accepted, ndcg(run), cpu() - start, kills)
         if number % compare == 0 or number == days - 1:
             scratch = folder / f"scratch-{number}"
-            how = ["--decay", str(decay), *options]
+            how = ["--set", f"decay={decay}", *options]
             scratch_seconds = timed(["train", *sources(number), "--out", str(scratch), *how])
             day = replace(day, scratch_ndcg=ndcg(scratch), scratch_seconds=scratch_seconds)
         results.append(day)
@@ -176,7 +176,8 @@ def main() -> None:
         }
         how: dict[str, Any] = {"decay": given.decay, "killed": killed, "report": show, **sizes}
         results = simulated_month(Path(folder), command, options=options, **how)
-        left = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith("."))
+        names = [path.name for path in Path(folder).iterdir()]
+    left = [name for name in names if name.startswith(".") or name.endswith(".partial")]
     difference, error, ratio = summary(results)
     print(f"{given.ranker}: {sum(day.kills for day in results)} kills, {len(left)} files left over")
     print(f"NDCG@10 minus that from scratch: {difference:+.4f}, standard error {error:.4f}")

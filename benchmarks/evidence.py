@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "bias"))
 from shop import SHOWN, error_of, shop  # type: ignore[import-not-found]
 
 from ultr.bias.counts import impressions, log_counts
-from ultr.bias.estimators import fill_gaps, fit_conditional
-from ultr.bias.evidence import best_source
+from ultr.bias.estimators import best_source, fill_gaps, fit_conditional
 from ultr.bias.examination import estimate_examination
 from ultr.log.labels import Label
 

@@ -18,9 +18,8 @@ import numpy as np
 
 import ultr
 from ultr.datasets.synthetic import make_synthetic
-from ultr.training.config import RunConfig, default_training
-from ultr.training.joined import with_trees
-from ultr.training.run import train_both
+from ultr.training.config import make_config
+from ultr.training.run import run_training
 
 
 def main() -> None:
@@ -36,14 +35,10 @@ def main() -> None:
     log = replace(ultr.simulate_log(shown, ultr.User(), seed=given.seed)[0], relevance=None)
     print(f"{len(log):,} requests, {log.rows:,} rows, {len(log.feature_names)} features")
     for ranker in given.rankers.split(","):
-        kind = "mlp" if ranker == "auto" else ranker
-        config = RunConfig(
-            data="", ranker=kind, label="click", training=replace(default_training(kind), seed=given.seed)
-        )
-        configs = with_trees(config, []) if ranker == "auto" else [config]
+        config = make_config(ranker=ranker, label="click", seed=given.seed)
         with tempfile.TemporaryDirectory() as folder:
             start, cpu = time.perf_counter(), time.process_time()
-            run = train_both(configs, Path(folder) / "run", log=log)
+            run = run_training(config, Path(folder) / "run", source=log)
             wall, cpu = time.perf_counter() - start, time.process_time() - cpu
             scores = ultr.load_model(run).score(test)
         print(f"ultr train --ranker {ranker}: {wall:.0f} s, {cpu:.0f} s of CPU, NDCG@10 {_ndcg(test, scores):.4f}")

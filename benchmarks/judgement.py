@@ -1,10 +1,10 @@
-"""Check whether rankers are judged in their true order: five rankers on simulated logs, under a θ that is estimated.
+"""Check whether a comparison finds the true order of five rankers, on simulated logs and with an estimated θ.
 
     python benchmarks/judgement.py [--logs 100] [--sessions 6000] [--randomised 0.0] [--users pbm,trust]
         [--eta 0.75,1,1.5]
 
 Every log is a new world: the taste of its users, its production ranker (which orders the items by features that the log
-has, plus noise) and its items differ. `judge_rankers`, the judge of `ultr evaluate`, judges five rankers:
+has, plus noise) and its items differ. `compare_rankers`, as in `ultr evaluate`, compares five rankers:
 
 - `good`: the users' taste; `fair`: the taste plus noise
 - `naive`: the click rate of the position where an item was shown, with some of the users' taste. A ranker that learns
@@ -34,9 +34,8 @@ import pyarrow as pa
 import torch
 
 from ultr.datasets import randomise
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User, make_user
-from ultr.evaluation.judgement import LOGGED_RANKING, Judgement, judge_rankers
+from ultr.datasets.users import User, make_user, simulate_log
+from ultr.evaluation.comparing import LOGGED_RANKING, RankerComparison, compare_rankers
 from ultr.evaluation.scores import evaluate_scores
 from ultr.log import Log
 
@@ -106,24 +105,24 @@ def replication(users: str, eta: float, sessions: int, randomised: float, seed: 
         name: float(evaluate_scores(log, scores, "reward@10", user=user, label=LABEL)["reward@10"].mean())
         for name, scores in every.items()
     }
-    judged = judge_rankers(log, rankers, [METRIC], label=LABEL, seed=seed)
-    as_clicked = judge_rankers(log, rankers, ["feedback-dcg@10"], label=LABEL)
+    compared = compare_rankers(log, rankers, [METRIC], label=LABEL, seed=seed)
+    as_clicked = compare_rankers(log, rankers, ["feedback-dcg@10"], label=LABEL)
     return {
         "truth": truth,
-        "value": _means(judged, METRIC),
-        "order": _order(_means(judged, METRIC)) == _order(truth),
+        "value": _means(compared, METRIC),
+        "order": _order(_means(compared, METRIC)) == _order(truth),
         "clicks": _order(_means(as_clicked, "feedback-dcg@10")) == _order(truth),
         "covered": {
             name: test.low <= truth[name] - truth[LOGGED_RANKING] <= test.high
-            for name, each in judged.rankers.items()
+            for name, each in compared.rankers.items()
             if (test := each[METRIC].difference) is not None
         },
-        "theta": list(judged.theta.values()),
+        "theta": list(compared.theta.values()),
     }
 
 
-def _means(judged: Judgement, metric: str) -> dict[str, float]:
-    return {name: each[metric].mean.mean for name, each in judged.rankers.items()}
+def _means(compared: RankerComparison, metric: str) -> dict[str, float]:
+    return {name: each[metric].mean.mean for name, each in compared.rankers.items()}
 
 
 def _order(values: dict[str, float]) -> list[str]:

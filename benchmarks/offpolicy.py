@@ -29,8 +29,7 @@ from ultr.bias.counts import counted, impressions, replicates
 from ultr.bias.estimators import position_based
 from ultr.bias.logging_policy import logging_score, strata_of
 from ultr.datasets import load_dataset, ranking_svm, show
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User, make_user
+from ultr.datasets.users import User, make_user, simulate_log
 from ultr.evaluation.off_policy import CLIP, ESTIMATORS, OffPolicyValue, compare_values, fit_direct, off_policy_value
 from ultr.evaluation.scores import evaluate_scores
 from ultr.log import Log

@@ -29,7 +29,7 @@ import numpy as np
 
 from ultr.bias.counts import Impressions, counted_items, impressions
 from ultr.bias.estimators import harvest, position_based
-from ultr.bias.likelihood import ROWS, TRAINED, TUNED, HeldOut
+from ultr.bias.identification import ROWS, TRAINED, TUNED, HeldOut
 from ultr.log.labels import Label
 from ultr.log.sampling import read_for_audit
 

@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from ultr.methods import METHODS
-from ultr.training.compare import compare
-from ultr.training.comparison import Comparison
-from ultr.training.config import Precision, RunConfig, TrainingOptions
+from ultr.training.comparing.plan import compare
+from ultr.training.comparing.results import Comparison
+from ultr.training.config import Precision, make_config
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bf16")
 METRIC = "reward@10"
@@ -39,17 +39,8 @@ def main() -> None:
     found: dict[str, Comparison] = {}
     with TemporaryDirectory() as folder:
         for precision in PRECISIONS:
-            training = TrainingOptions(
-                steps=options.steps, bias_steps=3000, evaluate_every=50, device=options.device, precision=precision
-            )
-            base = RunConfig(
-                options.data,
-                users="pbm",
-                ranker_options={"hidden": [512, 256, 128], "dropout": 0.3, "norm": "none"},
-                data_dir=options.data_dir,
-                select=METRIC,
-                training=training,
-            )
+            base = make_config(options.data, data_dir=options.data_dir, users="pbm", sessions=0, select=METRIC)
+            base = base.with_options(dropout=0.3, steps=options.steps, device=options.device, precision=precision)
             begun, out, rates = time.perf_counter(), Path(folder) / precision, (options.rate,)
             found[precision] = compare(base, methods, out, seeds=options.seeds, rates=rates, metrics=[METRIC])
             print(f"{precision}: {len(methods)} methods in {time.perf_counter() - begun:.0f} s", flush=True)

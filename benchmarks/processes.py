@@ -27,39 +27,35 @@ from ultr.rankers.model import load_model
 
 def train(options: argparse.Namespace, out: Path) -> None:
     """Train in this process, which is the only one or one that torchrun started."""
-    from ultr.training.config import RunConfig, TrainingOptions
+    from ultr.training.config import make_config
+    from ultr.training.loop import Listeners
     from ultr.training.run import run_training
     from ultr.utils.distributed import rank
 
-    training = TrainingOptions(
+    config = make_config(
+        str(options.folder),
+        stream=options.stream,
+        method_options=dict(text.split("=") for text in options.option),
+        ranker="mlp",
+        hidden=options.hidden,
         steps=options.steps,
         bias_steps=options.steps,
         batch=options.batch,
         evaluate_every=max(1, min(50, options.steps // 4)),  # two evaluations are the least that gives a speed
+        select="feedback-ndcg@10",
         device=options.device,
         precision=options.precision,
     )
-    method_options = dict(text.split("=") for text in options.option)
-    config = RunConfig(
-        str(options.folder),
-        method_options=method_options,
-        ranker_options={"hidden": [int(size) for size in options.hidden.split(",")]},
-        select="feedback-ndcg@10",
-        stream=options.stream,
-        training=training,
-    )
     bias, ranker = [], []
     first = os.environ.get("RANK", "0") == "0"
-    run_training(
-        config,
-        out,
-        overwrite=True,
+    listeners = Listeners(
         on_bias_progress=lambda p: bias.append((p.step, time.perf_counter())),
         on_progress=lambda p: ranker.append((p.step, time.perf_counter())),
     )
+    run_training(config, out, overwrite=True, listeners=listeners)
     if first and not rank():
         speeds = [
-            training.batch * (times[-1][0] - times[0][0]) / (times[-1][1] - times[0][1]) if len(times) > 1 else 0.0
+            options.batch * (times[-1][0] - times[0][0]) / (times[-1][1] - times[0][1]) if len(times) > 1 else 0.0
             for times in (bias, ranker)
         ]
         (out / "speeds.json").write_text(json.dumps(speeds))

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,9 @@ import numpy as np
 import ultr
 from ultr.bias.examination import estimate_examination
 from ultr.log.labels import Label
-from ultr.log.segments import by_segment
-from ultr.training.config import RunConfig, default_training
-from ultr.training.joined import with_trees
-from ultr.training.run import train_both
+from ultr.log.table import by_segment
+from ultr.training.config import make_config
+from ultr.training.run import run_training
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 WORLDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -75,16 +73,11 @@ def compared(name: str, requests: int, seed: int, rankers: list[str]) -> Iterato
     log, test = (ultr.read_log(each.log, **reading) for each in (world, other))
     label = Label(text)
     for ranker in rankers:
-        config = RunConfig(
-            data="",
-            label=text,
-            ranker="mlp" if ranker == "auto" else ranker,
-            columns={k: v for k, v in columns.items() if k == "segment"},
-            training=replace(default_training("mlp" if ranker == "auto" else ranker), seed=seed),
-        )
+        segment = {role: name for role, name in columns.items() if role == "segment"}
+        config = make_config(label=text, ranker=ranker, columns=segment, seed=seed)
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            run = train_both(with_trees(config, []) if ranker == "auto" else [config], Path(folder) / "run", log=log)
+            run = run_training(config, Path(folder) / "run", source=log)
             seconds = time.perf_counter() - start
             yield f"ultr train --ranker {ranker}", other.ndcg(ultr.load_model(run).score(test)), seconds
     start = time.perf_counter()

@@ -30,7 +30,7 @@ import torch
 from ultr.rankers import FeatureEncoder, make_ranker, score_rows
 from ultr.rankers.model import Model
 from ultr.serving.scoring import score_file
-from ultr.utils.devices import choose_device
+from ultr.utils.distributed import choose_device
 
 CHUNK = 1 << 17  # rows
 ITEMS = 10

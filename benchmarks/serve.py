@@ -40,13 +40,12 @@ import numpy as np
 import pyarrow as pa
 import tritonclient.http as triton
 
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.users import User, simulate_log
 from ultr.log import Log, write_log
 from ultr.rankers.model import load_model
 from ultr.serving.export import export_run, onnx_bytes
 from ultr.serving.exported import onnx_scores, onnx_session
-from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.config import make_config
 from ultr.training.run import run_training
 
 CANDIDATES, FEATURES = 100, 136
@@ -68,14 +67,9 @@ def make_runs(folder: Path) -> list[Path]:
     )
     clicks, _ = simulate_log(log, User())
     write_log(replace(clicks, relevance=None), folder / "log.parquet")
-    shape = {"hidden": (512, 256, 128)}
-    config = RunConfig(
-        data=str(folder / "log.parquet"), method="pointwise", ranker_options=shape, select="feedback-ndcg@10"
-    )
-    steps = TrainingOptions(steps=2, batch=16, evaluate_every=2, device="cpu")
-    return [
-        run_training(replace(config, training=replace(steps, seed=seed)), folder / f"run-{seed}") for seed in (0, 1)
-    ]
+    config = make_config(str(folder / "log.parquet"), method="pointwise", select="feedback-ndcg@10", device="cpu")
+    config = config.with_options(ranker="mlp", hidden=(512, 256, 128), steps=2, batch=16, evaluate_every=2)
+    return [run_training(config.with_options(seed=seed), folder / f"run-{seed}") for seed in (0, 1)]
 
 
 @contextmanager

@@ -64,18 +64,20 @@ def write(folder: Path, gib: float) -> None:
 
 def train(folder: Path, stream: str, steps: int, method: str, device: str) -> dict[str, Any]:
     """Train in this process; return the requests per second after the first evaluation, and the peak memory."""
-    from ultr.training.config import RunConfig, TrainingOptions
+    from ultr.training.config import make_config
+    from ultr.training.loop import Listeners
     from ultr.training.run import run_training
 
     every = max(1, min(25, steps // 4))  # two evaluations are the least that gives a speed
-    options = TrainingOptions(steps=steps, evaluate_every=every, bias_steps=min(100, steps), device=device)
-    config = RunConfig(str(folder), method=method, stream=stream, training=options)  # type: ignore[arg-type]
+    config = make_config(str(folder), method=method, ranker="mlp", stream=stream, device=device)
+    config = config.with_options(steps=steps, evaluate_every=every, bias_steps=min(100, steps))
     begun, times = time.perf_counter(), []
     out = folder / f"run-{stream}"
-    run_training(config, out, overwrite=True, on_progress=lambda p: times.append((p.step, time.perf_counter())))
+    listeners = Listeners(on_progress=lambda p: times.append((p.step, time.perf_counter())))
+    run_training(config, out, overwrite=True, listeners=listeners)
     (first, start), (last, end) = times[0], times[-1]
     return {
-        "requests per second": options.batch * (last - first) / (end - start),
+        "requests per second": config.network.batch * (last - first) / (end - start),
         "seconds of the whole run": time.perf_counter() - begun,
         "peak GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }

@@ -20,7 +20,7 @@ import argparse
 import copy
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -37,12 +37,12 @@ from ultr.log.labels import Label
 from ultr.methods import METHODS, MethodInputs, make_method
 from ultr.methods.base import Learner
 from ultr.methods.bias_model import BiasModel
-from ultr.methods.doubly_robust import DoublyRobust
+from ultr.methods.counterfactual import DoublyRobust
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feed, FeedStack
+from ultr.training.gpu.stack import Stack
 from ultr.training.loop import TrainingState, graphed_steps, precision, start, take_step
-from ultr.training.stack import Stack
 
 ITEMS = 10
 BOUND, GPU_BOUND = 1.3, 1.5  # the longest step, in times of its passes
@@ -64,19 +64,9 @@ def main() -> None:
     training = TrainingOptions(batch=options.lists, device=options.device, precision=options.precision)
     feed = Feed(ListBatches(log, device=device), batch=options.lists, seed=0, user=User())
     inputs = MethodInputs(Label(), features=136, positions=tuple(range(1, ITEMS + 1)), binary=("click",))
-    learners: dict[str, Learner] = {name: make_method(name, inputs) for name in METHODS}
-    for loss in ("opt", "ipw"):
-        learners[f"pairwise-em, {loss}"] = make_method("pairwise-em", inputs, loss=loss)
-    learners["direct, ordinal"] = make_method("direct", inputs, values="ordinal")
-    learners["pal-click, reversal"] = make_method("pal-click", inputs, reversal=1.0)
-    for name, loss in (("bias model", "posterior"), ("bias model of pairs", "opt")):
-        if (model := make_method("pairwise-em", inputs, loss=loss).bias_learner()) is not None:
-            learners[name] = model
     rows = feed(0).features
     work: dict[str, list[Callable[[int], object]]] = {}
-    for name, learner in learners.items():
-        if options.only and name not in (*options.only, "lambdarank"):
-            continue
+    for name, learner in _learners(inputs, options.only).items():
         state = start(learner, log, training)
         passes = partial(_passes, *_networks(name, learner), rows, training)
         work[name] = [partial(_step, state, feed, training), passes]
@@ -115,6 +105,19 @@ def main() -> None:
         )
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
     print(f"memory grew by {grown:.1f} MB over {options.steps * repeat} steps of each method")
+
+
+def _learners(inputs: MethodInputs, only: Sequence[str]) -> dict[str, Learner]:
+    """Return the measured learners by name: all, or lambdarank and those named."""
+    learners: dict[str, Learner] = {name: make_method(name, inputs) for name in METHODS}
+    for loss in ("opt", "ipw"):
+        learners[f"pairwise-em, {loss}"] = make_method("pairwise-em", inputs, loss=loss)
+    learners["direct, ordinal"] = make_method("direct", inputs, values="ordinal")
+    learners["pal-click, reversal"] = make_method("pal-click", inputs, reversal=1.0)
+    for name, loss in (("bias model", "posterior"), ("bias model of pairs", "opt")):
+        if (model := make_method("pairwise-em", inputs, loss=loss).bias_learner()) is not None:
+            learners[name] = model
+    return {name: learner for name, learner in learners.items() if not only or name in (*only, "lambdarank")}
 
 
 def _call(step: Callable[[], object], _: int) -> None:

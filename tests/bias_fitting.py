@@ -5,7 +5,7 @@ from __future__ import annotations
 from ultr.datasets.users import User
 from ultr.log import Log
 from ultr.methods import Method
-from ultr.training.bias_stage import bias_training
+from ultr.training.biases import bias_training
 from ultr.training.config import TrainingOptions
 from ultr.training.loop import train
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ultr.cli import main
 from ultr.datasets.base import Dataset
 from ultr.datasets.synthetic import make_synthetic
 from ultr.log import Log
@@ -39,7 +38,7 @@ FILES_BEFORE = pytest.StashKey[set[str]]()
 SLOW = (
     "bias/test_audit.py",
     "cli/",
-    "evaluation/test_judge.py",
+    "evaluation/test_off_policy_model.py",
     "experiments/",
     "hardening/",
     "log/prepare/",
@@ -53,13 +52,13 @@ SLOW = (
     "test_package.py",
     "test_site.py",
     "test_sklearn.py",
-    "training/test_compare.py",
+    "training/comparing/",
+    "training/gpu/",
+    "training/test_combining.py",
     "training/test_feed.py",
-    "training/test_replace.py",
+    "training/test_folder.py",
     "training/test_run.py",
-    "training/test_stack.py",
     "training/test_streaming.py",
-    "training/test_together.py",
     "training/test_trees.py",
     "utils/test_distributed.py",
 )
@@ -145,7 +144,7 @@ def real_data():
 @pytest.fixture
 def small_synthetic(monkeypatch):
     """Let the runs of this process have a small data set in place of `synthetic`."""
-    for module in ("data", "tasks"):
+    for module in ("data", "comparing.tasks"):
         monkeypatch.setattr(f"ultr.training.{module}.cached_dataset", lambda name, data_dir: _small_synthetic())
 
 
@@ -157,6 +156,8 @@ def _small_synthetic() -> Dataset:
 @pytest.fixture
 def ultr(monkeypatch, capsys):
     """Run the command line in this process, because a new process takes seconds to start."""
+    from ultr.cli import main
+
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: object) -> SimpleNamespace:

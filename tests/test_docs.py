@@ -13,14 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 import ultr as package
+from ultr.cli import app
+from ultr.training.config import check_path, short_names
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 LONG = {"methods.md", "reproduce.md", "scale.md", "trees.md"}
 MODULES = sorted(m.name for m in pkgutil.walk_packages(package.__path__, "ultr.") if "main" not in m.name)
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OF_THEIR_DAY = {"notebook.md", "results.md"}  # they have commands of benchmarks, and of earlier versions
+OF_OTHER_PROGRAMS = {
+    *("--cov", "--exported", "--first-seed", "--logs", "--max-restarts", "--no-compile", "--nproc-per-node"),
+    "--standalone",
+}
 
 
 def marked(path: Path) -> Any:
@@ -30,6 +38,9 @@ def marked(path: Path) -> Any:
 @pytest.mark.parametrize("path", [marked(path) for path in DOCUMENTS])
 def test_examples_run(path, ultr, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if path.name == "README.md":  # it says that the extra train is enough
+        monkeypatch.setitem(sys.modules, "pandas", None)
+        monkeypatch.setitem(sys.modules, "polars", None)
     names: dict[str, object] = {}
     for language, text in BLOCK.findall(path.read_text()):
         if language == "python":
@@ -47,6 +58,30 @@ def test_examples_run(path, ultr, tmp_path, monkeypatch):
 
 def test_the_readme_has_examples():
     assert len(BLOCK.findall((ROOT / "README.md").read_text())) >= 2
+
+
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if p.name not in OF_THEIR_DAY], ids=lambda path: path.stem)
+def test_options_that_the_text_names_exist(path):
+    commands = {
+        name: {option for parameter in command.params for option in parameter.opts}
+        for name, command in get_command(app).commands.items()
+    }
+    text = path.read_text()
+    for code in re.findall(r"`([^`\n]+)`", text) + re.findall(r"^ {4}(ultr .*)$", text, re.MULTILINE):
+        program = re.match(r"(?:torchrun .*)?ultr (\w+)", code)
+        known = commands.get(program[1], set()) if program else set().union(*commands.values())
+        if program or code.startswith("--"):
+            options = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", code)) - {"--help", *OF_OTHER_PROGRAMS}
+            assert options <= known, code
+    for name in re.findall(r"--set '?([\w.]+)=", text):
+        check_path(short_names().get(name, name))
+
+
+def test_the_page_of_options_has_all_options():
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "options_page.py", "--print"], capture_output=True, text=True, check=True
+    )
+    assert (ROOT / "docs" / "options.md").read_text() == done.stdout, "run: python tools/options_page.py"
 
 
 @pytest.mark.parametrize("name", MODULES)

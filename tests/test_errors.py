@@ -43,7 +43,7 @@ def test_without_the_packages_of_training_a_command_names_the_extra(command):
     done = run(f"sys.argv = ['ultr', *{command.split()}]\nfrom ultr.cli import main\nmain()")
     assert done.returncode == 1
     assert re.fullmatch(
-        rf"error: ultr {command.split()[0]} needs the package '(torch|pyarrow)', which is not installed; "
+        rf"error: ultr {command.split()[0]} needs the package '(torch|pyarrow|pydantic)', which is not installed; "
         r"install it with: pip install 'ultr\[train\]'\n",
         done.stderr,
     )

@@ -69,7 +69,7 @@ def test_the_reference_has_the_docstrings_of_public_names_and_the_options_of_com
     assert "Estimate the value that a ranker with these scores" in text
     commands = (site / "cli.html").read_text()
     assert {c.__name__ for c in COMMANDS if f'id="ultr-{c.__name__}"' not in commands} == set()
-    assert "--warm-start" in commands
+    assert "--propensities" in commands
 
 
 def test_pages_load_nothing_from_other_hosts(site):

@@ -51,14 +51,13 @@ def arrays(data: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, dict[str, np.nda
 
 
 def ranker(**options) -> UnbiasedRanker:
-    return UnbiasedRanker(
-        label="click", hidden=(8,), steps=60, bias_steps=20, batch=32, evaluate_every=20, device="cpu", **options
-    )
+    few = {"bias_steps": 20, "batch": 32, "evaluate_every": 20}
+    return UnbiasedRanker(label="click", ranker="mlp", hidden=(8,), steps=60, options=few, device="cpu", **options)
 
 
 def quick(**options) -> UnbiasedRanker:
-    few = {"label": "click", "method": "pointwise", "ranker": "linear", "steps": 15, "evaluate_every": 15, "lr": 0.1}
-    return UnbiasedRanker(**{**few, "device": "cpu", **options})
+    few = {"label": "click", "method": "pointwise", "ranker": "linear", "steps": 15, "lr": 0.1}
+    return UnbiasedRanker(**{**few, "options": {"evaluate_every": 15}, "device": "cpu", **options})
 
 
 def test_frames_and_arrays_give_the_same_scores_in_the_order_of_rows():
@@ -109,6 +108,30 @@ def test_feedback_may_be_in_the_frame_or_next_to_it():
     np.testing.assert_array_equal(
         quick(label="dwell / 3").fit(matrix, 3.0 * clicks, **columns).predict(matrix), by_click
     )
+
+
+def test_without_a_label_the_feedback_decides_on_it():
+    data = frame(40)
+    matrix, clicks, columns = arrays(data)
+    assert quick(label=None).fit(data).model_.label == "click"
+    assert quick(label=None).fit(matrix, clicks, **columns).model_.label == "click"
+    dwell = data.assign(dwell=lambda rows: 3.0 * rows["click"])
+    model = quick(label=None).fit(dwell)
+    assert model.model_.label == "click + dwell / exp(3)"
+    two = quick(label=None).fit(dwell.drop(columns=["click", "dwell"]), dwell[["click", "dwell"]])
+    np.testing.assert_array_equal(two.predict(data), model.predict(data))
+    assert np.isfinite(model.score(dwell))
+
+
+def test_other_options_are_given_by_path():
+    data = frame(40)
+    expected = quick(method="pairwise-em", ranker="mlp", options={"network.hidden": [3], "bias_steps": 2}).fit(data)
+    again = quick(method="pairwise-em", ranker="mlp", hidden=(3,), options={"network.bias_steps": 2}).fit(data)
+    np.testing.assert_array_equal(again.predict(data), expected.predict(data))
+    with pytest.raises(UltrError, match="'steps' is a parameter of its own, got options; leave it out of options"):
+        quick(options={"steps": 3}).fit(data)
+    with pytest.raises(UltrError, match=r"there is no option 'network\.hiden'; did you mean 'network\.hidden'"):
+        quick(options={"network.hiden": 3}).fit(data)
 
 
 def test_columns_are_named_in_the_constructor_or_in_fit():
@@ -450,7 +473,7 @@ def test_columns_of_the_evidence_about_bias_are_named_in_the_constructor():
     data = shop(1500).to_table().to_pandas()
     data = data.rename(columns={"item": "sku", "query": "phrase", "randomised": "shuffled"})
     named = {"item": "sku", "query": "phrase", "randomised": "shuffled"}
-    options = {"method": "ipw-listwise", "label": "click", "hidden": (4,), "steps": 1, "batch": 16}
+    options = {"method": "ipw-listwise", "label": "click", "ranker": "mlp", "hidden": (4,), "steps": 1}
     ranker = UnbiasedRanker(**options, **named).fit(data)
     assert ranker.bias_["theta_from"].endswith("items shown at several positions for the same query")
     assert np.isfinite(ranker.score(data))
@@ -560,7 +583,7 @@ def test_evaluations_are_printed_if_verbose(capsys):
     assert not capsys.readouterr().out
     quick(verbose=1, steps=30).fit(frame(40))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["step 15", "step 30"]
+    assert [line.split(":")[0] for line in lines] == ["linear, step 15", "linear, step 30"]
 
 
 @pytest.mark.parametrize("kind", ["linear", "lightgbm", "xgboost"])

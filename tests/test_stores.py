@@ -14,8 +14,8 @@ import pytest
 
 from ultr.errors import DataError, OutputError
 from ultr.log import read_log
-from ultr.log.batches import read_batches
 from ultr.log.prepare.pipeline import prepare_lists
+from ultr.log.readers import read_batches
 from ultr.log.sampling import read_for_audit
 from ultr.log.shards import Shards
 from ultr.utils import stores
@@ -126,10 +126,10 @@ def test_commands_read_and_write_in_a_store(ultr, bucket, own_cache, tmp_path):
     assert json.loads(done.stdout)["about"]["requests"] == 120
     done = ultr("bias", days, "--where", "date >= 2026-11-01", "--out", f"{bucket}/bias", "--bootstrap", 10)
     assert done.returncode == 0, done.stderr
-    small = ["--steps", 5, "--bias-steps", 5, "--hidden", 4, "--label", "click"]
+    small = ["--ranker", "mlp", "--steps", 5, "--label", "click", "--set", "bias_steps=5", "--set", "hidden=4"]
     done = ultr("train", f"{bucket}/lists", "--out", f"{bucket}/run", *small)
     assert done.returncode == 0, done.stderr
-    assert "wrote s3://logs/run: best" in done.stderr
+    assert "s3://logs/run" in done.stderr
     done = ultr("score", f"{bucket}/run", days, "--out", f"{bucket}/scores.parquet")
     assert done.returncode == 0, done.stderr
     assert pq.read_table(stores.fetched(f"{bucket}/scores.parquet")).num_rows == 480
@@ -152,9 +152,9 @@ def test_other_stores_are_read_through_fsspec():
 
 
 def test_the_files_that_say_that_a_folder_is_complete_are_sent_last(tmp_path):
-    """A joined run has the run of its network in a folder, with a model of its own, which is sent first."""
+    """A run of two rankers has the models of both in folders, which are sent before the model of their sum."""
     fsspec = pytest.importorskip("fsspec")
-    names = ["config.json", "model/model.json", "network/model/model.json", "outcome/a"]
+    names = ["config.json", "model/model.json", "fits/mlp/model/model.json", "outcome/a"]
     for name in names:
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text(name)
@@ -164,6 +164,6 @@ def test_the_files_that_say_that_a_folder_is_complete_are_sent_last(tmp_path):
     assert sorted(names, key=created.get) == [
         "config.json",
         "outcome/a",
-        "network/model/model.json",
+        "fits/mlp/model/model.json",
         "model/model.json",
     ]

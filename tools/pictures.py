@@ -8,14 +8,12 @@ import numpy as np
 import torch
 
 from ultr.datasets import load_dataset, ranking_svm, show
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User, make_user
+from ultr.datasets.users import User, make_user, simulate_log
 from ultr.evaluation.off_policy import OffPolicyValue, fit_direct, off_policy_value
 from ultr.evaluation.scores import evaluate_scores, mean_with_interval
-from ultr.log.summary import by_position
-from ultr.report.parts import Plot
-from ultr.report.plots import interval_plot, line_plot
-from ultr.report.svg import svg
+from ultr.log.table import by_position
+from ultr.report.page import Plot
+from ultr.report.plots import interval_plot, line_plot, svg
 from ultr.utils.files import atomic_path
 
 FOLDER = Path(__file__).parents[1] / "docs" / "concepts"

@@ -12,12 +12,10 @@ from ultr._version import __version__
 from ultr.errors import missing_for_training
 
 if TYPE_CHECKING:
-    from ultr.bias.audit import audit
-    from ultr.bias.result import BiasReport
+    from ultr.api import audit, compare, evaluate, train
+    from ultr.bias.audit import BiasReport
     from ultr.datasets import Dataset, load_dataset, ranking_svm, show
-    from ultr.datasets.dwell import Dwell
-    from ultr.datasets.simulate import simulate_log
-    from ultr.datasets.users import User, make_user
+    from ultr.datasets.users import Dwell, User, make_user, simulate_log
     from ultr.errors import UltrError
     from ultr.evaluation.off_policy import compare_values, fit_direct, off_policy_value
     from ultr.evaluation.scores import evaluate_scores, mean_with_interval, paired_test
@@ -31,34 +29,36 @@ if TYPE_CHECKING:
     from ultr.serving.exported import load_exported
     from ultr.serving.scoring import score_file
     from ultr.sklearn import UnbiasedRanker
-    from ultr.training.config import RunConfig, TrainingOptions
-    from ultr.training.importance import feature_importance
+    from ultr.training.config import Config, make_config
+    from ultr.training.outcome import feature_importance
     from ultr.training.run import run_training
 
 _MODULE_OF = {
-    "BiasReport": "bias.result",
+    "BiasReport": "bias.audit",
+    "Config": "training.config",
     "Dataset": "datasets",
-    "Dwell": "datasets.dwell",
+    "Dwell": "datasets.users",
     "Label": "log.labels",
     "ListBatches": "lists",
     "Lists": "lists",
     "Log": "log",
     "Model": "rankers.model",
-    "RunConfig": "training.config",
-    "TrainingOptions": "training.config",
     "UltrError": "errors",
     "UnbiasedRanker": "sklearn",
     "User": "datasets.users",
-    "audit": "bias.audit",
+    "audit": "api",
+    "compare": "api",
     "compare_values": "evaluation.off_policy",
+    "evaluate": "api",
     "evaluate_scores": "evaluation.scores",
     "export_run": "serving.export",
-    "feature_importance": "training.importance",
+    "feature_importance": "training.outcome",
     "fit_direct": "evaluation.off_policy",
     "load_dataset": "datasets",
     "load_exported": "serving.exported",
     "load_model": "rankers.model",
     "load_run": "report",
+    "make_config": "training.config",
     "make_user": "datasets.users",
     "mean_with_interval": "evaluation.scores",
     "off_policy_value": "evaluation.off_policy",
@@ -71,13 +71,15 @@ _MODULE_OF = {
     "run_training": "training.run",
     "score_file": "serving.scoring",
     "show": "datasets",
-    "simulate_log": "datasets.simulate",
+    "simulate_log": "datasets.users",
+    "train": "api",
     "write_log": "log",
     "write_report": "report",
 }
 
 __all__ = [
     "BiasReport",
+    "Config",
     "Dataset",
     "Dwell",
     "Label",
@@ -85,14 +87,14 @@ __all__ = [
     "Lists",
     "Log",
     "Model",
-    "RunConfig",
-    "TrainingOptions",
     "UltrError",
     "UnbiasedRanker",
     "User",
     "__version__",
     "audit",
+    "compare",
     "compare_values",
+    "evaluate",
     "evaluate_scores",
     "export_run",
     "feature_importance",
@@ -101,6 +103,7 @@ __all__ = [
     "load_exported",
     "load_model",
     "load_run",
+    "make_config",
     "make_user",
     "mean_with_interval",
     "off_policy_value",
@@ -114,6 +117,7 @@ __all__ = [
     "score_file",
     "show",
     "simulate_log",
+    "train",
     "write_log",
     "write_report",
 ]

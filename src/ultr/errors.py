@@ -20,7 +20,10 @@ from collections.abc import Iterable
 
 # The modules of the extra `train`. A server of exported models is installed without them.
 TRAIN_PACKAGES = frozenset(
-    {"fsspec", "jinja2", "plotly", "pyarrow", "safetensors", "scipy", "sklearn", "threadpoolctl", "torch"}
+    {
+        *("fsspec", "jinja2", "lightgbm", "numba", "plotly", "pyarrow", "pydantic", "safetensors", "scipy", "sklearn"),
+        *("threadpoolctl", "torch"),
+    }
 )
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.utils.arguments import check_fields, checked
-from ultr.utils.devices import as_device
+from ultr.utils.distributed import as_device
 
 
 class Part(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from math import nan
+from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +15,38 @@ import pyarrow as pa
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
-from ultr.bias.auto_segment import find_segment
 from ultr.bias.examination import estimate_examination
-from ultr.bias.pitfalls import Pitfall
-from ultr.bias.propensities import as_propensities, theta_by_id
+from ultr.bias.propensities import BIAS_FILE, as_propensities, theta_by_id
+from ultr.checks.pitfalls import Pitfall
 from ultr.errors import AbsentError, DataError, OptionError, nearest
 from ultr.evaluation.importance import REPEATS, FeatureImportance
 from ultr.evaluation.off_policy import off_policy_value
 from ultr.evaluation.scores import evaluate_scores
-from ultr.log import Log, read_log
-from ultr.log.frames import ROW, frame_table, is_frame, joined, numbered, row_values, with_columns, with_feedback
-from ultr.log.labels import DEFAULT_LABEL, Label
-from ultr.log.schema import Columns, resolve_columns
-from ultr.log.segments import by_segment
+from ultr.log import read_log
+from ultr.log.columns import Columns, resolve_columns
+from ultr.log.labels import Label, default_label
+from ultr.log.readers import ROW, frame_table, is_frame, joined, numbered, row_values, with_columns, with_feedback
+from ultr.log.table import by_segment
 from ultr.methods import thresholds
-from ultr.rankers.boosters import is_trees
 from ultr.rankers.model import load_model
-from ultr.training.checkpoints import read_metrics
-from ultr.training.config import AUTO, DEFAULT_METHOD, RunConfig, TrainingOptions, default_training
-from ultr.training.importance import feature_importance
-from ultr.training.joined import NETWORK, OF_NETWORKS, with_trees
-from ultr.training.loop import Progress
-from ultr.training.outcome import ranks, read_outcome
-from ultr.training.run import train_both
+from ultr.training.config import AUTO, DEFAULT_METHOD, make_config
+from ultr.training.data import Decisions
+from ultr.training.folder import read_metrics
+from ultr.training.loop import Listeners, Progress
+from ultr.training.outcome import feature_importance, ranks, read_outcome
+from ultr.training.run import run_training
 from ultr.utils.arguments import as_seed, check_value
+from ultr.utils.display import facts_html
 from ultr.utils.files import atomic_path, read_contents, write_contents
-from ultr.utils.html import facts_html
 from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
 
 FORMAT, FITTED = 1, "ranker.json"  # the file that `save` adds to the files of a run
 FITTED_TYPES = {"_features": dict, "_named": dict, "_y_is_feedback": bool, "n_features_in_": int}
-# Options of `RunConfig` with the same names here.
-SAME_NAME = ("method", "label", "held_out", "select", "missing", "allow_leaks", "drop_suspicious")
+# Parameters that are options of `Config` with the same short names.
+OPTIONS = (
+    *("method", "method_options", "label", "ranker", "hidden", "steps", "lr", "select", "held_out", "propensities"),
+    *("missing", "allow_leaks", "drop_suspicious", "device"),
+)
 CLIP = 10.0  # in `score`, feedback is weighted by 1 / P(seen), at most by this
 
 
@@ -64,11 +64,11 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
 
         >>> ranker = UnbiasedRanker(label="click", request=0, position=1)
 
-    `ranker="auto"` is the sum of a network and, if it is installed, LightGBM; with options of networks, the network
-    alone. `"lightgbm"` or `"xgboost"` trains trees, with `ranker_options` as
-    parameters of the library. If `steps` and `lr` are None, networks train for 1000 steps with learning rate 0.02, and
-    trees for up to 500 rounds with 0.1. If `hidden` is None, networks have layers of 512, 256 and 128 units, or 128, 64
-    and 32 for less than 100,000 rows.
+    All parameters have the meaning and the defaults of `ultr train`. `ranker="auto"` is the sum of a network and
+    LightGBM. If `label` is None, it is `click + dwell / exp(3)`, or the click if there is no dwell. `options` are any
+    other options that `ultr options` lists, by path:
+
+        >>> ranker = UnbiasedRanker(options={"network.warmup": 10, "trees.parameters": {"num_leaves": 7}})
 
     - `propensities` are known probabilities that positions are seen: a dict, a Series with positions as its index, or
       the frame of propensities.csv, which `ultr bias` writes.
@@ -88,7 +88,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
     - `segment_`: the column of the segment; None if there is none
     - `theta_`: position -> estimated probability that users see it; None if the method does not estimate it
     - `importance_`: the importance of the most important features on held-out requests, as `feature_importance` returns
-    - `history_`: one dict per evaluation, with the step, the loss and the selection metric
+    - `history_`: one dict per evaluation, with the kind of ranker, the step, the loss and the selection metric
     - `model_`: the trained model
     - `n_features_in_` and, for frames, `feature_names_in_`: the features of the ranker
     """
@@ -99,21 +99,14 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         method: str = DEFAULT_METHOD,
         method_options: Mapping[str, Any] | None = None,
         propensities: Any = None,
-        label: str = DEFAULT_LABEL,
-        ranker: str = AUTO,
-        ranker_options: Mapping[str, Any] | None = None,
+        label: str | None = None,
+        ranker: str | Sequence[str] = AUTO,
         hidden: Sequence[int] | None = None,
-        dropout: float = 0.0,
-        lr: float | None = None,
         steps: int | None = None,
-        batch: int = 256,
-        optimizer: str = "adagrad",
-        weight_decay: float = 0.0,
-        evaluate_every: int | None = None,
-        patience: int | None = None,
-        bias_steps: int = 3000,
+        lr: float | None = None,
         select: str = AUTO,
         held_out: float = 0.2,
+        options: Mapping[str, Any] | None = None,
         device: str = "auto",
         random_state: int | np.random.RandomState | None = 0,
         request: str | int | None = None,
@@ -130,16 +123,32 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         drop_suspicious: bool = False,
         verbose: int = 0,
     ) -> None:
-        self.method, self.method_options, self.propensities, self.label = method, method_options, propensities, label
-        self.ranker, self.ranker_options, self.hidden, self.dropout = ranker, ranker_options, hidden, dropout
-        self.lr, self.steps, self.batch, self.optimizer, self.weight_decay = lr, steps, batch, optimizer, weight_decay
-        self.evaluate_every, self.patience, self.bias_steps = evaluate_every, patience, bias_steps
-        self.select, self.held_out, self.device, self.random_state = select, held_out, device, random_state
-        self.request, self.position, self.actions = request, position, actions
-        self.features, self.categorical, self.segment = features, categorical, segment
-        self.item, self.query, self.randomised = item, query, randomised
-        self.missing, self.verbose = missing, verbose
-        self.allow_leaks, self.drop_suspicious = allow_leaks, drop_suspicious
+        self.method = method
+        self.method_options = method_options
+        self.propensities = propensities
+        self.label = label
+        self.ranker = ranker
+        self.hidden = hidden
+        self.steps = steps
+        self.lr = lr
+        self.select = select
+        self.held_out = held_out
+        self.options = options
+        self.device = device
+        self.random_state = random_state
+        self.request = request
+        self.position = position
+        self.actions = actions
+        self.features = features
+        self.categorical = categorical
+        self.item = item
+        self.query = query
+        self.randomised = randomised
+        self.segment = segment
+        self.missing = missing
+        self.allow_leaks = allow_leaks
+        self.drop_suspicious = drop_suspicious
+        self.verbose = verbose
 
     def fit(
         self,
@@ -159,26 +168,24 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         (one column for each action of the label) or in `actions` (a frame, or a mapping from names to arrays).
         Arguments here replace those of the constructor. `sample_weight` must be equal for all rows of a request.
         """
-        check_value("ranker", self.ranker, str)
         roles = dict(request=request, position=position, actions=actions, features=features, categorical=categorical)
         sources = {role: getattr(self, role) if value is None else value for role, value in roles.items()}
         for role in ("segment", "item", "query", "randomised"):
             sources[role] = check_value(role, getattr(self, role), str | int | None)
+        looks = sources["segment"] == AUTO and is_frame(X)
+        sources["segment"] = None if sources["segment"] == AUTO else sources["segment"]
         sources["weight"] = sample_weight
-        if finds := sources["segment"] == AUTO:
-            sources["segment"] = None
         table, named = joined(X, sources)
         if y is not None:
-            table, named["actions"] = with_feedback(table, y, Label(self.label))
-        if finds and self.propensities is None and is_frame(X):
-            found = find_segment(table, label=self.label, columns=named, missing="keep")
-            named["segment"] = sources["segment"] = None if found is None else found.column
+            table, named["actions"] = with_feedback(table, y, self._label_of(y))
         columns = resolve_columns(table.schema, where=f"the {type(X).__name__}", **named)
-        keeps = is_trees(self.ranker) or self.missing == "mean"
-        self._train(read_log(table, missing="keep" if keeps else "reject", **named), named["segment"])
+        if not looks:
+            named["segment"] = named["segment"] or "none"
+        self._train(table, named)
         self._features: dict[str, Any] = {"features": list(columns.features), "categorical": list(columns.categorical)}
         self._named = {role: value for role, value in sources.items() if row_values(role, value) is None}
-        self.segment_ = self._named.get("segment")
+        if looks:
+            self._named["segment"] = self.segment_
         self._y_is_feedback = y is not None
         self.n_features_in_ = len(self.model_.feature_names) if is_frame(X) else np.shape(X)[1]
         self.__dict__.pop("feature_names_in_", None)
@@ -250,7 +257,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
             query=None,
             randomised=None,
         )
-        label = Label(self.label)
+        label = Label(self.model_.label)
         if y is not None and self._y_is_feedback and columns.position is not None:
             (table, named["actions"]), y = with_feedback(table, y, label), None
         if y is None and columns.relevance is not None:
@@ -281,46 +288,37 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         single = named | {"actions": [], "features": [], "categorical": []}
         return table, resolve_columns(table.schema, where=f"the {type(X).__name__}", **single), named
 
-    def _options(self, name: str) -> Mapping[str, Any]:
-        return check_value(name, getattr(self, name), Mapping[str, Any] | None) or {}
+    def _label_of(self, y: Any) -> Label:
+        """Return the label, or the default label for feedback `y`, whose only column is the click if it has no name."""
+        if self.label is not None:
+            return Label(self.label)
+        columns = row_values("actions", y)
+        return Label(default_label(["click"] if columns is None else columns))
 
-    def _train(self, log: Log, segment: str | None) -> None:
-        seed = as_seed(self.random_state)
-        check_value("hidden", self.hidden, Sequence[int] | None)
-        options = {f.name: getattr(self, f.name, None) for f in fields(TrainingOptions)}
-        training = {name: value for name, value in options.items() if value is not None}
-        ranker = NETWORK if self.ranker == AUTO else self.ranker
-        hidden: dict[str, Any] = {} if self.hidden is None else {"hidden": tuple(self.hidden)}
-        network = {"dropout": self.dropout, **hidden} if ranker == NETWORK else {}
-        config = RunConfig(
-            data="",
-            method_options=dict(self._options("method_options")),
-            propensities=None if self.propensities is None else as_propensities(self.propensities),
-            columns={} if segment is None else {"segment": segment},
-            ranker=ranker,
-            ranker_options={**network, **self._options("ranker_options")},
-            training=replace(default_training(ranker), **training, seed=seed),
-            **{name: getattr(self, name) for name in SAME_NAME},
-        )
-        usual = type(self)().get_params()
-        chosen = [name for name in OF_NETWORKS & set(usual) if getattr(self, name) != usual[name]]
-        if thresholds(config.method, config.label, config.method_options, ranker=config.ranker):
-            what = f"'{config.method}' is a method for clicks: it uses 1 if '{config.label}' is above zero, else 0"
-            warnings.warn(what, stacklevel=3)
-        configs = with_trees(config, chosen) if self.ranker == AUTO else [config]
-        how: dict[str, Any] = {"on_warning": _warn, "on_progress": self._show, "checkpoint_seconds": float("inf")}
+    def _train(self, table: pa.Table, columns: Mapping[str, Any]) -> None:
+        chosen = {name: getattr(self, name) for name in OPTIONS if getattr(self, name) is not None}
+        further = check_value("options", self.options, Mapping[str, Any] | None) or {}
+        if twice := sorted(chosen.keys() & further.keys()):
+            raise OptionError(f"'{twice[0]}' is a parameter of its own", got="options", hint="leave it out of options")
+        config = make_config(**chosen, seed=as_seed(self.random_state), columns=columns, **further)
+        listeners = Listeners(on_finding=_warn, on_progress=self._show, checkpoint_seconds=inf)
         with tempfile.TemporaryDirectory() as folder:
-            self._read_run(train_both(configs, Path(folder) / "run", log=log, **how))
+            self._read_run(run_training(config, Path(folder) / "run", source=table, listeners=listeners))
+        method, label = config.method, self.model_.label
+        if thresholds(method.name, label, method.options, ranker=self.history_[-1]["ranker"]):
+            what = f"'{method.name}' is a method for clicks: it uses 1 if '{label}' is above zero, else 0"
+            warnings.warn(what, stacklevel=3)
 
     def _show(self, progress: Progress) -> None:
         if check_value("verbose", self.verbose, int):
             metrics = ", ".join(f"{name} {value:.4f}" for name, value in progress.metrics.items())
-            print(f"step {progress.step}: {metrics}")
+            print(f"{progress.ranker}, step {progress.step}: {metrics}")
 
     def _read_run(self, run: Path) -> None:
         """Set what is learned from a run directory, and keep its files in memory."""
         self.model_ = load_model(run)
-        self.bias_ = read_json(run / "bias.json") if (run / "bias.json").is_file() else None
+        self.segment_ = Decisions.load(run).segment
+        self.bias_ = read_json(run / BIAS_FILE) if (run / BIAS_FILE).is_file() else None
         bias, outcome = self.bias_ or {}, read_outcome(run)
         self.theta_ = dict(zip(bias["positions"], bias["theta"], strict=True)) if "theta" in bias else None
         self.history_ = [{**line, "loss": nan if line["loss"] is None else line["loss"]} for line in read_metrics(run)]
@@ -334,7 +332,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         if not hasattr(self, "model_"):
             return html
         theta = ", ".join(f"{k}: {value:.3f}" for k, value in (self.theta_ or {}).items())
-        last = {name: f"{value:.4g}" for name, value in self.history_[-1].items()}
+        last = {name: value if name == "ranker" else f"{value:.4g}" for name, value in self.history_[-1].items()}
         return html + facts_html("Fitted", {**last, "theta by position": theta or "not estimated"})
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
@@ -369,7 +367,6 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
             for name, kind in FITTED_TYPES.items():
                 setattr(ranker, name, check_value(name, about[name], kind))
             ranker._read_run(run)
-            ranker.segment_ = ranker._named.get("segment")
             if about["is_frame"]:
                 ranker.feature_names_in_ = np.array(ranker.model_.feature_names, dtype=object)
         return ranker

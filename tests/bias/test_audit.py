@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from bias.worlds import THETA, small_log, with_rare_positions, world
 from ultr.bias import counts, logging_policy
-from ultr.bias.audit import audit
+from ultr.bias.audit import audit, rows_of, summary
 from ultr.bias.identification import CARE, IDENTIFIED, NOT
-from ultr.bias.result import rows_of, summary
 from ultr.errors import DataError
 from ultr.log import read_log
 from worlds.shop import FEATURES, shop

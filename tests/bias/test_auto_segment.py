@@ -12,7 +12,7 @@ from pyarrow import feather
 from bias.worlds import THETA, world
 from ultr.bias import auto_segment
 from ultr.bias.auto_segment import find_segment
-from ultr.bias.pitfalls import suspicious_requests
+from ultr.checks.pitfalls import suspicious_requests
 from ultr.log import Log, read_log
 from worlds.shop import shop
 

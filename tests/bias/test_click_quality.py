@@ -11,22 +11,22 @@ import pytest
 import torch
 
 from conftest import make_shown_log
-from ultr.bias.click_models import checked_names, make_click_model
-from ultr.bias.click_quality import (
+from ultr.bias.click_models import (
     PRIOR,
     ClickLists,
     Fit,
+    checked_names,
     compare_click_models,
     evaluated,
     fit_and_evaluate,
+    make_click_model,
     split_requests,
 )
 from ultr.bias.counts import impressions
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import CascadeUser
+from ultr.datasets.users import CascadeUser, simulate_log
 from ultr.errors import DataError, OptionError
 from ultr.log import Log
-from ultr.log.queries import queries_of
+from ultr.log.splits import queries_of
 
 ITEMS, PER_LIST = 12, 4
 

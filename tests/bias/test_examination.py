@@ -18,8 +18,7 @@ from ultr.bias.counts import Cells
 from ultr.bias.estimators import fit_conditional, fit_trust
 from ultr.bias.examination import estimate_examination
 from ultr.bias.logging_policy import logging_score, recovered_score, share_logging_score
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import EYE_TRACKING, TrustUser, User
+from ultr.datasets.users import EYE_TRACKING, TrustUser, User, simulate_log
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.labels import Label

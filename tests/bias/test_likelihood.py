@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 
 from bias.worlds import THETA, seen_in, small_log, world
-from ultr.bias import likelihood
-from ultr.bias.likelihood import HeldOut
+from ultr.bias import identification
+from ultr.bias.identification import HeldOut
 
 LOW = np.array([0.2, 0.9, 0.5, 1.0, 0.7])
 
@@ -32,15 +32,15 @@ def test_the_score_with_mean_relevance_is_a_sum_over_rows(seed, weights):
     chance = mean * seen_by
     each_row = np.where(seen.clicked, np.log(chance), np.log(1 - chance))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(likelihood, "STRENGTHS", (1e15,))
+        patch.setattr(identification, "STRENGTHS", (1e15,))
         found = HeldOut(seen, seen.items).score(theta)
     assert found == pytest.approx(np.average(each_row[held_out], weights=each[held_out]), rel=1e-6)
 
 
 @pytest.mark.parametrize("strength", [0.5, 5.0])
 def test_relevance_is_the_mode_of_its_posterior(strength, monkeypatch):
-    monkeypatch.setattr(likelihood, "STRENGTHS", (strength,))
-    monkeypatch.setattr(likelihood, "EM_STEPS", 3000)
+    monkeypatch.setattr(identification, "STRENGTHS", (strength,))
+    monkeypatch.setattr(identification, "EM_STEPS", 3000)
     seen = seen_in(small_log(3, requests=60))
     theta, part = LOW, parts_of(seen)
     here = theta[seen.place]
@@ -68,9 +68,9 @@ def test_the_prior_maximises_the_likelihood_of_other_requests(monkeypatch):
     judge = HeldOut(seen, seen.items)
     counts = [judge.shown[0], judge.clicked[0], judge.shown[1], judge.clicked[1]]
     here = THETA[judge.places] / THETA.max()
-    chosen = max(likelihood.STRENGTHS, key=lambda strength: judge._mean(here, *counts, strength))
+    chosen = max(identification.STRENGTHS, key=lambda strength: judge._mean(here, *counts, strength))
     found = judge.score(THETA)
-    monkeypatch.setattr(likelihood, "STRENGTHS", (chosen,))
+    monkeypatch.setattr(identification, "STRENGTHS", (chosen,))
     assert judge.score(THETA) == found
 
 
@@ -108,7 +108,7 @@ def test_positions_without_theta_are_left_out():
 def test_a_large_log_is_validated_on_a_sample_of_its_items(monkeypatch):
     seen = seen_in(world("random", requests=2000))
     whole = HeldOut(seen, seen.items)
-    monkeypatch.setattr(likelihood, "ROWS", 4000)
+    monkeypatch.setattr(identification, "ROWS", 4000)
     some = HeldOut(seen, seen.items)
     assert 0.2 * whole.shown.sum() < some.shown.sum() < 0.6 * whole.shown.sum()
     assert some.score(THETA) == pytest.approx(whole.score(THETA), rel=0.1)

@@ -186,7 +186,7 @@ def test_training_uses_the_examination_that_bias_wrote(options, ultr, tmp_path):
     path, out, run = (tmp_path / name for name in ("log.parquet", "bias", "run"))
     write_log(with_segments(["desk", "phone"], features=3), path)
     assert ultr("bias", path, *FAST, *options, "--out", out).returncode == 0
-    small = ("--hidden", 8, "--steps", 5, "--bias-steps", 5, "--device", "cpu")
+    small = ("--ranker", "mlp", "--set", "hidden=8", "--steps", 5, "--set", "bias_steps=5", "--device", "cpu")
     done = ultr("train", path, "--bias", out, *options, "--label", "click", "--out", run, *small)
     assert done.returncode == 0, done.stderr
     known, used = read_bias_theta(out), read_bias_theta(run)

@@ -92,11 +92,11 @@ def test_the_shell_completes_commands_and_options(ultr, monkeypatch):
 def test_methods_for_clicks_are_named_if_the_label_has_other_values(ultr, tmp_path):
     path = tmp_path / "log.parquet"
     ultr("simulate", "synthetic", "--out", path, "--sessions", 100)
-    fast = "--ranker", "linear", "--steps", 5, "--batch", 16, "--device", "cpu"
+    fast = "--ranker", "linear", "--steps", 5, "--device", "cpu"
     done = ultr(
         *("compare", path, "--out", tmp_path / "cmp", "--seeds", 1, "--lrs", 0.1, "--jobs", 1, *fast),
         *("--methods", "pointwise,dla,ipw-listwise:labels=values,ipw-pointwise"),
-        *("--max-weights", "none", "--tuning-seeds", 1),
+        *("--tune", "max_weight=none", "--tune", "seeds=1"),
     )
     assert done.returncode == 0, done.stderr
     assert "dla, ipw-pointwise: trained on clicks only; 'click + dwell / exp(3)' counts as 1 if it" in done.stderr
@@ -150,30 +150,19 @@ def test_a_method_takes_its_options_and_known_propensities(ultr, tmp_path):
     assert ultr("simulate", "synthetic", "--out", log, "--sessions", "300").returncode == 0
     known = tmp_path / "known.csv"
     known.write_text("position,propensity\n" + "".join(f"{k},{1 / k}\n" for k in range(1, 11)))
-    small = ("--hidden", "8", "--steps", "5", "--bias-steps", "5", "--device", "cpu")
-    done = ultr(
-        "train",
-        log,
-        "--out",
-        tmp_path / "run",
-        "--loss",
-        "bayes-ipw",
-        "--option",
-        "max_weight=1.5",
-        "--propensities",
-        known,
-        *small,
-    )
+    small = ("--ranker", "mlp", "--set", "hidden=8", "--steps", "5", "--set", "bias_steps=5", "--device", "cpu")
+    options = ("--set", "loss=bayes-ipw", "--set", "method.max_weight=1.5", "--propensities", known)
+    done = ultr("train", log, "--out", tmp_path / "run", *options, *small)
     assert done.returncode == 0, done.stderr
     assert "warning: weights clipped" in done.stderr
     bias = json.loads((tmp_path / "run" / "bias.json").read_text())
     np.testing.assert_allclose(bias["theta"], [1 / k for k in range(1, 11)], atol=1e-5)
     assert bias["theta_from"] == "known propensities"
     for arguments, message in (
-        (("--loss", "best"), "'loss' must be one of"),
-        (("--option", "speed=3"), "no option 'speed'"),
-        (("--option", "speed"), "key=value"),
-        (("--method", "pointwise", "--loss", "opt"), "no option 'loss'"),
+        (("--set", "loss=best"), "'loss' must be one of"),
+        (("--set", "method.speed=3"), "no option 'speed'"),
+        (("--set", "method.speed"), "--set must have the form NAME=VALUE"),
+        (("--method", "pointwise", "--set", "loss=opt"), "no option 'loss'"),
     ):
         done = ultr("train", log, "--out", tmp_path / "other", *arguments, *small)
         assert done.returncode == 2, done.stderr

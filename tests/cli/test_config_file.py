@@ -1,18 +1,19 @@
-"""`ultr train --config`: options in a TOML file."""
+"""`ultr train --set` and `--config`: options by path, on the command line or in a file."""
 
 from __future__ import annotations
-
-import tomllib
 
 import pytest
 
 from conftest import make_shown_log
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.cli.training_options import training_config
+from ultr.datasets.users import User, simulate_log
+from ultr.errors import OptionError, UltrError
 from ultr.log import write_log
-from ultr.utils.jsonfiles import read_json
+from ultr.training.config import Config, make_config
+from ultr.training.folder import read_config
+from ultr.utils.jsonfiles import write_json
 
-SMALL = ("--hidden", "4", "--steps", 2, "--bias-steps", 2, "--batch", 8, "--device", "cpu")
+SMALL = ("--ranker", "mlp", "--steps", 2, "--set", "hidden=4", "--set", "bias_steps=2", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -22,83 +23,141 @@ def log_path(tmp_path_factory):
     return path
 
 
-def test_options_of_a_file_are_used_unless_the_command_line_has_them(ultr, log_path, tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text(
-        f'data = "{log_path}"\nlr = 0.5\nhidden = [4, 3]\nsteps = 7\nbias-steps = 2\nevaluate_every = 1\n'
-        'batch = 8\ndevice = "cpu"\nfeatures = ["features"]\ndrop-suspicious = false\n[option]\nloss = "opt"\n'
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "run.toml"
+
+
+def test_options_of_set_have_the_types_of_the_tree():
+    sets = ["network.hidden=64,32", "lr=0.5", "patience=3", "allow_leaks=true", "where=country = de"]
+    sets += ["trees.parameters.num_leaves=7", "trees.parameters.boosting=goss", "method.max_weight=2", "ranker=mlp"]
+    config = training_config({"data": ["a.parquet", "b.parquet"], "seed": 3, "label": None}, sets=sets)
+    expected = make_config(
+        "a.parquet,b.parquet",
+        ranker="mlp",
+        seed=3,
+        hidden=(64, 32),
+        allow_leaks=True,
+        where=("country = de",),
+        tree_parameters={"num_leaves": 7, "boosting": "goss"},
+        method_options={"max_weight": 2.0},
+        **{"network.lr": 0.5, "network.patience": 3},
     )
-    done = ultr("train", "--config", file, "--out", tmp_path / "run", "--steps", 2)
-    assert done.returncode == 0, done.stderr
-    config = read_json(tmp_path / "run" / "config.json")
-    assert config["training"]["lr"] == 0.5
-    assert config["training"]["steps"] == 2
-    assert config["ranker_options"]["hidden"] == [4, 3]
-    assert config["columns"] == {"features": "features"}
-    assert config["method_options"] == {"loss": "opt"}
-    done = ultr("train", "--config", file, "--out", tmp_path / "run", "--steps", 2, "--resume")
-    assert done.returncode == 0, done.stderr
-    done = ultr("train", "--config", file, "--out", tmp_path / "run", "--resume", "--lr", 0.1, "--loss", "ipw")
-    assert done.returncode == 2
-    assert "--option ({'loss': 'ipw'}; the run has {'loss': 'opt'})" in done.stderr
-    assert "--steps (7; the run has 2), --lr (0.1; the run has 0.5)" in done.stderr
+    assert config == expected
+    assert "label" not in config.model_fields_set  # it was not chosen
 
 
-def test_a_file_of_all_defaults_changes_nothing(ultr, log_path, tmp_path, monkeypatch):
-    """An option of networks, such as the steps, would train a network without trees."""
-    pytest.importorskip("lightgbm")
-    started = []
-    monkeypatch.setattr("ultr.training.run.train_both", lambda configs, *_, **__: started.append(configs))
-    written = ultr("train", log_path, "--out", tmp_path / "run", "--write-config", tmp_path / "all.toml")
-    assert written.returncode == 0, written.stderr
-    ultr("train", "--config", tmp_path / "all.toml")
-    ultr("train", log_path, "--out", tmp_path / "run")
-    assert started[0] == started[1]
-    assert [config.ranker for config in started[0]] == ["mlp", "lightgbm"]
+def test_options_without_a_network_mean_those_of_trees():
+    config = training_config({"ranker": "lightgbm", "steps": 7}, sets=["lr=0.3"])
+    assert (config.trees.rounds, config.trees.lr, config.network) == (7, 0.3, Config().network)
 
 
-def test_a_resumed_run_needs_none_of_its_options(ultr, log_path, tmp_path):
-    assert ultr("train", log_path, "--out", tmp_path / "run", "--lr", 0.5, *SMALL).returncode == 0
-    assert ultr("train", log_path, "--out", tmp_path / "run", "--resume").returncode == 0
+def test_command_line_options_replace_those_of_the_file_and_these_the_defaults(file):
+    file.write_text(
+        'steps = 9\nlabel = "click"\n[network]\nlr = 0.5\nhidden = [4, 3]\n[trees.parameters]\nnum_leaves = 5\n'
+    )
+    config = training_config({"steps": 2}, sets=["network.lr=0.1", "trees.parameters.max_bin=20"], file=file)
+    chosen = config.model_dump(exclude_unset=True)
+    assert chosen == {
+        "data": {"source": ""},
+        "label": "click",
+        "network": {"steps": 2, "lr": 0.1, "hidden": (4, 3)},
+        "trees": {"parameters": {"num_leaves": 5, "max_bin": 20}},
+    }
+
+
+def test_another_method_has_none_of_the_options_of_the_file(file):
+    file.write_text('[method]\nname = "pal-click"\nposition_dropout = 0.2\n')
+    assert training_config({}, file=file).method.options == {"position_dropout": 0.2}
+    assert training_config({"method": "dla"}, file=file).method.options == {}
+
+
+def test_propensities_are_read_from_a_table(file, tmp_path):
+    table = tmp_path / "known.csv"
+    table.write_text("position,propensity\n1,1\n2,0.5\n")
+    file.write_text(f'[examination]\npropensities = "{table}"\n')
+    known = {"1": 1.0, "2": 0.5}
+    assert training_config({}, file=file).examination.propensities == known
+    assert training_config({"propensities": table}).examination.propensities == known
+    assert training_config({}, sets=[f"propensities={table}"]).examination.propensities == known
+
+
+def test_the_configuration_of_a_run_is_a_file_of_options(tmp_path):
+    config = make_config("log.parquet", ranker="xgboost", steps=7, columns={"item": "sku"}, method="direct")
+    write_json(tmp_path / "config.json", config.to_json())
+    assert training_config({}, file=tmp_path / "config.json") == config
+    assert training_config({"seed": 5}, file=tmp_path / "config.json") == config.with_options(seed=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "sets", "message"),
+    [
+        ({}, ["hiden=3"], "there is no option 'hiden'; did you mean 'hidden'?; ultr options lists all of them"),
+        ({}, ["netwrk.hidden=3"], "there is no option 'netwrk.hidden'; did you mean 'network.hidden'?"),
+        ({}, ["network.steps=many"], "'steps' must be"),
+        ({}, ["hidden"], "--set must have the form NAME=VALUE, got 'hidden'; pass, for example, --set network."),
+        ({}, ["split=late"], "'split' must be"),
+        ({}, ["method.speed=3"], "no option 'speed'"),
+        ({"steps": 2}, ["network.steps=3"], "'network.steps' is given twice, got 3 and 2"),
+        ({}, ["lr=1", "lr=2"], "'lr' is given twice, got 1 and 2"),
+        ({}, ["split=time"], "a split by time needs both"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_rejected(options, sets, message):
+    with pytest.raises(OptionError) as error:
+        training_config(options, sets=sets)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("stepps = 3", "there is no option 'stepps'; did you mean 'steps'?"),
-        ("bias_step = 3", "there is no option 'bias_step'; did you mean 'bias-steps'?"),
-        ("config = 'x.toml'", "there is no option 'config'"),
-        ("steps = true", "'steps' must be a text or a number, got true"),
-        ("resume = 'yes'", "'resume' must be true or false, got yes"),
-        ("lr = {a = 1}", "'lr' must be a text or a number"),
-        ("steps = 'many'", "Invalid value for '--steps'"),
+        ("[netwrok]\nhidden = [3]", "there is no option 'netwrok.hidden'; did you mean 'network.hidden'?"),
+        ("[network]\nsteps = 'many'", "'steps' must be"),
+        ("[data]\nallow_leaks = 'perhaps'", "'allow_leaks' must be"),
+        ("network = 3", "there is no option 'network'"),
         ("steps = = 3", "the file of options cannot be read (Invalid value"),
     ],
 )
-def test_wrong_files_are_rejected(text, message, ultr, log_path, tmp_path):
-    (tmp_path / "run.toml").write_text(text)
-    done = ultr("train", log_path, "--out", tmp_path / "run", "--config", tmp_path / "run.toml")
-    assert done.returncode == 2
-    assert message in " ".join(done.stderr.replace("│", " ").split())
-    assert not (tmp_path / "run").exists()
-    assert ultr("train", "--config", tmp_path / "none.toml").returncode == 2
+def test_wrong_files_are_rejected_with_their_name(text, message, file):
+    file.write_text(text)
+    with pytest.raises(OptionError) as error:
+        training_config({"seed": 1}, file=file)
+    assert str(error.value).startswith(f"{file}: {message}")
 
 
-def test_a_written_file_repeats_the_options(ultr, log_path, tmp_path):
-    file, where = tmp_path / "run.toml", 'f0 > -9 \\ "ä"'
-    given = (log_path, "--out", tmp_path / "run", "--where", where, "--allow-leaks", *SMALL)
-    done = ultr("train", *given, "--write-config", file, "--overwrite")
+def test_absent_files_and_other_json_are_errors(tmp_path):
+    with pytest.raises(OptionError, match="cannot be read"):
+        training_config({}, file=tmp_path / "none.toml")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(UltrError):
+        training_config({}, file=tmp_path / "other.json")
+
+
+def test_the_same_value_may_be_given_twice():
+    assert training_config({"steps": 2}, sets=["steps=2"]).network.steps == 2
+
+
+def test_a_run_is_repeated_from_its_configuration(ultr, log_path, tmp_path):
+    done = ultr("train", log_path, "--out", tmp_path / "run", *SMALL)
     assert done.returncode == 0, done.stderr
-    assert f"next: ultr train --config {file}" in done.stderr
-    assert not (tmp_path / "run").exists()
-    options = tomllib.loads(file.read_text(encoding="utf-8"))
-    assert options["where"] == [where]
-    assert options["steps"] == 2
-    assert options["allow-leaks"] is True
-    assert options["data"] == [str(log_path)]
-    assert "label" not in options
-    assert "overwrite" not in options
-    assert "# label =" in file.read_text(encoding="utf-8")
-    written = tmp_path / "again.toml"
-    assert ultr("train", "--config", file, "--write-config", written).returncode == 0
-    assert tomllib.loads(written.read_text(encoding="utf-8")) == options
+    done = ultr("train", "--config", tmp_path / "run" / "config.json", "--out", tmp_path / "again")
+    assert done.returncode == 0, done.stderr
+    assert read_config(tmp_path / "again") == read_config(tmp_path / "run")
+    weights = [(tmp_path / name / "model" / "weights.safetensors").read_bytes() for name in ("run", "again")]
+    assert weights[0] == weights[1]
+
+
+def test_a_resumed_run_needs_none_of_its_options_and_takes_no_others(ultr, log_path, tmp_path):
+    assert ultr("train", log_path, "--out", tmp_path / "run", *SMALL).returncode == 0
+    assert ultr("train", log_path, "--out", tmp_path / "run", "--resume").returncode == 0
+    done = ultr("train", log_path, "--out", tmp_path / "run", "--resume", "--set", "lr=0.1", "--steps", 7)
+    assert done.returncode == 2
+    assert "network.lr (0.1; the run has 0.02)" in done.stderr
+    assert "network.steps (7; the run has 2)" in done.stderr
+
+
+def test_training_needs_data(ultr, tmp_path):
+    done = ultr("train", "--out", tmp_path / "run")
+    assert (done.returncode, "there is no data to train on" in done.stderr) == (2, True)

@@ -13,17 +13,16 @@ import pytest
 from conftest import make_shown_log
 from lists_folder import write_lists
 from ultr.cli.evaluate import verdicts
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
-from ultr.evaluation.judgement import LOGGED_RANKING, Judged, Judgement, other_examinations
+from ultr.datasets.users import User, simulate_log
+from ultr.evaluation.comparing import LOGGED_RANKING, RankerComparison, RankerValue, other_examinations
 from ultr.evaluation.scores import Mean, PairedTest, holm
-from ultr.log import parts, write_log
+from ultr.log import sampling, write_log
 from ultr.log.shards import Shards
-from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.config import make_config
 from ultr.training.run import run_training
 
 REWARD = "off-policy-reward@10"
-TRAINING = TrainingOptions(steps=2, batch=16, evaluate_every=2, device="cpu")
+TRAINING = {"ranker": "linear", "steps": 2, "batch": 16, "evaluate_every": 2, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -36,31 +35,26 @@ def here(tmp_path_factory):
         scores = pa.array(np.random.default_rng(seed).normal(size=log.rows))
         pq.write_table(table.append_column("production_score", scores), folder / f"{name}.parquet")
     for name, label in (("a", "click"), ("b", "click"), ("other label", "click + dwell / exp(3)")):
-        config = RunConfig(
-            data=str(folder / "log.parquet"),
-            method="lambdarank" if name == "b" else "pointwise",
-            ranker="linear",
-            label=label,
-            training=TRAINING,
-        )
+        method = "lambdarank" if name == "b" else "pointwise"
+        config = make_config(str(folder / "log.parquet"), method=method, label=label, **TRAINING)
         run_training(config, folder / name)
     (folder / "theta.csv").write_text("position,propensity\n" + "".join(f"{k},{1 / k}\n" for k in range(1, 13)))
     return folder
 
 
-def test_runs_and_score_columns_are_judged_next_to_the_logged_ranking(ultr, here):
+def test_runs_and_score_columns_are_compared_next_to_the_logged_ranking(ultr, here):
     arguments = (here / "a", here / "b", "--data", here / "new.parquet", "--score-column", "production_score")
     found = json.loads(ultr("evaluate", *arguments, "--json").stdout)
     names = [str(here / "a"), str(here / "b"), "production_score"]
     assert list(found["rankers"]) == [LOGGED_RANKING, *names]
     assert (found["requests"], found["against"], found["warnings"]) == (200, LOGGED_RANKING, [])
-    assert found["judge"]["source"] == "estimated from the log"
-    assert set(found["judge"]["theta"]) == {str(k) for k in range(1, 13)}
+    assert found["examination"]["source"] == "estimated from the log"
+    assert set(found["examination"]["theta"]) == {str(k) for k in range(1, 13)}
     values = [found["rankers"][name][REWARD] for name in names]
     assert all(value["low"] < value["mean"] < value["high"] for value in values)
     assert [value["holm"] for value in values] == holm([value["difference"]["p"] for value in values])
     alone = json.loads(ultr("evaluate", here / "b", here / "new.parquet", "--json").stdout)
-    assert alone["rankers"][names[1]][REWARD]["mean"] == values[1]["mean"]  # the judge is not that of a run
+    assert alone["rankers"][names[1]][REWARD]["mean"] == values[1]["mean"]  # examination is not that of a run
     done = ultr("evaluate", *arguments, "--against", "production_score", "--propensities", here / "theta.csv")
     assert done.returncode == 0, done.stderr
     title = "Differences to production_score: paired tests over requests, p corrected by Holm's method"
@@ -86,9 +80,9 @@ def test_runs_and_score_columns_are_judged_next_to_the_logged_ranking(ultr, here
 )
 def test_a_sentence_says_whether_a_ranker_is_better(metric, difference, p, expected):
     test = PairedTest(difference, difference - 0.02, difference + 0.02, 0.01, 10)
-    reference = Judged(Mean(0.5 - difference, 0.0, 1.0, 10))
-    judged = Judgement(
-        {"it": {metric: reference}, "new": {metric: Judged(Mean(0.5, 0, 1, 10), None, test, p)}}, "it", 10
+    reference = RankerValue(Mean(0.5 - difference, 0.0, 1.0, 10))
+    judged = RankerComparison(
+        {"it": {metric: reference}, "new": {metric: RankerValue(Mean(0.5, 0, 1, 10), None, test, p)}}, "it", 10
     )
     assert list(verdicts(judged)) == [f"new {expected}"]
     of_truth = list(verdicts(replace(judged, confirmed=False)))
@@ -97,12 +91,14 @@ def test_a_sentence_says_whether_a_ranker_is_better(metric, difference, p, expec
 
 def test_a_verdict_on_a_guess_says_so():
     test = PairedTest(0.1, 0.08, 0.12, 0.01, 10)
-    old, new = Judged(Mean(0.4, 0, 1, 10)), Judged(Mean(0.5, 0, 1, 10), 9.0, test, 0.01)
-    (said,) = verdicts(Judgement({"it": {REWARD: old}, "new": {REWARD: new}}, "it", 10, confirmed=False))
+    old, new = RankerValue(Mean(0.4, 0, 1, 10)), RankerValue(Mean(0.5, 0, 1, 10), 9.0, test, 0.01)
+    (said,) = verdicts(RankerComparison({"it": {REWARD: old}, "new": {REWARD: new}}, "it", 10, confirmed=False))
     assert said.startswith("new is probably better than it by off-policy-reward@10 (+25.0%")
     assert "this log cannot confirm" in said
-    milder = Judgement({"it": {REWARD: old}, "new": {REWARD: replace(new, mean=Mean(0.45, 0, 1, 10))}}, "it", 10)
-    judged = Judgement({"it": {REWARD: old}, "new": {REWARD: new}}, "it", 10, {"1": 1.0, "2": 0.25}, confirmed=False)
+    milder = RankerComparison({"it": {REWARD: old}, "new": {REWARD: replace(new, mean=Mean(0.45, 0, 1, 10))}}, "it", 10)
+    judged = RankerComparison(
+        {"it": {REWARD: old}, "new": {REWARD: new}}, "it", 10, {"1": 1.0, "2": 0.25}, confirmed=False
+    )
     (said,) = verdicts(judged, {"half": milder})
     assert said.startswith("new is probably better")
     assert said.endswith("so the interval is too narrow; it would be +28.6% with half the position bias")
@@ -121,11 +117,11 @@ def test_a_verdict_on_a_guess_says_so():
 def test_more_and_less_position_bias_are_tried_if_the_log_cannot_confirm_it(ultr, here):
     arguments = ("evaluate", here / "a", here / "new.parquet", "--json")
     found = json.loads(ultr(*arguments).stdout)
-    assert found["judge"]["confirmed"] is False
+    assert found["examination"]["confirmed"] is False
     assert set(found["with_other_bias"]) == {"half", "one and a half times"}
     for power, other in zip((0.5, 1.5), found["with_other_bias"].values(), strict=True):
-        theta = {place: value**power for place, value in found["judge"]["theta"].items()}
-        assert other["judge"]["theta"] == pytest.approx(theta)
+        theta = {place: value**power for place, value in found["examination"]["theta"].items()}
+        assert other["examination"]["theta"] == pytest.approx(theta)
         assert other["rankers"][str(here / "a")][REWARD]["mean"] != found["rankers"][str(here / "a")][REWARD]["mean"]
     assert json.loads(ultr(*arguments, "--propensities", here / "theta.csv").stdout)["with_other_bias"] == {}
 
@@ -135,7 +131,7 @@ def test_requests_that_a_run_was_trained_on_are_left_out(ultr, here):
     found = json.loads(done.stdout)
     assert found["requests"] == 40
     assert f"warning: {here}/b was trained on 160 of the 200 requests." in done.stderr
-    assert "All rankers are judged on the other 40 requests." in found["warnings"]
+    assert "All rankers are evaluated on the other 40 requests." in found["warnings"]
 
 
 def test_score_columns_need_no_run_and_no_features(ultr, here, tmp_path):
@@ -154,15 +150,15 @@ def test_score_columns_need_no_run_and_no_features(ultr, here, tmp_path):
 def test_true_labels_are_used_if_there_are_any(ultr, here, tmp_path):
     write_log(simulate_log(make_shown_log(requests=50, features=4, seed=2), User())[0], tmp_path / "true.parquet")
     found = json.loads(ultr("evaluate", here / "a", tmp_path / "true.parquet", "--json").stdout)
-    assert found["judge"] is None
+    assert found["examination"] is None
     assert list(found["rankers"][str(here / "a")]) == ["ndcg@10"]
 
 
-def test_what_cannot_be_judged_is_an_error(ultr, here):
+def test_what_cannot_be_evaluated_is_an_error(ultr, here):
     log = here / "new.parquet"
     for arguments, message in [
-        ([here / "a"], "there is nothing to judge; pass a run, or --score-column"),
-        (["--score-column", "s"], "there are no data to judge on; pass a log with --data"),
+        ([here / "a"], "there is nothing to evaluate; pass a run, or --score-column"),
+        (["--score-column", "s"], "there is no data to evaluate on; pass a log with --data"),
         ([here / "a", here / "a", log], "each run and score column must be given once"),
         ([here / "a", here / "other label", log], "the runs have different labels"),
         ([here / "a", log, "--score-column", "production"], "did you mean 'production_score'"),
@@ -211,8 +207,7 @@ def lists(here):
         context={"segment": pa.array(rng.choice(["phone", "desktop"], len(log)))},
     )
     folder = write_lists(log, here / "lists", validation=0.5, group=16)
-    options = {"method": "pointwise", "ranker": "linear", "label": "click", "training": TRAINING}
-    run_training(RunConfig(data=str(folder), **options), here / "of lists")
+    run_training(make_config(str(folder), method="pointwise", label="click", **TRAINING), here / "of lists")
     return folder
 
 
@@ -224,12 +219,12 @@ def test_streamed_lists_have_the_values_of_lists_in_memory(ultr, here, lists, mo
     monkeypatch.setattr(Shards, "read_all", None)  # reads all features at once
     found = json.loads(ultr(*arguments, *metrics, "--stream", "yes").stdout)
     assert found["warnings"] == expected["warnings"]
-    assert found["judge"]["theta"] == pytest.approx(expected["judge"]["theta"])
+    assert found["examination"]["theta"] == pytest.approx(expected["examination"]["theta"])
     for name, values in expected["rankers"].items():
         for metric in values:
             for key in ("mean", "low", "high"):
                 assert found["rankers"][name][metric][key] == pytest.approx(values[metric][key], rel=1e-5)
-    monkeypatch.setattr(parts, "SAMPLE_ROWS", 400)
+    monkeypatch.setattr(sampling, "PART_SAMPLE_ROWS", 400)
     sampled = json.loads(ultr(*arguments, "--stream", "yes").stdout)["rankers"][run][REWARD]["mean"]
     assert sampled != expected["rankers"][run][REWARD]["mean"]
     assert sampled == pytest.approx(expected["rankers"][run][REWARD]["mean"], rel=0.3)

@@ -10,13 +10,27 @@ import sys
 import pytest
 
 from conftest import make_shown_log
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.users import User, simulate_log
 from ultr.log import write_log
 from ultr.log.prepare import engines
-from ultr.training import networks
+from ultr.training import networks, run
 
-SMALL = ("--hidden", "4", "--steps", 2, "--bias-steps", 2, "--batch", 8, "--device", "cpu", "--method", "pointwise")
+SMALL = (
+    "--set",
+    "hidden=4",
+    "--steps",
+    2,
+    "--set",
+    "bias_steps=2",
+    "--set",
+    "batch=8",
+    "--device",
+    "cpu",
+    "--method",
+    "pointwise",
+    "--ranker",
+    "mlp",
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +59,9 @@ def test_a_full_disk_is_named_wherever_it_is_found(number, ultr, log_path, tmp_p
 
 @pytest.mark.parametrize("error", [(OSError, errno.ENOSPC, "full"), (KeyboardInterrupt,), (RuntimeError, "memory")])
 def test_a_start_that_fails_leaves_no_run(error, ultr, log_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(networks, "run_bias_stage", raising(*error))
+    monkeypatch.setattr(run, "examine", raising(*error))
     assert ultr("train", log_path, "--out", tmp_path / "run", *SMALL).returncode in (1, 130)
-    assert not (tmp_path / "run").exists()
+    assert not any(tmp_path.iterdir())
     monkeypatch.undo()
     assert ultr("train", log_path, "--out", tmp_path / "run", *SMALL).returncode == 0
 

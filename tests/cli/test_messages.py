@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from ultr.cli import messages
-from ultr.utils.stages import begin_stage
+from ultr.utils.display import begin_stage
 
-SMALL = ("--steps", 10, "--bias-steps", 10, "--hidden", 4, "--label", "click")
+SMALL = ("--ranker", "mlp", "--steps", 10, "--set", "bias_steps=10", "--set", "hidden=4", "--label", "click")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,10 @@ def test_training_and_scoring_give_json_and_log_json(ultr, log, tmp_path, monkey
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert all({"time", "level", "message"} <= line.keys() for line in lines)
     stages = list(dict.fromkeys(line["stage"] for line in lines if "stage" in line))
-    first, last = ["reading the data", "looking for problems of the data", "estimating the bias"], "writing the results"
+    first, last = (
+        ["reading the data", "looking for problems of the data", "estimating examination"],
+        "writing the results",
+    )
     assert (stages[:3], stages[-1]) == (first, last)
     assert {line.get("progress") for line in lines} & set(first)  # lines of progress before training
     assert any(line.get("total") == 10 and line["done"] <= 10 for line in lines)
@@ -61,7 +64,7 @@ def test_levels_choose_messages(ultr, log, tmp_path):
     done = ultr("describe", log, "--log-level", "warn")
     assert (done.returncode, done.stderr) == (
         2,
-        "error: this is not a level of messages, got --log-level warn; did you mean 'warning'?\n",
+        "error: unknown log level, got --log-level warn; did you mean 'warning'?\n",
     )
     assert logging.getLogger("ultr").handlers == []  # a program that calls `main` keeps its own logging
 

@@ -12,11 +12,11 @@ import pytest
 
 from ultr import cli
 from ultr.cli.options import CARRIED
-from ultr.log.schema import ROLES
+from ultr.log.columns import ROLES
 
 FAST = {
     "bias": ["--bootstrap", "10", "--sample", "1000"],
-    "train": ["--hidden", "4", "--steps", "4", "--evaluate-every", "4", "--bias-steps", "4", "--device", "cpu"],
+    "train": ["--ranker", "mlp", "--set", "hidden=4", "--steps", "4", "--set", "bias_steps=4", "--device", "cpu"],
 }
 
 

@@ -72,6 +72,15 @@ def test_errors_are_one_line_and_leave_no_files(ultr, log, tmp_path):
 def test_training_reads_prepared_lists(ultr, log, tmp_path):
     assert ultr("prepare", log, "--out", tmp_path / "lists").returncode == 0
     done = ultr(
-        "train", tmp_path / "lists", "--out", tmp_path / "run", "--steps", 20, "--bias-steps", 20, "--label", "click"
+        "train",
+        tmp_path / "lists",
+        "--out",
+        tmp_path / "run",
+        "--steps",
+        20,
+        "--set",
+        "bias_steps=20",
+        "--label",
+        "click",
     )
     assert done.returncode == 0, done.stderr

@@ -12,9 +12,9 @@ from ultr.cli import main
 from ultr.errors import UnfinishedError
 from ultr.experiments import FULL, QUICK, ExperimentResult
 from ultr.experiments import lab as labs
-from ultr.experiments.claims import HELD, Claim
-from ultr.report.parts import Section, Text
-from ultr.training.tasks import RunTask, SharedTask
+from ultr.experiments.lab import HELD, Claim
+from ultr.report.page import Section, Text
+from ultr.training.comparing.tasks import RunTask, SharedTask
 from ultr.utils.jsonfiles import load_json
 
 

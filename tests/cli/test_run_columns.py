@@ -9,7 +9,20 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-FAST = ("--hidden", 4, "--steps", 4, "--evaluate-every", 4, "--bias-steps", 4, "--device", "cpu")
+FAST = (
+    "--ranker",
+    "mlp",
+    "--set",
+    "hidden=4",
+    "--steps",
+    4,
+    "--set",
+    "evaluate_every=4",
+    "--set",
+    "bias_steps=4",
+    "--device",
+    "cpu",
+)
 
 
 def visits(requests=200, seed=0):
@@ -98,14 +111,16 @@ def test_describe_names_the_column_of_each_part(ultr, folder, tmp_path):
 def test_conditions_and_a_split_by_time_work_in_training(command, ultr, tmp_path):
     visits().to_parquet(tmp_path / "log.parquet", index=False)
     columns = ("--request", "visit", "--position", "shown_at", "--features", "quality", "--item", "sku")
-    rows = ("--where", "day >= 5", "--where", "day != 7", "--split", "time", "--time", "day")
-    compared = ("--methods", "pointwise", "--seeds", 1, "--lrs", 0.1, "--tuning-seeds", 1, "--jobs", 1)
+    rows = ("--set", "split=time", "--set", "time=day")
+    rows += ("--set", "where=day >= 5") if command == "compare" else ("--where", "day >= 5", "--where", "day != 7")
+    compared = ("--methods", "pointwise", "--seeds", 1, "--lrs", 0.1, "--tune", "seeds=1", "--jobs", 1)
     further = compared if command == "compare" else ()
     done = ultr(command, tmp_path / "log.parquet", "--out", tmp_path / "out", *columns, *rows, *further, *FAST)
     assert done.returncode == 0, done.stderr
     runs = [path.parent for path in (tmp_path / "out").rglob("config.json")]
     config = json.loads((runs[0] / "config.json").read_text())
-    assert (config["where"], config["split"], config["time"]) == (["day >= 5", "day != 7"], "time", "day")
+    where = ["day >= 5", "day != 7"] if command == "train" else ["day >= 5"]
+    assert (config["data"]["where"], config["data"]["split"], config["data"]["time"]) == (where, "time", "day")
     requests = pq.read_table(next(runs[0].glob("outcome/*.parquet"))).num_rows if command == "train" else None
     assert requests in (None, 30)  # of 140 requests on 14 days, the last three days
 
@@ -114,11 +129,11 @@ def test_the_options_of_a_split_are_checked(ultr, tmp_path):
     visits(20).to_parquet(tmp_path / "log.parquet", index=False)
     columns = ("--request", "visit", "--position", "shown_at", "--features", "quality", "--item", "")
     for options, code, message in (
-        (("--split", "time"), 2, "pass --split time --time COLUMN"),
-        (("--split", "late"), 2, "'split' must be one of 'random', 'time'"),
-        (("--split", "time", "--time", "dya"), 1, "no column 'dya' for the time; did you mean 'day'?"),
+        (("--set", "split=time"), 2, "a split by time needs both"),
+        (("--set", "split=late"), 2, "'split' must be one of random, time, got 'late'"),
+        (("--set", "split=time", "--set", "time=dya"), 1, "no column 'dya' for the time; did you mean 'day'?"),
         (("--where", "day > x"), 2, "must be a number"),
-        (("--on-duplicates", "last"), 2, "'on_duplicates' must be one of 'error', 'first', 'sum'"),
+        (("--set", "on_duplicates=last"), 2, "'on_duplicates' must be one of error, first, sum, got 'last'"),
     ):
         done = ultr("train", tmp_path / "log.parquet", "--out", tmp_path / "run", *columns, *options, *FAST)
         assert (done.returncode, message in done.stderr) == (code, True), done.stderr

@@ -12,7 +12,22 @@ from bias.shop import error_of, shop
 from ultr.bias import logging_policy
 from ultr.log import write_log
 
-QUICK = ("--label", "click", "--hidden", 4, "--steps", 2, "--batch", 16, "--bias-steps", 2, "--evaluate-every", 2)
+QUICK = (
+    "--label",
+    "click",
+    "--ranker",
+    "mlp",
+    "--set",
+    "hidden=4",
+    "--steps",
+    2,
+    "--set",
+    "batch=16",
+    "--set",
+    "bias_steps=2",
+    "--set",
+    "evaluate_every=2",
+)
 ODD = {"item": "ware", "query": "phrase", "randomised": "shuffled"}
 ODD_NAMES = tuple(part for role, name in ODD.items() for part in (f"--{role}", name))
 BY_ITEMS = "clicks on items shown at several positions for the same query"
@@ -57,8 +72,8 @@ def test_training_takes_theta_from_the_best_evidence_and_names_it(ultr, path, tm
     assert error_of(np.array(bias["theta"])) < 0.15
     assert f"evidence: {bias['theta_from']}, with a standard error of " in messages
     assert "users: compared with position 1, they look 0." in messages
-    judge = json.loads((tmp_path / "run" / "judge" / "judge.json").read_text())["theta"]
-    assert error_of(np.array(list(judge.values()))) < 0.15
+    off_policy = json.loads((tmp_path / "run" / "off-policy" / "model.json").read_text())["theta"]
+    assert error_of(np.array(list(off_policy.values()))) < 0.15
 
 
 def test_columns_with_other_names_reach_training(ultr, path, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -38,8 +37,9 @@ def test_a_run_is_updated_and_written_if_it_is_not_worse(ultr, yesterday, today,
     assert found["requests"] == 80  # a fifth of the requests: neither trained nor selected on
     assert {p.name for p in tmp_path.iterdir()} == {"run"}
     saved = read_json(tmp_path / "run" / "config.json")
-    assert (saved["warm_start"], saved["bias"]) == (str(yesterday), str(yesterday / "bias.json"))
-    assert saved["columns"]["features"] == ["f0", "f1"]  # the columns of yesterday, whatever else the log has
+    started = (saved["training"]["warm_start"], saved["examination"]["bias"])
+    assert started == (str(yesterday), str(yesterday / "bias.json"))
+    assert saved["data"]["columns"]["features"] == ["f0", "f1"]  # the columns of yesterday, whatever else the log has
     assert read_json(tmp_path / "run" / "bias.json")["theta"] == read_json(yesterday / "bias.json")["theta"]
     assert f"wrote {tmp_path / 'run'}: not clearly worse than {yesterday} (difference" in done.stderr
     again = ultr("update", yesterday, "--log", today, "--out", tmp_path / "run")
@@ -47,11 +47,11 @@ def test_a_run_is_updated_and_written_if_it_is_not_worse(ultr, yesterday, today,
 
 
 def test_a_worse_run_is_not_written(ultr, yesterday, today, tmp_path, monkeypatch):
-    def train_badly(configs, out, **options):
-        other = {"method": "pointwise", "method_options": {}, "warm_start": None, "bias": None}
-        return run_training(replace(configs[0], label="1 - click", **other), out, **options)
+    def train_badly(config, out, **options):
+        other = {"method": "pointwise", "warm_start": None, "bias": None, "ranker": "mlp", "network.lr": 1e-12}
+        return run_training(config.with_options(**other), out, **options)
 
-    monkeypatch.setattr(update, "train_both", train_badly)
+    monkeypatch.setattr(update, "run_training", train_badly)
     done = ultr("update", yesterday, "--log", today, "--out", tmp_path / "run")
     assert done.returncode == 3, done.stderr
     assert f"the new run is worse than {yesterday} (difference -0." in done.stderr
@@ -65,7 +65,7 @@ def test_a_killed_update_is_resumed(yesterday, today, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         listeners = update.Listeners(on_progress=stop)
         update.update_run(yesterday, today, tmp_path / "run", steps=20, listeners=listeners)
-    assert {p.name for p in tmp_path.iterdir()} == {"run.candidate"}
+    assert {p.name for p in tmp_path.iterdir()} == {"run.candidate.partial"}
     result = update.update_run(yesterday, today, tmp_path / "run", steps=20)
     assert result.accepted
     assert len(scores(result.run, today)) == 1600

@@ -9,7 +9,7 @@ import pytest
 from sklearn.neural_network import MLPRegressor
 
 from ultr.datasets import initial, initial_ranker, ranking_svm
-from ultr.datasets.cache import cache_folder
+from ultr.datasets.base import cache_folder
 from ultr.datasets.initial import regression_network
 from ultr.datasets.synthetic import make_synthetic
 from ultr.evaluation.scores import evaluate_scores

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ultr.datasets import DATASETS, SPLITS, load_dataset
-from ultr.datasets.cache import FORMAT
+from ultr.datasets.base import FORMAT
 from ultr.datasets.letor import read_letor
 from ultr.errors import DataError
 from ultr.log import svmlight

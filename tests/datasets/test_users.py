@@ -13,17 +13,20 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from conftest import make_shown_log
-from ultr.datasets.dwell import Dwell, read_dwell_times
-from ultr.datasets.simulate import simulate_log
+from ultr.datasets import randomise
 from ultr.datasets.users import (
     EYE_TRACKING,
     USERS,
     CascadeUser,
+    Dwell,
     TrustUser,
     User,
     WatchUser,
     clickbait_user,
+    draw_sessions,
     make_user,
+    read_dwell_times,
+    simulate_log,
 )
 from ultr.errors import DataError, OptionError
 from ultr.log.labels import Label
@@ -315,6 +318,28 @@ def test_without_sessions_each_request_is_used_once_under_its_own_id(shown_log):
     log, _ = simulate_log(shown_log, User())
     assert log.request_ids.equals(shown_log.request_ids)
     assert (log.features == shown_log.features).all()
+
+
+def test_sessions_have_the_query_they_repeat(shown_log):
+    drawn = draw_sessions(shown_log.select(np.arange(5)), 20, seed=0)
+    assert len(drawn) == len(drawn.request_ids.unique()) == 20
+    assert len(drawn.context["query"].unique()) <= 5
+
+
+def test_a_share_of_requests_is_shown_in_random_order_and_marked():
+    log = make_shown_log(requests=400, longest=10)
+    log = replace(log, relevance=np.clip(5 - log.positions, 0, 4).astype(np.float32))  # the best first
+    found = randomise(log, 0.5, seed=1)
+    marked = found.context["randomised"].to_numpy(zero_copy_only=False)
+    assert 0.4 < marked.mean() < 0.6
+    np.testing.assert_array_equal(found.positions, log.positions)
+    rows = np.repeat(marked, log.lengths)
+    np.testing.assert_array_equal(found.features[~rows], log.features[~rows])
+    long = rows & np.repeat(log.lengths == 10, log.lengths)
+    first, last = (found.relevance[long & (found.positions == k)].mean() for k in (1, 10))
+    assert abs(first - last) < 1.5  # not 4, as in the logged order
+    with pytest.raises(OptionError, match="between 0 and 1"):
+        randomise(log, 2.0)
 
 
 def test_watch_users_have_the_dwell_of_the_released_simulator():

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import dcg_score, ndcg_score
 
-from ultr.datasets.dwell import Dwell
-from ultr.datasets.users import LAST_POSITION, CascadeUser, TrustUser, User
+from ultr.datasets.users import LAST_POSITION, CascadeUser, Dwell, TrustUser, User
 from ultr.errors import DataError, OptionError
 from ultr.evaluation.metrics import (
     METRICS,

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultr.datasets import show
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import EYE_TRACKING, TrustUser, User
+from ultr.datasets.users import EYE_TRACKING, TrustUser, User, simulate_log
 from ultr.errors import DataError, LabelError, OptionError
 from ultr.evaluation.off_policy import ESTIMATORS, KINDS, OffPolicy, compare_values, fit_direct, off_policy_value
 from ultr.evaluation.scores import evaluate_scores, mean_with_interval, paired_test

@@ -9,18 +9,16 @@ import pytest
 from pages import plots_of, titles_of
 from ultr.datasets.synthetic import make_synthetic
 from ultr.errors import DataError
-from ultr.experiments import EXPERIMENTS, QUICK, Lab, abtest, live
-from ultr.experiments.claims import DIRECTION, HELD, NOT, REVERSED
-from ultr.training.workers import Workers
+from ultr.experiments import EXPERIMENTS, QUICK, Lab, live
+from ultr.experiments.lab import DIRECTION, HELD, NOT, REVERSED
+from ultr.training.comparing.workers import Workers
 
 SMALL = make_synthetic(requests=(120, 10, 10))
 TINY = live.LiveOptions(
+    live.BASE.with_options(hidden=(4,), steps=4, bias_steps=4),
     days=2,
     sessions=60,
     entries=("pal-click", "pairwise-em", "pairwise-em:loss=opt", "lambdarank"),
-    hidden=(4,),
-    steps=4,
-    bias_steps=4,
 )
 
 
@@ -36,12 +34,12 @@ TINY = live.LiveOptions(
     ],
 )
 def test_the_claim_of_a_lift_holds_only_if_its_interval_is_above_zero(low, mean, high, verdict):
-    assert abtest._verdict({"low": low, "mean": mean, "high": high}) == verdict
+    assert live._verdict({"low": low, "mean": mean, "high": high}) == verdict
 
 
 def test_the_live_test_shows_lifts_days_and_claims(tmp_path, monkeypatch):
     monkeypatch.setattr(live, "cached_dataset", lambda name, data_dir: SMALL)
-    monkeypatch.setattr(abtest, "QUICK_LIVE", TINY)
+    monkeypatch.setattr(live, "QUICK_LIVE", TINY)
     lab = Lab(tmp_path, QUICK, Workers(1), runs=2, device="cpu")
     outcome = EXPERIMENTS["live"](lab)
     text, results = outcome.text(), outcome.results
@@ -54,7 +52,7 @@ def test_the_live_test_shows_lifts_days_and_claims(tmp_path, monkeypatch):
         ("pairwise-em", "pairwise-em:loss=opt"), (outcome.claims[2:], outcome.claims[:2]), strict=True
     ):
         lifts = results["lifts"][entry]
-        assert whole.verdict == abtest._verdict(lifts["expected"])
+        assert whole.verdict == live._verdict(lifts["expected"])
         last_day = lifts["by_day"][-1]["expected"]
         assert last.evidence.startswith(f"{last_day['mean']:+.2%}")
     json.dumps(outcome.to_json(), allow_nan=False)

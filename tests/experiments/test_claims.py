@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultr.evaluation.scores import holm, paired_test
-from ultr.experiments.claims import (
+from ultr.experiments.lab import (
     DIRECTION,
     HELD,
     NOT,
@@ -25,9 +25,8 @@ from ultr.experiments.claims import (
     difference,
     verdict_of,
 )
-from ultr.report.parts import Heading, Notes
-from ultr.training.comparison import Comparison, Row
-from ultr.training.entries import Setting
+from ultr.report.page import Heading, Notes
+from ultr.training.comparing.results import Comparison, Row, Setting
 
 SEEDS = st.lists(st.floats(-10, 10, allow_nan=False).map(lambda v: round(v, 3)), min_size=4, max_size=4)
 

@@ -13,17 +13,15 @@ import pytest
 
 from ultr import __version__
 from ultr.experiments import docs
-from ultr.experiments.claims import HELD, Claim
 from ultr.experiments.docs import pages, provenance, write_docs
-from ultr.experiments.lab import QUICK, ExperimentResult, Lab
+from ultr.experiments.lab import HELD, QUICK, Claim, ExperimentResult, Lab
 from ultr.experiments.paper import TableRow
 from ultr.experiments.tables import table_section
 from ultr.report.bias import pair_map
-from ultr.report.parts import Code, Grid, Heading, Notes, Section, Table, Text
+from ultr.report.page import Code, Grid, Heading, Notes, Section, Table, Text
 from ultr.report.plots import dot_plot, heat_map, line_plot
-from ultr.training.comparison import Comparison, Row, with_tests
-from ultr.training.entries import Setting
-from ultr.training.workers import Workers
+from ultr.training.comparing.results import Comparison, Row, Setting, with_tests
+from ultr.training.comparing.workers import Workers
 from ultr.utils.jsonfiles import load_json, read_json
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

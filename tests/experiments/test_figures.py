@@ -17,13 +17,12 @@ from ultr.datasets.users import EYE_TRACKING
 from ultr.evaluation.scores import mean_with_interval, paired_test
 from ultr.experiments import figures
 from ultr.experiments import lab as labs
-from ultr.experiments.claims import DIRECTION, HELD, NOT
 from ultr.experiments.figures import figure3, figure4, figure5
-from ultr.experiments.lab import FULL, QUICK, Lab
+from ultr.experiments.lab import DIRECTION, FULL, HELD, NOT, QUICK, Lab
 from ultr.experiments.paper import BAYES, DEFAULT, OPT
-from ultr.training.comparison import Comparison, Row
-from ultr.training.entries import Entry, Setting, run_folder
-from ultr.training.workers import Workers
+from ultr.training.comparing.plan import run_folder
+from ultr.training.comparing.results import Comparison, Row, Setting
+from ultr.training.comparing.workers import Workers
 from ultr.utils.jsonfiles import write_json
 
 ENTRIES = [DEFAULT, OPT, "dla", "regression-em", "pal-click", "lambdarank"]
@@ -48,12 +47,12 @@ def all_here(monkeypatch):
 
 def setting_in(plan, place):
     """Return a setting that differs between the worlds it was tuned in."""
-    lr = 0.01 * (place + 1) + (0.1 if plan.base.label == "click" else 0) + plan.base.user_options["eta"]
+    lr = 0.01 * (place + 1) + (0.1 if plan.base.label == "click" else 0) + plan.base.simulation.eta
     return Setting(round(lr, 4), dropout=0.25)
 
 
 def made_up(plan):
-    eta = plan.base.user_options["eta"]
+    eta = plan.base.simulation.eta
     rows = []
     for i, entry in enumerate(plan.entries):
         noise = np.random.default_rng([i, plan.seeds]).normal(0, 0.01, plan.seeds)
@@ -117,7 +116,7 @@ def test_a_gain_does_not_change_with_the_scale_of_a_run(pairs):
 def test_figure_3_tunes_every_method_at_every_eta(tmp_path, calls):
     figure3(lab_of(tmp_path))
     (plans,) = calls
-    assert [(p.base.label, p.base.user_options["eta"]) for p in plans] == [
+    assert [(p.base.label, p.base.simulation.eta) for p in plans] == [
         (label, eta) for label in ("click + dwell / exp(3)", "click") for eta in (0.0, 0.5, 1.0, 1.5, 2.0)
     ]
     for plan in plans:
@@ -125,9 +124,9 @@ def test_figure_3_tunes_every_method_at_every_eta(tmp_path, calls):
         assert plan.reference == "lambdarank"
         metric = "ndcg" if plan.base.label == "click" else "reward"
         assert plan.metrics == [f"{metric}@{k}" for k in (3, 5, 10)]
-        assert plan.base.select == "off-policy-gain@10"
-        assert (plan.seeds, plan.rates, plan.base.sessions) == (4, QUICK.rates, 5000)
-        assert all(plan.choices(entry) == [("lr", list(QUICK.rates))] for entry in plan.entries)
+        assert plan.base.selection == "off-policy-gain@10"
+        assert (plan.seeds, plan.rates, plan.base.simulation.sessions) == (4, QUICK.rates, 5000)
+        assert all(plan.choices(entry) == {"lr": [*QUICK.rates]} for entry in plan.entries)
     assert [p.out.relative_to(tmp_path / "runs" / "quick").as_posix() for p in plans[::5]] == [
         "synthetic/continuous-delta-3-eta-0-5000-sessions-off-policy",
         "synthetic/clicks-eta-0-5000-sessions-off-policy",
@@ -138,21 +137,21 @@ def test_figure_3_tunes_every_method_at_every_eta(tmp_path, calls):
 def test_figure_4_tunes_every_method_at_every_delta(tmp_path, calls):
     figure4(lab_of(tmp_path, FULL, data=("yahoo", "ml-1m")))
     (plans,) = calls
-    assert [(p.base.data, p.base.label) for p in plans] == [
+    assert [(p.base.data.source, p.base.label) for p in plans] == [
         (data, f"click + dwell / exp({delta})") for data in ("yahoo", "ml-1m") for delta in (1, 2, 3, 4, 5)
     ]
     for plan in plans:
         assert [entry.text for entry in plan.entries] == ENTRIES
-        assert plan.base.user_options == {"eta": 1.0, "epsilon": 0.1}
-        assert plan.base.select == "off-policy-gain@10"
-        assert all(dict(plan.choices(entry))["lr"] == list(FULL.rates) for entry in plan.entries)
+        assert plan.base.simulation.user_options == {"eta": 1.0, "epsilon": 0.1}
+        assert plan.base.selection == "off-policy-gain@10"
+        assert all(plan.choices(entry)["lr"] == list(FULL.rates) for entry in plan.entries)
     assert len({plan.out for plan in plans}) == 10
 
 
 def test_figures_select_as_they_are_told_to(tmp_path, calls):
     figure3(lab_of(tmp_path, selections=("truth",)))
     (plans,) = calls
-    assert [plan.base.select for plan in plans] == ["reward@10"] * 5 + ["ndcg@10"] * 5
+    assert [plan.base.selection for plan in plans] == ["reward@10"] * 5 + ["ndcg@10"] * 5
 
 
 @pytest.mark.parametrize(
@@ -212,7 +211,7 @@ def test_figures_use_the_data_sets_of_the_paper_and_the_default_data(tmp_path, c
     for make in (figure3, figure4):
         calls.clear()
         make(lab_of(tmp_path, data=()))
-        assert [plan.base.data for plan in calls[0][::5]] == (
+        assert [plan.base.data.source for plan in calls[0][::5]] == (
             ["yahoo", "yahoo", "ml-1m", "ml-1m", "synthetic", "synthetic"]
             if make is figure3
             else ["yahoo", "ml-1m", "synthetic"]
@@ -324,7 +323,7 @@ REPORTS = [
 def write_reports(lab, data, setting):
     out = lab.plan(lab.world(data), [BAYES], reference=BAYES).out
     for seed, report in enumerate(REPORTS):
-        write_json(run_folder(out, Entry.parse(BAYES), setting, seed) / "bias.json", report)
+        write_json(run_folder(out, BAYES, setting, seed) / "bias.json", report)
 
 
 def test_figure_5_shows_the_bias_of_its_runs(tmp_path, calls):
@@ -337,8 +336,8 @@ def test_figure_5_shows_the_bias_of_its_runs(tmp_path, calls):
     result.write(tmp_path)
     ((first, second),) = calls
     assert [entry.text for entry in first.entries] == [BAYES]
-    assert (first.base.label, first.base.user_options["eta"]) == ("click + dwell / exp(3)", 1.0)
-    assert (first.base.data, second.base.data) == ("synthetic", "yahoo")
+    assert (first.base.label, first.base.simulation.eta) == ("click + dwell / exp(3)", 1.0)
+    assert (first.base.data.source, second.base.data.source) == ("synthetic", "yahoo")
     content = json.loads((tmp_path / "figure5.json").read_text())["figures"]
     json.dumps(content, allow_nan=False)
     for data in lab.data:
@@ -388,13 +387,9 @@ def test_figure_5_of_one_run_has_no_band(tmp_path, calls):
 def test_figures_work_with_real_runs(tmp_path, monkeypatch):
     small = make_synthetic(requests=(60, 10, 10))
     monkeypatch.setattr("ultr.training.data.cached_dataset", lambda name, data_dir: small)
-    monkeypatch.setattr("ultr.training.tasks.cached_dataset", lambda name, data_dir: small)
+    monkeypatch.setattr("ultr.training.comparing.tasks.cached_dataset", lambda name, data_dir: small)
     monkeypatch.setattr(labs, "load_dataset", lambda name, data_dir=None: small)
-    monkeypatch.setattr(
-        figures,
-        "FIGURE_METHODS",
-        {name: entry for name, entry in figures.FIGURE_METHODS.items() if entry in (DEFAULT, OPT, "lambdarank")},
-    )
+    monkeypatch.setattr(figures, "FIGURE_METHODS", (DEFAULT, OPT, "lambdarank"))
     monkeypatch.setattr(figures, "ETAS", (0.0, 1.0))
     lab = lab_of(tmp_path, TINY, runs=1)
     curves = figure5(lab).results["synthetic"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -16,25 +16,39 @@ from ultr.datasets.synthetic import make_synthetic
 from ultr.errors import DataError, LabelError, OptionError, OutputError, UnfinishedError
 from ultr.evaluation.scores import evaluate_scores
 from ultr.experiments import live
-from ultr.experiments.lift import Arm, arm_of, lift_of
-from ultr.experiments.live import BucketTask, LiveOptions, LiveResult, Traffic, metric_of, run_live, run_one
+from ultr.experiments.live import (
+    BASE,
+    Arm,
+    BucketTask,
+    LiveOptions,
+    LiveResult,
+    Traffic,
+    arm_of,
+    lift_of,
+    metric_of,
+    run_live,
+    run_one,
+)
 from ultr.log.labels import Label
-from ultr.training.config import with_training
-from ultr.training.workers import Workers
+from ultr.training.comparing.workers import Workers
 from ultr.utils.jsonfiles import load_json, read_json, write_json
 from ultr.utils.tensors import load_tensors
 
 SMALL = make_synthetic(requests=(120, 10, 10))
 TINY = LiveOptions(
+    BASE.with_options(hidden=(4,), steps=4, bias_steps=4, device="cpu"),
     days=2,
     sessions=60,
     entries=("pal-click", "pal-click", "pairwise-em:loss=opt", "pointwise"),
-    hidden=(4,),
-    steps=4,
-    bias_steps=4,
-    device="cpu",
 )
 PLAIN = replace(TINY, entries=("pointwise", "pointwise"))
+OWN = {field.name for field in fields(LiveOptions)}
+
+
+def changed(options, **changes):
+    """Return options with other values; those that a live test does not have are options of its configuration."""
+    base = options.base.with_options(**{name: value for name, value in changes.items() if name not in OWN})
+    return replace(options, base=base, **{name: value for name, value in changes.items() if name in OWN})
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +61,9 @@ def trained(monkeypatch):
     """The training logs, in order."""
     logs = []
 
-    def spy(config, out, *, log, **options):
-        logs.append(log)
-        return original(config, out, log=log, **options)
+    def spy(config, out, *, source, **options):
+        logs.append(source)
+        return original(config, out, source=source, **options)
 
     original = live.run_training
     monkeypatch.setattr(live, "run_training", spy)
@@ -88,7 +102,7 @@ def test_day_0_is_served_by_the_initial_ranker_in_every_bucket(tiny_result):
 
 
 def test_rankers_that_learn_are_served(tmp_path):
-    options = replace(PLAIN, entries=("pointwise", "lambdarank:from=truth"), steps=40, hidden=(16,), sessions=150)
+    options = changed(PLAIN, entries=("pointwise", "lambdarank:from=truth"), steps=40, hidden=(16,), sessions=150)
     days = run_one(options, tmp_path, 0)["buckets"]["lambdarank:from=truth"]
     assert days[2]["expected"] > 1.1 * days[0]["expected"]
 
@@ -217,17 +231,17 @@ def test_a_window_keeps_the_last_days(tmp_path, trained):
 
 def test_training_takes_the_last_step():
     config = TINY.config(2, 1, 0)
-    assert config.training.steps == config.training.evaluate_every == 4
-    assert config.method_options == {"loss": "opt"}
-    assert TINY.config(0, 1, 0).training == TINY.config(3, 1, 0).training
-    assert replace(TINY, rates={"pointwise": 0.5}).config(3, 1, 0).training.lr == 0.5
+    assert config.network.steps == config.network.evaluate_every == 4
+    assert config.method.options == {"loss": "opt"}
+    assert TINY.config(0, 1, 0).network == TINY.config(3, 1, 0).network
+    assert replace(TINY, rates={"pointwise": 0.5}).config(3, 1, 0).network.lr == 0.5
 
 
 def test_retraining_starts_from_the_weights_of_the_day_before(tmp_path, monkeypatch):
-    def hardly_learns_after_day_1(config, out, *, warm_start, **options):
-        if warm_start is not None:
-            config = with_training(config, lr=1e-9)
-        return original(config, out, warm_start=warm_start, **options)
+    def hardly_learns_after_day_1(config, out, **options):
+        if config.training.warm_start is not None:
+            config = config.with_options(lr=1e-9)
+        return original(config, out, **options)
 
     original = live.run_training
     monkeypatch.setattr(live, "run_training", hardly_learns_after_day_1)
@@ -238,7 +252,7 @@ def test_retraining_starts_from_the_weights_of_the_day_before(tmp_path, monkeypa
         ]
         for day in (1, 2, 3)
     ]
-    torch.manual_seed(PLAIN.config(0, 2, 0).training.seed)
+    torch.manual_seed(PLAIN.config(0, 2, 0).seed)
     untrained = torch.nn.Linear(layers[0].shape[1], 4).weight
     torch.testing.assert_close(layers[1], layers[0], atol=1e-6, rtol=0)
     torch.testing.assert_close(layers[2], layers[0], atol=1e-6, rtol=0)
@@ -292,8 +306,8 @@ def test_a_finished_test_is_not_repeated(tiny_result, trained, monkeypatch):
 def test_days_can_be_added_but_no_other_option_changed(plain_result, tmp_path):
     run_live(replace(PLAIN, days=1), tmp_path / "grown")
     assert run_live(PLAIN, tmp_path / "grown").to_json() == plain_result[1].to_json()
-    with pytest.raises(OutputError, match="made with 'steps' = 4, got 5"):
-        run_live(replace(PLAIN, steps=5), tmp_path / "grown")
+    with pytest.raises(OutputError, match=r"made with 'network.steps' = 4, got 5"):
+        run_live(changed(PLAIN, steps=5), tmp_path / "grown")
 
 
 def test_theta_is_compared_with_that_of_the_users(tiny_result, tmp_path):
@@ -371,35 +385,35 @@ def test_buckets_of_the_same_entry_have_different_names():
         ({"entries": ["pointwise"]}, "a control and at least one other entry"),
         ({"entries": ["pointwise", "pal-clik"]}, "did you mean 'pal-click'"),
         ({"entries": ["pointwise", "dla:from=no-bias"]}, "live users have position bias"),
-        ({"entries": ["pointwise", "dla:from=nowhere"]}, "'learn_from' must be one of"),
+        ({"entries": ["pointwise", "dla:from=nowhere"]}, "'learn_from' must be"),
         ({"label": "click + buy"}, "no action 'buy'"),
         ({"like": (0.1, 1.1)}, "'like' must be"),
         ({"rates": {"lambdarank": 0.1}}, "unknown entry 'lambdarank'"),
-        ({"lr": 0}, "learning rate"),
+        ({"lr": 0}, "'lr' must be"),
         ({"steps": 0}, "'steps'"),
     ],
 )
 def test_options_are_checked(wrong, says):
     with pytest.raises(OptionError, match=says):
-        replace(PLAIN, **wrong)
+        changed(PLAIN, **wrong)
 
 
 def test_labels_are_checked():
     with pytest.raises(LabelError):
-        replace(PLAIN, label="click +")
+        changed(PLAIN, label="click +")
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
         ({"entries": ["pointwise", "pairwise-em:scale=estimated"]}, "add theta=regression"),
-        ({"hidden": (0,)}, "'hidden' must have at least one layer, each with at least one unit"),
+        ({"hidden": (0,)}, "'hidden' must be"),
         ({"dropout": 1.0}, "dropout"),
     ],
 )
 def test_an_entry_that_cannot_be_trained_is_an_error_before_anything_is_written(tmp_path, wrong, says):
     with pytest.raises(OptionError, match=says):
-        run_live(replace(PLAIN, **wrong), tmp_path / "out")
+        run_live(changed(PLAIN, **wrong), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -14,9 +14,8 @@ from ultr.experiments import settling as experiment
 from ultr.experiments.lab import QUICK, Lab
 from ultr.experiments.paper import DEFAULT
 from ultr.methods import METHODS
-from ultr.training.checkpoints import read_metrics
-from ultr.training.config import RunConfig
-from ultr.training.workers import Workers
+from ultr.training.comparing.workers import Workers
+from ultr.training.folder import read_config, read_metrics
 
 pytestmark = pytest.mark.long  # one fixture trains 40 runs
 TINY = replace(QUICK, hidden=(4,), bias_steps=4, evaluate_every=2, sessions=300, tuning_runs=2)
@@ -31,7 +30,7 @@ def folder(tmp_path_factory):
 def result(folder):
     small = make_synthetic(requests=(60, 10, 10))
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("data", "tasks"):
+        for module in ("data", "comparing.tasks"):
             patch.setattr(f"ultr.training.{module}.cached_dataset", lambda name, data_dir: small)
         patch.setattr(labs, "load_dataset", lambda name, data_dir=None: small)
         patch.setattr(experiment, "QUICK_STEPS", (2, 4))
@@ -71,8 +70,8 @@ def test_courses_are_means_over_runs_of_the_best_evaluation_so_far(result, folde
 def test_all_take_as_many_steps_with_their_bias_model(result, folder):
     seen = set()
     for path in folder.rglob("config.json"):
-        config = RunConfig.from_json(json.loads(path.read_text()))
-        staged = config.method == "pairwise-em" and METHODS[config.method].has_bias_stage(config.method_options)
-        seen.add((config.method, staged))
+        method = read_config(path.parent).method
+        staged = METHODS[method.name].has_bias_stage(method.options)
+        seen.add((method.name, staged))
         assert read_metrics(path.parent)[-1]["step"] == (4 if staged else 8)
     assert seen == {("pairwise-em", True), ("pairwise-em", False), ("pal-click", False)}

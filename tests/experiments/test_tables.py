@@ -17,8 +17,7 @@ from ultr.errors import DataError, MissingExtraError
 from ultr.evaluation.scores import paired_test
 from ultr.experiments import lab as labs
 from ultr.experiments import tables
-from ultr.experiments.claims import DIRECTION, HELD, REVERSED
-from ultr.experiments.lab import FULL, OFF_POLICY, QUICK, SELECTIONS, TRUTH, Lab, World
+from ultr.experiments.lab import DIRECTION, FULL, HELD, OFF_POLICY, QUICK, REVERSED, SELECTIONS, TRUTH, Lab, World
 from ultr.experiments.paper import (
     BAYES,
     BEYOND1,
@@ -33,10 +32,10 @@ from ultr.experiments.paper import (
     UPPER,
 )
 from ultr.experiments.tables import table1, table2
-from ultr.training.comparison import Comparison, Row, Steps, with_tests
-from ultr.training.entries import Entry, Setting
-from ultr.training.tasks import RunTask
-from ultr.training.workers import Workers
+from ultr.training.comparing.plan import Entry
+from ultr.training.comparing.results import Comparison, Row, Setting, Steps, with_tests
+from ultr.training.comparing.tasks import RunTask
+from ultr.training.comparing.workers import Workers
 from ultr.utils.jsonfiles import load_json
 
 PAPER = Path(__file__).parents[3] / "shared" / "paper"
@@ -623,14 +622,14 @@ def test_a_world_sets_the_configuration_of_its_runs(tmp_path, world, name, label
     assert plan.out == tmp_path / "runs" / "quick" / name
     assert plan.base.label == label
     assert plan.metrics == [f"{metric}@{k}" for k in (3, 5, 10)]
-    assert plan.base.select == (f"{metric}@10" if world.select == TRUTH else "off-policy-gain@10")
-    assert (plan.base.data, plan.base.data_dir, plan.base.users) == (world.data, "there", world.users)
-    assert (plan.base.sessions, plan.base.logging) == (world.sessions, world.logging)
-    assert plan.base.user_options == {"eta": world.eta, "epsilon": 0.1}
-    assert plan.base.ranker_options == {"hidden": [64, 32], "dropout": 0.1, "norm": "none"}
-    training = plan.base.training
-    assert (training.steps, training.bias_steps, training.device) == (QUICK.steps, QUICK.bias_steps, "cpu")
-    assert (training.evaluate_every, training.patience) == (QUICK.evaluate_every, QUICK.patience)
+    assert plan.base.selection == (f"{metric}@10" if world.select == TRUTH else "off-policy-gain@10")
+    data, simulation, network = plan.base.data, plan.base.simulation, plan.base.network
+    assert (data.source, data.folder, plan.base.machine.device) == (world.data, "there", "cpu")
+    assert (simulation.users, simulation.sessions, simulation.logging) == (world.users, world.sessions, world.logging)
+    assert simulation.user_options == {"eta": world.eta, "epsilon": 0.1}
+    assert (network.hidden, network.dropout, network.norm) == ((64, 32), 0.1, "none")
+    for option in ("steps", "bias_steps", "evaluate_every", "patience"):
+        assert getattr(network, option) == getattr(QUICK, option)
     assert (plan.seeds, plan.rates, plan.reference) == (7, QUICK.rates, OPT)
     assert (plan.dropouts, plan.limits, plan.tuning_seeds, plan.longest) == ((), (), 1, 1)
     full = lab_of(tmp_path, FULL).plan(world, ["dla"], reference="dla")
@@ -687,7 +686,7 @@ def small():
 def few_rows(monkeypatch, small):
     """Use little data and only the rows of Table 1 that claims are about, besides the default method."""
     monkeypatch.setattr("ultr.training.data.cached_dataset", lambda name, data_dir: small)
-    monkeypatch.setattr("ultr.training.tasks.cached_dataset", lambda name, data_dir: small)
+    monkeypatch.setattr("ultr.training.comparing.tasks.cached_dataset", lambda name, data_dir: small)
     monkeypatch.setattr(labs, "load_dataset", lambda name, data_dir=None: small)
     needed = [e for pair in CLAIMS1.values() for e in pair]
     rows = tuple(row for row in TABLE1 if row.entry in needed)

@@ -8,12 +8,11 @@ import pytest
 from pages import plots_of
 from ultr.experiments import lab as labs
 from ultr.experiments import trees as experiment
-from ultr.experiments.claims import HELD, REVERSED
-from ultr.experiments.lab import FULL, QUICK, Lab, World
+from ultr.experiments.lab import FULL, HELD, QUICK, REVERSED, Lab, World
 from ultr.experiments.trees import OUR_ROWS, OURS, baselines, tree_tables
-from ultr.training.comparison import Comparison, Row, with_tests
-from ultr.training.entries import Entry, Setting
-from ultr.training.workers import Workers
+from ultr.training.comparing.plan import Entry
+from ultr.training.comparing.results import Comparison, Row, Setting, with_tests
+from ultr.training.comparing.workers import Workers
 
 
 @pytest.fixture
@@ -48,11 +47,11 @@ def test_every_library_has_all_its_objectives_and_no_row_twice():
     for clicks in (False, True):
         by_library = baselines(World("synthetic", clicks=clicks))
         entries = [row.entry for rows in by_library.values() for row in rows] + [row.entry for row in OUR_ROWS]
-        parsed = [Entry.parse(entry, "lightgbm") for entry in entries]
-        assert len({(e.method, e.ranker or "lightgbm", str(sorted(e.options.items()))) for e in parsed}) == len(entries)
+        parsed = [Entry.parse(entry, ["lightgbm"]) for entry in entries]
+        assert len({(e.method, e.kind, str(sorted(e.options.items()))) for e in parsed}) == len(entries)
         for library, rows in by_library.items():
-            parsed = [Entry.parse(row.entry, "lightgbm") for row in rows]
-            assert {e.ranker or "lightgbm" for e in parsed} == {library}
+            parsed = [Entry.parse(row.entry, ["lightgbm"]) for row in rows]
+            assert {e.kind for e in parsed} == {library}
             assert {e.options.get("correction") for e in parsed} == {None, "own"}
             assert "pointwise" in {e.method for e in parsed}
     assert {row.entry for row in OUR_ROWS} >= set(OURS.values())
@@ -65,18 +64,23 @@ def test_every_library_has_all_its_objectives_and_no_row_twice():
 def test_all_rows_have_the_same_budget_and_less_with_quick(made):
     _, plans = made(lambda _: 1.0)
     assert {plan.seeds for plan in plans} == {5}
-    assert {(plan.base.data, plan.base.sessions) for plan in plans} == {("ml-1m", 30_000), ("synthetic", 30_000)}
-    assert {plan.base.ranker for plan in plans} == {"lightgbm"}
-    assert {plan.base.select for plan in plans} == {"off-policy-gain@10", "reward@10", "ndcg@10"}
+    bases = [plan.base for plan in plans]
+    assert {(base.data.source, base.simulation.sessions) for base in bases} == {
+        ("ml-1m", 30_000),
+        ("synthetic", 30_000),
+    }
+    assert {base.rankers for base in bases} == {("lightgbm",)}
+    assert {base.selection for base in bases} == {"off-policy-gain@10", "reward@10", "ndcg@10"}
     assert {tuple(plan.metrics) for plan in plans} == {
         tuple(f"{name}@{k}" for k in (3, 5, 10)) for name in ("reward", "ndcg")
     }
     assert len({plan.out for plan in plans}) == 8  # labels, data sets, with and without true labels
     assert {plan.longest for plan in plans} == {1}
-    assert all(len(plan.rates_for(entry)) == 2 for plan in plans for entry in plan.entries)
-    assert all([name for name, _ in plan.choices(entry)] == ["lr"] for plan in plans for entry in plan.entries)
+    assert all(
+        {n: len(v) for n, v in plan.choices(entry).items()} == {"lr": 2} for plan in plans for entry in plan.entries
+    )
     _, quick = made(lambda _: 1.0, budget=QUICK, runs=1)
-    assert {(plan.seeds, plan.base.sessions, plan.base.training.steps) for plan in quick} == {(1, 5_000, 50)}
+    assert {(plan.seeds, plan.base.simulation.sessions, plan.base.trees.rounds) for plan in quick} == {(1, 5_000, 50)}
 
 
 def test_the_claims_name_the_library(made, tmp_path):
@@ -92,7 +96,7 @@ def test_the_claims_name_the_library(made, tmp_path):
         "4 claims"  # on each data set
     }
     assert all(set(dots["y"]) == set(mean["y"]) for dots, mean in (plot["data"] for plot in plots))
-    outcome, _ = made(lambda entry: 1.2 if entry.options.get("correction") and entry.ranker == "xgboost" else 1.0)
+    outcome, _ = made(lambda entry: 1.2 if entry.options.get("correction") and entry.kind == "xgboost" else 1.0)
     wrong = {claim.text for claim in outcome.claims if claim.verdict == REVERSED}
     assert wrong
     assert all("XGBoost" in text for text in wrong)

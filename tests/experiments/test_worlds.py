@@ -14,9 +14,8 @@ from ultr.experiments import lab as labs
 from ultr.experiments import worlds as experiment
 from ultr.experiments.lab import QUICK, Lab, World
 from ultr.experiments.paper import DEFAULT
-from ultr.training.comparison import Comparison, Row, with_tests
-from ultr.training.entries import Setting
-from ultr.training.workers import Workers
+from ultr.training.comparing.results import Comparison, Row, Setting, with_tests
+from ultr.training.comparing.workers import Workers
 
 TINY = replace(QUICK, hidden=(4,), steps=4, bias_steps=4, evaluate_every=2, sessions=200)
 GRID = experiment.cells()
@@ -43,7 +42,7 @@ def test_the_cells_of_a_data_set_are_the_same_whatever_others_there_are():
 def result(tmp_path_factory):
     small = make_synthetic(requests=(60, 10, 10))
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("training.data", "training.tasks", "experiments.worlds"):
+        for module in ("training.data", "training.comparing.tasks", "experiments.worlds"):
             patch.setattr(f"ultr.{module}.cached_dataset", lambda name, data_dir: small)
         patch.setattr(labs, "load_dataset", lambda name, data_dir=None: small)
         patch.setattr(experiment, "METHODS", (DEFAULT, experiment.BOUND, "pointwise", "pal-click"))

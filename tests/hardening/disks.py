@@ -13,11 +13,25 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from hardening.faults import CASES, ULTR_ERROR, Case, contents, done, ended, make_inputs, network, start, train
+from hardening.faults import (
+    CASES,
+    EVERY_CHECKPOINT,
+    ULTR_ERROR,
+    Case,
+    contents,
+    done,
+    ended,
+    make_inputs,
+    network,
+    preload,
+    start,
+    train,
+)
 from ultr.errors import UltrError
 from ultr.log import read_log, write_log
 from ultr.log.prepare.pipeline import prepare_lists
@@ -26,7 +40,7 @@ from ultr.training.run import run_training
 NEW_NAMESPACE, PRIVATE, REMOUNT, READ_ONLY = 0x20000, 0x44000, 32, 1  # flags of unshare(2) and mount(2)
 LARGE = 64 << 10
 SIZES = (4, 8, 12, 16, 40, 100, 200)  # free KiB; 0 would mean no limit
-ON_DISKS = ("network", "trees", "prepare", "score", "write_log", "export", "report", "bias", "compare", "cache")
+ON_DISKS = ("both", "prepare", "score", "write_log", "export", "report", "bias", "compare", "cache")
 
 
 def mount(place: Path, kilobytes: int, flags: int = 0) -> None:
@@ -126,7 +140,8 @@ def rejected(work: Callable[[], object], *words: str) -> None:
 def two_trainings(inputs: Path, out: Path) -> None:
     config, pause = network(inputs / "log.parquet"), Pause()
     done(lambda: train(config, out / "alone"))
-    first = start(lambda: run_training(config, out / "run", on_progress=pause, checkpoint_seconds=0))
+    paused = replace(EVERY_CHECKPOINT, on_progress=pause)
+    first = start(lambda: run_training(config, out / "run", listeners=paused))
     pause.reached()
     words = ("another process is training here", f"process {first[0]} on")
     rejected(lambda: run_training(config, out / "run", resume=True), *words)
@@ -190,7 +205,7 @@ TOGETHER: dict[str, Callable[[Path, Path], None]] = {
     "write_log": several_logs,
     "compare": several_of("compare"),
     "cache": several_of("cache"),
-    "trees": several_of("trees"),
+    "both": several_of("both"),
 }
 
 
@@ -198,6 +213,7 @@ def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
     inputs, out = folder / "inputs", folder / "out"
+    preload(set(names or ON_DISKS))
     done(lambda: make_inputs(inputs, set(names or ON_DISKS)))
     for name, together in TOGETHER.items():
         if not names or name in names:

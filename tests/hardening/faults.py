@@ -1,7 +1,7 @@
 """Run work with faults: kill it or fill its disk at the n-th access to the disk, or kill it at a random moment.
 
-`python -m hardening.faults PLAN FOLDER` imports all modules and does no other work, so that it has no threads and its
-forks start at once. The faults happen in the forks.
+`python -m hardening.faults PLAN FOLDER` imports the modules that the work needs and does no other work, so that it has
+no threads and its forks start at once. The faults happen in the forks.
 """
 
 from __future__ import annotations
@@ -20,26 +20,22 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import duckdb  # noqa: F401  # imported here once, for all forks
-import ibis.backends.duckdb  # noqa: F401
-import lightgbm  # noqa: F401
 import numpy as np
-import pyarrow.csv
+import pyarrow.csv  # imported here once, for all forks
 import pyarrow.dataset  # noqa: F401
+import scipy.optimize  # noqa: F401
 import torch
-import torch._dynamo
 
 from conftest import make_shown_log
 from lists_folder import write_lists
 from ultr.bias.audit import audit
 from ultr.cli.bias import _write as write_bias
-from ultr.datasets.base import Dataset
-from ultr.datasets.cache import cached
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.base import Dataset, cached
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import UltrError
 from ultr.log import Log, read_log, write_log
 from ultr.log.prepare.pipeline import prepare_lists
@@ -47,13 +43,28 @@ from ultr.rankers.model import load_model
 from ultr.report import write_report
 from ultr.serving.export import export_run
 from ultr.serving.scoring import score_file
-from ultr.training.compare import compare
-from ultr.training.config import TREE_TRAINING, RunConfig, TrainingOptions
+from ultr.training.comparing.plan import compare
+from ultr.training.config import Config, make_config
+from ultr.training.folder import MARK
+from ultr.training.loop import Listeners
 from ultr.training.run import run_training
 
 ULTR_ERROR = 3  # exit code of a fork that raised an UltrError
 PROPENSITIES = {str(position): 1 / position for position in range(1, 20)}
-SMALL = {"steps": 4, "bias_steps": 3, "batch": 16, "evaluate_every": 2, "device": "cpu"}
+SMALL: dict[str, Any] = {
+    "propensities": PROPENSITIES,
+    "device": "cpu",
+    "hidden": (8,),
+    "dropout": 0.2,
+    "batch": 16,
+    "bias_steps": 3,
+    "network.steps": 4,
+    "network.evaluate_every": 2,
+    "trees.rounds": 4,
+    "trees.evaluate_every": 2,
+    "trees.patience": 0,
+}
+EVERY_CHECKPOINT = Listeners(on_finding=None, checkpoint_seconds=0)
 Work = Callable[[Path, Path], object]  # takes a folder of inputs and a folder for outputs
 
 
@@ -62,16 +73,25 @@ def feedback_log(requests: int = 80, seed: int = 0) -> Log:
     return replace(log, relevance=None)
 
 
-def network(data: Path, **changes: Any) -> RunConfig:
-    training = TrainingOptions(**{**SMALL, **changes.pop("training", {})})
-    ranker = {"hidden": [8], "dropout": 0.2}
-    return RunConfig(data=str(data), ranker_options=ranker, propensities=PROPENSITIES, training=training, **changes)
+def network(data: Path, **changes: Any) -> Config:
+    return make_config(str(data), ranker="mlp", **SMALL).with_options(**changes)
 
 
-def trees(data: Path, **changes: Any) -> RunConfig:
-    training = replace(TREE_TRAINING, **{**SMALL, "patience": 0, **changes.pop("training", {})})
-    options = {"ranker": "lightgbm", "propensities": PROPENSITIES, "select": "feedback-ndcg@10", **changes}
-    return RunConfig(data=str(data), training=training, **options)
+def trees(data: Path, **changes: Any) -> Config:
+    return make_config(str(data), ranker="lightgbm", select="feedback-ndcg@10", **SMALL).with_options(**changes)
+
+
+def both(data: Path) -> Config:
+    """Return the configuration of a run of a network and trees."""
+    return make_config(str(data), **SMALL)
+
+
+def preload(cases: set[str]) -> None:
+    """Import the large libraries that some cases need, once for all forks."""
+    if cases & {"prepare", "long prepare"}:
+        import_module("ibis.backends.duckdb")
+    if cases & {"both", "export", "report", "overwrite", "long trees"}:
+        import_module("lightgbm")
 
 
 def make_inputs(inputs: Path, cases: set[str]) -> None:
@@ -89,12 +109,12 @@ def make_inputs(inputs: Path, cases: set[str]) -> None:
         run_training(trees(inputs / "log.parquet"), inputs / "trees")
 
 
-def train(config: RunConfig, out: Path) -> None:
-    run_training(config, out / "run", resume=True, checkpoint_seconds=0)
+def train(config: Config, out: Path) -> None:
+    run_training(config, out / "run", resume=True, listeners=EVERY_CHECKPOINT)
 
 
 def replace_run(inputs: Path, out: Path) -> None:
-    run_training(network(inputs / "log.parquet"), out / "run", overwrite=True, checkpoint_seconds=0)
+    run_training(network(inputs / "log.parquet"), out / "run", overwrite=True, listeners=EVERY_CHECKPOINT)
 
 
 def score(inputs: Path, out: Path, name: str = "log.parquet") -> None:
@@ -112,26 +132,25 @@ def cache(inputs: Path, out: Path) -> None:
 
 
 def compared(inputs: Path, out: Path) -> None:
-    base = replace(network(inputs / "log.parquet"), select="feedback-ndcg@10")
+    base = network(inputs / "log.parquet", select="feedback-ndcg@10")
     compare(base, ["pointwise"], out, seeds=2, rates=[0.01], jobs=1)
 
 
 def bias(inputs: Path, out: Path) -> None:
     report = audit(read_log(inputs / "log.parquet").without_features(), bootstrap=2)
-    write_bias(report, out / "bias", "log", overwrite=True)
+    write_bias(report, report.to_json(), str(out / "bias"), "log", overwrite=True)
 
 
 def long_network(inputs: Path, out: Path) -> None:
-    train(network(inputs / "log.parquet", training={"steps": 80, "bias_steps": 20, "evaluate_every": 10}), out)
+    train(network(inputs / "log.parquet", steps=80, bias_steps=20, evaluate_every=10), out)
 
 
 def long_trees(inputs: Path, out: Path) -> None:
-    train(trees(inputs / "log.parquet", training={"steps": 40, "evaluate_every": 4}), out)
+    train(trees(inputs / "log.parquet", steps=40, evaluate_every=4), out)
 
 
 def long_stream(inputs: Path, out: Path) -> None:
-    longer = {"steps": 50, "bias_steps": 10, "evaluate_every": 10}
-    train(network(inputs / "lists", stream="yes", training=longer), out)
+    train(network(inputs / "lists", stream="yes", steps=50, bias_steps=10, evaluate_every=10), out)
 
 
 @dataclass(frozen=True)
@@ -148,10 +167,10 @@ def before_prepare(inputs: Path, out: Path) -> None:
 
 
 CASES = {
-    "network": Case(lambda i, o: train(network(i / "log.parquet"), o), atomic="run/model"),
-    "trees": Case(lambda i, o: train(trees(i / "log.parquet"), o), atomic="run/model"),
-    "stream": Case(lambda i, o: train(network(i / "lists", stream="yes"), o), atomic="run/model"),
-    "overwrite": Case(replace_run, lambda i, o: shutil.copytree(i / "trees", o / "run") and None, "run/model"),
+    "network": Case(lambda i, o: train(network(i / "log.parquet"), o), atomic="run"),
+    "both": Case(lambda i, o: train(both(i / "log.parquet"), o), atomic="run"),
+    "stream": Case(lambda i, o: train(network(i / "lists", stream="yes"), o), atomic="run"),
+    "overwrite": Case(replace_run, lambda i, o: shutil.copytree(i / "trees", o / "run") and None, "run"),
     "prepare": Case(
         lambda i, o: prepare_lists(i / "log.parquet", o / "lists", overwrite=True, threads=1), before_prepare, "lists"
     ),
@@ -303,6 +322,7 @@ class Bench:
         if self.case.atomic is None:
             return
         now = contents(self.out / self.case.atomic)
+        now.pop(MARK, None)  # a run has it until the run that it replaces is deleted
         assert now in (self.before, self.after), f"neither the old nor the new output: {sorted(now)}"
 
     def check_same(self) -> None:
@@ -363,8 +383,9 @@ def main() -> None:
     """Run a plan: {"kill" or "full" or "random": {case: number of faults, 0 for all possible ones}}."""
     plan, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    inputs = folder / "inputs"
-    done(lambda: make_inputs(inputs, {name for cases in plan.values() for name in cases}))
+    inputs, names = folder / "inputs", {name for cases in plan.values() for name in cases}
+    preload(names)
+    done(lambda: make_inputs(inputs, names))
     for how, cases in plan.items():
         for name, count in cases.items():
             bench = Bench(Path(tempfile.mkdtemp(dir=folder)), inputs, name)

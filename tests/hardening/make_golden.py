@@ -1,6 +1,7 @@
 """Write a small folder of each kind with this version, which later versions must read.
 
-Run `python tests/hardening/make_golden.py FOLDER` for a new format only, with a new folder: existing ones must stay.
+Run `python tests/hardening/make_golden.py FOLDER` for a new format only. From the first release on, each format has a
+new folder, and existing ones stay.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ def make(folder: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from conftest import make_shown_log
     from lists_folder import write_lists
-    from ultr.datasets.simulate import simulate_log
-    from ultr.datasets.users import User
+    from ultr.datasets.users import User, simulate_log
     from ultr.log import write_log
     from ultr.rankers.model import load_model
     from ultr.serving.export import export_run
-    from ultr.training.compare import compare
-    from ultr.training.config import RunConfig, TrainingOptions
+    from ultr.training.comparing.plan import compare
+    from ultr.training.config import make_config
     from ultr.training.run import run_training
 
     folder.mkdir(parents=True)
@@ -36,19 +36,19 @@ def make(folder: Path) -> None:
     log = replace(simulate_log(make_shown_log(40, seed=5), User(max_grade=4), seed=0)[0], relevance=None)
     write_log(log, "log.parquet")
     write_lists(log, Path("lists"))
-    training = TrainingOptions(steps=4, bias_steps=3, batch=16, evaluate_every=2, device="cpu")
-    config = RunConfig(data="log.parquet", ranker_options={"hidden": [4]}, training=training)
-    run_training(config, "network")
-    trees = {"num_leaves": 3, "min_data_in_leaf": 5}
-    options = {"method": "pointwise", "ranker": "lightgbm", "ranker_options": trees, "select": "feedback-ndcg@10"}
-    run_training(replace(config, **options), "trees")
+    few = {"steps": 4, "evaluate_every": 2, "device": "cpu"}
+    network = {"bias_steps": 3, "batch": 16}
+    run_training(make_config("log.parquet", ranker="mlp", hidden=(4,), **network, **few), "network")
+    plain = {"method": "pointwise", "select": "feedback-ndcg@10", **few}
+    parameters = {"num_leaves": 3, "min_data_in_leaf": 5}
+    run_training(make_config("log.parquet", ranker="lightgbm", tree_parameters=parameters, **plain), "trees")
     export_run("network", "exported")
-    plain = replace(config, ranker="linear", ranker_options={}, select="feedback-ndcg@10")
-    compare(plain, ["pointwise"], Path("compared"), seeds=1, rates=[0.1], jobs=1)
-    shutil.rmtree("compared/runs")
+    linear = make_config("log.parquet", ranker="linear", **network, **plain)
+    compare(linear, ["pointwise"], Path("compared"), seeds=1, rates=[0.1], jobs=1)
     scores = {run: load_model(run).score_features(FEATURES).tolist() for run in ("network", "trees")}
     Path("scores.json").write_text(json.dumps(scores))
-    shutil.rmtree("network/bias")  # large, and not read by any test
+    for unread in (*Path().glob("*/fits"), Path("compared/runs"), Path("compared/logged")):  # by any test
+        shutil.rmtree(unread)
     for lock in Path().rglob(".lock"):
         lock.unlink()
 

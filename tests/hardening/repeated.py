@@ -13,19 +13,19 @@ import numpy as np
 import pyarrow as pa
 
 from ultr.bias.audit import audit
-from ultr.datasets import load_dataset, ranking_svm, show
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets import ranking_svm, show
+from ultr.datasets.synthetic import make_synthetic
+from ultr.datasets.users import User, simulate_log
 from ultr.log import Log, write_log
 from ultr.log.prepare.pipeline import prepare_lists
-from ultr.training.compare import compare
-from ultr.training.config import RunConfig, TrainingOptions, with_training
+from ultr.training.comparing.plan import compare
+from ultr.training.config import make_config
 from ultr.training.run import run_training
 
 LOG = Path("log.parquet")
-TRAINING = TrainingOptions(steps=6, bias_steps=6, batch=16, evaluate_every=3, device="cpu")
-CONFIG = RunConfig(data=str(LOG), ranker_options={"hidden": [8], "dropout": 0.1}, training=TRAINING)
-TREES = {"ranker_options": {"min_data_in_leaf": 5}, "ranker": "lightgbm"}
+FEW = {"network.steps": 6, "network.evaluate_every": 3, "batch": 16, "bias_steps": 6, "bias_rounds": 6, "rounds": 6}
+CONFIG = make_config(str(LOG), ranker="mlp", hidden=(8,), dropout=0.1, device="cpu", **FEW)
+LEAVES = {"min_data_in_leaf": 5}
 
 
 def shown_log() -> Log:
@@ -57,21 +57,21 @@ def network(out: Path) -> None:
 
 def users(out: Path) -> None:
     """Train on users who are simulated at each step."""
-    config = replace(CONFIG, data="synthetic", users="pbm", ranker_options={"hidden": [8]}, select="ndcg@10")
-    run_training(config, out)
+    run_training(CONFIG.with_options(data="synthetic", users="pbm", dropout=0.0, select="ndcg@10"), out)
 
 
-def lightgbm(out: Path) -> None:
-    run_training(replace(CONFIG, **TREES), out)
+def both(out: Path) -> None:
+    """Train a network and trees, and sum them."""
+    run_training(CONFIG.with_options(ranker="auto", tree_parameters=LEAVES), out)
 
 
 def xgboost(out: Path) -> None:
-    run_training(replace(CONFIG, ranker="xgboost", ranker_options={}), out)
+    run_training(CONFIG.with_options(ranker="xgboost"), out)
 
 
 def simulated(out: Path) -> None:
-    data = load_dataset("synthetic")
-    log = simulate_log(show(data.train, ranking_svm(data.train)(data.train.features)), User(), sessions=300, seed=2)[0]
+    shown = make_synthetic(requests=(50, 5, 5)).train
+    log = simulate_log(show(shown, ranking_svm(shown, share=1.0)(shown.features)), User(), sessions=300, seed=2)[0]
     write_log(log, out / "log.parquet")
 
 
@@ -82,7 +82,7 @@ def prepared(out: Path, threads: int = 1) -> None:
 def streamed(out: Path, workers: int = 1) -> None:
     if not Path("lists").is_dir():
         prepare_lists(LOG, "lists", threads=1)
-    run_training(replace(CONFIG, data="lists", stream="yes", workers=workers), out)
+    run_training(CONFIG.with_options(data="lists", stream="yes", workers=workers), out)
 
 
 def bias(out: Path) -> None:
@@ -93,11 +93,11 @@ def bias(out: Path) -> None:
 
 
 def compared(out: Path, jobs: int = 1) -> None:
-    config = with_training(replace(CONFIG, ranker="linear", ranker_options={}), steps=4)
-    compare(config, ["pointwise", "pairwise-em"], out, seeds=2, rates=[0.05, 0.1], jobs=jobs)
+    base = CONFIG.with_options(ranker="linear", steps=4)
+    compare(base, ["pointwise", "pairwise-em"], out, seeds=2, rates=[0.05, 0.1], jobs=jobs)
 
 
-WORK = {work.__name__: work for work in (network, users, lightgbm, xgboost, simulated, prepared, streamed, bias)}
+WORK = {work.__name__: work for work in (network, users, both, xgboost, simulated, prepared, streamed, bias)}
 
 
 def main(folder: str, *names: str) -> None:

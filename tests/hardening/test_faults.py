@@ -1,4 +1,4 @@
-"""Full and read-only disks, outputs that other processes write, and files with a flipped bit or of another version."""
+"""Full and read-only disks, outputs that other processes write, and files with a flipped bit."""
 
 from __future__ import annotations
 
@@ -18,26 +18,35 @@ import pytest
 import torch
 
 from hardening.faults import contents, feedback_log, network, trees
-from ultr.datasets.base import Dataset
-from ultr.datasets.cache import cached
+from ultr.bias.examination import Examination
+from ultr.datasets.base import Dataset, cached
 from ultr.errors import DataError, OutputError, UltrError
-from ultr.evaluation.judge import load_judge
+from ultr.evaluation.off_policy import load_off_policy_model
 from ultr.log import read_log, write_log
 from ultr.log.prepare.pipeline import prepare_lists
 from ultr.log.shards import SPLITS, Shards
-from ultr.methods import make_method
 from ultr.rankers.model import kept_rows, load_model
 from ultr.serving.export import export_run
 from ultr.serving.exported import load_exported
-from ultr.training.bias_stage import load_bias
-from ultr.training.checkpoints import load_checkpoint, lock_run, newest_checkpoint, read_metrics
-from ultr.training.config import RunConfig
-from ultr.training.data import load_run_data
-from ultr.training.inputs import method_inputs
-from ultr.training.loop import start
+from ultr.training.biases import load_bias
+from ultr.training.config import Config
+from ultr.training.data import Decisions, decide, load_run_data
+from ultr.training.examining import EXAMINATION
+from ultr.training.fitting import FitInputs
+from ultr.training.folder import (
+    fit_folder,
+    load_checkpoint,
+    lock_run,
+    newest_checkpoint,
+    partial_of,
+    read_config,
+    read_metrics,
+)
+from ultr.training.loop import Listeners
+from ultr.training.networks import NetworkFit
 from ultr.training.outcome import read_outcome
 from ultr.training.run import run_training
-from ultr.training.trees import TreeRun
+from ultr.training.trees import TreeFit
 from ultr.utils import files
 from ultr.utils.files import atomic_path, remove_abandoned
 from ultr.utils.jsonfiles import CHECKSUM, read_json, write_json
@@ -146,7 +155,7 @@ def test_an_output_below_a_file_is_rejected(run, log_path, tmp_path):
 def test_only_a_run_is_replaced_and_only_a_complete_one_is_resumed(log_path, run, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(OutputError, match="not a run, so it is not replaced"):
+    with pytest.raises(OutputError, match="is not a run"):
         run_training(network(log_path), tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
     shutil.copytree(run, tmp_path / "half")
@@ -200,7 +209,7 @@ def run(log_path, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tree_run(log_path, tmp_path_factory) -> Path:
-    config = trees(log_path, method_options={"em": "trees"}, training={"bias_steps": 10})
+    config = trees(log_path, method_options={"em": "trees"}, bias_rounds=10)
     return run_training(config, tmp_path_factory.mktemp("faults") / "run")
 
 
@@ -211,16 +220,17 @@ def lists(log_path, tmp_path_factory) -> Path:
     return folder
 
 
-def stopped(config: RunConfig, out: Path) -> Path:
-    """Start a run and stop it when it has two checkpoints."""
+def stopped(config: Config, out: Path) -> Path:
+    """Start a run and stop it when it has two checkpoints; return the folder of its fit."""
+    folder = fit_folder(partial_of(out), config.kinds[0])
 
     def stop(_: object) -> None:
-        if len(list((out / "checkpoints").glob("step-*"))) == 2:
+        if len(list((folder / "checkpoints").glob("step-*"))) == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_training(config, out, checkpoint_seconds=0, on_progress=stop)
-    return out
+        run_training(config, out, listeners=Listeners(checkpoint_seconds=0, on_progress=stop))
+    return folder
 
 
 def is_flipped_checksum(name: str) -> bool:
@@ -241,25 +251,38 @@ def plain(value: Any) -> Any:
 
 def read_run(folder: Path) -> Any:
     """Read every file of a run."""
-    log, outcome, judge = feedback_log(20), read_outcome(folder), load_judge(folder / "judge")
-    config = RunConfig.from_json(read_json(folder / "config.json"), where=folder)
-    model = load_model(folder)
+    log, outcome, values = feedback_log(20), read_outcome(folder), load_off_policy_model(folder / "off-policy")
+    model, (kind,) = load_model(folder), Decisions.load(folder).rankers
     assert outcome is not None
-    parts = [model.score(log), model.label, kept_rows(folder), repr(config), read_metrics(folder)]
+    parts = [model.score(log), model.label, kept_rows(folder), repr(read_config(folder)), read_metrics(folder)]
+    parts += [repr(Decisions.load(folder)), read_json(fit_folder(folder, kind) / "report.json")]
+    if (folder / EXAMINATION).is_file():
+        parts.append(vars(Examination.load(folder / EXAMINATION)))
     about = {name: value for name, value in outcome.about.items() if name != "sum"}
     parts += [read_json(folder / "bias.json"), about, outcome.requests, outcome.weights, outcome.agreement]
-    parts += [outcome.results, None if judge is None else [judge.theta, judge.direct.weights, judge.direct.lowest]]
+    parts += [outcome.results, None if values is None else [values.theta, values.direct.weights, values.direct.lowest]]
     return plain(parts)
 
 
+def read_network_run(folder: Path) -> Any:
+    config = read_config(folder)
+    method = NetworkFit(inputs_of(config, "mlp")).method
+    load_bias(fit_folder(folder, "mlp") / "bias", method.bias_learner())
+    return [read_run(folder), plain(method.bias_learner().state_dict())]
+
+
 def read_tree_run(folder: Path) -> Any:
-    config = RunConfig.from_json(read_json(folder / "config.json"), where=folder)
-    pair_model = TreeRun(config, load_run_data(config)).method.pair_model()
+    pair_model = TreeFit(inputs_of(read_config(folder), "lightgbm")).method.pair_model()
     assert pair_model is not None
     model = pair_model.bias_model
-    load_bias(folder / "bias", model)
+    load_bias(fit_folder(folder, "lightgbm") / "bias", model)
     features = torch.from_numpy(feedback_log(20).features)
     return [read_run(folder), plain(model.network(features)), plain(model.state_dict())]
+
+
+def inputs_of(config: Config, kind: str) -> FitInputs:
+    data = load_run_data(config)
+    return FitInputs(config, data, decide(config, data), kind)
 
 
 def read_lists(folder: Path) -> Any:
@@ -305,7 +328,7 @@ def check_flips(name: str, outcomes: Counter) -> None:
 @pytest.mark.parametrize("times", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
 def test_a_flipped_bit_in_a_run_is_found(times, run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
-    check_flips("run", flip_all(tmp_path / "run", read_run, times))
+    check_flips("run", flip_all(tmp_path / "run", read_network_run, times))
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(MANY // 5, marks=pytest.mark.long)])
@@ -358,15 +381,13 @@ def test_a_cache_with_a_flipped_bit_is_built_again(times, log_path, own_cache):
 @pytest.mark.parametrize("times", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
 def test_a_flipped_bit_in_the_newest_checkpoint_loads_the_one_before(times, log_path, tmp_path):
     half = stopped(network(log_path), tmp_path / "half")
-    inputs = method_inputs(network(log_path), load_run_data(network(log_path)))
+    inputs = inputs_of(network(log_path), "mlp")
 
-    def load(_: Path | None = None) -> Any:
-        method = make_method("pairwise-em", inputs)
-        state = start(method, prepared.train, network(log_path).training)
+    def load() -> Any:
+        state = NetworkFit(inputs).state
         assert load_checkpoint(half, state)
-        return plain([state.step, state.stopping.to_json(), method.state_dict(), state.best_weights])
+        return plain([state.step, state.stopping.to_json(), state.method.state_dict(), state.best_weights])
 
-    prepared = load_run_data(network(log_path))
     older, newer = sorted((half / "checkpoints").iterdir())
     newest = load()
     newer.rename(tmp_path / "aside")
@@ -392,7 +413,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint_loads_the_one_before(times, log_
 
 @pytest.mark.parametrize("make", [network, trees])
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_to_the_same_bits(make, log_path, tmp_path):
-    config = make(log_path, training={"steps": 6})
+    config = make(log_path, steps=6)
     whole = run_training(config, tmp_path / "whole")
     half = stopped(config, tmp_path / "half")
     older, newer = sorted((half / "checkpoints").iterdir())
@@ -401,8 +422,8 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_to_the_same_bits
     content[-3] ^= 1
     largest.write_bytes(content)
     with pytest.warns(UserWarning, match=f"resuming from {older.name}"):
-        run_training(config, half, resume=True)
-    assert contents(half) == contents(whole)
+        resumed = run_training(config, tmp_path / "half", resume=True)
+    assert contents(resumed) == contents(whole)
 
 
 def test_a_run_without_an_undamaged_checkpoint_raises_an_error(log_path, tmp_path):
@@ -410,54 +431,8 @@ def test_a_run_without_an_undamaged_checkpoint_raises_an_error(log_path, tmp_pat
     for folder in (half / "checkpoints").iterdir():
         (folder / "weights.safetensors").write_bytes(b"damaged")
     with pytest.raises(DataError, match=r"weights\.safetensors: cannot be read"):
-        run_training(network(log_path), half, resume=True)
+        run_training(network(log_path), tmp_path / "half", resume=True)
     assert len(list((half / "checkpoints").iterdir())) == 2
-
-
-# --- Other versions ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", [0, 99])
-def test_checkpoints_of_another_version_are_rejected_unless_one_is_of_this_version(number, log_path, tmp_path):
-    half = stopped(network(log_path), tmp_path / "half")
-    older, newer = sorted((half / "checkpoints").iterdir())
-    for folder in (newer, older):
-        write_json(folder / "meta.json", {**read_json(folder / "meta.json"), "format": number})
-        if folder is newer:
-            with pytest.warns(UserWarning, match=f"resuming from {older.name}"):
-                assert newest_checkpoint(half, lambda folder, _: folder) == older
-    with pytest.raises(DataError, match=f"format {number}, expected 1"):
-        run_training(network(log_path), half, resume=True)
-
-
-def test_a_cache_of_another_version_is_built_again(log_path, own_cache):
-    log, built = read_log(log_path), []
-
-    def build() -> Dataset:
-        built.append(1)
-        return Dataset("small", log, log, log, max_grade=4, fingerprint="x")
-
-    cached("small", "key", build)
-    meta = own_cache / "small-key" / "meta.json"
-    for number in (0, 99):
-        write_json(meta, {**read_json(meta), "format": number})
-        cached("small", "key", build)
-    cached("small", "key", build)
-    assert len(built) == 3
-
-
-def test_files_without_checksums_are_read(run, tmp_path):
-    old = tmp_path / "run"
-    shutil.copytree(run, old)
-    for path in old.rglob("*.json"):
-        content = json.loads(path.read_text())
-        for name in ("seal", "sum"):
-            content.pop(name, None)
-        path.write_text(json.dumps(content))
-    lines = [json.loads(line) for line in (old / "metrics.jsonl").read_text().splitlines()]
-    bare = [{name: value for name, value in line.items() if name != "seal"} for line in lines]
-    (old / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in bare))
-    assert read_run(old) == read_run(run)
 
 
 def test_checkpoints_beyond_a_million_steps_are_in_order(tmp_path):

@@ -33,8 +33,7 @@ from hardening.extremes import (
 )
 from ultr.bias.equations import PairModel, item_log_likelihood, pair_log_likelihood
 from ultr.bias.logging_policy import _order_loss
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.users import User, simulate_log
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.log.labels import Label

@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 
 import ultr
 from hardening.test_hostile_values import CASES as OTHER_CASES
+from hardening.test_hostile_values import COUNTS
 from hardening.values import NUMBERS, TEXTS, Case, arrays, check, count, framed, logs, make_log
 from ultr.datasets.synthetic import make_synthetic
 
-SMALL = dict(steps=2, batch=8, evaluate_every=2, bias_steps=2, device="cpu")
-CONFIG = dict(data="", label="click", ranker="linear", training=ultr.TrainingOptions(**SMALL))
+LINEAR = {"label": "click", "ranker": "linear", "steps": 2, "device": "cpu"}
+FURTHER = {"batch": 8, "evaluate_every": 2, "bias_steps": 2}
+SMALL = {**LINEAR, **FURTHER}
+ESTIMATED = {**LINEAR, "options": FURTHER}
 
 
 @cache
@@ -31,7 +34,7 @@ def holder() -> TemporaryDirectory[str]:
 @cache
 def a_run() -> Path:
     out = Path(holder().name) / "run"
-    return ultr.run_training(ultr.RunConfig(**CONFIG), out, log=make_log())
+    return ultr.run_training(ultr.make_config(**SMALL), out, source=make_log())
 
 
 @cache
@@ -55,7 +58,7 @@ def model() -> ultr.Model:
 
 @cache
 def estimator() -> ultr.UnbiasedRanker:
-    return ultr.UnbiasedRanker(label="click", ranker="linear", **SMALL).fit(TABLE)
+    return ultr.UnbiasedRanker(**ESTIMATED).fit(TABLE)
 
 
 @contextmanager
@@ -75,14 +78,22 @@ def into(call: Callable[..., Any], name: str) -> Callable[..., Any]:
     return written
 
 
-def trained(ranker: str, log: Any, **options: Any) -> Any:
-    training = {name: options.pop(name) for name in ("lr", "clip", "weight_decay", "warmup", "seed", "batch")}
-    config = ultr.RunConfig(
-        **{**CONFIG, "ranker": ranker, "training": ultr.TrainingOptions(**{**SMALL, **training})}, **options
-    )
+def trained(log: Any, **options: Any) -> Any:
+    config = ultr.make_config(**{**SMALL, **options})
     with folder() as place:
-        model = ultr.load_model(ultr.run_training(config, place / "run", log=log))
-        return model.score(log)
+        return ultr.load_model(ultr.run_training(config, place / "run", source=log)).score(log)
+
+
+def trained_by_name(log: Any, **options: Any) -> Any:
+    return ultr.train(log, **{**SMALL, **options}).score(make_log())
+
+
+def evaluated(**arguments: Any) -> Any:
+    json.dumps(ultr.evaluate(a_run(), **arguments).to_json(), allow_nan=False)
+
+
+def compared(**arguments: Any) -> Any:
+    json.dumps(ultr.compare(**{**SMALL, **arguments}).to_json(), allow_nan=False)
 
 
 def audited(**arguments: Any) -> Any:
@@ -101,17 +112,17 @@ ARRAYS = {
 
 
 def fitted(X: Any, y: Any, request: Any, position: Any, sample_weight: Any, **options: Any) -> Any:
-    ranker = ultr.UnbiasedRanker(**{"label": "click", "ranker": "linear", **SMALL, **options})
+    ranker = ultr.UnbiasedRanker(**{**ESTIMATED, **options})
     ranker.fit(X, y, request=request, position=position, sample_weight=sample_weight)
     return ranker.predict(X), ranker.score(X, y, request=request, position=position)
 
 
 def fitted_to_frame(X: Any, **options: Any) -> Any:
-    ranker = ultr.UnbiasedRanker(**{"label": "click", "ranker": "linear", **SMALL, **options}).fit(X)
+    ranker = ultr.UnbiasedRanker(**{**ESTIMATED, **options}).fit(X)
     return ranker.predict(X), ranker.score(X)
 
 
-ESTIMATOR = {name: value for name, value in ultr.UnbiasedRanker().get_params().items() if name not in SMALL}
+ESTIMATOR = {name: value for name, value in ultr.UnbiasedRanker().get_params().items() if name not in ESTIMATED}
 PATHS = st.sampled_from(["", ".", "/", "nothing", "/dev/null", "/proc/self/mem", "a" * 300, "x\0y", Path("é" * 200)])
 SEEDS = st.sampled_from([-1, 0, 2**32, 2**63 - 2, 2**63, 1.0, True, np.int64(5), None])
 REAL = st.sampled_from([number for number in NUMBERS if isinstance(number, float | int)])
@@ -146,8 +157,8 @@ def prepared(source: Any, out: Any, **options: Any) -> Any:
 CASES: dict[str, Case] = {
     "audit": Case(
         audited,
-        lambda: {"log": make_log(), "label": "click", "sample": None, "known": None, "bootstrap": 3, "seed": 0},
-        {**LOG, "sample": logs(), "known": KNOWN, "bootstrap": st.sampled_from([0, -1, 1, 10**9, 2.0]), "seed": SEEDS},
+        lambda: {"log": make_log(), "label": "click", "propensities": None, "bootstrap": 3, "seed": 0},
+        {**LOG, "propensities": KNOWN, "bootstrap": st.sampled_from([0, -1, 1, 10**9, 2.0]), "seed": SEEDS},
         examples=0,
         long=400,
     ),
@@ -219,7 +230,7 @@ CASES: dict[str, Case] = {
     ),
     "run_training": Case(
         trained,
-        lambda: {"ranker": "linear", "log": make_log(), "held_out": 0.2, "judged": 0.0, "method": "pointwise", **RATES},
+        lambda: {"ranker": "linear", "log": make_log(), "held_out": 0.2, "test": 0.0, "method": "pointwise", **RATES},
         {
             **LOG,
             "ranker": st.sampled_from(["mlp", "x"]),
@@ -229,8 +240,29 @@ CASES: dict[str, Case] = {
         examples=8,
         long=300,
     ),
-    "RunConfig of files": Case(
-        into(lambda out, **options: ultr.run_training(ultr.RunConfig(**CONFIG | options), out), "run"),
+    "train": Case(
+        trained_by_name,
+        lambda: {"log": TABLE, "resume": False, "overwrite": False, "label": "click", "columns": {}},
+        {"log": framed(), "columns": st.sampled_from([{"x": 1}, {"request": 3}, {"actions": None}])},
+        examples=6,
+        long=200,
+    ),
+    "evaluate": Case(
+        evaluated,
+        lambda: {"log": TABLE, "metrics": "ndcg@3", "against": None, "label": None, "propensities": None},
+        {"log": framed(), "metrics": TEXTS | st.lists(TEXTS, max_size=2), "propensities": KNOWN},
+        examples=8,
+        long=200,
+    ),
+    "compare": Case(
+        compared,
+        lambda: {"log": make_log(), "methods": ["pointwise"], "seeds": 1, "rates": [0.1], "jobs": 1, "metrics": None},
+        {**LOG, "methods": st.lists(TEXTS, max_size=2), "seeds": COUNTS, "rates": st.lists(REAL, max_size=2)},
+        examples=0,
+        long=60,
+    ),
+    "run_training of files": Case(
+        into(lambda out, **options: ultr.run_training(ultr.make_config(**SMALL | options), out), "run"),
         lambda: {"data": str(parquet()), "out": None, "columns": {}, "bias": None, "propensities": None},
         {
             "data": PATHS.map(str),
@@ -268,8 +300,11 @@ CASES: dict[str, Case] = {
     "UnbiasedRanker of frames": Case(fitted_to_frame, lambda: {"X": TABLE}, {"X": framed()}, examples=10, long=300),
     "UnbiasedRanker's options": Case(
         lambda **options: fitted_to_frame(TABLE, **options),
-        lambda: ESTIMATOR | {"label": "click", "ranker": "linear"},
-        dict.fromkeys(["dropout", "lr", "weight_decay", "held_out", "patience"], REAL),
+        lambda: ESTIMATOR | ESTIMATED,
+        {
+            **dict.fromkeys(["lr", "held_out"], REAL),
+            "options": st.dictionaries(st.sampled_from(["network.dropout", "trees.lr", "x"]), REAL, max_size=2),
+        },
         examples=8,
         long=400,
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from functools import cache, partial
 from typing import Any
 
@@ -36,6 +35,7 @@ from ultr.evaluation.scores import Mean, parse_any_metric
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
 from ultr.log.labels import Label
+from ultr.training.config import TrainingOptions, all_options
 
 ROWS = 6
 SEEDS = st.sampled_from([-1, 0, 2**32, 2**63 - 2, 2**63 - 1, 2**64, 1.0, True, np.int64(5), "0", None])
@@ -149,14 +149,9 @@ def call_method(method: str) -> Callable[..., Any]:
     return call
 
 
-def fields_of(kind: type) -> dict[str, Any]:
-    made = kind(data="x") if kind is ultr.RunConfig else kind()
-    return {field.name: getattr(made, field.name) for field in fields(made)}
-
-
-def as_json(made: Any) -> Any:
+def as_json(config: ultr.Config) -> str:
     """Return a configuration as JSON, which must be possible for every valid one."""
-    return json.dumps(made.to_json() if isinstance(made, ultr.RunConfig) else vars(made))
+    return json.dumps(config.to_json())
 
 
 LOG = {"log": logs()}
@@ -186,6 +181,8 @@ USER_BAD = {
     "further": st.fixed_dictionaries({"like": SHARES}),
 }
 MEASURED = {"scores": TENSORS, "labels": TENSORS, "where": TENSORS, "k": COUNTS}
+OPTIONS = {option.path: option.default for option in all_options() if option.path != "data.source"}
+OPTIONS_BAD = dict.fromkeys(OPTIONS, st.sampled_from(NUMBERS))
 CASES: dict[str, Case] = {
     "Log": Case(Log, log_arguments, LOG_BAD),
     "Log.select": Case(lambda requests: shown().select(requests), lambda: {"requests": [0, 1]}),
@@ -311,16 +308,18 @@ CASES: dict[str, Case] = {
         {**LOG, "seed": SEEDS, "sessions": COUNTS},
     ),
     "TrainingOptions": Case(
-        lambda **o: as_json(ultr.TrainingOptions(**o)),
-        partial(fields_of, ultr.TrainingOptions),
-        dict.fromkeys(fields_of(ultr.TrainingOptions), st.sampled_from(NUMBERS)),
+        lambda **o: json.dumps(vars(TrainingOptions(**o))),
+        lambda: vars(TrainingOptions()).copy(),
+        dict.fromkeys(vars(TrainingOptions()), st.sampled_from(NUMBERS)),
         examples=60,
     ),
-    "RunConfig": Case(
-        lambda **o: as_json(ultr.RunConfig(**o)),
-        partial(fields_of, ultr.RunConfig),
-        dict.fromkeys(fields_of(ultr.RunConfig), st.sampled_from(NUMBERS)),
-        examples=60,
+    "make_config": Case(
+        lambda **o: as_json(ultr.make_config(**o)), lambda: {"data": "x", **OPTIONS}, OPTIONS_BAD, examples=100
+    ),
+    "Config.from_json": Case(
+        lambda **o: as_json(ultr.Config.from_json(o)),
+        lambda: ultr.make_config("x").to_json(),
+        {"network": st.dictionaries(st.sampled_from(["lr", "x"]), st.sampled_from(NUMBERS))},
     ),
     "read_log": Case(
         ultr.read_log,
@@ -337,9 +336,10 @@ def test_a_column_name_with_nul_is_rejected_before_polars_ends_the_process():
 
 
 def test_options_may_be_numbers_of_numpy():
-    made = ultr.TrainingOptions(steps=np.int64(5), lr=np.float32(0.5))
-    assert json.loads(as_json(made))["steps"] == 5
-    assert type(made.lr) is float
+    config = ultr.make_config(ranker="mlp", steps=np.int64(5), lr=np.float32(0.5))
+    assert json.loads(as_json(config))["network"]["steps"] == 5
+    assert type(config.network.lr) is float
+    assert type(TrainingOptions(lr=np.float32(0.5)).lr) is float
 
 
 def test_masks_need_not_be_contiguous():

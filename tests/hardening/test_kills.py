@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork to start work quickly")
 
-CASES = ("network", "trees", "stream", "overwrite", "compare", "prepare", "score", "write_log", "export", "report")
+CASES = ("both", "stream", "overwrite", "compare", "prepare", "score", "write_log", "export", "report")
 CASES += ("bias", "cache")
 KILLS = {"long network": 40, "long trees": 30, "long stream": 30, "long prepare": 50, "long score": 50}  # 200 in total
 

@@ -47,8 +47,7 @@ from hardening.extremes import (
     write_counts,
 )
 from ultr.bias.equations import PairModel, pair_posterior
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import MAX_GRADE, User
+from ultr.datasets.users import MAX_GRADE, User, simulate_log
 from ultr.evaluation.metrics import METRICS
 from ultr.lists import Lists
 from ultr.methods import METHODS, Method

@@ -15,8 +15,7 @@ from ultr.bias.counts import Cells, Counts
 from ultr.bias.estimators import SMALLEST, bradley_terry, fit_conditional, fit_trust, harvest, position_based
 from ultr.bias.logging_policy import _order_loss
 from ultr.datasets.base import by_grade
-from ultr.datasets.dwell import Dwell
-from ultr.datasets.users import USERS, make_user
+from ultr.datasets.users import USERS, Dwell, make_user
 from ultr.errors import LabelError
 from ultr.log.labels import _FUNCTIONS, _OPERATORS, _UNARY, DEFAULT_LABEL, Label
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from hardening import repeated
 from hardening.repeated import CONFIG, LOG, WORK, digest
 from ultr.log import read_log, write_log
 from ultr.methods import METHODS
-from ultr.training.config import with_training
 from ultr.training.run import run_training
 
 
@@ -57,7 +55,7 @@ def test_a_network_has_the_same_bits_again_and_in_another_process(tmp_path):
     first, second = again("network")
     assert first == second
     assert elsewhere(tmp_path / "elsewhere", ["network"], 4321) == {"network": first}
-    run_training(with_training(CONFIG, seed=1), "other")
+    run_training(CONFIG.with_options(seed=1), "other")
     assert digest(Path("other") / "model") != digest(Path("network-1") / "model")
 
 
@@ -112,7 +110,7 @@ def test_a_comparison_does_not_depend_on_the_number_of_jobs():
 @pytest.mark.long
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_method_has_the_same_bits_again(method):
-    config = replace(CONFIG, method=method, select="feedback-ndcg@10")
+    config = CONFIG.with_options(method=method, select="feedback-ndcg@10")
     for number in (1, 2):
         run_training(config, f"run-{number}")
     assert digest(Path("run-1")) == digest(Path("run-2"))

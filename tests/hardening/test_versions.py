@@ -1,4 +1,4 @@
-"""Check the formats of files: older ones are read, newer ones are rejected with a hint to update."""
+"""Check the formats of files: golden ones are read, and newer ones are rejected with a hint to update."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from hardening.make_golden import FEATURES, GOLDEN
-from ultr.bias import propensities
-from ultr.datasets import SPLITS, cache, load_dataset
+from ultr.bias import examination, propensities
+from ultr.bias.examination import Examination
+from ultr.datasets import Dataset, base
 from ultr.errors import DataError
-from ultr.evaluation import judge as judging
-from ultr.evaluation.judge import load_judge
+from ultr.evaluation import off_policy
+from ultr.evaluation.off_policy import load_off_policy_model
 from ultr.log import read_log, shards
 from ultr.log.shards import Shards
 from ultr.rankers import model as models
@@ -22,17 +23,17 @@ from ultr.rankers.model import load_model
 from ultr.report import write_report
 from ultr.serving import exported
 from ultr.serving.exported import load_exported, onnx_scores
-from ultr.training import checkpoints as checkpoint
-from ultr.training import comparison
 from ultr.training import config as configs
+from ultr.training import data
+from ultr.training import folder as folders
 from ultr.training import outcome as outcomes
-from ultr.training.checkpoints import newest_checkpoint, write_checkpoint
-from ultr.training.config import RunConfig
-from ultr.training.data import load_run_data
-from ultr.training.inputs import method_inputs
+from ultr.training.comparing import results
+from ultr.training.config import make_config
+from ultr.training.data import Decisions, load_run_data
+from ultr.training.examining import best_evaluation, known_theta
+from ultr.training.folder import newest_checkpoint, read_config, write_checkpoint
 from ultr.training.outcome import read_outcome
-from ultr.training.selection import best_evaluation
-from ultr.utils.jsonfiles import check_format, read_json
+from ultr.utils.jsonfiles import check_format, read_json, write_json
 
 VERSIONS = sorted(GOLDEN.iterdir())
 
@@ -45,8 +46,8 @@ def golden(request, tmp_path, monkeypatch) -> Path:
 
 
 def read_bias(folder: Path) -> object:
-    config = RunConfig(data="log.parquet", bias=str(folder / "network" / "bias.json"))
-    return method_inputs(config, load_run_data(config)).propensities
+    config = make_config("log.parquet", bias=str(folder / "network" / "bias.json"))
+    return known_theta(config, load_run_data(config))
 
 
 def read_checkpoint(folder: Path) -> object:
@@ -59,14 +60,24 @@ KINDS = {
     "model": ("network/model/model.json", models.FORMAT, lambda f: load_model(f / "network")),
     "trees": ("trees/model/model.json", models.FORMAT, lambda f: load_model(f / "trees")),
     "outcome": ("network/outcome/outcome.json", outcomes.FORMAT, lambda f: read_outcome(f / "network")),
-    "judge": ("network/judge/judge.json", judging.FORMAT, lambda f: load_judge(f / "network" / "judge")),
+    "decisions": ("network/decisions.json", data.FORMAT, lambda f: Decisions.load(f / "network")),
+    "examination": (
+        "network/examination.json",
+        examination.FORMAT,
+        lambda f: Examination.load(f / "network" / "examination.json"),
+    ),
+    "off-policy model": (
+        "network/off-policy/model.json",
+        off_policy.FORMAT,
+        lambda f: load_off_policy_model(f / "network" / "off-policy"),
+    ),
     "bias": ("network/bias.json", propensities.BIAS_FORMAT, read_bias),
-    "checkpoint": ("network/checkpoints/step-000002/meta.json", checkpoint.FORMAT, read_checkpoint),
+    "checkpoint": ("network/checkpoints/step-000002/meta.json", folders.FORMAT, read_checkpoint),
     "lists": ("lists/lists.json", shards.FORMAT, lambda f: Shards(f / "lists").read_all()),
     "exported": ("exported/model.json", exported.FORMAT, lambda f: load_exported(f / "exported")),
     "comparison": (
         "compared/comparison.json",
-        comparison.FORMAT,
+        results.FORMAT,
         lambda f: write_report([f / "compared"], f / "page.html", overwrite=True),
     ),
 }
@@ -99,16 +110,21 @@ def test_every_file_that_describes_a_folder_has_a_format(golden):
             assert isinstance(json.loads(path.read_text()).get("format"), int), path
 
 
-def test_a_cache_in_another_format_is_built_again(own_cache):
-    first = load_dataset("synthetic")
-    metas = list(own_cache.rglob("meta.json"))
-    for meta in metas:
-        meta.write_text(json.dumps({**json.loads(meta.read_text()), "format": cache.FORMAT + 1}))
-    again = load_dataset("synthetic")
-    for split in SPLITS:
-        np.testing.assert_array_equal(first[split].features, again[split].features)
-    for meta in metas:
-        assert json.loads(meta.read_text())["format"] == cache.FORMAT
+def test_a_cache_in_another_format_is_built_again(own_cache, shown_log):
+    built = []
+
+    def build() -> Dataset:
+        built.append(1)
+        return Dataset("small", shown_log, shown_log, shown_log, max_grade=4, fingerprint="x")
+
+    base.cached("small", "key", build)
+    meta = own_cache / "small-key" / "meta.json"
+    for number in (0, base.FORMAT + 1):
+        write_json(meta, {**read_json(meta), "format": number})
+        base.cached("small", "key", build)
+        assert read_json(meta)["format"] == base.FORMAT
+    base.cached("small", "key", build)
+    assert len(built) == 3
 
 
 def test_a_format_is_a_whole_number():
@@ -121,7 +137,7 @@ def test_a_format_is_a_whole_number():
 # --- Golden -------------------------------------------------------------------------------------------------------
 
 
-def test_runs_of_earlier_versions_score_as_they_did(golden):
+def test_golden_runs_score_as_they_did(golden):
     expected = json.loads((golden / "scores.json").read_text())
     for run in ("network", "trees"):
         np.testing.assert_allclose(load_model(run).score_features(FEATURES), expected[run], rtol=1e-5, atol=1e-6)
@@ -129,11 +145,11 @@ def test_runs_of_earlier_versions_score_as_they_did(golden):
     np.testing.assert_allclose(onnx_scores(session, FEATURES[None])[0], expected["network"], rtol=1e-5, atol=1e-5)
 
 
-def test_files_of_earlier_versions_are_read(golden):
+def test_golden_files_are_read(golden):
     log = read_log("log.parquet")
     lists = [Shards("lists", split).read_all() for split in ("train", "validation")]
     assert sum(len(part) for part in lists) == len(log)
-    assert RunConfig.from_json(read_json(Path("network/config.json"))).data == "log.parquet"
-    judge = load_judge(Path("network/judge"))
-    assert judge.value(log, log.features[:, 0], "off-policy-reward@10", label="click").per_request.shape == (len(log),)
+    assert read_config(Path("network")).data.source == "log.parquet"
+    model = load_off_policy_model(Path("network/off-policy"))
+    assert model.value(log, log.features[:, 0], "off-policy-reward@10", label="click").per_request.shape == (len(log),)
     write_report(["network", "trees"], "page.html")

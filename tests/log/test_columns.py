@@ -7,8 +7,8 @@ import pytest
 
 from ultr.errors import ColumnError, LabelError
 from ultr.log import Log, read_log, write_log
-from ultr.log.batches import read_batches
 from ultr.log.labels import Label, click_label, default_label
+from ultr.log.readers import read_batches
 
 COLUMNS = {"search": [1, 1, 2], "rank": [1, 2, 1], "sku": ["x", "y", "x"], "click": [1, 0, 1], "price": [3.0, 4.0, 3.0]}
 

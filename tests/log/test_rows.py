@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from ultr.errors import ColumnError, DataError, OptionError
-from ultr.log import jsonlines as jsonlines_module
 from ultr.log import read_log
-from ultr.log.batches import read_batches
+from ultr.log import readers as jsonlines_module
 from ultr.log.prepare.pipeline import prepare_lists
-from ultr.log.queries import split_by_time
+from ultr.log.readers import read_batches
 from ultr.log.shards import Shards
+from ultr.log.splits import split_by_time
 
 
 def table(**changes):

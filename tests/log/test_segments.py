@@ -7,7 +7,7 @@ import pytest
 
 from ultr.errors import DataError
 from ultr.log import read_log
-from ultr.log.segments import by_segment, slot
+from ultr.log.table import by_segment, slot
 
 TABLE = pa.table(
     {

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from conftest import make_shown_log
 from lists_folder import write_lists
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError, OptionError
 from ultr.log import Log, read_log
 from ultr.log.shards import MANIFEST, Manifest, Shards, concatenate_logs, is_lists

@@ -14,9 +14,8 @@ import pytest
 
 from ultr.errors import ColumnError, DataError, UltrError
 from ultr.log import read_log
-from ultr.log.batches import read_batches
 from ultr.log.prepare.pipeline import prepare_lists
-from ultr.log.readers import read_columns
+from ultr.log.readers import read_batches, read_columns
 from ultr.log.sampling import read_for_audit
 from ultr.log.shards import Shards
 from ultr.log.sources import open_source

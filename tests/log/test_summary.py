@@ -8,7 +8,7 @@ import pytest
 
 from ultr.errors import DataError
 from ultr.log import read_log
-from ultr.log.summary import by_position
+from ultr.log.table import by_position
 
 
 def test_feedback_by_position_counts_requests_with_their_weights():

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import EYE_TRACKING, make_user
+from ultr.datasets.users import EYE_TRACKING, make_user, simulate_log
 from ultr.errors import DataError
 from ultr.lists import Lists
 from ultr.log import Log

@@ -12,8 +12,7 @@ import torch
 from conftest import make_shown_log
 from ultr.bias.click_models import MODELS
 from ultr.bias.propensities import read_bias_theta
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import CascadeUser
+from ultr.datasets.users import CascadeUser, simulate_log
 from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.log import write_log
@@ -22,7 +21,7 @@ from ultr.methods import METHODS, Method, MethodInputs, make_method
 from ultr.methods.base import POSITION_SPEED
 from ultr.methods.click_models import ClickModelMethod
 from ultr.rankers.model import load_model
-from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.config import make_config
 from ultr.training.run import run_training
 
 FEATURES = 4
@@ -143,13 +142,8 @@ def test_the_score_is_attraction_times_satisfaction(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_has_a_report_and_a_model_that_can_be_loaded(name, tmp_path):
     write_log(log_of(requests=80), tmp_path / "log.parquet")
-    config = RunConfig(
-        str(tmp_path / "log.parquet"),
-        method=name,
-        label="click",
-        ranker_options={"hidden": [6]},
-        training=TrainingOptions(steps=20, evaluate_every=10, batch=16, device="cpu"),
-    )
+    options = {"ranker": "mlp", "hidden": (6,), "steps": 10, "evaluate_every": 5, "batch": 16, "device": "cpu"}
+    config = make_config(str(tmp_path / "log.parquet"), method=name, label="click", **options)
     run = run_training(config, tmp_path / "run")
     theta = read_bias_theta(run)
     assert [int(k) for k in theta] == list(POSITIONS)[: len(theta)]

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch.func import functional_call, vmap
 
 from conftest import make_shown_log
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.log import Log

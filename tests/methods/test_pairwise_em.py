@@ -14,8 +14,7 @@ from bias_fitting import fit_bias
 from conftest import make_shown_log
 from ultr.bias.equations import examined_though_zero, item_log_likelihood, pair_examined, pair_trust
 from ultr.bias.examination import Examination
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import EYE_TRACKING, User
+from ultr.datasets.users import EYE_TRACKING, User, simulate_log
 from ultr.errors import DataError, OptionError
 from ultr.evaluation.metrics import batch_innermost, discounts_at, ranks_of
 from ultr.lists import Lists
@@ -430,9 +429,9 @@ def test_the_report_has_trust_by_pairs_of_positions(lists):
 def test_options_are_checked():
     for options, match in (
         ({"loss": "best"}, "'loss' must be one of"),
-        ({"scale": 2}, "'scale' must be above 0"),
+        ({"scale": 2}, "'scale' must be estimated or at most 1"),
         ({"scale": "estimated"}, "theta=regression"),
-        ({"max_weight": 0.5}, "'max_weight' must be at least 1"),
+        ({"max_weight": 0.5}, "'max_weight' must be none or at least 1"),
         ({"speed": 3}, "no option 'speed'"),
         ({"weights": "posterior"}, "'weights' must be one of paper, exact"),
         ({"loss": "posterior", "weights": "paper"}, "weights=paper cannot be used with loss=posterior"),
@@ -446,7 +445,7 @@ def test_options_are_checked():
     assert (released.kind, released.delta, released.joint, released.max_weight) == ("opt", "lambdaloss", True, math.inf)
     changed = make_method("pairwise-em", inputs(), variant="released", em="staged", max_weight=5, delta="dcg")
     assert (changed.delta, changed.joint, changed.max_weight) == ("dcg", False, 5)
-    assert parse_options("pairwise-em", ["max_weight=none"]) == {"max_weight": "none"}
+    assert parse_options("pairwise-em", {"max_weight": "none"}) == {"max_weight": "none"}
     assert make_method("pairwise-em", inputs(), loss="ipw", max_weight="none").max_weight == math.inf
     assert make_method("pairwise-em", inputs(), scale="estimated", theta="regression").bias_model.scale is None
 

@@ -19,8 +19,15 @@ import torch
 from torch import Tensor
 
 from bias_fitting import fit_bias
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import EYE_TRACKING, CascadeUser, TrustUser, User, default_mistrust, default_trust
+from ultr.datasets.users import (
+    EYE_TRACKING,
+    CascadeUser,
+    TrustUser,
+    User,
+    default_mistrust,
+    default_trust,
+    simulate_log,
+)
 from ultr.evaluation.scores import evaluate_scores, paired_test
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
@@ -173,7 +180,7 @@ def learned(
     )
     training = TrainingOptions(steps=STEPS, bias_steps=1000, batch=128, lr=0.05, schedule="cosine", device="cpu")
     name, *texts = method.split(":")
-    trained = make_method(name, inputs, **parse_options(name, texts), **dict(options))
+    trained = make_method(name, inputs, **parse_options(name, dict(text.split("=") for text in texts)), **dict(options))
     state = start(trained, log, training)
     fit_bias(trained, log, training, user=user)
     feed = Feed(ListBatches(log), batch=training.batch, seed=0, user=user)

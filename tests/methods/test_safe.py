@@ -170,8 +170,8 @@ def test_with_much_feedback_the_bound_has_the_gradient_of_ipw():
 def test_options_are_checked():
     for name, options, match in (
         ("prpo", {"clip": "0.9"}, "at least 1"),
-        ("safe-ipw", {"delta": "0"}, "above 0 and below 1"),
-        ("safe-ipw", {"delta": "1"}, "above 0 and below 1"),
+        ("safe-ipw", {"delta": "0"}, "above 0"),
+        ("safe-ipw", {"delta": "1"}, "below 1"),
         ("safe-ipw", {"samples": "1"}, "at least 2"),
         ("safe-ipw", {"cutoff": "5"}, "no option 'cutoff'"),
     ):

@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import make_shown_log
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import LabelError, OptionError
 from ultr.lists import Lists
-from ultr.log import Log, read_log
+from ultr.log import Log, read_log, write_log
 from ultr.log.labels import Label
 from ultr.methods import METHODS, MethodInputs, make_method, parse_options
 from ultr.methods.base import POSITION_SPEED
@@ -26,11 +25,11 @@ from ultr.methods.losses import product_logistic_loss
 from ultr.methods.towers import Tower
 from ultr.rankers import score_rows
 from ultr.rankers.model import load_model
-from ultr.training import finish
 from ultr.training import run as runs
-from ultr.training.config import RunConfig, TrainingOptions
-from ultr.training.data import RunData
-from ultr.training.loop import start, take_step
+from ultr.training.combining import combine
+from ultr.training.config import Config, TrainingOptions, make_config
+from ultr.training.data import Data
+from ultr.training.loop import Listeners, start, take_step
 from ultr.training.run import run_training
 
 FEATURES = 4
@@ -57,15 +56,9 @@ def test_the_released_variant_learns_each_action_by_a_network_of_its_own_from_al
         assert any(slope.abs().sum() > 0 for slope in own)
     other = torch.autograd.grad(clicks.sum(), list(layers[1].parameters()))
     assert all((slope == 0).all() for slope in other)
-    config = RunConfig(
-        "synthetic",
-        users="pbm",
-        method="pal-click",
-        method_options={"variant": "released"},
-        ranker_options={"hidden": [8], "dropout": 0.3},
-        training=TrainingOptions(steps=3, device="cpu"),
-    )
-    model = load_model(run_training(config, tmp_path / "run"))
+    write_log(feedback_log(), tmp_path / "log.parquet")
+    options = {"hidden": (8,), "dropout": 0.3, "columns": {}, "method_options": {"variant": "released"}}
+    model = load_model(run_training(config(tmp_path / "log.parquet", **options), tmp_path / "run"))
     assert model.ranker.ranker.layers[0][1].__class__.__name__ == "LayerNorm"
 
 
@@ -299,7 +292,7 @@ def test_context_can_be_numbers_and_categories(name):
 )
 def test_options_read_from_text_make_the_same_method(name, text):
     key, _, value = text.partition("=")
-    read = make_method(name, inputs(), **parse_options(name, [text]))
+    read = make_method(name, inputs(), **parse_options(name, {key: value}))
     assert str(read) == str(make_method(name, inputs(), **{key: value}))
 
 
@@ -330,8 +323,8 @@ def test_position_dropout_is_a_share_below_one(name):
         (1.0, "below 1"),
         (1.5, "below 1"),
         (-0.1, "at least 0"),
-        ("nan", "at least 0"),
-        ("half", "at least 0"),
+        ("nan", "below 1"),
+        ("half", "a number"),
     ]:
         with pytest.raises(OptionError, match=f"'position_dropout' must be {message}"):
             make_method(name, inputs(), position_dropout=value)
@@ -452,9 +445,6 @@ def test_towers_need_feedback():
             make_method(name, inputs(truth=True))
 
 
-FAST = {"steps": 20, "batch": 16, "evaluate_every": 5, "device": "cpu"}
-
-
 @pytest.fixture
 def log_path(tmp_path):
     """Write a log with the device as a category."""
@@ -465,36 +455,39 @@ def log_path(tmp_path):
     return tmp_path / "log.parquet"
 
 
-def config(path, **changes) -> RunConfig:
-    training = TrainingOptions(**{**FAST, **changes.pop("training", {})})
+def config(path, **changes) -> Config:
     given = {
         "method": "pal-click",
         "method_options": {"context": "device+f0", "towers": "all", "position_dropout": 0.2},
-        "columns": {"categorical": ["device"]},
-        "ranker_options": {"hidden": [8]},
+        "columns": {"categorical": "device"},
+        "ranker": "mlp",
+        "hidden": (8,),
+        "steps": 10,
+        "batch": 16,
+        "evaluate_every": 5,
+        "device": "cpu",
     }
-    return RunConfig(data=str(path), training=training, **{**given, **changes})
+    return make_config(str(path), **{**given, **changes})
 
 
 @pytest.mark.parametrize(("label", "categorical"), [("click + dwell / exp(3)", True), ("click", False)])
 def test_a_run_is_loaded_with_the_scores_it_had(label, categorical, log_path, tmp_path, monkeypatch):
     kept = []
-    save_model = finish.save_model
-    monkeypatch.setattr(finish, "save_model", lambda *args, **rest: (kept.append(args[1]), save_model(*args, **rest)))
+    monkeypatch.setattr(runs, "combine", lambda *args: kept.append(combine(*args)) or kept[0])
     changes = {} if categorical else {"columns": {}, "method_options": {"context": "f0"}}
     run = run_training(config(log_path, label=label, **changes), tmp_path / "run")
     log = read_log(log_path, **({"categorical": "device"} if categorical else {}))
     assert bool(log.vocabularies) == categorical
     scores = load_model(run).score(log)
-    np.testing.assert_array_equal(scores, score_rows(kept[0], log.features, device="cpu"))
+    np.testing.assert_array_equal(scores, score_rows(kept[0].ranker, log.features, device="cpu"))
     assert np.unique(scores).size > 10
     assert (scores > 0).all()
 
 
 def test_a_run_can_start_from_itself(log_path, tmp_path):
     first = run_training(config(log_path), tmp_path / "one")
-    barely = config(log_path, training={"steps": 1, "evaluate_every": 1, "lr": 1e-9})
-    second = run_training(barely, tmp_path / "two", warm_start=first)
+    barely = config(log_path, steps=1, evaluate_every=1, lr=1e-9, warm_start=str(first))
+    second = run_training(barely, tmp_path / "two")
     log = read_log(log_path, categorical="device")
     np.testing.assert_allclose(load_model(second).score(log), load_model(first).score(log), rtol=1e-4, atol=1e-5)
 
@@ -504,12 +497,13 @@ def test_a_stopped_run_resumes_to_the_same_bits(log_path, tmp_path):
         pass
 
     def stop(progress):
-        if progress.step == 10:
+        if progress.step == 5:
             raise StoppedError
 
     whole = run_training(config(log_path), tmp_path / "whole")
     with pytest.raises(StoppedError):
-        run_training(config(log_path), tmp_path / "run", checkpoint_seconds=0, on_progress=stop)
+        listeners = Listeners(on_progress=stop, checkpoint_seconds=0)
+        run_training(config(log_path), tmp_path / "run", listeners=listeners)
     resumed = run_training(config(log_path), tmp_path / "run", resume=True)
     for name in ("model/weights.safetensors", "bias.json", "metrics.jsonl"):
         assert (resumed / name).read_bytes() == (whole / name).read_bytes()
@@ -517,8 +511,9 @@ def test_a_stopped_run_resumes_to_the_same_bits(log_path, tmp_path):
 
 def test_a_label_that_users_do_not_have_leaves_no_run(tmp_path, monkeypatch):
     shown = make_shown_log()
-    monkeypatch.setattr(runs, "load_run_data", lambda _: RunData(shown, shown, "tiny", User(), User()))
-    users = config("tiny", users="pbm", label="click + share", select="ndcg@10", method_options={})
+    data = Data(shown, shown, "tiny", User(), User(), "click + share")
+    monkeypatch.setattr(runs, "load_run_data", lambda *_, **__: data)
+    users = config("tiny", users="pbm", label="click + share", select="ndcg@10", method_options={}, columns={})
     with pytest.raises(LabelError, match="needs the action 'share'"):
         run_training(users, tmp_path / "run")
     assert not (tmp_path / "run").exists()

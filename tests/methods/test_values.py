@@ -19,9 +19,9 @@ from ultr.log import Log, write_log
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_method
 from ultr.rankers import score_rows
-from ultr.rankers.hurdle import GROUPS, KNOTS, THRESHOLDS, DurationHurdle, OrdinalHurdle
+from ultr.rankers.feedback import GROUPS, KNOTS, THRESHOLDS, DurationHurdle, OrdinalHurdle
 from ultr.rankers.model import load_model
-from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.config import TrainingOptions, make_config
 from ultr.training.feed import Feed
 from ultr.training.loop import start, take_step
 from ultr.training.run import run_training
@@ -168,15 +168,9 @@ def test_a_log_without_feedback_has_scores():
 def test_a_run_with_this_model_of_values_is_loaded(values, tmp_path):
     log = feed_log(0, requests=60)
     write_log(log, tmp_path / "log.parquet")
-    config = RunConfig(
-        str(tmp_path / "log.parquet"),
-        method="direct",
-        method_options=OPTIONS[values],
-        label="dwell",
-        ranker_options={"hidden": [6]},
-        propensities={str(k): 1.0 for k in range(1, 6)},
-        training=TrainingOptions(steps=20, evaluate_every=10, batch=16, device="cpu"),
-    )
+    options = {"ranker": "mlp", "hidden": (6,), "steps": 10, "evaluate_every": 5, "batch": 16, "device": "cpu"}
+    options |= {"method_options": OPTIONS[values], "propensities": {str(k): 1.0 for k in range(1, 6)}}
+    config = make_config(str(tmp_path / "log.parquet"), method="direct", label="dwell", **options)
     model = load_model(run_training(config, tmp_path / "run"))
     assert values == model.ranker.KIND
     rows = torch.from_numpy(log.features)

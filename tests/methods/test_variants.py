@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from conftest import make_shown_log
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.log.labels import Label

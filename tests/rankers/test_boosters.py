@@ -22,10 +22,11 @@ from ultr.rankers.boosters import (
     Boosting,
     TreeRanker,
     TreeRows,
+    check_parameters,
     lightgbm_parameters,
+    parse_parameters,
 )
 from ultr.rankers.tree_objective import PairTerms, PairwiseObjective
-from ultr.rankers.tree_parameters import check_parameters, parse_parameters
 
 REQUESTS, ITEMS = 120, 5
 SMALL = {"lightgbm": {"num_leaves": 7}, "xgboost": {"max_depth": 3}}

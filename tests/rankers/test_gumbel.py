@@ -20,7 +20,7 @@ def test_noise_in_training_has_the_gumbel_distribution_and_is_drawn_anew(source)
     noise = Gumbel(4).train()
     torch.manual_seed(0)
     if source == "parts":
-        noise.masks = Masks([Part(0, 300, 10), Part(1, 200, 10)], [1, 2])
+        noise.masks = Masks([Part(0, 300, 10), Part(1, 200, 10)], [1, 2], where(500, 10))
     if source == "key":
         noise.masks = DeviceMask(lambda: Noise(torch.tensor(5), torch.arange(500), 10), 3)
     drawn = noise(where(500, 10))
@@ -37,11 +37,11 @@ def test_there_is_no_noise_without_training():
 def test_noise_does_not_depend_on_padding_or_on_the_processes_of_a_batch():
     parts, seeds = [Part(0, 3, 4), Part(1, 2, 6)], [7, 8]
     noise = Gumbel(2).train()
-    noise.masks = Masks(parts, seeds)
+    noise.masks = Masks(parts, seeds, where(5, 6))
     whole = noise(where(5, 6))
-    noise.masks = Masks(parts[1:], seeds[1:])
+    noise.masks = Masks(parts[1:], seeds[1:], where(2, 6))
     assert torch.equal(noise(where(2, 6)), whole[:, 3:])
-    noise.masks = Masks(parts[:1], seeds[:1])
+    noise.masks = Masks(parts[:1], seeds[:1], where(3, 9))
     assert torch.equal(noise(where(3, 9))[..., :4], whole[:, :3, :4])
 
 

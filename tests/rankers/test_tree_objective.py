@@ -21,6 +21,7 @@ from ultr.lists import Lists
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_tree_method
+from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.trees import pair_terms
 from ultr.rankers.boosters import BOOSTERS, Boosting
 from ultr.rankers.tree_objective import CURVATURE, Kind, PairTerms, PairwiseObjective, kernels, preference_step
@@ -254,20 +255,21 @@ def padded(values: np.ndarray, lists: Lists) -> torch.Tensor:
     return torch.zeros(lists.where.shape).masked_scatter(lists.where, torch.from_numpy(values.astype(np.float32)))
 
 
-def by_torch(pair_model, log: Log, scores: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return the loss of some scores, and its gradient by row."""
+def by_torch(pair_model, log: Log, scores: np.ndarray, options) -> tuple[float, np.ndarray]:
+    """Return the loss of some scores, and its gradient by row, as the method for networks has it."""
     lists = Lists.from_log(log)
     given = padded(scores, lists).requires_grad_()
-    pair_model.score = lambda _: given
-    loss = pair_model.loss(lists)
+    network = PairwiseEM(replace(pair_model.inputs, ranker="linear"), final="pairs", **options)
+    network.bias_model, network.score = pair_model.bias_model, lambda _: given
+    loss = network.loss(lists)
     loss.backward()
     return loss.item(), given.grad[lists.where].numpy()
 
 
-def assert_as_torch_has_it(method, log: Log, scores: np.ndarray) -> None:
+def assert_as_torch_has_it(method, log: Log, scores: np.ndarray, **options) -> None:
     pair_model = method.pair_model()
     objective = PairwiseObjective(pair_terms(pair_model, log, method.labels(log)))
-    loss, gradient = by_torch(pair_model, log, scores)
+    loss, gradient = by_torch(pair_model, log, scores, options)
     total = len(log) if log.weights is None else log.weights.sum()
     assert objective.loss(scores) == pytest.approx(loss, rel=1e-4, abs=1e-6)
     np.testing.assert_allclose(objective.derivatives(scores)[0], total * gradient, rtol=1e-3, atol=1e-4)
@@ -279,8 +281,8 @@ def assert_as_torch_has_it(method, log: Log, scores: np.ndarray) -> None:
 def test_losses_and_gradients_equal_those_of_networks(options, lengths, seed, weighted):
     log = make_log(lengths, seed, weighted=weighted)
     scores = np.random.default_rng(seed).normal(size=log.rows).round(1).astype(np.float32)
-    assert_as_torch_has_it(tree_method(seed, **options), log, scores)
-    assert_as_torch_has_it(tree_method(seed, **options), log, np.zeros(log.rows, np.float32))
+    assert_as_torch_has_it(tree_method(seed, **options), log, scores, **options)
+    assert_as_torch_has_it(tree_method(seed, **options), log, np.zeros(log.rows, np.float32), **options)
 
 
 @pytest.mark.parametrize("loss", ["posterior", "opt-posterior", "opt", "ipw"])
@@ -288,7 +290,7 @@ def test_true_labels_have_the_same_weights_as_for_networks(loss):
     log = make_log([1, 4, 6, 2, 5])
     scores = np.random.default_rng(0).normal(size=log.rows).astype(np.float32)
     method = tree_method(loss=loss, truth=True)
-    assert_as_torch_has_it(method, log, scores)
+    assert_as_torch_has_it(method, log, scores, loss=loss)
     shown, never = (
         PairwiseObjective(pair_terms(method.pair_model(), some, log.relevance)) for some in (log, unseen(log))
     )
@@ -309,15 +311,16 @@ def test_feedback_without_positions_is_rejected():
 @pytest.mark.parametrize("ranker", BOOSTERS)
 def test_grown_trees_have_the_loss_of_torch_and_lower_it(ranker, options):
     log = make_log(np.random.default_rng(0).integers(1, 7, 400))
-    method = tree_method(ranker=ranker, **options)
+    method = tree_method(1, ranker=ranker, **options)
     task, found = method.task(log), []
+    # The bias model of seed 1 values clicked items more than others.
     # Leaves can be small, because only the training loss is checked.
     parameters = {"min_data_in_leaf": 5} if ranker == "lightgbm" else {"min_child_weight": 0.1}
     how = Boosting(30, 0.3, parameters=parameters, objective=task.objective)
     BOOSTERS[ranker].grow(task.rows, how, lambda booster, rounds: found.append(booster) or False)
     scores = found[-1].predict(log.features)
     assert len(found) == found[-1].rounds == 30
-    assert_as_torch_has_it(method, log, scores.astype(np.float32))
+    assert_as_torch_has_it(method, log, scores.astype(np.float32), **options)
     if options["loss"] == "posterior":  # |ΔDCG| changes with the order
         assert task.objective.loss(scores) < 0.7 * task.objective.loss(np.zeros(log.rows))
     clicked, scored = log.actions["click"] > 0, np.asarray(scores)

@@ -7,19 +7,20 @@ from pathlib import Path
 import pytest
 
 from conftest import make_shown_log
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.users import User, simulate_log
 from ultr.log import write_log
-from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.config import make_config
 from ultr.training.run import run_training
 
-QUICK = TrainingOptions(steps=4, batch=16, lr=0.05, evaluate_every=2, bias_steps=20, device="cpu")
+QUICK = {"steps": 4, "batch": 16, "network.lr": 0.05, "network.evaluate_every": 2, "bias_steps": 20, "hidden": (4,)}
+TREES = {"trees.rounds": 4, "trees.evaluate_every": 2, "trees.bias_rounds": 4}
 RUNS = {
-    "em": {"method": "pairwise-em"},
-    "trust": {"method": "pairwise-em", "method_options": {"loss": "bayes-ipw"}},
+    "em": {"method": "pairwise-em", "ranker": "mlp"},
+    "trust": {"method": "pairwise-em", "ranker": "mlp", "method_options": {"loss": "bayes-ipw"}},
     "towers": {"method": "pal-click-dwell"},
     "affine": {"method": "affine"},
     "plain": {"method": "lambdarank"},
+    "both": {},
 }
 
 
@@ -37,6 +38,6 @@ def runs(log_path, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     folders = {}
     for name, options in RUNS.items():
-        config = RunConfig(data=str(log_path), ranker_options={"hidden": [4]}, training=QUICK, **options)
+        config = make_config(str(log_path), device="cpu", **QUICK, **TREES, **options)
         folders[name] = run_training(config, folder / name, shared=folder / "shared")
     return folders

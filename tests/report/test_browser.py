@@ -16,13 +16,13 @@ SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 
 @pytest.fixture(scope="module")
 def path(runs, tmp_path_factory) -> Path:
-    chosen = [runs[name] for name in ("em", "trust", "towers", "affine", "plain")]
+    chosen = [runs[name] for name in ("em", "trust", "towers", "affine", "plain", "both")]
     return write_report(chosen, tmp_path_factory.mktemp("page") / "report.html")
 
 
 @pytest.fixture
 def opened(browser, path):
-    """Open the page of five runs at a given size, and collect the browser's messages."""
+    """Open the page of six runs at a given size, and collect the browser's messages."""
     contexts = []
 
     def open_(size: str = "desktop", scheme: str = "light", **more):

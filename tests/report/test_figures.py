@@ -12,9 +12,8 @@ import ultr
 from conftest import make_shown_log
 from ultr.errors import AbsentError, OptionError
 from ultr.evaluation.scores import Mean, PairedTest
-from ultr.training.comparison import Comparison, Row
-from ultr.training.entries import Setting
-from ultr.utils.html import table_html
+from ultr.training.comparing.results import Comparison, Row, Setting
+from ultr.utils.display import table_html
 
 THETA = {k: 1 / k for k in range(1, 13)}
 
@@ -27,7 +26,7 @@ def log():
 
 @pytest.fixture(scope="module")
 def report(log):
-    return ultr.audit(log.without_features(), bootstrap=0, known=THETA)
+    return ultr.audit(log.without_features(), bootstrap=0, propensities=THETA)
 
 
 def lines(figure) -> dict[str, list[float]]:

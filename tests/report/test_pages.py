@@ -22,22 +22,19 @@ from pages import plots_of
 from ultr.bias.examination import SOURCES
 from ultr.bias.identification import NORMAL
 from ultr.errors import AbsentError, DataError, OptionError, OutputError, UltrError
-from ultr.evaluation.judge import load_judge
-from ultr.evaluation.off_policy import compare_values
+from ultr.evaluation.off_policy import compare_values, load_off_policy_model
 from ultr.evaluation.scores import holm, mean_with_interval
 from ultr.log import write_log
 from ultr.rankers.model import load_model
 from ultr.report import write_bias_page, write_comparison_page, write_report
-from ultr.report.answer import answer as answer_of
 from ultr.report.bias import bias_section
-from ultr.report.page import page
-from ultr.report.parts import Card, Cards, Code, Folded, Grid, Heading, Notes, Plot, Section, Table, Text
+from ultr.report.page import Card, Cards, Code, Folded, Grid, Heading, Notes, Plot, Section, Table, Text, page
 from ultr.report.plots import bar_plot, dot_plot, heat_map, histogram, interval_plot, line_plot
-from ultr.report.run import _names
-from ultr.training.comparison import Comparison, Row, with_tests
-from ultr.training.config import RunConfig
+from ultr.report.runs import _names
+from ultr.report.runs import answer as answer_of
+from ultr.training.comparing.results import Comparison, Row, Setting, with_tests
 from ultr.training.data import load_run_data
-from ultr.training.entries import Setting
+from ultr.training.folder import read_config, read_metrics
 from ultr.training.outcome import LOGGED, RunOutcome, read_outcome
 from ultr.utils.jsonfiles import read_json, write_json
 
@@ -48,12 +45,12 @@ def without_plotly(text: str) -> str:
     return first + rest.split("</script>", 1)[1]
 
 
-NAMES = ("em", "trust", "towers", "affine", "plain")
+NAMES = ("em", "trust", "towers", "affine", "plain", "both")
 
 
 @pytest.fixture(scope="session")
-def five(runs, tmp_path_factory) -> str:
-    """The page of five runs of one log."""
+def six(runs, tmp_path_factory) -> str:
+    """The page of six runs of one log."""
     path = write_report([runs[name] for name in NAMES], tmp_path_factory.mktemp("page") / "report.html")
     assert path.stat().st_size < 8e6
     return path.read_text()
@@ -74,15 +71,15 @@ def changed(runs, tmp_path):
     return change
 
 
-def test_every_section_is_there(five):
-    titles = re.findall(r"<h2>(.*?)</h2>", five)
+def test_every_section_is_there(six):
+    titles = re.findall(r"<h2>(.*?)</h2>", six)
     assert titles == ["Summary", "Data", "Learning", "Metrics", "Bias", "Features", "Rankings", "Configuration"]
     for run in NAMES:
-        assert f">{run}<" in five
+        assert f">{run}<" in six
 
 
-def test_plotly_accepts_every_plot(five):
-    for figure in plots_of(five):
+def test_plotly_accepts_every_plot(six):
+    for figure in plots_of(six):
         plotly.graph_objects.Figure(figure)  # raises an error for unknown names and values
 
 
@@ -131,7 +128,7 @@ def test_the_answer_follows_from_the_difference_to_the_logged_ranking(shift, ans
     verdict = answer.replace("Yes.", "Probably, if the estimated examination is right.")
     assert notes.notes[0].startswith(f"Is it better? {verdict}")
     assert "the log cannot confirm it" in notes.notes[1]
-    run.config = SimpleNamespace(label="click")
+    run.decisions = SimpleNamespace(label="click")
     notes = answer_of([run, run], "new and new have different labels")
     question = "Is new better than the logged ranking?"
     assert notes.notes[0].startswith(f"{question} {verdict.partition('.')[0]}: the expected feedback on the first 10")
@@ -139,15 +136,15 @@ def test_the_answer_follows_from_the_difference_to_the_logged_ranking(shift, ans
     assert notes.notes[2] == "Which run is better? Not known here: new and new have different labels."
 
 
-def test_the_page_shows_the_metrics_of_the_run(five, runs):
+def test_the_page_shows_the_metrics_of_the_run(six, runs):
     outcome = read_outcome(runs["em"])
     metric = "off-policy-gain@10"
     mean, test = outcome.mean(metric), outcome.test(metric, outcome, LOGGED + metric)
     for text in (f"{mean.mean:.4f}", f"{mean.low:.4f} to {mean.high:.4f}", f"{test.difference:+.4f}"):
-        assert f"<td>{text}</td>" in five
+        assert f"<td>{text}</td>" in six
     other = read_outcome(runs["plain"])
     between = other.test(metric, outcome, metric)
-    assert f"plain minus em</th><td>{between.difference:+.4f}</td>" in five
+    assert f"plain minus em</th><td>{between.difference:+.4f}</td>" in six
 
 
 def test_intervals_have_the_error_of_clipping():
@@ -167,15 +164,14 @@ def test_intervals_have_the_error_of_clipping():
 
 
 def test_a_report_has_the_intervals_of_evaluate(runs):
-    """`ultr evaluate` judges with a θ of its own; here both have that of the run."""
+    """`ultr evaluate` has a θ of its own; here both have that of the run."""
     run = runs["em"]
-    outcome, judge, metric = read_outcome(run), load_judge(run / "judge"), "off-policy-gain@10"
-    config = RunConfig.from_json(read_json(run / "config.json"), where=run)
-    run_data = load_run_data(config)
-    log = run_data.validation
-    how = {"label": config.label, "segments": run_data.segments}
-    new = judge.value(log, load_model(run).score(log), metric, **how)
-    old = judge.value(log, run_data.logged_scores(), metric, **how)
+    outcome, model, metric = read_outcome(run), load_off_policy_model(run / "off-policy"), "off-policy-gain@10"
+    data = load_run_data(read_config(run))
+    log = data.validation
+    how = {"label": data.label, "segments": data.segments}
+    new = model.value(log, load_model(run).score(log), metric, **how)
+    old = model.value(log, data.logged_scores(), metric, **how)
     expected, found = compare_values(new, old), outcome.test(metric, outcome, LOGGED + metric)
     values = [(test.difference, test.low, test.high) for test in (found, expected)]
     assert values[0] == pytest.approx(values[1])
@@ -193,28 +189,28 @@ def test_p_values_of_a_page_are_corrected_for_the_number_of_tests(runs, tmp_path
     assert [row[-1] for row in re.findall(r"(<td>([^<]*)</td>)\n?</tr>", table)] == [f"{p:.2g}" for p in holm(raw)]
 
 
-def test_the_importance_of_features_is_drawn(five, runs):
+def test_the_importance_of_features_is_drawn(six, runs):
     found = read_outcome(runs["em"]).about["importance"]
     assert found["metric"] == "off-policy-gain@10"
     drops = [each["drop"] for each in found["features"]]
     assert len(drops) == 4
     assert drops == sorted(drops, reverse=True)
-    bars = [trace for figure in plots_of(five) for trace in figure["data"] if trace.get("orientation") == "h"]
+    bars = [trace for figure in plots_of(six) for trace in figure["data"] if trace.get("orientation") == "h"]
     assert len(bars) == len(NAMES)
     assert any(trace["x"] == pytest.approx(drops, abs=1e-4) for trace in bars)
 
 
-def test_bias_is_drawn(five, runs):
+def test_bias_is_drawn(six, runs):
     bias = json.loads((runs["em"] / "bias.json").read_text())
-    drawn = [trace for figure in plots_of(five) for trace in figure["data"]]
+    drawn = [trace for figure in plots_of(six) for trace in figure["data"]]
     theta = next(trace for trace in drawn if trace.get("name") == "θ")
     np.testing.assert_allclose(theta["y"], np.array(bias["theta"]) / bias["theta"][0], rtol=1e-4)
     trust = json.loads((runs["trust"] / "bias.json").read_text())
     maps = [trace["z"] for trace in drawn if trace["type"] == "heatmap"]
     off, plus = ~np.eye(len(trust["positions"]), dtype=bool), np.array(trust["eps_plus"])
     assert any(np.allclose(np.array(z, float)[off], plus[off]) for z in maps if len(z) == len(off))
-    assert "tower of click" in five
-    assert "No bias model: plain." in five
+    assert "tower of click" in six
+    assert "No bias model: plain." in six
 
 
 def test_true_examination_is_drawn_where_it_is_known(changed, tmp_path):
@@ -227,17 +223,32 @@ def test_true_examination_is_drawn_where_it_is_known(changed, tmp_path):
     np.testing.assert_allclose(true["y"], np.array(truth) / truth[0], rtol=1e-4)
 
 
-def test_the_page_shows_warnings(five, runs):
+def test_both_rankers_of_a_run_have_curves_and_their_best_step(six, runs):
+    lines = [line for line in read_metrics(runs["both"]) if line["ranker"] == "lightgbm"]
+    drawn = [trace for figure in plots_of(six) for trace in figure["data"] if trace.get("name") == "both: lightgbm"]
+    metric = "off-policy-gain@10"
+    assert [trace["x"] for trace in drawn] == [[line["step"] for line in lines]] * 2  # the metric, and the loss
+    assert drawn[0]["y"] == pytest.approx([line[metric] for line in lines], rel=1e-4)
+    best = max(lines, key=lambda line: line[metric])
+    row = f"both: lightgbm</th><td>{metric}</td><td>{best[metric]:.4f}</td><td>{best['step']}</td>"
+    assert row in re.sub(r">\s+<", "><", six)
+    alone = write_report([runs["both"]], runs["both"].with_name("both.html")).read_text()
+    names = {trace.get("name") for figure in plots_of(alone) for trace in figure["data"]}
+    assert {"mlp", "lightgbm"} <= names
+    assert "pairwise-em, mlp + lightgbm" in alone
+
+
+def test_the_page_shows_warnings(six, runs):
     for warning in json.loads((runs["em"] / "bias.json").read_text())["warnings"]:
-        assert f"<li>em: {warning['name']}: " in five
+        assert f"<li>em: {warning['name']}: " in six
 
 
-def test_the_page_shows_the_command_that_repeats_a_run(five, log_path):
-    assert f"ultr train {log_path} --out em --method pairwise-em" in unescape(five)
+def test_the_page_shows_the_command_that_repeats_a_run(six, log_path):
+    assert f"ultr train {log_path} --out em --set rankers=mlp" in unescape(six)
 
 
-def test_the_page_loads_nothing_from_the_network(five):
-    page = without_plotly(five)
+def test_the_page_loads_nothing_from_the_network(six):
+    page = without_plotly(six)
     assert "default-src &#39;none&#39;" in page or "default-src 'none'" in page
     assert not re.search(r"""(src|href)=["']?(?!data:)\w""", page)
     assert "http" not in page.replace("http-equiv", "")
@@ -250,7 +261,7 @@ def test_no_text_of_the_data_is_executed(runs, tmp_path):
     odd = tmp_path / "</b><i>run"
     shutil.copytree(runs["em"], tmp_path / "run")
     config = read_json(tmp_path / "run" / "config.json")
-    write_json(tmp_path / "run" / "config.json", {**config, "data": HOSTILE})
+    write_json(tmp_path / "run" / "config.json", {**config, "data": {**config["data"], "source": HOSTILE}})
     about = read_json(tmp_path / "run" / "outcome" / "outcome.json")
     about["examples"][0]["items"][0]["item"] = HOSTILE
     about["data"]["by_position"]["positions"][0] = HOSTILE
@@ -338,31 +349,23 @@ def test_plots_of_little_data_are_plots():
         plotly.graph_objects.Figure(plot.figure)
 
 
-def test_runs_of_older_versions_are_shown_as_far_as_possible(runs, tmp_path):
-    shutil.copytree(runs["em"], tmp_path / "older")
-    shutil.rmtree(tmp_path / "older" / "outcome")
-    text = write_report([tmp_path / "older", runs["plain"]], tmp_path / "page.html").read_text()
-    assert "older: An older version of ultr trained this run" in text
-    alone = write_report([tmp_path / "older"], tmp_path / "alone.html").read_text()
-    assert "train it again to see them" in alone
-
-
-def test_metrics_of_other_requests_are_not_compared(runs, changed, five, tmp_path):
+def test_metrics_of_other_requests_are_not_compared(runs, changed, six, tmp_path):
     other = changed("plain", fingerprint="of another log")
     text = write_report([runs["em"], other], tmp_path / "page.html").read_text()
     assert "plain minus em" not in text
     assert "the logged ranking (plain)" in text
     assert "em and plain have different data" in text
     assert "p over requests" not in text
-    assert "plain minus em" in five
+    assert "plain minus em" in six
 
 
-def test_runs_that_were_judged_under_different_examination_are_not_compared(runs, log_path, tmp_path):
+def test_runs_that_were_evaluated_under_different_examination_are_not_compared(runs, log_path, tmp_path):
     shutil.copytree(runs["plain"], tmp_path / "own theta")
-    judge = read_json(tmp_path / "own theta" / "judge" / "judge.json")
-    write_json(tmp_path / "own theta" / "judge" / "judge.json", {**judge, "theta": dict.fromkeys(judge["theta"], 1.0)})
+    file = tmp_path / "own theta" / "off-policy" / "model.json"
+    model = read_json(file)
+    write_json(file, {**model, "theta": dict.fromkeys(model["theta"], 1.0)})
     text = write_report([runs["em"], tmp_path / "own theta"], tmp_path / "page.html").read_text()
-    assert "em and own theta were judged under different estimates of examination" in text
+    assert "em and own theta were evaluated under different estimates of examination" in text
     assert text.count("p over requests") == 1  # of ndcg@10, which uses true labels
     assert "(p = " not in text
     command = shlex.join(["ultr", "evaluate", str(runs["em"]), f"{tmp_path}/own theta", "--data", str(log_path)])
@@ -384,10 +387,11 @@ def test_only_finished_runs_are_accepted(runs, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(AbsentError, match="this folder is not a run"):
         write_report([tmp_path / "empty"], out)
-    shutil.copytree(runs["plain"], tmp_path / "half")
-    shutil.rmtree(tmp_path / "half" / "model")
-    with pytest.raises(AbsentError, match="not finished"):
-        write_report([tmp_path / "half"], out)
+    for missing in ("model", "outcome"):
+        shutil.copytree(runs["plain"], tmp_path / f"no {missing}")
+        shutil.rmtree(tmp_path / f"no {missing}" / missing)
+        with pytest.raises(AbsentError, match="not finished"):
+            write_report([tmp_path / f"no {missing}"], out)
     assert not out.exists()
     out.write_text("mine")
     with pytest.raises(OutputError):
@@ -481,21 +485,6 @@ def test_the_p_value_and_not_its_rounded_text_marks_a_row(tmp_path, p, marked):
     assert (row["p over runs"], row["marked"]) == ("0.05", marked)
 
 
-def test_comparisons_of_older_versions_have_their_page(tmp_path):
-    result = compared(tmp_path / "c", pointwise=[0.5, 0.51, 0.52], dla=[0.7, 0.72, 0.73], towers=[0.5, 0.53, 0.51])
-    for row in result["rows"]:
-        del row["steps"], row["sessions"]
-        if test := row["figures"]["ndcg@10"]["against"]:
-            del test["holm"], test["over_requests"]
-    (tmp_path / "c" / "comparison.json").write_text(json.dumps(result))
-    table = table_of(write_report([tmp_path / "c"], tmp_path / "page.html").read_text())
-    for row in result["rows"][1:]:
-        p = row["figures"]["ndcg@10"]["against"]["p"]
-        shown = table[row["method"]]
-        assert (shown["p over runs"], shown["p over requests"]) == (f"{p:.2g}", "")
-        assert shown["marked"] == ("marked" if p < 0.05 else "")
-
-
 def test_the_page_of_a_comparison_names_all_that_was_chosen(tmp_path):
     settings = {
         "dla": (Setting(0.02, 0.0, 3.0), "lr 0.02, dropout 0, weights to 3"),
@@ -509,7 +498,7 @@ def test_the_page_of_a_comparison_names_all_that_was_chosen(tmp_path):
     assert {name: row["setting"] for name, row in table.items()} == {n: text for n, (_, text) in settings.items()}
 
 
-@pytest.mark.parametrize("setting", [{"lr": "fast"}, {"lr": None}, {"lr": 0.1, "dropout": "x"}, {"max_weight": 3.0}])
+@pytest.mark.parametrize("setting", [{"lr": "fast"}, {"lr": 0.1, "dropout": "x"}, {"max_weight": []}])
 def test_a_comparison_without_a_valid_setting_is_an_error(tmp_path, setting):
     result = compared(tmp_path / "c", pointwise=[0.5, 0.51, 0.52], dla=[0.7, 0.72, 0.73])
     del result["rows"][1]["lr"]

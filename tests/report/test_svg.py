@@ -10,9 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ultr.report.parts import Plot
-from ultr.report.plots import dot_plot, heat_map, interval_plot, line_plot
-from ultr.report.svg import BOTTOM, TOP, WIDTH, Axis, svg
+from ultr.report.page import Plot
+from ultr.report.plots import BOTTOM, TOP, WIDTH, Axis, dot_plot, heat_map, interval_plot, line_plot, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 COORDINATES = {"x", "y", "x1", "y1", "x2", "y2", "cx", "cy", "width", "height"}

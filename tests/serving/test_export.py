@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conftest import make_shown_log, some_always
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError, MissingExtraError, OutputError, UltrError
 from ultr.log import Log, write_log
 from ultr.log.labels import Label
@@ -34,19 +33,25 @@ from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, TreeRows
 from ultr.rankers.combined import Combined
 from ultr.rankers.model import ROWS_KEPT, Model, kept_rows, load_model
 from ultr.serving import export
-from ultr.serving.export import check_parity, export_run, onnx_bytes
+from ultr.serving.export import check_parity, code, export_run, onnx_bytes
 from ultr.serving.exported import is_exported, load_exported, onnx_scores, onnx_session
-from ultr.serving.model_card import code
-from ultr.serving.onnx_trees import NotInOnnxError, _from_lightgbm, _from_xgboost, trees_to_onnx
-from ultr.training.config import TREE_TRAINING, RunConfig, TrainingOptions
+from ultr.serving.onnx_graphs import NotInOnnxError, _from_lightgbm, _from_xgboost, trees_to_onnx
+from ultr.training.config import make_config
 from ultr.training.run import run_training
-from ultr.utils.jsonfiles import load_json
+from ultr.utils.jsonfiles import load_json, write_json
 
 DOCS = Path(__file__).parents[2] / "docs" / "export.md"
 COLOURS = ("red", "green", "blue")
 NAMES = ("a", "b", "colour", "d")
 SHAPES = [(1, 1), (4, 1), (1, 7), (3, 5), (0, 3)]
-FAST = {"steps": 8, "bias_steps": 10, "batch": 16, "evaluate_every": 4, "device": "cpu"}
+FAST = {"network.steps": 8, "bias_steps": 10, "batch": 16, "network.evaluate_every": 4, "hidden": (8,), "device": "cpu"}
+FAST |= {
+    "trees.rounds": 8,
+    "trees.evaluate_every": 4,
+    "bias_rounds": 10,
+    "select": "feedback-ndcg@10",
+    "label": "click",
+}
 
 
 def coloured_log(requests: int = 80, seed: int = 0, unknown: bool = False) -> Log:
@@ -59,13 +64,9 @@ def coloured_log(requests: int = 80, seed: int = 0, unknown: bool = False) -> Lo
 
 
 def make_run(folder: Path, ranker: str, **changes) -> Path:
-    common = {"method": "pairwise-em", "select": "feedback-ndcg@10", "label": "click"}
-    theta = {"propensities": {str(k): 1 / k for k in range(1, 20)}}
-    base, options = (TREE_TRAINING, {}) if ranker in BOOSTERS else (TrainingOptions(), {"hidden": [8]})
-    config = RunConfig(
-        data="log.parquet", ranker=ranker, ranker_options=options, training=replace(base, **FAST), **common, **theta
-    )
-    return run_training(replace(config, **changes), folder, log=coloured_log())
+    theta = {str(k): 1 / k for k in range(1, 20)}
+    config = make_config("log.parquet", ranker=ranker, propensities=theta, **FAST, **changes)
+    return run_training(config, folder, source=coloured_log())
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,8 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     one_file = {"method_options": {"final": "pairs"}}
     runs = {ranker: make_run(folder / ranker, ranker, **one_file) for ranker in ("lightgbm", "xgboost")}
-    return {"mlp": make_run(folder / "mlp", "mlp"), **runs, "blend": make_run(folder / "blend", "lightgbm")}
+    others = {"mlp": "mlp", "blend": "lightgbm", "both": "auto"}
+    return runs | {name: make_run(folder / name, ranker) for name, ranker in others.items()}
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +283,7 @@ def test_trees_with_linear_leaves_are_an_error():
 
 
 def test_trees_too_large_for_onnx_are_an_error(monkeypatch):
-    monkeypatch.setattr("ultr.serving.onnx_trees.MAX_NODES", 50)
+    monkeypatch.setattr("ultr.serving.onnx_graphs.MAX_NODES", 50)
     with pytest.raises(NotInOnnxError, match="more than 50 nodes"):
         trees_to_onnx(grow("xgboost", {}, missing=False), 4)
 
@@ -328,10 +330,8 @@ def test_model_json_has_the_same_keys_in_a_run_and_in_an_exported_folder(ranker,
 
 def test_a_run_keeps_rows_spread_over_validation(tmp_path):
     log = coloured_log(requests=700)
-    config = RunConfig(
-        data="log", method="pointwise", ranker="linear", select="feedback-ndcg@10", training=TrainingOptions(**FAST)
-    )
-    run = run_training(replace(config, held_out=0.5), tmp_path / "run", log=log)
+    config = make_config("log", method="pointwise", ranker="linear", held_out=0.5, **FAST)
+    run = run_training(config, tmp_path / "run", source=log)
     rows = kept_rows(run)
     assert rows.shape == (ROWS_KEPT, len(NAMES))
     of_log = {tuple(row) for row in log.features.tolist()}
@@ -564,10 +564,26 @@ def test_the_card_has_the_results_of_the_run(runs, folders):
     assert re.search(r"^\| `2` \| 0\.5000 \|", card, re.M)  # θ of the propensities in the configuration
     assert "2. `colour`: a category, codes 1 to 3" in card
     assert "its index in `vocabularies` of model.json plus 1" in card
-    assert re.search(r"^ultr train log.parquet .*--method pairwise-em --label click", card, re.M)
+    assert re.search(r"^ultr train log.parquet .*--set label=click .*--set rankers=mlp", card, re.M)
+    assert re.search(
+        r"^- ranker `mlp`, options: `hidden=\[8\]`, .*; at most 8 steps, the best of which is ", card, re.M
+    )
     assert "--propensities" in card
     assert "torch " in card
     assert "XGBoost" not in card
+
+
+def test_the_card_has_both_parts_of_a_ranker_and_why_a_part_is_left_out(runs, folders, tmp_path):
+    card, shares = (folders["both"] / "README.md").read_text(), load_json(runs["both"] / "bias.json")["shares"]
+    assert "- the ranker is the sum of 2 parts" in card
+    for kind in ("mlp", "lightgbm"):
+        assert re.search(rf"^- ranker `{kind}`, {shares[kind]:.0%} of the sum, options: .*at most 8 steps", card, re.M)
+    assert "trees chose for it" in card
+    assert "networks take the mean" in card
+    run = shutil.copytree(runs["mlp"], tmp_path / "run")
+    why = "the ranker is a network without trees: several processes train networks only"
+    write_json(run / "decisions.json", {**load_json(run / "decisions.json"), "notes": [why]})
+    assert f"- `{why}`" in (export_run(run, tmp_path / "model").folder / "README.md").read_text()
 
 
 def test_results_on_test_are_in_the_card(runs, tmp_path):
@@ -583,10 +599,8 @@ def test_names_from_data_cannot_look_like_text_of_the_card(tmp_path):
     log = make_shown_log(requests=60, features=70)
     names = (evil, *(f"f{i}" for i in range(69)))
     log = replace(simulate_log(log, User())[0], feature_names=names, relevance=None)
-    config = RunConfig(
-        data=f"log {evil}", method="pointwise", ranker="linear", label="click", select="feedback-ndcg@10"
-    )
-    run = run_training(replace(config, training=TrainingOptions(**FAST)), tmp_path / "run", log=log)
+    config = make_config(f"log {evil}", method="pointwise", ranker="linear", **FAST)
+    run = run_training(config, tmp_path / "run", source=log)
     exported = export_run(run, tmp_path / "model")
     card = (exported.folder / "README.md").read_text()
     assert exported.feature_names[0] == evil

@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 
 from conftest import make_shown_log
 from lists_folder import write_lists
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import ColumnError, DataError, OptionError, OutputError
 from ultr.log import Log, read_log, write_log
 from ultr.rankers import FeatureEncoder, make_ranker
@@ -67,9 +66,9 @@ def score(model, source, folder, *, numbers=None, block=None, out="scores.parque
     """Score a file in batches of about `numbers` numbers or `block` bytes, and read the scores."""
     with pytest.MonkeyPatch.context() as patch:
         if numbers is not None:
-            patch.setattr("ultr.log.batches.NUMBERS", numbers)
+            patch.setattr("ultr.log.readers.NUMBERS", numbers)
         if block is not None:
-            patch.setattr("ultr.log.batches.CSV_BYTES", block)
+            patch.setattr("ultr.log.readers.CSV_BYTES", block)
             patch.setattr("ultr.log.svmlight.STREAM_BYTES", block)
         score_file(model, source, folder / out, overwrite=True, device="cpu", **options)
     return pq.read_table(folder / out)
@@ -437,8 +436,8 @@ def test_the_command_scores_files_and_prints_their_number(ultr, tmp_path):
     log, _ = simulate_log(make_shown_log(requests=40), User())
     write_log(log, tmp_path / "log.parquet")
     done = ultr(
-        *("train", tmp_path / "log.parquet", "--out", tmp_path / "run", "--method", "pointwise", "--hidden", 8),
-        *("--steps", 3, "--evaluate-every", 3, "--select", "feedback-ndcg@5", "--device", "cpu"),
+        *("train", tmp_path / "log.parquet", "--out", tmp_path / "run", "--method", "pointwise", "--set", "hidden=8"),
+        *("--steps", 3, "--set", "evaluate_every=3", "--set", "select=feedback-ndcg@5", "--device", "cpu"),
     )
     assert done.returncode == 0, done.stderr
     out = tmp_path / "scores.parquet"

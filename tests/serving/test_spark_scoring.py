@@ -12,7 +12,7 @@ from ultr.errors import DataError, OutputError
 from ultr.rankers.model import load_model
 from ultr.serving.scoring import score_file
 from ultr.serving.spark_scoring import score_on_spark
-from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.config import make_config
 from ultr.training.run import run_training
 
 
@@ -36,16 +36,10 @@ def place(tmp_path_factory):
     (folder / "log").mkdir()
     for i, part in enumerate((table.slice(0, 250), table.slice(250))):
         pq.write_table(part, folder / "log" / f"{i}.parquet")
-    training = TrainingOptions(steps=2, batch=32, bias_steps=2)
-    config = RunConfig(
-        data=str(folder / "log"),
-        label="click",
-        method="pointwise",
-        columns={"categorical": ["shop"], "features": ["f1", "f2"]},
-        ranker_options={"hidden": [8]},
-        training=training,
-    )
-    run_training(config, folder / "run", on_warning=None)
+    columns = {"categorical": ["shop"], "features": ["f1", "f2"]}
+    few = {"ranker": "mlp", "hidden": (8,), "steps": 2, "batch": 32, "bias_steps": 2}
+    config = make_config(str(folder / "log"), label="click", method="pointwise", columns=columns, **few)
+    run_training(config, folder / "run")
     return folder
 
 

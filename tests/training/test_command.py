@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ultr.training import run as runs
-from ultr.training.command import train_command
-from ultr.training.config import RunConfig, TrainingOptions, default_training
+from ultr.training.config import Config, make_config, train_command
 
-LOGS = RunConfig(data="a log.parquet", ranker_options={"hidden": [512, 256, 128], "dropout": 0.0, "norm": "none"})
-TREES = replace(LOGS, ranker="lightgbm", ranker_options={}, training=default_training("lightgbm"))
+LOG = "a log.parquet"
 CONFIGS = {
-    "default": LOGS,
-    "options": replace(LOGS, method_options={"loss": "bayes-ipw"}, label="click + 2 * dwell"),
-    "bounds": replace(LOGS, data="synthetic", users="trust", user_options={"eta": 0.5, "epsilon": 0.2}, sessions=300),
-    "columns": replace(LOGS, columns={"request": "a; b", "features": "f_*", "segment": "device"}),
-    "trees": replace(TREES, ranker_options={"num_leaves": 7}, bias="run/bias.json"),
-    "training": replace(LOGS, training=TrainingOptions(steps=7, lr=0.3, optimizer="adam", seed=5), select="ndcg@5"),
+    "default": make_config(LOG),
+    "options": make_config(LOG, method_options={"loss": "bayes-ipw"}, label="click + 2 * (dwell >= 3)"),
+    "bounds": make_config("synthetic", users="trust", eta=0.5, epsilon=0.2, sessions=300, logging="both"),
+    "users": make_config("synthetic", users="cascade", user_options={"patience": 0.5}),
+    "columns": make_config(LOG, columns={"request": "a; b", "features": "f_*", "segment": "device"}),
+    "feature names": make_config(LOG, features="price,age", where=("a = 1", "b > 2")),
+    "trees": make_config(LOG, ranker="lightgbm", tree_parameters={"num_leaves": 7}, bias="run/bias.json"),
+    "two": make_config(LOG, ranker=("linear", "xgboost"), missing="error", allow_leaks=True),
+    "training": make_config(LOG, steps=7, optimizer="adam", seed=5, select="ndcg@5", hidden=(64, 32)),
+    "split": make_config(LOG, split="time", time="day", on_duplicates="sum", decay=3.5, held_out=0.3, test=0.1),
 }
 
 
@@ -35,8 +35,8 @@ def read_back(ultr, monkeypatch):
     def run_training(config, out, **_):
         raise CalledError(config)
 
-    def read(command: str) -> RunConfig:
-        monkeypatch.setattr(runs, "run_training", run_training)
+    def read(command: str) -> Config:
+        monkeypatch.setattr("ultr.training.run.run_training", run_training)
         monkeypatch.setenv("ULTR_DEBUG", "1")
         program, *arguments = shlex.split(command)
         assert program == "ultr"
@@ -56,35 +56,32 @@ def test_a_command_gives_the_configuration_it_was_made_from(name, read_back):
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.builds(
-        TrainingOptions,
-        steps=st.integers(1, 10**6),
-        batch=st.integers(1, 4096),
-        lr=st.floats(1e-6, 1),
-        clip=st.floats(0, 10),
-        evaluate_every=st.integers(1, 1000),
-        patience=st.integers(0, 50),
-        seed=st.integers(0, 2**32 - 1),
+    st.fixed_dictionaries(
+        {
+            "network.steps": st.integers(1, 10**6),
+            "network.batch": st.integers(1, 4096),
+            "network.lr": st.floats(1e-6, 1),
+            "network.clip": st.floats(0, 10),
+            "network.evaluate_every": st.integers(1, 1000),
+            "network.patience": st.none() | st.integers(0, 50),
+            "trees.rounds": st.integers(1, 1000),
+            "trees.lr": st.floats(1e-6, 1),
+            "seed": st.integers(0, 2**32 - 1),
+        }
     )
 )
-def test_training_options_of_any_value(read_back, training):
-    command, _ = train_command(replace(LOGS, training=training))
-    assert read_back(command).training == training
+def test_training_options_of_any_value(read_back, options):
+    config = make_config(LOG, **options)
+    assert read_back(train_command(config)[0]) == config
 
 
-def test_notes_name_the_settings_that_no_option_can_set():
-    config = replace(LOGS, propensities={"1": 0.5}, held_out=0.3, logging="network", users=None)
-    _, notes = train_command(config)
-    assert len(notes) == 3
-    assert "--propensities" in notes[0]
-    assert "'logging' is network" in notes[1]
-    assert "'held_out' is 0.3" in notes[2]
-    users = replace(LOGS, data="synthetic", users="cascade", user_options={"patience": 0.5})
-    assert "patience" in train_command(users)[1][0]
+def test_a_note_names_the_setting_that_no_option_can_set():
+    command, notes = train_command(make_config(LOG, propensities={1: 0.5, 2: 0.25}))
+    assert len(notes) == 1
+    assert notes[0].startswith("--propensities: pass a file")
+    assert "propensities" not in command
 
 
-def test_the_rows_and_the_split_of_a_log_are_repeated():
-    config = RunConfig("log.parquet", where=("a = 1", "b > 2"), split="time", time="day", on_duplicates="sum")
-    command, notes = train_command(config)
-    assert "--on-duplicates sum --split time --time day --where 'a = 1' --where 'b > 2'" in command
-    assert not notes
+def test_conditions_on_rows_are_options_of_their_own():
+    command, _ = train_command(CONFIGS["feature names"])
+    assert "--where 'a = 1' --where 'b > 2'" in command

@@ -23,8 +23,7 @@ import ultr.training.stream
 import ultr.utils.distributed
 from conftest import make_shown_log
 from lists_folder import write_lists
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError, OptionError
 from ultr.lists import ListBatches, Lists, Part
 from ultr.log import Log
@@ -424,6 +423,12 @@ def test_parts_and_shares_cover_a_batch_without_overlap(batch, size):
 WIDTH = 3
 
 
+def masks(parts: list[Part], seeds: list[int]) -> Masks:
+    """Return the masks of lists that are all as long as the longest of their part."""
+    lengths = torch.tensor([part.longest for part in parts for _ in range(part.requests)])
+    return Masks(parts, seeds, torch.arange(int(lengths.max())) < lengths[:, None])
+
+
 @st.composite
 def divisions(draw) -> tuple[list[Part], list[slice]]:
     """Parts of a batch, and how processes divide them."""
@@ -442,7 +447,7 @@ def test_dropout_does_not_depend_on_the_division_or_on_padding(division, padding
     def dropped(own: slice, pad: int) -> torch.Tensor:
         mine = parts[own]
         module = Dropout(p)
-        module.masks = Masks(mine, seeds[own])
+        module.masks = masks(mine, seeds[own])
         shape = sum(part.requests for part in mine), max(part.longest for part in mine) + pad, WIDTH
         return torch.stack([module(torch.ones(shape)) for _ in range(2)])  # two layers draw from one sequence
 
@@ -462,7 +467,7 @@ def test_dropout_does_not_depend_on_the_division_or_on_padding(division, padding
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
 def test_the_share_of_dropped_values_is_p(p):
     module = Dropout(p)
-    module.masks = Masks([Part(0, 100, 10), Part(1, 100, 10)], [1, 2])
+    module.masks = masks([Part(0, 100, 10), Part(1, 100, 10)], [1, 2])
     kept = module(torch.ones(200, 10, 32)) > 0
     for share in (kept[:100], kept[100:]):
         assert abs(float(share.float().mean()) - (1 - p)) < 5 * (p * (1 - p) / share.numel()) ** 0.5
@@ -472,7 +477,7 @@ def test_the_share_of_dropped_values_is_p(p):
 
 def test_almost_all_may_be_dropped():
     module = Dropout(0.999999)
-    module.masks = Masks([Part(0, 4, 5)], [1])
+    module.masks = masks([Part(0, 4, 5)], [1])
     assert torch.isfinite(module(torch.ones(4, 5, 6))).all()
 
 
@@ -488,7 +493,7 @@ def test_without_parts_dropout_has_the_seed_of_torch():
     torch.testing.assert_close(first[kept], torch.full_like(first[kept], 1 / 0.6), rtol=2e-4, atol=0)
     assert torch.equal(dropout.eval()(values), values)
     masked = Dropout(0.4).eval()
-    masked.masks = Masks([Part(0, 50, 40)], [1])
+    masked.masks = masks([Part(0, 50, 40)], [1])
     assert torch.equal(masked(values), values)  # in evaluation mode nothing is dropped
 
 

@@ -1,4 +1,4 @@
-"""Requests that no run was trained on: runs record theirs, and rankers are judged on others."""
+"""Requests that no run was trained on: runs record theirs, and rankers are compared on others."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ import pyarrow as pa
 import pytest
 
 from conftest import make_shown_log
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from runs import PLAIN, quick
+from ultr.datasets.users import User, simulate_log
 from ultr.log import read_log, write_log
-from ultr.log.hashes import request_hashes
-from ultr.training.config import RunConfig, TrainingOptions
-from ultr.training.data import load_run_data
-from ultr.training.fresh import Split, fresh_requests
-from ultr.training.outcome import USED, read_outcome
+from ultr.log.splits import request_hashes
+from ultr.training.data import USED, load_run_data
+from ultr.training.folder import read_config
+from ultr.training.outcome import Split, fresh_requests, read_outcome
 from ultr.training.run import run_training
-from ultr.utils.jsonfiles import read_json
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +25,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     write_log(simulate_log(make_shown_log(requests=100, features=4), User())[0], folder / "log.parquet")
     for seed in (0, 1):
-        training = TrainingOptions(steps=2, batch=16, evaluate_every=2, seed=seed, device="cpu")
-        config = RunConfig(
-            data=str(folder / "log.parquet"),
-            method="pointwise",
-            ranker="linear",
-            select="feedback-ndcg@10",
-            training=training,
-        )
-        run_training(config, folder / f"run-{seed}")
+        chosen = quick(folder / "log.parquet", ranker="linear", seed=seed, steps=2, evaluate_every=2, **PLAIN)
+        run_training(chosen, folder / f"run-{seed}")
     return folder
 
 
@@ -53,19 +44,21 @@ def test_hashes_depend_on_the_id_and_on_the_features(folder):
     assert len(set(request_hashes(empty).tolist())) == 2
 
 
-def test_runs_are_judged_on_requests_that_none_was_trained_on(folder):
+def test_runs_are_compared_on_requests_that_none_was_trained_on(folder):
     log = read_log(folder / "log.parquet")
     trained = []
     for seed in (0, 1):
-        config = RunConfig.from_json(read_json(folder / f"run-{seed}" / "config.json"))
-        trained.append(np.isin(log.request_ids, load_run_data(config).train.request_ids))
+        data = load_run_data(read_config(folder / f"run-{seed}"))
+        trained.append(np.isin(log.request_ids, data.train.request_ids))
     fresh, warnings = fresh_requests({f"run-{i}": (folder / f"run-{i}", log) for i in (0, 1)}, None)
     np.testing.assert_array_equal(fresh, ~trained[0] & ~trained[1])
     assert 0 < fresh.sum() < 20
     text = "\n".join(warnings)
     assert "run-0 was trained on 80 of the 100 requests." in text
-    assert f"All rankers are judged on the other {fresh.sum()} requests." in text
-    assert f"{fresh.sum()} of the judged requests selected the best step of run-1" in text
+    assert f"on the other {fresh.sum()} requests." in text
+    assert f"{fresh.sum()} of the test requests selected the best step of run-1" in text
+    unselected, warnings = fresh_requests({"run-0": (folder / "run-0", log)}, None, unselected=True)
+    assert (unselected.all(), len(warnings)) == (True, 1)  # all others selected its best step
 
 
 def test_new_requests_need_no_warning_even_if_their_ids_are_the_same(folder):
@@ -81,12 +74,12 @@ def test_a_warning_says_if_all_requests_were_trained_on_or_if_it_is_not_known(fo
     fresh, warnings = fresh_requests({"run": (folder / "run-0", trained)}, None)
     assert fresh.all()
     assert "No other requests are left, so the values of the runs are too high" in warnings[-1]
-    older = shutil.copytree(folder / "run-0", tmp_path / "older")
-    (older / "outcome" / USED).unlink()
-    fresh, warnings = fresh_requests({"older": (older, log)}, None)
+    unknown = shutil.copytree(folder / "run-0", tmp_path / "unknown")
+    (unknown / "outcome" / USED).unlink()
+    fresh, warnings = fresh_requests({"unknown": (unknown, log)}, None)
     assert fresh.all()
     assert warnings == [warnings[0]]
-    assert warnings[0].startswith("older does not record the requests it was trained on")
+    assert warnings[0].startswith("unknown does not record the requests it was trained on")
 
 
 def test_the_splits_of_the_training_data_say_what_a_run_was_trained_on(folder):

@@ -7,19 +7,20 @@ import pytest
 import torch
 
 from conftest import make_shown_log
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from runs import quick
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError, OptionError
 from ultr.lists import ListBatches
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_method
 from ultr.rankers import FeatureEncoder, make_ranker, score_rows
-from ultr.training.config import RunConfig, TrainingOptions, patience_for
-from ultr.training.data import RunData
-from ultr.training.feed import Feed, step_seed
+from ultr.training.config import TrainingOptions
+from ultr.training.data import Data, decide
+from ultr.training.feed import Feed
+from ultr.training.fitting import FitInputs
 from ultr.training.loop import precision, start, take_step, train
-from ultr.training.networks import NetworkRun
-from ultr.utils.devices import choose_device
+from ultr.training.networks import NetworkFit
+from ultr.utils.distributed import choose_device
 
 CPU = torch.device("cpu")
 
@@ -115,11 +116,6 @@ def test_feedback_is_fresh_for_every_step_and_the_same_for_the_same_step():
     assert first.shape != second.shape or not torch.equal(first, second)
 
 
-def test_seeds_of_steps_and_purposes_differ():
-    seeds = {step_seed(seed, step, purpose) for seed in range(3) for step in range(50) for purpose in range(3)}
-    assert len(seeds) == 450
-
-
 def test_training_stops_when_patience_runs_out_and_keeps_the_best_weights():
     log = feedback_log()
     settings = TrainingOptions(steps=100, batch=8, evaluate_every=5, patience=3, device="cpu")
@@ -172,23 +168,6 @@ def test_dropout_depends_on_the_step_and_not_on_earlier_random_numbers():
     assert torch.equal(*weights)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": 0}, "above 0"),
-        ({"lr": float("nan")}, "above 0"),
-        ({"steps": 0}, "'steps' must be at least 1"),
-        ({"optimizer": "adm"}, "did you mean 'adam'"),
-        ({"schedule": "cos"}, "did you mean 'cosine'"),
-        ({"precision": "fp8"}, "'precision' must be one of 'auto', 'float32', 'tf32', 'bf16'"),
-        ({"clip": -1}, "'clip' must be at least 0"),
-    ],
-)
-def test_wrong_options_are_errors(options, message):
-    with pytest.raises(OptionError, match=message):
-        TrainingOptions(**options)
-
-
 def test_missing_devices_are_errors():
     assert choose_device("cpu") == CPU
     with pytest.raises(OptionError, match="no device 'gpu'"):
@@ -233,7 +212,7 @@ def test_features_are_normalised_by_the_training_log_inside_the_ranker(monkeypat
     matrix = (rng.normal(size=(5000, 3)) * [1e-3, 1.0, 1e4] + [5.0, 0.0, -1e5]).astype(np.float32)
     matrix[:, 1] = 7.0
     encoder = FeatureEncoder(3)
-    monkeypatch.setattr("ultr.rankers.encoder.NUMBERS_AT_ONCE", 3 * 999)  # block by block
+    monkeypatch.setattr("ultr.rankers.networks.NUMBERS_AT_ONCE", 3 * 999)  # block by block
     encoder.fit(matrix)
     encoded = encoder(torch.from_numpy(matrix)).numpy()
     np.testing.assert_allclose(encoded[:, [0, 2]].mean(0), 0, atol=0.01)
@@ -298,17 +277,15 @@ def test_unknown_rankers_and_shapes_are_errors():
             make_ranker(name, FeatureEncoder(2), **options)
 
 
-@pytest.mark.parametrize(("requests", "evaluations"), [(10, 3), (3_000, 3), (10_000, 8), (30_000, 12), (10**6, 12)])
-def test_the_patience_follows_from_the_size_of_the_log(requests, evaluations):
-    assert patience_for(requests, TrainingOptions(evaluate_every=50), least=150, most=600) == evaluations
-
-
-def test_a_run_has_the_patience_of_its_log_unless_it_was_chosen():
+def test_a_fit_has_the_patience_of_its_log_unless_it_was_chosen():
     log = feedback_log(requests=20)
-    common = {"data": "log", "method": "pointwise", "ranker_options": {"hidden": (4,)}}
-    for chosen, expected in ((None, 30), (0, 0), (7, 7)):
-        training = TrainingOptions(evaluate_every=5, patience=chosen, device="cpu")
-        run = NetworkRun(RunConfig(**common, training=training), RunData(log, log, ""))
-        assert run.options.patience == expected
-    simulated = NetworkRun(RunConfig(**common, training=training), RunData(log, log, "", feeding_user=User()))
-    assert simulated.options.patience == 7
+
+    def patience(data: Data, **options) -> int:
+        chosen = quick("log", method="pointwise", evaluate_every=5, **options)
+        return NetworkFit(FitInputs(chosen, data, decide(chosen, data), "mlp")).options.patience
+
+    data = Data(log, log, "")
+    assert patience(data) == 30
+    assert patience(data, patience=0) == 0
+    assert patience(data, patience=7) == 7
+    assert patience(replace(data, feeding_user=User())) is None

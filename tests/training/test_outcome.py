@@ -14,22 +14,26 @@ from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
 from conftest import make_shown_log
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from runs import FEEDBACK, quick
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError
 from ultr.log import Log
-from ultr.training.checkpoints import read_metrics
-from ultr.training.config import RunConfig, TrainingOptions
+from ultr.rankers import make_ranker
+from ultr.rankers.networks import FeatureEncoder
+from ultr.training.combining import Ranker
+from ultr.training.config import Config
 from ultr.training.data import split_log
+from ultr.training.folder import read_metrics
 from ultr.training.outcome import (
     COMPARED_ITEMS,
     LOGGED,
     _example_requests,
     _moves,
     agreements,
+    judge,
     ranks,
     read_outcome,
-    write_outcome,
+    value_of_run,
 )
 from ultr.training.run import run_training
 from ultr.utils.jsonfiles import read_json, write_json
@@ -100,20 +104,22 @@ def log() -> Log:
 
 
 @pytest.fixture(scope="module")
-def config() -> RunConfig:
-    training = TrainingOptions(steps=4, batch=16, evaluate_every=2, bias_steps=10, device="cpu")
-    return RunConfig(data="log.parquet", ranker_options={"hidden": [4]}, training=training)
+def config() -> Config:
+    return quick("log.parquet", steps=4, evaluate_every=2)
 
 
 @pytest.fixture(scope="module")
 def run(log, config, tmp_path_factory):
-    return run_training(config, tmp_path_factory.mktemp("outcomes") / "run", log=log)
+    return run_training(config, tmp_path_factory.mktemp("outcomes") / "run", source=log)
 
 
 def test_the_mean_over_requests_is_the_metric_of_the_best_step(run, log, config):
     outcome = read_outcome(run)
     best = max(line[config.selection] for line in read_metrics(run))
     assert np.average(outcome.results[config.selection], weights=outcome.weights) == pytest.approx(best, rel=1e-5)
+    name, value, step = value_of_run(run)
+    assert (name, value) == (config.selection, pytest.approx(best, rel=1e-5))
+    assert step in [line["step"] for line in read_metrics(run) if line[name] == best]
     held_out = split_log(log, config).validation
     assert outcome.requests == [str(i) for i in held_out.request_ids.to_pylist()]
     assert set(outcome.results) == {config.selection, LOGGED + config.selection}
@@ -129,9 +135,10 @@ def test_facts_are_those_of_the_log(run, log, config):
 
 
 def test_a_ranking_equal_to_the_logged_one_has_no_changes(log, config, tmp_path):
-    run_data = split_log(log, replace(config, select="feedback-ndcg@10"))
-    chosen = replace(config, select="feedback-ndcg@10")
-    write_outcome(chosen, run_data, run_data.logged_scores() * 3 - 5, None, tmp_path)
+    chosen = config.with_options(select=FEEDBACK)
+    data = split_log(log, chosen)
+    ranker = Ranker(make_ranker("linear", FeatureEncoder(3)), data.logged_scores() * 3 - 5)
+    judge(chosen, data, ranker, None, [], tmp_path)
     outcome = read_outcome(tmp_path)
     assert np.nanmin(outcome.agreement) == 1
     assert outcome.about["moves"]["first_kept"] == 1
@@ -140,17 +147,9 @@ def test_a_ranking_equal_to_the_logged_one_has_no_changes(log, config, tmp_path)
     assert all(item["before"] == item["after"] for e in outcome.about["examples"] for item in e["items"])
 
 
-def test_simulated_users_give_metrics_of_true_labels_and_rewards(tmp_path):
-    training = TrainingOptions(steps=2, batch=16, evaluate_every=2, bias_steps=5, device="cpu")
-    users = RunConfig(
-        data="synthetic",
-        users="pbm",
-        method="pointwise",
-        ranker_options={"hidden": [2]},
-        select="ndcg@10",
-        training=training,
-    )
-    outcome = read_outcome(run_training(users, tmp_path / "run"))
+def test_simulated_users_give_metrics_of_true_labels_and_rewards(small_synthetic, tmp_path):
+    chosen = quick("synthetic", users="pbm", method="pointwise", select="ndcg@10", steps=2, evaluate_every=2)
+    outcome = read_outcome(run_training(chosen, tmp_path / "run"))
     assert outcome.about["metrics"] == ["ndcg@10", "reward@10"]
     assert outcome.about["data"]["true_theta"][0] > outcome.about["data"]["true_theta"][-1]
     assert LOGGED + "reward@10" in outcome.results  # of the ranker that showed the data
@@ -166,7 +165,7 @@ def test_runs_without_an_outcome_and_damaged_outcomes(run, tmp_path):
     with pytest.raises(DataError, match="changed since it was written"):
         read_outcome(damaged)
     about = read_json(damaged / "outcome" / "outcome.json")
-    del about["sum"]  # as in older runs
+    del about["sum"]
     write_json(damaged / "outcome" / "outcome.json", about)
     with pytest.raises(DataError, match="cannot be read"):
         read_outcome(damaged)

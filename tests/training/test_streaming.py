@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,53 +12,39 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import ultr.training.data
-from conftest import make_shown_log
 from lists_folder import write_lists
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from runs import FEEDBACK, KNOWN, Killed, feedback_log, killed_at, quick, weights
 from ultr.errors import DataError, LabelError, OptionError
 from ultr.lists import Lists
-from ultr.log import Log, read_log, write_log
+from ultr.log import read_log, write_log
 from ultr.log.labels import Label
 from ultr.log.shards import MANIFEST, Manifest, Shards
 from ultr.methods import METHODS, MethodInputs, make_method
 from ultr.rankers.model import load_model
-from ultr.training.checkpoints import read_metrics
-from ultr.training.config import RunConfig, TrainingOptions
-from ultr.training.data import load_run_data
+from ultr.training.config import Config, TrainingOptions
+from ultr.training.data import Decisions, load_run_data
 from ultr.training.feed import Feed
+from ultr.training.folder import read_config, read_metrics
 from ultr.training.run import run_training
 from ultr.training.stream import Stream
+from ultr.utils.jsonfiles import read_json
 
-FAST = {"steps": 15, "bias_steps": 10, "batch": 16, "evaluate_every": 5, "device": "cpu"}
-KNOWN = {str(position): 1 / position for position in range(1, 13)}  # to estimate it from a log takes long
-
-
-def feedback_log(requests: int = 100) -> Log:
-    log, _ = simulate_log(make_shown_log(requests=requests), User())
-    return log
+LOOP = {"steps": 12, "bias_steps": 10, "batch": 16, "device": "cpu"}
 
 
 @pytest.fixture
 def lists(tmp_path) -> Path:
-    return write_lists(feedback_log(), tmp_path / "lists", group=8)
+    return write_lists(feedback_log(100), tmp_path / "lists", group=8)
 
 
-def config(path: Path, **changes) -> RunConfig:
-    training = TrainingOptions(**{**FAST, **changes.pop("training", {})})
-    options = {"propensities": KNOWN, "ranker_options": {"hidden": [8], "dropout": 0.2}, **changes}
-    return RunConfig(data=str(path), training=training, **options)
+def config(path: Path, **options) -> Config:
+    return quick(path, **{"propensities": KNOWN, "dropout": 0.2, **options})
 
 
-def stream_option(run: Path) -> str:
-    return json.loads((run / "config.json").read_text())["stream"]
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "weights.safetensors")
+def streamed(run: Path) -> bool:
+    return Decisions.load(run).streamed
 
 
 def assert_same_bits(run: Path, other: Path) -> None:
@@ -72,22 +57,23 @@ def assert_same_bits(run: Path, other: Path) -> None:
 @pytest.mark.parametrize("stream", ["yes", "no"])
 def test_a_run_on_lists_can_be_repeated(stream, lists, tmp_path):
     run = run_training(config(lists, stream=stream), tmp_path / "run")
-    assert [line["step"] for line in read_metrics(run)] == [0, 5, 10, 15]
-    assert stream_option(run) == stream
+    assert [line["step"] for line in read_metrics(run)] == [0, 4, 8, 12]
+    assert streamed(run) == (stream == "yes")
     log = read_log(lists / "validation")
     assert np.isfinite(load_model(run).score(log)).all()
     assert_same_bits(run, run_training(config(lists, stream=stream), tmp_path / "again"))
 
 
 @pytest.mark.parametrize(("memory", "choice"), [(1 << 40, "no"), (1000, "yes")])
-def test_lists_that_do_not_fit_in_memory_are_streamed_also_when_repeated(memory, choice, lists, tmp_path, monkeypatch):
+def test_lists_that_do_not_fit_in_memory_are_streamed_also_when_resumed(memory, choice, lists, tmp_path, monkeypatch):
     monkeypatch.setattr(ultr.training.data, "available_memory", lambda: memory)
     run = run_training(config(lists), tmp_path / "auto")
-    assert stream_option(run) == choice
+    assert streamed(run) == (choice == "yes")
+    with pytest.raises(Killed):
+        run_training(config(lists), tmp_path / "again", listeners=killed_at(4))
     other = (1 << 40) + 1000 - memory
     monkeypatch.setattr(ultr.training.data, "available_memory", lambda: other)
-    again = RunConfig.from_json(json.loads((run / "config.json").read_text()))
-    assert_same_bits(run_training(again, tmp_path / "again"), run)
+    assert_same_bits(run_training(read_config(run), tmp_path / "again", resume=True), run)
 
 
 def test_the_lists_of_all_processes_of_a_machine_may_take_half_of_the_memory(lists, monkeypatch):
@@ -102,13 +88,13 @@ def test_the_lists_of_all_processes_of_a_machine_may_take_half_of_the_memory(lis
 def test_the_feed_is_a_stream_if_lists_are_streamed(lists):
     for choice, kind in {"yes": Stream, "no": Feed}.items():
         run_data = load_run_data(config(lists, stream=choice))
-        assert isinstance(run_data.feed(TrainingOptions(**FAST)), kind)
+        assert isinstance(run_data.feed(TrainingOptions(**LOOP)), kind)
         assert run_data.positions == Manifest.load(lists).positions
         assert run_data.binary == ("click",)
 
 
 def test_a_sample_is_read_if_lists_are_streamed(lists, monkeypatch):
-    monkeypatch.setattr(ultr.training.data, "SAMPLE_ROWS", 100)
+    monkeypatch.setattr(ultr.training.data, "PART_SAMPLE_ROWS", 100)
     whole = Shards(lists)
     sample = load_run_data(config(lists, stream="yes")).train
     assert 100 <= sample.rows < whole.rows
@@ -117,31 +103,21 @@ def test_a_sample_is_read_if_lists_are_streamed(lists, monkeypatch):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns_from_a_stream(method, lists, tmp_path):
-    small = {"steps": 4, "bias_steps": 3, "evaluate_every": 2}
+    small = {"steps": 4, "bias_steps": 3, "evaluate_every": 2, "select": FEEDBACK}
     known = None if method == "affine" else KNOWN  # affine does not use propensities
-    chosen = config(lists, method=method, stream="yes", training=small, propensities=known, select="feedback-ndcg@10")
-    run = run_training(chosen, tmp_path / "run")
+    run = run_training(config(lists, method=method, stream="yes", propensities=known, **small), tmp_path / "run")
     assert [line["step"] for line in read_metrics(run) if line["step"]] == [2, 4]
-
-
-class StoppedError(Exception):
-    pass
 
 
 @pytest.mark.parametrize("stream", ["yes", "no"])
 def test_a_stopped_run_resumes_to_the_same_bits(stream, lists, tmp_path, monkeypatch):
     whole = run_training(config(lists, stream=stream), tmp_path / "whole")
-
-    def stop(progress) -> None:
-        if progress.step == 10:
-            raise StoppedError
-
-    with pytest.raises(StoppedError):
-        run_training(config(lists, stream=stream), tmp_path / "stopped", checkpoint_seconds=0, on_progress=stop)
-    assert not (tmp_path / "stopped" / "model").exists()
+    with pytest.raises(Killed):
+        run_training(config(lists, stream=stream), tmp_path / "stopped", listeners=killed_at(8))
+    assert not (tmp_path / "stopped").exists()
     monkeypatch.setattr(ultr.training.data, "available_memory", lambda: 1 << 40)
-    stopped = run_training(config(lists), tmp_path / "stopped", resume=True)  # auto: the run keeps its option
-    assert stream_option(stopped) == stream
+    stopped = run_training(config(lists), tmp_path / "stopped", resume=True, all_options=False)  # it keeps its option
+    assert streamed(stopped) == (stream == "yes")
     assert_same_bits(stopped, whole)
 
 
@@ -151,13 +127,15 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from training.test_streaming import config
+from ultr.training.loop import Listeners
 from ultr.training.run import run_training
 
 def stop(progress):
-    if progress.step == 10:
+    if progress.step == 8:
         os.kill(os.getpid(), signal.SIGKILL)
 
-run_training(config(Path(sys.argv[1]), stream="yes"), Path(sys.argv[2]), checkpoint_seconds=0, on_progress=stop)
+listeners = Listeners(on_progress=stop, checkpoint_seconds=0)
+run_training(config(Path(sys.argv[1]), stream="yes"), Path(sys.argv[2]), listeners=listeners)
 """
 
 
@@ -168,7 +146,7 @@ def test_a_killed_streaming_run_resumes_to_the_same_bits(lists, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == -9, done.stderr
-    run_training(config(lists), killed, resume=True)
+    run_training(config(lists), killed, resume=True, all_options=False)
     assert_same_bits(killed, run_training(config(lists, stream="yes"), whole))
 
 
@@ -179,17 +157,10 @@ def test_only_prepared_lists_are_streamed(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_options_of_streaming_are_checked(lists):
-    with pytest.raises(OptionError, match="'stream' must be one of 'auto', 'yes', 'no', got 'maybe'"):
-        config(lists, stream="maybe")
-    with pytest.raises(OptionError, match="'workers' must be at least 0, got -1"):
-        config(lists, workers=-1)
-
-
 @pytest.mark.parametrize("stream", ["yes", "no"])
 def test_lists_without_a_required_split_are_errors(stream, lists, tmp_path):
     with pytest.raises(DataError, match="no split 'test'"):
-        run_training(config(lists, stream=stream, judged=0.1), tmp_path / "run")
+        run_training(config(lists, stream=stream, test=0.1), tmp_path / "run")
     about = Manifest.load(lists)
     replace(about, splits={"train": about.splits["train"]}).save(lists)
     with pytest.raises(DataError, match="no split 'validation'"):
@@ -219,7 +190,7 @@ def test_examination_differs_between_segments_of_lists(stream, tmp_path):
     known = {f"{k}@{name}": 1 / k for k in range(1, 13) for name in ("desk", "phone")}
     columns = {"segment": "segment"}
     run = run_training(config(folder, stream=stream, columns=columns, propensities=known), tmp_path / "run")
-    positions = json.loads((run / "bias.json").read_text())["positions"]
+    positions = read_json(run / "bias.json")["positions"]
     assert set(positions) == {f"{k}@{name}" for k in range(1, 13) for name in ("desk", "phone")}
 
 
@@ -232,7 +203,7 @@ def test_a_stream_by_segment_has_the_positions_of_lists_in_memory(tmp_path):
         load_run_data(config(folder, stream=stream, columns={"segment": "segment"})) for stream in ("no", "yes")
     )
     assert streamed.segments == in_memory.segments == ("desk", "phone", "watch")
-    feed = streamed.feed(TrainingOptions(**{**FAST, "batch": 80}))
+    feed = streamed.feed(TrainingOptions(**{**LOOP, "batch": 80}))
     lists = feed(0)  # all requests
     assert sorted(lists.positions[lists.where].tolist()) == sorted(in_memory.train.positions.tolist())
 
@@ -253,23 +224,22 @@ def test_a_weight_of_two_counts_like_two_requests(method, tmp_path):
     for folder in folders.values():
         for stream in ("yes", "no"):
             run_data = load_run_data(config(folder, stream=stream))
-            lists: Lists = run_data.feed(TrainingOptions(**{**FAST, "batch": 1000}))(0)  # all requests
+            lists: Lists = run_data.feed(TrainingOptions(**{**LOOP, "batch": 1000}))(0)  # all requests
             losses.append(float(learner.loss(lists).detach()))
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
     plain = load_run_data(config(write_lists(log, tmp_path / "plain", shards=1, group=5)))
-    unweighted = learner.loss(plain.feed(TrainingOptions(**{**FAST, "batch": 1000}))(0)).detach()
+    unweighted = learner.loss(plain.feed(TrainingOptions(**{**LOOP, "batch": 1000}))(0)).detach()
     assert float(unweighted) != pytest.approx(losses[0], rel=1e-4)
 
 
 def test_a_log_larger_than_memory_gets_a_hint_to_prepare_it(tmp_path, monkeypatch):
-    log = simulate_log(make_shown_log(), User(), seed=0)[0]
-    write_log(log, tmp_path / "log.parquet")
+    write_log(feedback_log(30), tmp_path / "log.parquet")
     monkeypatch.setattr(ultr.training.data, "available_memory", lambda: 1000)
     with pytest.raises(DataError, match=r"does not fit in memory.*ultr prepare"):
-        load_run_data(RunConfig(str(tmp_path / "log.parquet")))
+        load_run_data(quick(tmp_path / "log.parquet"))
 
 
 @pytest.mark.parametrize(("role", "column"), [("features", "f1"), ("segment", "device"), ("actions", "click")])
 def test_column_names_that_lists_do_not_have_are_errors(role, column, lists):
     with pytest.raises(OptionError, match=f"cannot be changed, got {role}={column}; do not name '{role}' here"):
-        load_run_data(RunConfig(str(lists), columns={role: column}))
+        load_run_data(quick(lists, columns={role: column}))

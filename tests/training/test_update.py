@@ -10,18 +10,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from runs import Killed, killed_at
 from training.test_warm_start import config, table, write
-from ultr.errors import OptionError
+from ultr.errors import OptionError, OutputError
 from ultr.log import read_log
-from ultr.methods import make_tree_method
+from ultr.methods import MethodInputs, make_tree_method
 from ultr.rankers.boosters import BOOSTERS, Boosting
 from ultr.rankers.model import load_model
-from ultr.training import update
-from ultr.training.checkpoints import read_metrics
-from ultr.training.data import load_run_data
-from ultr.training.inputs import method_inputs
+from ultr.training.config import Config
+from ultr.training.data import Data, decide, load_run_data, used_requests
+from ultr.training.fitting import FitInputs
+from ultr.training.folder import read_config, read_metrics
+from ultr.training.loop import Listeners
 from ultr.training.run import run_training
-from ultr.training.used import used_requests
+from ultr.training.update import update_config, update_run
 from ultr.utils.jsonfiles import read_json
 
 STILL = {"steps": 4, "evaluate_every": 4, "lr": 1e-12}
@@ -41,10 +43,13 @@ def days(tmp_path_factory):
     return {n: write(folder / f"day{n}.parquet", day(n, shops[n])) for n in shops}
 
 
-def trees(path, ranker="lightgbm", **changes):
-    training = {"steps": 12, "evaluate_every": 4, "bias_steps": 10, **changes.pop("training", {})}
-    options = {"ranker": ranker, "ranker_options": {"max_depth": 3}, "method": "pairwise-em", **changes}
-    return config(path, **options, training=training)
+def trees(path, ranker="lightgbm", **options) -> Config:
+    few = {"steps": 12, "evaluate_every": 4, "bias_rounds": 10, "lr": 0.1, "tree_parameters": {"max_depth": 3}}
+    return config(path, ranker=ranker, method="pairwise-em").with_options(**few).with_options(**options)
+
+
+def inputs_of(chosen: Config, data: Data) -> MethodInputs:
+    return FitInputs(chosen, data, decide(chosen, data), chosen.kinds[0]).of_method()
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +61,6 @@ def read(path):
     return read_log(path, features="f0,f1", categorical="shop")
 
 
-def updated(run, data, out, **options):
-    return update.update_run(run, data, out, **options).run
-
-
 # --- Trees ------------------------------------------------------------------------------------------------------------
 
 
@@ -68,7 +69,7 @@ def updated(run, data, out, **options):
 def test_trees_start_at_yesterdays_scores_whatever_the_codes_of_categories(ranker, method, days, tmp_path):
     options = {"final": "pairs"} if (method, ranker) == ("pairwise-em", "lightgbm") else {}
     first = run_training(trees(days[1], ranker, method=method, method_options=options), tmp_path / "first")
-    run = updated(first, days[2], tmp_path / "second", steps=4, lr=1e-12)
+    run = update_run(first, days[2], tmp_path / "second", steps=4, lr=1e-12).run
     assert [line["step"] for line in read_metrics(run)] == [0, 2, 4]
     log, before, after = read(days[2]), load_model(first), load_model(run)
     assert list(after.vocabularies["shop"].to_pylist()) == ["a", "b", "c", "0-new"]  # the codes of the trees stay
@@ -76,7 +77,7 @@ def test_trees_start_at_yesterdays_scores_whatever_the_codes_of_categories(ranke
 
 
 def test_all_parts_of_a_blend_get_further_rounds(blend, days, tmp_path):
-    run = updated(blend, days[2], tmp_path / "run", steps=8, lr=0.3)
+    run = update_run(blend, days[2], tmp_path / "run", steps=8, lr=0.3).run
     parts = (read_json(folder / "model" / "model.json")["parts"] for folder in (blend, run))
     before, after = ([part for part in each if part["ranker"] == "lightgbm"] for each in parts)
     assert len(before) == len(after) > 1
@@ -92,7 +93,7 @@ def test_all_parts_of_a_blend_get_further_rounds(blend, days, tmp_path):
 def test_an_update_drops_the_trees_of_earlier_updates_if_they_are_too_many(ranker, days):
     chosen = trees(days[1], ranker, method="pointwise")
     run_data, grown = load_run_data(chosen), []
-    task = make_tree_method("pointwise", method_inputs(chosen, run_data)).task(run_data.train)
+    task = make_tree_method("pointwise", inputs_of(chosen, run_data)).task(run_data.train)
     how = Boosting(8, 0.3, library_options=task.library_options)
     BOOSTERS[ranker].grow(task.rows, how, lambda trees, _: bool(grown.append(trees)))
     booster, features = grown[-1], run_data.train.features
@@ -108,7 +109,7 @@ def test_rounds_that_are_added_have_the_derivatives_of_the_offset(ranker, days):
     """`direct` has log theta as its offset; LightGBM takes none next to trees that are extended."""
     chosen = trees(days[1], ranker, method="direct", propensities={"1": 1.0, "2": 0.5, "3": 0.3, "4": 0.2})
     run_data = load_run_data(chosen)
-    method = make_tree_method("direct", method_inputs(chosen, run_data))
+    method = make_tree_method("direct", inputs_of(chosen, run_data))
 
     def grow(rounds, extends, start=None):
         task, grown = method.task(run_data.train, extends=extends), []
@@ -122,15 +123,10 @@ def test_rounds_that_are_added_have_the_derivatives_of_the_offset(ranker, days):
 
 
 def test_a_killed_update_of_trees_resumes_to_the_same_trees(blend, days, tmp_path):
-    chosen = update.update_config(blend, days[2], steps=8)
+    chosen = update_config(blend, days[2], steps=8)
     whole = run_training(chosen, tmp_path / "whole")
-
-    def stop(progress):
-        if progress.step == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_training(chosen, tmp_path / "half", checkpoint_seconds=0, on_progress=stop)
+    with pytest.raises(Killed):
+        run_training(chosen, tmp_path / "half", listeners=killed_at(4))
     again = run_training(chosen, tmp_path / "half", resume=True)
     assert [line["step"] for line in read_metrics(again)] == [line["step"] for line in read_metrics(whole)]
     log = read(days[2])
@@ -147,16 +143,16 @@ def test_trees_extend_trees_of_their_own_library(blend, days, tmp_path):
 
 @pytest.fixture(scope="module")
 def network(days, tmp_path_factory):
-    chosen = config(days[1], method="pairwise-em", training={"bias_steps": 100})
+    chosen = config(days[1], method="pairwise-em", bias_steps=100)
     return run_training(chosen, tmp_path_factory.mktemp("networks") / "run")
 
 
 def test_the_fit_of_a_bias_model_starts_from_that_of_yesterday(network, days, tmp_path):
     first, again = [], []
-    options = {"method": "pairwise-em", "training": {"bias_steps": 1, "steps": 1}}
-    run_training(config(days[3], **options), tmp_path / "nothing", on_bias_progress=first.append)
-    chosen = config(days[3], **options, warm_start=str(network))
-    run_training(chosen, tmp_path / "run", on_bias_progress=again.append)
+    chosen = config(days[3], method="pairwise-em", bias_steps=1, steps=1)
+    run_training(chosen, tmp_path / "nothing", listeners=Listeners(on_bias_progress=first.append))
+    chosen = chosen.with_options(warm_start=str(network))
+    run_training(chosen, tmp_path / "run", listeners=Listeners(on_bias_progress=again.append))
     assert [progress.step for progress in again] == [0, 1]
     assert again[0].metrics["clicks"] > first[0].metrics["clicks"] + 0.1  # of the same held-out requests
     theta = [read_json(tmp_path / name / "bias.json")["theta"] for name in ("nothing", "run")]
@@ -165,7 +161,7 @@ def test_the_fit_of_a_bias_model_starts_from_that_of_yesterday(network, days, tm
 
 def test_requests_of_yesterdays_training_stay_training_requests(network, days, tmp_path):
     both = f"{days[1]},{days[2]}"
-    chosen = config(both, method="pairwise-em", warm_start=str(network), judged=0.2)
+    chosen = config(both, method="pairwise-em", warm_start=str(network), test=0.2)
     run_data = load_run_data(chosen)
     for name in ("validation", "test"):
         trained, _ = used_requests(network, getattr(run_data, name))
@@ -196,22 +192,54 @@ def test_weights_decay_with_the_days_of_requests(how, days, tmp_path):
     assert "time" not in run_data.train.columns
 
 
-def test_a_decay_is_above_zero_and_needs_days(days):
-    with pytest.raises(OptionError, match="half-life in days"):
-        config(days[1], decay=0.0)
+def test_a_decay_needs_days(days):
     with pytest.raises(OptionError, match="the days of the log are not known"):
         load_run_data(config(days[1], decay=1.0))
 
 
-# --- Kills ------------------------------------------------------------------------------------------------------------
+# --- The gate and kills -----------------------------------------------------------------------------------------------
 
 
-def test_an_update_that_was_killed_after_it_was_accepted_is_done(network, days, tmp_path):
-    first = update.update_run(network, days[2], tmp_path / "run", steps=20)
-    again = update.update_run(network, days[2], tmp_path / "run", steps=20)
-    assert (again.accepted, again.run) == (True, tmp_path / "run")
-    assert again.judged.mean == first.judged.mean
-    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+def test_an_update_has_the_options_of_its_run(network, days):
+    before, chosen = read_config(network), update_config(network, days[2], decay=2.0, time="at", lr=0.7)
+    assert (chosen.network.hidden, chosen.label, chosen.network.lr) == (before.network.hidden, "click", 0.7)
+    assert (chosen.network.steps, chosen.network.bias_steps) == (60 // 5, 100 // 5)  # it starts near its end
+    assert (chosen.data.source, chosen.data.decay, chosen.data.test) == (days[2], 2.0, 0.2)
+    assert chosen.training.warm_start == str(network)
+    assert chosen.examination.bias == str(network / "bias.json")
+    assert update_config(network, days[2], refit_bias=True).examination.bias is None
+    for name, column in before.data.columns.named().items():
+        assert chosen.data.columns.named()[name] in (column, tuple(column.split(",")))
+
+
+def test_a_worse_ranker_is_not_accepted(network, days, tmp_path, monkeypatch):
+    monkeypatch.setattr("ultr.training.networks.less_is_better", lambda _: True)  # the worst step is chosen
+    worse = update_run(network, days[2], tmp_path / "run", lr=50.0, patience=0, gate=0.5)
+    assert worse.value.difference.difference < 0
+    assert (worse.accepted, worse.run) == (False, tmp_path / "run.candidate")
+    assert not (tmp_path / "run").exists()
+    load_model(worse.run)
+
+
+def test_a_gate_is_a_probability(network, days, tmp_path):
+    with pytest.raises(OptionError) as raised:
+        update_run(network, days[2], tmp_path / "run", gate=1.0)
+    assert raised.value.got == 1.0
+
+
+def test_an_update_can_be_killed_and_called_again(network, days, tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(Killed):
+        update_run(network, days[2], out, steps=20, listeners=killed_at(0))
+    first = update_run(network, days[2], out, steps=20)
+    assert (first.accepted, first.run) == (True, out)
+    assert list(tmp_path.iterdir()) == [out]
+    steps = []
+    again = update_run(network, days[2], out, steps=20, listeners=Listeners(on_progress=steps.append))
+    assert (again.accepted, again.run, steps) == (True, out, [])  # it was killed after it was accepted
+    assert again.value.mean == first.value.mean
+    with pytest.raises(OutputError):
+        update_run(network, days[2], out, steps=21)
 
 
 # --- A simulated month ------------------------------------------------------------------------------------------------

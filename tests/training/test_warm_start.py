@@ -1,26 +1,34 @@
-"""Runs that start from another run: `--warm-start` and `--bias`, on logs with other columns, values and positions."""
+"""Runs that start from another run: `warm_start` and `bias`, on logs with other columns, values and positions."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from ultr.errors import DataError, OptionError
+from runs import FEEDBACK, Killed, killed_at
+from ultr.bias.propensities import write_bias_file
+from ultr.errors import DataError, OptionError, UltrError
 from ultr.log import read_log
+from ultr.methods import make_method
 from ultr.rankers.model import load_model
-from ultr.training.checkpoints import read_metrics
-from ultr.training.command import train_command
-from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.biases import load_bias
+from ultr.training.config import Config, make_config
+from ultr.training.data import Decisions, decide, load_run_data
+from ultr.training.examining import best_evaluation
+from ultr.training.fitting import FitInputs
+from ultr.training.folder import fit_folder, read_config, read_metrics
+from ultr.training.loop import Listeners
 from ultr.training.run import run_training
-from ultr.training.selection import best_evaluation
 from ultr.utils.jsonfiles import read_json
 
 SHOPS = {"a": 0.2, "b": 0.9, "c": 0.05}  # click rate of each shop
-STILL = {"steps": 1, "evaluate_every": 1, "lr": 1e-12}
+STILL = {"network.steps": 1, "network.evaluate_every": 1, "network.lr": 1e-12}
 COLUMNS = {"request": "request", "position": "position", "features": "f0,f1", "categorical": "shop"}
 
 
@@ -42,11 +50,21 @@ def table(shops, *, seed=0, shift=0.0, first=1, requests=60, items=4, falls=0.0)
     )
 
 
-def config(path, **changes) -> RunConfig:
-    training = {"steps": 60, "bias_steps": 20, "batch": 32, "evaluate_every": 20, "lr": 0.1, "device": "cpu"}
-    training |= changes.pop("training", {})
-    given = {"method": "pointwise", "label": "click", "columns": COLUMNS, "ranker_options": {"hidden": [8]}}
-    return RunConfig(data=str(path), training=TrainingOptions(**training), **{**given, **changes})
+def config(path, **options) -> Config:
+    common = {
+        "method": "pointwise",
+        "label": "click",
+        "columns": COLUMNS,
+        "ranker": "mlp",
+        "hidden": (8,),
+        "network.steps": 60,
+        "network.bias_steps": 20,
+        "network.batch": 32,
+        "network.evaluate_every": 20,
+        "network.lr": 0.1,
+        "device": "cpu",
+    }
+    return make_config(str(path), **common).with_options(**options)
 
 
 def write(path, content) -> str:
@@ -55,47 +73,47 @@ def write(path, content) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("days")
 
 
 @pytest.fixture(scope="module")
-def day_1(folder):
+def day_1(folder) -> str:
     return write(folder / "day1.parquet", table(["a", "b", "c"]))
 
 
 @pytest.fixture(scope="module")
-def yesterday(folder, day_1):
+def yesterday(folder, day_1) -> Path:
     return run_training(config(day_1), folder / "yesterday")
 
 
 @pytest.fixture(scope="module")
-def with_bias(folder, day_1):
+def with_bias(folder, day_1) -> Path:
     return run_training(config(day_1, method="pairwise-em"), folder / "with-bias")
+
+
+def after(run: Path, path, **options) -> Config:
+    """Return the configuration of a run that starts from another one."""
+    return config(path, warm_start=str(run)).with_options(**options)
 
 
 def scores(run, path) -> np.ndarray:
     return load_model(run).score(read_log(path, categorical="shop", features="f0,f1"))
 
 
-def test_the_network_is_small_for_a_small_log_and_that_of_the_run_it_starts_from(
-    day_1, yesterday, tmp_path, monkeypatch
-):
-    def hidden(out, **changes):
-        run = run_training(config(day_1, training=STILL, **changes), out)
-        return read_json(run / "config.json")["ranker_options"]["hidden"]
+def test_the_network_is_small_for_a_small_log_and_that_of_the_run_it_starts_from(day_1, yesterday, monkeypatch):
+    def hidden(**options):
+        chosen = config(day_1, hidden=None, **options)
+        return decide(chosen, load_run_data(chosen)).hidden
 
-    free = {"ranker_options": {"dropout": 0.0}}
-    assert hidden(tmp_path / "small", **free) == [128, 64, 32]
-    assert hidden(tmp_path / "warm", warm_start=str(yesterday), **free) == [8]
-    monkeypatch.setattr("ultr.training.inputs.SMALL_LOG", 10)
-    assert hidden(tmp_path / "large", **free) == [512, 256, 128]
-    run_training(config(day_1, training=STILL, **free), tmp_path / "large", resume=True)
-    with pytest.raises(OptionError, match=r"--hidden \(\[8\]; the run has \[128, 64, 32\]\)"):
-        run_training(config(day_1, training=STILL), tmp_path / "small", resume=True)
+    assert hidden() == (128, 64, 32)
+    assert hidden(warm_start=str(yesterday)) == (8,)
+    assert hidden(ranker="linear") is None
+    monkeypatch.setattr("ultr.training.data.SMALL_LOG", 10)
+    assert hidden() == (512, 256, 128)
 
 
-def test_vocabularies_are_sorted_whatever_the_order_of_rows(tmp_path):
+def test_vocabularies_are_sorted_whatever_the_order_of_rows():
     for order in (["c", "a", "b"], ["b", "c", "a"]):
         log = read_log(table(order), categorical="shop")
         assert log.vocabularies["shop"].to_pylist() == ["a", "b", "c"]
@@ -111,8 +129,8 @@ def test_a_warm_start_has_the_scores_of_yesterday(shops, yesterday, tmp_path):
     """The next log has other shops, other columns' order, and other means: nothing moves before the first step."""
     content = table(shops, seed=1, shift=3.0)
     today = write(tmp_path / "today.parquet", content.select(["click", "shop", "f1", "f0", "position", "request"]))
-    columns = {**COLUMNS, "features": "f1,f0"}
-    run = run_training(config(today, columns=columns, training=STILL), tmp_path / "run", warm_start=yesterday)
+    chosen = after(yesterday, today, columns={"features": "f1,f0"}, **STILL)
+    run = run_training(chosen, tmp_path / "run")
     np.testing.assert_allclose(scores(run, today), scores(yesterday, today), atol=1e-6)
     known = pa.table({**table(["b"]).to_pydict(), "shop": ["b", "c"] * 120, "f0": [0.0] * 240, "f1": [0.0] * 240})
     b, c = scores(run, write(tmp_path / "known.parquet", known))[:2]
@@ -124,11 +142,11 @@ def test_a_new_feature_starts_without_effect_and_is_learned(yesterday, tmp_path)
     content = content.append_column("f2", content["click"]).append_column("brand", content["shop"])
     today = write(tmp_path / "today.parquet", content)
     columns = {**COLUMNS, "features": "f2,f0,f1", "categorical": "brand,shop"}
-    given = {"columns": columns, "allow_leaks": True}
-    still = run_training(config(today, **given, training=STILL), tmp_path / "still", warm_start=yesterday)
+    chosen = after(yesterday, today, columns=columns, allow_leaks=True)
+    still = run_training(chosen.with_options(**STILL), tmp_path / "still")
     log = read_log(today, **columns)
     np.testing.assert_allclose(load_model(still).score(log), scores(yesterday, today), atol=1e-6)
-    run = run_training(config(today, **given), tmp_path / "run", warm_start=yesterday)
+    run = run_training(chosen, tmp_path / "run")
     changed = replace(log, features=log.features + np.eye(5, dtype=np.float32)[list(log.feature_names).index("f2")])
     assert (load_model(run).score(changed) > load_model(run).score(log) + 0.05).mean() > 0.9
 
@@ -143,73 +161,53 @@ def test_every_kind_of_ranker_starts_where_it_was(method, label, tmp_path):
         content = table(["a", "b", "c"], seed=day, requests=40)
         dwell = pa.array(content["click"].to_numpy() * (1 + 3 * day) * np.arange(160))
         days.append(write(tmp_path / f"{day}.parquet", content.append_column("dwell", dwell)))
-    given = {"method": method, "label": label}
-    first = run_training(config(days[0], **given), tmp_path / "first")
-    second = run_training(config(days[1], **given, training=STILL), tmp_path / "second", warm_start=first)
+    first = run_training(config(days[0], method=method, label=label), tmp_path / "first")
+    second = run_training(after(first, days[1], method=method, label=label, **STILL), tmp_path / "second")
     np.testing.assert_allclose(scores(second, days[1]), scores(first, days[1]), rtol=1e-5, atol=1e-6)
 
 
 def test_the_first_weights_are_evaluated_and_can_be_the_best(yesterday, day_1, tmp_path):
-    worse = config(day_1, select="feedback-ndcg@10", training={"lr": 50.0, "steps": 2, "evaluate_every": 1})
-    run = run_training(worse, tmp_path / "run", warm_start=yesterday)
-    steps = [line["step"] for line in read_metrics(run)]
-    assert steps == [0, 1, 2]
+    worse = after(yesterday, day_1, select=FEEDBACK, lr=50.0, steps=2, evaluate_every=1)
+    run = run_training(worse, tmp_path / "run")
+    assert [line["step"] for line in read_metrics(run)] == [0, 1, 2]
     assert read_metrics(run)[0]["loss"] is None
     assert best_evaluation(run)[1]["step"] == 0
     np.testing.assert_allclose(scores(run, day_1), scores(yesterday, day_1), atol=1e-6)
 
 
 def test_a_warm_start_is_recorded_and_a_resumed_run_starts_warm_again(yesterday, day_1, tmp_path):
-    class StoppedError(Exception):
-        pass
-
-    def stop(progress):
-        raise StoppedError
-
-    chosen = config(day_1, warm_start=str(yesterday), training=STILL)
-    with pytest.raises(StoppedError):
-        run_training(chosen, tmp_path / "run", on_progress=stop, checkpoint_seconds=1e9)
+    chosen = after(yesterday, day_1, **STILL)
+    with pytest.raises(Killed):
+        run_training(chosen, tmp_path / "run", listeners=replace(killed_at(0), checkpoint_seconds=1e9))
     run = run_training(chosen, tmp_path / "run", resume=True)
     assert [line["step"] for line in read_metrics(run)] == [0, 1]
     np.testing.assert_allclose(scores(run, day_1), scores(yesterday, day_1), atol=1e-6)
-    assert f"--warm-start {yesterday}" in train_command(chosen)[0]
-    from ultr.serving.model_card import model_card
-    from ultr.utils.jsonfiles import read_json
-
-    assert read_json(run / "config.json")["warm_start"] == str(yesterday)
-    about = {**read_json(run / "model" / "model.json"), "keeps_missing": False, "files": [], "no_onnx": "", "data": ""}
-    assert f"started from the run `{yesterday}`"[:60] in model_card(run, about)
+    assert read_config(run).training.warm_start == str(yesterday)
 
 
 def test_a_warm_start_that_cannot_be_matched_is_rejected(yesterday, day_1, tmp_path):
-    def rejected(match, error=DataError, **changes):
+    def rejected(match: str, error: type[UltrError] = DataError, **options) -> None:
         with pytest.raises(error, match=match):
-            run_training(config(day_1, **changes), tmp_path / "run", warm_start=yesterday)
-        assert not (tmp_path / "run").exists()
+            run_training(after(yesterday, day_1, **options), tmp_path / "run")
+        assert list(tmp_path.iterdir()) == []
 
-    rejected("features that the model was trained on are missing: f1", columns={**COLUMNS, "features": "f0"})
-    rejected("weights of other shapes", ranker_options={"hidden": [9]})
-    rejected("is of another kind", ranker_options={}, ranker="linear")
+    rejected("features that the model was trained on are missing: f1", columns={"features": "f0"})
+    rejected("weights of other shapes", hidden=(9,))
+    rejected("is of another kind", ranker="linear")
     rejected("is of another kind, or predicts other actions", method="pal-click")
-    rejected("trees cannot start", OptionError, ranker="lightgbm", ranker_options={}, method="direct")
+    rejected("trees cannot start", OptionError, ranker="lightgbm", method="direct")
 
 
 # --- The bias of another run ----------------------------------------------------------------------------------------
 
 
-def beta(run, path, columns=COLUMNS) -> np.ndarray:
+def beta(run, path, **columns) -> np.ndarray:
     """Return the relevance that the bias model of a run finds for the rows of a log."""
-    import torch
-
-    from ultr.methods import make_method
-    from ultr.training.bias_stage import load_bias
-    from ultr.training.data import load_run_data
-    from ultr.training.inputs import method_inputs
-
     chosen = config(path, method="pairwise-em", columns=columns)
     data = load_run_data(chosen)
-    model = make_method("pairwise-em", method_inputs(chosen, data)).bias_learner()
-    load_bias(run / "bias", model)
+    inputs = FitInputs(chosen, data, decide(chosen, data), "mlp").of_method()
+    model = make_method("pairwise-em", inputs).bias_learner()
+    load_bias(fit_folder(run, "mlp") / "bias", model)
     return model.eval().predictions(torch.from_numpy(data.train.features))[0].detach().numpy()
 
 
@@ -217,21 +215,45 @@ def test_a_bias_model_is_matched_by_name_and_value(with_bias, day_1, tmp_path):
     today = pq.read_table(day_1)
     order = pa.array(np.arange(len(today))[::-1].copy())  # the last shop appears first
     shuffled = write(tmp_path / "shuffled.parquet", today.take(order))
-    columns = {**COLUMNS, "features": "f1,f0"}
-    given = {"method": "pairwise-em", "columns": columns, "bias": str(with_bias)}
-    run = run_training(config(shuffled, **given, training=STILL), tmp_path / "run")
-    np.testing.assert_allclose(beta(run, day_1, columns), beta(with_bias, day_1), atol=1e-5)
+    chosen = config(shuffled, method="pairwise-em", columns={"features": "f1,f0"}, bias=str(with_bias), **STILL)
+    fitted: list[int] = []
+    listeners = Listeners(on_bias_progress=lambda progress: fitted.append(progress.step))
+    run = run_training(chosen, tmp_path / "run", listeners=listeners)
+    assert not fitted
+    np.testing.assert_allclose(beta(run, day_1, features="f1,f0"), beta(with_bias, day_1), atol=1e-5)
 
 
 def test_a_bias_model_takes_new_values_and_fewer_positions(with_bias, tmp_path):
     content = table([*(f"x{i}" for i in range(40)), "c", "b"], seed=3, items=3, first=2)
     today = write(tmp_path / "today.parquet", content)
-    chosen = config(today, method="pairwise-em", bias=str(with_bias), training=STILL)
-    run = run_training(chosen, tmp_path / "run", checkpoint_seconds=0)
-    from ultr.utils.jsonfiles import read_json
-
-    before, after = (read_json(folder / "bias.json") for folder in (with_bias, run))
-    assert after["positions"] == [2, 3, 4]
-    assert after["theta"] == before["theta"][1:]
-    later = run_training(replace(chosen, bias=str(run)), tmp_path / "later")  # embeddings keep their size
+    chosen = config(today, method="pairwise-em", bias=str(with_bias), **STILL)
+    run = run_training(chosen, tmp_path / "run")
+    before, found = (read_json(each / "bias.json") for each in (with_bias, run))
+    assert found["positions"] == [2, 3, 4]
+    assert found["theta"] == before["theta"][1:]
+    later = run_training(chosen.with_options(bias=str(run)), tmp_path / "later")  # embeddings keep their size
     np.testing.assert_allclose(beta(later, today), beta(run, today), atol=1e-6)
+
+
+def test_examination_and_the_bias_model_come_from_the_run_that_is_named(with_bias, day_1, tmp_path):
+    theta = read_json(with_bias / "bias.json")["theta"]
+    fitted: list[int] = []
+    listeners = Listeners(on_bias_progress=lambda progress: fitted.append(progress.step))
+    by_file = config(day_1, method="pairwise-em", bias=str(with_bias / "bias.json"), **STILL)
+    run = run_training(by_file, tmp_path / "run", listeners=listeners)
+    assert fitted  # only examination was loaded
+    found = read_json(run / "bias.json")
+    assert found["theta"] == pytest.approx(theta)
+    assert found["theta_from"] == read_json(with_bias / "bias.json")["theta_from"]
+    assert Decisions.load(run).segment is None
+    (tmp_path / "empty").mkdir()
+    write_bias_file(tmp_path / "empty", {})
+    for message, options in {
+        "is for another label": {"label": "click + 1"},
+        "does not fit this run": {"loss": "bayes-ipw"},
+        "no examination by position": {"bias": str(tmp_path / "empty")},
+    }.items():
+        chosen = config(day_1, method="pairwise-em", bias=str(with_bias)).with_options(**options)
+        with pytest.raises(DataError, match=message):
+            run_training(chosen, tmp_path / "no")
+        assert not (tmp_path / "no").exists()

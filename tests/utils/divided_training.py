@@ -17,19 +17,20 @@ import torch
 from safetensors.torch import save_file
 
 import ultr.methods.position_model
-import ultr.training.loop
+import ultr.training.biases
+import ultr.training.examining
 from bias_fitting import fit_bias
 from conftest import make_shown_log
 from lists_folder import write_lists
+from runs import KNOWN, quick
 from ultr.bias.examination import Examination
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.methods import METHODS, Method, MethodInputs, make_method
-from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.config import Config, TrainingOptions
 from ultr.training.feed import Feed
 from ultr.training.loop import start, take_step
 from ultr.training.run import run_training
@@ -60,9 +61,9 @@ VARIANTS = {
 def _cases() -> Iterator[tuple[str, Case]]:
     adam = {"optimizer": "adam", "lr": 1e-3, "steps": 6, "bias_steps": 6}
     for number, (name, case) in enumerate(VARIANTS.items()):
-        dropout = 0.2 * (number % 2)
-        yield f"{name} double", case._replace(dropout=dropout)
-        yield f"{name} adam", case._replace(dropout=dropout, double=False, training=adam)
+        yield f"{name} double", case._replace(dropout=0.2 * (number % 2))
+    for name in ("pairwise-em", "lambdarank", "dla"):
+        yield f"{name} adam", Case(name, double=False, training=adam, dropout=0.2)
     yield "pairwise-em default", Case("pairwise-em", double=False)
 
 
@@ -102,7 +103,7 @@ def trained(case: Case, log: Log) -> Method:
     method = make_method(case.method, inputs, **case.options)
     if case.double:
         method.double()
-    ultr.training.loop.Feed = feeding(case.double)  # fit_bias reads its batches from this one
+    ultr.training.biases.Feed = feeding(case.double)  # fit_bias reads its batches from this one
     options = TrainingOptions(**{**FAST, **case.training})
     state = start(method, log, options)
     fit_bias(method, log, options)
@@ -142,18 +143,16 @@ def guessed(log: Log, *_: Any, **__: Any) -> Examination:
     return Examination(tuple(range(1, count + 1)), theta, zeta, impressions, 0.1 * impressions, moved=1e-4, strata=1)
 
 
-def in_memory(out: Path) -> RunConfig:
-    """A run that reads lists into memory."""
-    training = TrainingOptions(**FAST, evaluate_every=8)
-    known = {str(position): 1 / position for position in range(1, 13)}
-    options = {"hidden": (16,), "dropout": 0.2}
-    return RunConfig(str(out / "lists"), ranker_options=options, propensities=known, stream="no", training=training)
+def in_memory(out: Path) -> Config:
+    """Return the configuration of a run that reads lists into memory."""
+    return quick(out / "lists", dropout=0.2, propensities=KNOWN, stream="no", ranker="auto")
 
 
 def main() -> None:
     out, mine = Path(sys.argv[1]), int(os.environ["RANK"])
     torch.set_num_threads(1)
     ultr.methods.position_model.estimate_examination = guessed
+    ultr.training.examining.estimate_examination = guessed
     log = logged()
     for number, (name, case) in enumerate(CASES.items()):
         if number % 2 == mine:
@@ -161,7 +160,7 @@ def main() -> None:
     if mine == 0:
         write_lists(log, out / "lists")
         os.environ["WORLD_SIZE"] = "1"  # train as if there were no other process
-        run_training(in_memory(out), out / "run alone")
+        run_training(in_memory(out).with_options(ranker="mlp"), out / "run alone")
         os.environ["WORLD_SIZE"] = "2"
     with process_group("cpu"):
         communicate(out)

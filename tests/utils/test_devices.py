@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ultr.utils.devices import SMALL_LOG, threads_for
+from ultr.utils.distributed import SMALL_LOG, threads_for
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(10, 1), (SMALL_LOG, 2)])

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultr.utils.stopping import EarlyStopping
+from ultr.utils.optimisation import EarlyStopping
 
 
 @given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), patience=st.integers(0, 5))

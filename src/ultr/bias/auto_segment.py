@@ -1,8 +1,8 @@
 """Find a column, such as the device, on which examination depends, so that it can be estimated for each of its values.
 
 A column is tested if it has one value per request, and few values with enough clicks each. Only the evidence of
-`evidence` counts: requests in random order, or items shown at several positions. It is used within each value, so that
-neither other queries nor more clicks at all positions make a difference: ratios of θ between positions must differ.
+`estimators` counts: requests in random order, or items shown at several positions. It is used within each value, so
+that neither other queries nor more clicks at all positions matter: ratios of θ between positions must differ.
 
 - The test is a likelihood ratio, of one θ for all values against one for each, given the clicks of each stratum. It is
   divided by the dispersion of clicks between groups of requests, because clicks of one request depend on each other.
@@ -30,15 +30,13 @@ from ultr.bias.counts import (
     impressions,
     log_counts,
 )
-from ultr.bias.estimators import POOL_CLICKS, ConditionalFit, fit_conditional
-from ultr.bias.evidence import best_source, items_comparable
-from ultr.bias.pitfalls import suspicious_requests
+from ultr.bias.estimators import POOL_CLICKS, ConditionalFit, best_source, fit_conditional, items_comparable
+from ultr.checks.pitfalls import suspicious_requests
 from ultr.log import Log, read_log
+from ultr.log.columns import Columns, as_data_error, combined, resolve_columns
 from ultr.log.labels import Label, click_label
 from ultr.log.readers import FIRST_ROWS, as_table, first_rows, is_files, read_columns
 from ultr.log.sampling import SAMPLE_ROWS, sample_log
-from ultr.log.schema import Columns, resolve_columns
-from ultr.log.values import as_data_error, combined
 
 MOST_COLUMNS = 5  # columns that are tested, at most
 MOST_VALUES = 8  # a column with more values is not tested
@@ -88,18 +86,9 @@ def find_segment(
     (default: the click) is above 0. The column of the `time` is not a segment.
     """
     named = {role: name for role, name in (columns or {}).items() if name is not None}
-    if is_files(source):
-        if (roles := read_columns(source, **named)) is None:
-            return None
-        head = first_rows(source)
-    else:
-        head = source = as_table(source)
-        roles = resolve_columns(source.schema, where="the table", **named)
-    if not (roles.actions and (roles.item or "randomised" in roles.context)):
-        return None
-    with as_data_error(source, "a log"):
-        names = _candidates(head.slice(0, FIRST_ROWS), roles, time)
-    if not names:
+    source = source if is_files(source) else as_table(source)
+    roles, names = segment_candidates(source, time=time, columns=named)
+    if roles is None or not names:
         return None
     further = {"features": list(roles.features[:FEATURES]), "categorical": names}
     return choose_segment(read_log(source, **reading, **{**named, **further}), names, label=label)
@@ -297,3 +286,25 @@ def _difference(fits: Sequence[ConditionalFit], clicks: np.ndarray, shown: np.nd
 def _variances(fit: ConditionalFit, reference: int) -> np.ndarray:
     covariance = fit.covariance()
     return np.asarray(covariance.diagonal() + covariance[reference, reference] - 2 * covariance[reference])
+
+
+def segment_candidates(
+    source: Any, *, time: str | None = None, columns: Mapping[str, Any] | None = None
+) -> tuple[Columns | None, list[str]]:
+    """Return the columns of a log by role, and the names of columns that may be segments; few rows are read.
+
+    Prepared lists and SVMlight have no such columns, and no roles.
+    """
+    named = {role: name for role, name in (columns or {}).items() if name is not None}
+    if is_files(source):
+        roles = read_columns(source, **named)
+        if roles is None:
+            return None, []
+        head = first_rows(source)
+    else:
+        head = as_table(source)
+        roles = resolve_columns(head.schema, where="the table", **named)
+    if not (roles.actions and (roles.item or "randomised" in roles.context)):
+        return roles, []
+    with as_data_error(source, "a log"):
+        return roles, _candidates(head.slice(0, FIRST_ROWS), roles, time)

@@ -16,8 +16,8 @@ from scipy import sparse
 
 from ultr.errors import DataError
 from ultr.log import Log
-from ultr.log.queries import codes
-from ultr.log.segments import SHIFT
+from ultr.log.splits import codes
+from ultr.log.table import SHIFT
 
 GROUPS = 200  # random groups of requests, which the bootstrap draws
 MAX_AUDITED_POSITIONS = 1_000  # each replicate estimates θ of all positions together
@@ -240,7 +240,7 @@ class LogCounts:
     requests: int
     weight: float  # sum of the weights of requests
     groups: int  # random groups of requests
-    sources: Mapping[str, Counts]  # by name, see `evidence`
+    sources: Mapping[str, Counts]  # by name, see `estimators`
     has_items: bool
     by_query: bool = False  # whether queries recur, so that an item is another one under another query
     random_requests: int = 0  # requests in random order

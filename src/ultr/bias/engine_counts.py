@@ -21,25 +21,21 @@ import numpy as np
 import pyarrow as pa
 from scipy import sparse
 
-from ultr.bias.audit import AuditOptions, audit_counts, largest_segments, with_pitfalls, without_requests
+from ultr.bias.audit import AuditOptions, BiasReport, audit_counts, largest_segments, with_pitfalls, without_requests
 from ultr.bias.counts import CELLS, MAX_AUDITED_POSITIONS, Counts, LogCounts, check_positions
-from ultr.bias.pitfalls import find_pitfalls
-from ultr.bias.result import BiasReport
+from ultr.checks.pitfalls import find_pitfalls
 from ultr.errors import ColumnError, LabelError
 from ultr.log import Log, read_log
+from ultr.log.columns import Columns, missing_note, resolve_columns
 from ultr.log.conditions import parse_conditions
 from ultr.log.labels import Label, click_label
-from ultr.log.prepare.checks import check_rows, count_differing, reject_differing, suspicious_ids
-from ultr.log.prepare.engines import Engine
+from ultr.log.prepare.engines import Engine, Tables, feature_names
 from ultr.log.prepare.impressions import filtered, id_column, impressions, rounded, without_missing_actions
 from ultr.log.prepare.options import Preparation
-from ultr.log.prepare.pipeline import open_log
-from ultr.log.prepare.sources import Tables, feature_names
-from ultr.log.queries import codes
+from ultr.log.prepare.pipeline import check_rows, count_differing, open_log, reject_differing, suspicious_ids
 from ultr.log.sampling import SAMPLE_VALUES
-from ultr.log.schema import Columns, resolve_columns
-from ultr.log.values import missing_note
-from ultr.utils.stages import begin_stage
+from ultr.log.splits import codes
+from ultr.utils.display import begin_stage
 
 GROUPS = 256  # groups of requests, by the first two hexadecimal digits of a hash
 MOST_COUNTS = 10_000_000  # counts by item, position and group that are fetched, at most about

@@ -9,13 +9,15 @@ differs. So
 3. in P(c>0) = θ_k β_s, relevance β is free in each stratum s, and `estimators.position_based` gives examination θ.
 
 Requests in random order, and items that were shown at several positions, separate the two without features
-(`evidence`). They are used if the log has enough of them. Positions with few clicks share one θ with their neighbours
-(`estimators.pools`). Memory depends on strata and positions, not on rows.
+(`best_source`). They are used if the log has enough of them. Positions with few clicks share one θ with their
+neighbours (`estimators.pools`). Memory depends on strata and positions, not on rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,20 +32,23 @@ from ultr.bias.counts import (
     log_counts,
     weight_unit,
 )
-from ultr.bias.estimators import fit_conditional, fit_trust, largest_one, pools
-from ultr.bias.evidence import Source, best_source, items_comparable
+from ultr.bias.estimators import Source, best_source, fit_conditional, fit_trust, items_comparable, largest_one, pools
 from ultr.bias.logging_policy import logging_score, strata_of
 from ultr.datasets.users import User
 from ultr.errors import DataError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.log.labels import Label
+from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
 
 MAX_TRAINED_POSITIONS = 5_000  # a bias model has tables with an entry for each pair of positions
 SOURCES = {
     "strata": "features alone (rows with similar scores of the logging ranker)",
     "items": "items that occur in several requests",
+    "known": "known propensities",
 }
+FORMAT = 1
+BY_POSITION = ("theta", "zeta", "impressions", "clicks")  # the arrays of an Examination
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +71,36 @@ class Examination:
     def by_position(self) -> dict[int, float]:
         return dict(zip(self.positions, self.theta.tolist(), strict=True))
 
+    @staticmethod
+    def known(theta: Mapping[int, float]) -> Examination:
+        """Return known examination by position id."""
+        values, zeros = np.array(list(theta.values())), np.zeros(len(theta))
+        return Examination(tuple(theta), values, zeros, zeros, zeros, moved=0.0, strata=0, source=SOURCES["known"])
+
+    def save(self, path: Path) -> None:
+        values = {name: getattr(self, name).tolist() for name in BY_POSITION}
+        others = {name: getattr(self, name) for name in ("moved", "strata", "source", "error")}
+        write_json(path, {"format": FORMAT, "positions": list(self.positions), **values, **others})
+
+    @staticmethod
+    def load(path: Path) -> Examination:
+        content = read_json(path)
+        check_format(content, FORMAT, what="the estimate of examination", where=path, hint="train again")
+        with content_errors("the estimate of examination cannot be read", where=path, hint="train again"):
+            positions = tuple(int(position) for position in content["positions"])
+            values = {name: np.array(content[name], np.float64) for name in BY_POSITION}
+            if any(value.shape != (len(positions),) for value in values.values()):
+                raise ValueError("the numbers of values and positions differ")
+            error = content["error"]
+            return Examination(
+                positions,
+                **values,
+                moved=float(content["moved"]),
+                strata=int(content["strata"]),
+                source=str(content["source"]),
+                error=None if error is None else float(error),
+            )
+
 
 def estimate_examination(
     log: Log,
@@ -81,7 +116,7 @@ def estimate_examination(
     """Estimate examination by position from a log; a row counts as clicked if its `label` is above 0.
 
     `theta_from` is the evidence: rows with similar scores of the logging ranker (`strata`), rows of an item (`items`),
-    or the best evidence of the log (`auto`, see `evidence.best_source`), which is strata if nothing is better.
+    or the best evidence of the log (`auto`, see `estimators.best_source`), which is strata if nothing is better.
 
     With a simulated `user`, its feedback in about `sessions` sessions replaces that of the log. It sees each request in
     one order, so that `auto` is strata. `trust` also estimates ζ, the click rate of irrelevant items; this needs groups

@@ -19,14 +19,12 @@ from torch import Tensor
 
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
-from ultr.log.hashes import row_hashes
-from ultr.log.queries import queries_of, split_by_query
 from ultr.log.sampling import sample_requests
+from ultr.log.splits import queries_of, row_hashes, split_by_query
 from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, make_ranker, score_rows
-from ultr.utils.devices import threads_for
+from ultr.utils.distributed import threads_for
 from ultr.utils.files import atomic_path
-from ultr.utils.lbfgs import minimise
-from ultr.utils.stopping import EarlyStopping
+from ultr.utils.optimisation import EarlyStopping, minimise
 from ultr.utils.tensors import load_tensors, save_tensors
 
 SCORED_ROWS = 20_000  # the linear score is learned from a sample of this many rows, or thirty per feature if more
@@ -38,6 +36,7 @@ MUCH_OPEN = 0.2  # a network is tried if a linear score leaves more than this sh
 CLEARLY_MORE = 0.02  # a network is used if it explains this much more of the order than a linear score
 NETWORK = {"hidden": (128, 64), "dropout": 0.1}
 NETWORK_LR, NETWORK_STEPS, NETWORK_EVALUATE_EVERY, NETWORK_PATIENCE = 3e-3, 1000, 50, 3
+NETWORK_BATCH = 64  # requests per step; 256 take three times as long, and explain the order as well
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +174,7 @@ def _network_score(
     weights, stopping = network.state_dict(), EarlyStopping()
     for step in range(1, NETWORK_STEPS + 1):
         network.train()
-        batch = torch.from_numpy(rng.choice(requests, min(256, len(requests)), replace=False))
+        batch = torch.from_numpy(rng.choice(requests, min(NETWORK_BATCH, len(requests)), replace=False))
         features, where = _by_position(lists[batch])
         optimizer.zero_grad()
         scores = torch.zeros(where.shape, device=device).masked_scatter(where, network(features[where]))

@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 from pyarrow import csv
 
 from ultr.errors import DataError
+from ultr.log.columns import as_data_error
 from ultr.log.readers import as_table
-from ultr.log.segments import slot
-from ultr.log.values import as_data_error
+from ultr.log.table import slot
 from ultr.utils.files import content_kind, existing_file
 from ultr.utils.jsonfiles import check_format, read_json, write_json
 

@@ -23,6 +23,7 @@ from ultr.cli import (
     reproduce,
     score,
     serve,
+    show_options,
     simulate,
     train,
     update,
@@ -49,6 +50,7 @@ COMMANDS = (
     export.export,
     serve.serve,
     reproduce.reproduce,
+    show_options.options,
 )
 
 app = typer.Typer(
@@ -96,17 +98,15 @@ def _run() -> None:
             _exit_with(missing)
         if os.environ.get("ULTR_DEBUG"):
             raise
-        if isinstance(error, OSError) and error.errno in FULL:
+        if isinstance(error, OSError) and (error.errno in FULL or error.filename is not None):
             where = "" if error.filename is None else f"{error.filename}: "
-            text = one_line(f"{where}{error.strerror}; free some space, or write to another disk, then run again")
-            _print_error(f"[bold red]error:[/] {plain(text)}")
-            sys.exit(1)
-        if isinstance(error, OSError) and error.filename is not None:  # such as missing permissions
-            text = one_line(f"{error.filename}: {error.strerror}; check the path and its permissions")
-            _print_error(f"[bold red]error:[/] {plain(text)}")
+            hint = "check the path and its permissions"
+            if error.errno in FULL:
+                hint = "free some space, or write to another disk, then run again"
+            _print_error(one_line(f"{where}{error.strerror}; {hint}"))
             sys.exit(1)
         text = f"{type(error).__name__}: {error}"
-        _print_error(f"[bold red]internal error:[/] {plain(text)}\nset ULTR_DEBUG=1 to see the traceback")
+        _print_error(f"{text}\nset ULTR_DEBUG=1 to see the traceback", label="internal error")
         sys.exit(1)
 
 
@@ -116,7 +116,7 @@ def _exit_with(error: UltrError) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may send SIGTERM while this prints
     # When one process fails, all others raise a ProcessError; the messages of two of them are enough.
     if not isinstance(error, ProcessError) or os.environ.get("RANK", "0") in ("0", "1"):
-        _print_error(f"[bold red]error:[/] {plain(one_line(str(error)))}")
+        _print_error(one_line(str(error)))
     sys.exit(error.exit_code)
 
 
@@ -130,11 +130,11 @@ def _check_arguments() -> None:
             raise OptionError("an argument is not in UTF-8", got=ascii(argument), hint=hint)
 
 
-def _print_error(message: str) -> None:
+def _print_error(message: str, *, label: str = "error") -> None:
     """Print an error. Processes other than rank 0 wait: torchrun ends them once rank 0 has printed the same error."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         words.quiet = False
         message = f"process {rank}: {message}"
         time.sleep(MESSAGE_DELAY)
-    words.print(message, soft_wrap=True)
+    words.print(plain(message), level="error", label=label, soft_wrap=True)

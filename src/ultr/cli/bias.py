@@ -24,18 +24,16 @@ from ultr.cli.options import (
     print_notes,
     print_table,
     print_warning,
-    unless,
 )
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
-    from ultr.bias.click_quality import QualityReport
-    from ultr.bias.result import BiasReport
+    from ultr.bias.audit import BiasReport
+    from ultr.bias.click_models import QualityReport
     from ultr.log import Log
 
 TABLE = "propensities.csv"
 MOST_ROWS = 30  # largest number of positions in a printed table
-MOST_NUMBERS = 8  # unused columns that show whether an item is the same each time, if there are no features
 
 
 def bias(
@@ -137,8 +135,8 @@ def bias(
             bias=None if report.verdict.status == NOT else out,
             columns={**columns, **_features_without(warned, sampled)},
             label=_label_to_learn(label, found.actions),
-            on_duplicates=unless(on_duplicates, "error"),
             where=where,
+            set=None if on_duplicates == "error" else f"on_duplicates={on_duplicates}",
             out=free_path("run"),
         )
 
@@ -176,15 +174,6 @@ def _weighted(name: str, actions: Any) -> str:
     return f"{name} / {float(positive.mean()):.2g}"
 
 
-def _described(source: str, log: Log, reading: dict[str, Any]) -> Log | None:
-    """Return the log with some of its unused numbers as features; None if it has none."""
-    from ultr.log import read_log
-    from ultr.log.readers import numeric_columns
-
-    numbers = numeric_columns(source, log.unused_columns)[:MOST_NUMBERS]
-    return read_log(source, **{**reading, "features": numbers}) if numbers else None
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Audit:
     """The audit of a log, in memory or on an engine."""
@@ -196,6 +185,7 @@ class _Audit:
     known: dict[str, float] | None
 
     def in_memory(self, source: str, label: str | None, models: list[str], reading: dict[str, Any]) -> _Found:
+        from ultr.api import described_rows
         from ultr.bias.audit import audit, without_suspicious
         from ultr.log.labels import click_label
         from ultr.log.sampling import read_for_audit
@@ -208,8 +198,8 @@ class _Audit:
             kept = (whole, sampled) if self.keep_suspicious else without_suspicious(whole, sampled, label)[:2]
             quality = self._click_models(kept[1] or kept[0], models, label)
         settings: dict[str, Any] = {"known": self.known, "bootstrap": self.bootstrap, "seed": self.seed}
-        if sampled is None and whole.item_ids is not None and "query" not in whole.context:
-            settings["described"] = _described(source, whole, reading)
+        if sampled is None:
+            settings["described"] = described_rows(source, whole, reading)
         with words.status("estimating examination ..."):
             report = audit(whole, label=label, sample=sampled, keep_suspicious=self.keep_suspicious, **settings)
         return _Found(report, quality, sampled, whole.actions, whole.rows, whole.notes)
@@ -234,7 +224,7 @@ class _Audit:
         return _Found(report, quality, sampled, counts.sample.actions, counts.rows, counts.notes)
 
     def _click_models(self, log: Log, models: list[str], label: str) -> QualityReport:
-        from ultr.bias.click_quality import compare_click_models
+        from ultr.bias.click_models import compare_click_models
 
         with words.status("fitting click models ..."):
             return compare_click_models(log, models, label=label, seed=self.seed)
@@ -252,7 +242,7 @@ def _features_without(warned: set[str], log: Log | None) -> dict[str, str]:
 
 
 def _print_summary(report: BiasReport) -> None:
-    from ultr.bias.result import summary
+    from ultr.bias.audit import summary
 
     for name, text in summary(report).items():
         words.print(f"[bold]{name}:[/] {plain(text)}", soft_wrap=True)
@@ -290,7 +280,7 @@ def _print_details(report: BiasReport) -> None:
 
 def _print_estimates(report: BiasReport, *, title: str) -> None:
     """Print the estimates, with a row for each position, or for each group of positions that share one estimate."""
-    from ultr.bias.result import rows_of
+    from ultr.bias.audit import rows_of
 
     table = Table(title=title, title_justify="left")
     for heading in ("position", "shown", "rate", *report.estimates, *(("rate/theta",) if report.anchor else ())):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -12,126 +13,78 @@ from rich.table import Table
 from ultr.cli import options
 from ultr.cli import training_options as shared
 from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import free_path, pages_can_be_made, print_next, print_table, print_warning
-from ultr.errors import OptionError
+from ultr.cli.options import free_path, pages_can_be_made, print_next, print_notes, print_table, print_warning
+from ultr.errors import OptionError, nearest
 
 if TYPE_CHECKING:
-    from ultr.training.comparison import Comparison
+    from ultr.training.comparing.results import Comparison
 
 
 def compare(
-    data: shared.Data,
     methods: Annotated[
         str,
         typer.Option(
-            help="Methods, comma-separated; options follow a colon (pairwise-em:loss=opt). Upper bounds: "
-            "lambdarank:from=truth (true labels), lambdarank:from=no-bias (users without bias)."
+            help="Methods, comma-separated; options follow a colon (pairwise-em:loss=opt:ranker=lightgbm). Upper "
+            "bounds: lambdarank:from=truth (true labels), lambdarank:from=no-bias (users without bias)."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the comparison; finished runs in it are not repeated.")],
+    data: shared.Data = None,
     seeds: Annotated[int, typer.Option(help="Runs of each method, with different seeds.")] = 5,
+    reference: Annotated[
+        str | None, typer.Option(help="Test the others against this method.", show_default="the first")
+    ] = None,
+    metrics: Annotated[str | None, typer.Option(help="Metrics on test requests, comma-separated.")] = None,
     lrs: Annotated[
         str | None,
         typer.Option(
-            help="Learning rates to choose from on validation, comma-separated.",
-            show_default="0.005,0.01,0.02,0.05; 0.05,0.1 for trees",
+            help="Learning rates to choose from on validation requests.",
+            show_default="0.005,0.01,0.02,0.05; trees: 0.05,0.1",
         ),
     ] = None,
-    dropouts: Annotated[
-        str, typer.Option(help="Dropouts to choose from on validation besides --dropout, comma-separated.")
-    ] = "",
-    max_weights: Annotated[
-        str, typer.Option(help="Largest weights to choose from besides the default, for methods that have weights.")
-    ] = "2,3,5,none",
-    tuning_seeds: Annotated[int, typer.Option(help="Runs of each setting to choose from; they are not tested.")] = 3,
-    longest: Annotated[
-        int | None,
+    tune: Annotated[
+        list[str] | None,
         typer.Option(
-            help="Times the steps that a method may have if it still improves at its last step.",
-            show_default="4, or 1 with --steps",
-            min=1,
+            metavar="NAME=VALUES",
+            help="Also choose from dropout=0,0.3; max_weight=2,3,5,none (the default); by seeds=3 runs of each. A "
+            "method that still improves at its last step has up to longest=4 times the steps.",
         ),
-    ] = None,
-    metrics: Annotated[str | None, typer.Option(help="Metrics on test requests, comma-separated.")] = None,
-    reference: Annotated[
-        str | None, typer.Option(help="The method that the others are tested against; default: the first.")
     ] = None,
     jobs: Annotated[int, typer.Option(help="Parallel runs; 0: the number of cores, up to ten.", min=0)] = 0,
     label: shared.LabelOption = None,
-    ranker: shared.RankerOption = "mlp",
-    ranker_option: shared.RankerOptions = None,
-    hidden: shared.Hidden = "512,256,128",
-    dropout: shared.Dropout = 0.0,
-    norm: shared.Norm = "none",
-    steps: shared.Steps = None,
-    batch: shared.Batch = 256,
-    optimizer: shared.Optimizer = "adagrad",
-    schedule: shared.Schedule = "constant",
-    clip: shared.Clip = 5.0,
-    weight_decay: shared.WeightDecay = 0.0,
-    evaluate_every: shared.EvaluateEvery = None,
-    patience: shared.Patience = None,
-    bias_steps: shared.BiasSteps = 3000,
-    propensities: shared.Propensities = None,
-    bias: shared.BiasOption = None,
-    select: shared.Select = shared.SELECT,
-    users: shared.UsersOption = None,
-    sessions: Annotated[
-        int | None,
-        typer.Option(
-            help="Simulated sessions of the log that all methods learn from; 0: new ones at each step.",
-            show_default="30000 with --users",
-            min=0,
-        ),
+    ranker: Annotated[
+        str | None, typer.Option(help="mlp, linear, lightgbm, xgboost or auto (as ultr train).", show_default="mlp")
     ] = None,
-    eta: options.Eta = 1.0,
-    epsilon: options.Epsilon = 0.1,
-    data_dir: options.DataDir = None,
+    steps: shared.StepsOption = None,
+    users: shared.UsersOption = None,
     request: options.RequestColumn = None,
     position: options.PositionColumn = None,
     item: options.ItemColumn = None,
     features: options.FeatureColumns = None,
-    categorical: options.CategoricalColumns = None,
     actions: options.ActionColumns = None,
     query: options.QueryColumn = None,
     randomised: options.RandomisedColumn = None,
     segment: options.FoundSegment = None,
-    on_duplicates: options.OnDuplicates = "error",
-    where: options.Where = None,
-    split: shared.Split = "random",
-    time: shared.Time = None,
-    missing: shared.MissingOption = "mean",
-    allow_leaks: shared.AllowLeaks = False,
-    drop_suspicious: shared.DropSuspicious = False,
-    stream: shared.Stream = "auto",
-    workers: shared.Workers = 0,
-    device: options.Device = "auto",
-    precision: shared.Precision = "auto",
+    device: shared.DeviceOption = None,
+    settings: shared.SetOption = None,
+    config_file: shared.ConfigOption = None,
     as_json: options.Json = False,
 ) -> None:
     """Compare methods: tune each on validation requests, train with the same seeds, and evaluate on test requests.
 
     A method differs from the reference if paired tests over seeds and over test requests both have p < 0.05. On a log,
-    one judge, with one estimate of examination, judges all runs and the logged ranking on the same test requests.
+    all runs and the logged ranking are evaluated under the same estimate of examination, on the same test requests.
     """
-    from ultr.rankers.boosters import is_trees
-    from ultr.report import write_comparison_page
-    from ultr.training.compare import LONGEST, PATIENCE, SESSIONS
-    from ultr.training.compare import compare as run_comparison
-    from ultr.training.entries import Entry, run_folder
+    given = {name: value for name, value in locals().items() if name in shared.NAMES}
 
-    if sessions is None:
-        sessions = 0 if users is None else SESSIONS
-    if patience is None and not is_trees(ranker):
-        patience = PATIENCE
-    base = shared.run_config({**locals()})
-    rates, other_dropouts = _numbers("--lrs", lrs or ""), _numbers("--dropouts", dropouts)
-    texts = [text.strip() for text in max_weights.split(",") if text.strip()]
-    limits = [text if text == "none" else _numbers("--max-weights", text)[0] for text in texts]
-    names = [name for name in methods.split(",") if name.strip()]
-    entries = [Entry.parse(name, base.ranker) for name in names]
-    shared.print_reading(base)
-    shared.print_thresholds(base.label, {e.text: (e.method, e.options, e.ranker or base.ranker) for e in entries})
+    from ultr.report import write_comparison_page
+    from ultr.training.comparing.plan import LONGEST, run_folder
+    from ultr.training.comparing.plan import compare as run_comparison
+
+    base = shared.training_config(given, sets=settings or (), file=config_file)
+    if not base.data.source:
+        raise OptionError("there is no data to learn from", hint="pass a log: ultr compare LOG --methods ... --out DIR")
+    tuning = {"longest": 1 if "steps" in base.network.model_fields_set else LONGEST, **_tuning(tune or ())}
     with progress_bar() as bar:
         task = bar.add_task("runs", total=None, figure="")
 
@@ -140,19 +93,17 @@ def compare(
 
         result = run_comparison(
             base,
-            names,
+            [name for name in methods.split(",") if name.strip()],
             out,
             seeds=seeds,
-            rates=rates,
-            dropouts=other_dropouts,
-            limits=limits,
-            tuning_seeds=tuning_seeds,
-            longest=longest or (LONGEST if steps is None else 1),
-            metrics=metrics.split(",") if metrics else None,
-            reference=reference,
+            rates=_numbers("--lrs", lrs or ""),
+            metrics=metrics.split(",") if metrics else (),
+            reference=reference or "",
             jobs=jobs,
             on_done=show,
+            on_note=lambda note: print_notes([note]),
             on_warning=print_warning,
+            **tuning,
         )
     if has_page := pages_can_be_made():
         write_comparison_page(out, out / "comparison.html", overwrite=True)
@@ -163,27 +114,45 @@ def compare(
     page = f" and {out / 'comparison.html'}" if has_page else ""
     words.print(f"wrote {out / 'comparison.json'}{page}", soft_wrap=True)
     best = result.best()
-    folder = run_folder(out, Entry.parse(best.entry, base.ranker), best.setting, 0)
+    folder = run_folder(out, best.entry, best.setting, 0)
     if (folder / "model").is_dir():
         print_next("report", folder, out=free_path("report.html"))
 
 
-def _numbers(option: str, text: str) -> list[float]:
+def _tuning(texts: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of `compare` for the options --tune, texts such as dropout=0,0.3."""
+    names = {"dropout": "dropouts", "max_weight": "limits", "seeds": "tuning_seeds", "longest": "longest"}
+    arguments: dict[str, Any] = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        if name not in names:
+            raise OptionError(f"--tune has no '{name}'", hint=nearest(name, names))
+        numbers = _numbers(f"--tune {name}", values, words=("none",) if name == "max_weight" else ())
+        if name in ("seeds", "longest"):
+            if len(numbers) != 1 or not float(numbers[0]).is_integer() or numbers[0] < 1:
+                raise OptionError(f"--tune {name} must be a whole number of at least 1", got=f"'{values}'")
+            arguments[names[name]] = int(numbers[0])
+        else:
+            arguments[names[name]] = numbers
+    return arguments
+
+
+def _numbers(option: str, text: str, *, words: Sequence[str] = ()) -> list[Any]:
+    """Return comma-separated numbers; `words` stay as they are."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
     try:
-        return [float(number) for number in text.split(",") if number.strip()]
+        return [part if part in words else float(part) for part in parts]
     except ValueError as error:
         raise OptionError(f"{option} must be comma-separated numbers, such as 0.5,2", got=f"'{text}'") from error
 
 
 def _print_comparison(result: Comparison) -> None:
-    from ultr.evaluation.judgement import LOGGED_RANKING
-    from ultr.report.comparison import setting_text
+    from ultr.evaluation.comparing import LOGGED_RANKING
 
     title = f"Mean ± standard deviation over seeds; * differs from {result.reference}, p < 0.05 over seeds and requests"
     if result.logged:
         title += f"; † differs from {LOGGED_RANKING}, p < 0.05 over requests"
-    title += " (corrected by Holm)"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=f"{title} (corrected by Holm)", title_justify="left")
     table.add_column("method", no_wrap=True)
     for heading in ("setting", *result.metrics):
         table.add_column(heading, justify="right")
@@ -196,5 +165,5 @@ def _print_comparison(result: Comparison) -> None:
             if result.logged:
                 marks += "†" if metric in row.against_logged and row.against_logged[metric].holm < 0.05 else " "
             cells.append(f"{summary['mean']:.4f} ± {summary['deviation']:.4f}{marks}")
-        table.add_row(row.entry, setting_text(row.setting.to_json()), *cells)
+        table.add_row(row.entry, str(row.setting), *cells)
     print_table(table)

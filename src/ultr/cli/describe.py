@@ -25,9 +25,9 @@ from ultr.cli.options import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from ultr.bias.pitfalls import Pitfall
+    from ultr.checks.pitfalls import Pitfall
     from ultr.log import Log
-    from ultr.log.summary import ByPosition
+    from ultr.log.table import ByPosition
 
 NAMED_POSITIONS = (1, 2, 3, 5, 10, 20)  # the positions, by their order in the list, whose feedback is printed
 MOST_WARNINGS, MOST_NAMES = 4, 12  # largest number of warnings, and of columns in a line, that are printed
@@ -58,7 +58,7 @@ def describe(
 ) -> None:
     """Check a log: what was recognised in it, what is wrong, and what to do next."""
     from ultr.log import read_log
-    from ultr.log.summary import by_position, missing_values
+    from ultr.log.table import by_position, missing_values
 
     named = named_columns(locals())
     source = options.one_source(log_path)
@@ -124,8 +124,8 @@ def _warnings(log: Log) -> list[Pitfall]:
     """Return the common problems of a log of impressions, and features that follow feedback."""
     import numpy as np
 
-    from ultr.bias.leaks import find_leaks
-    from ultr.bias.pitfalls import find_pitfalls
+    from ultr.checks.leaks import find_leaks
+    from ultr.checks.pitfalls import find_pitfalls
     from ultr.log.labels import Label, click_label
 
     if log.positions is None or not log.actions:
@@ -168,7 +168,7 @@ def _of_feedback(log: Log) -> list[str]:
     """Return the features of a log that follow its actions, or that every row with an action has, as a view has."""
     import numpy as np
 
-    from ultr.bias.leaks import find_leaks
+    from ultr.checks.leaks import find_leaks
 
     leaks = {name for found in find_leaks(log) for pitfall in found for name in pitfall.features}
     acted = np.any([values > 0 for values in log.actions.values()], axis=0)

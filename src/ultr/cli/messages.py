@@ -27,9 +27,11 @@ from ultr.errors import OptionError, nearest
 
 LINE_SECONDS = 8.0  # between two lines of progress; users are promised one at least every 10 seconds
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-PREFIXES = {"error: ": "error", "internal error: ": "error", "warning: ": "warning"}
-LOG_LEVEL = Annotated[str, typer.Option("--log-level", help="Print messages of this level and above: debug to error.")]
-LOG_JSON = Annotated[bool, typer.Option("--log-json", help="Print messages and progress as JSON, one line for each.")]
+COLOURS = {"warning": "yellow", "error": "bold red"}  # of the labels of messages
+LOG_LEVEL = Annotated[
+    str, typer.Option("--log-level", metavar="LEVEL", help="Least level of messages: debug to error.")
+]
+LOG_JSON = Annotated[bool, typer.Option("--log-json", help="Print messages and progress as JSON lines.")]
 logger = logging.getLogger("ultr.cli")
 
 
@@ -46,12 +48,13 @@ class Words:
     def has_bars(self) -> bool:
         return self.console.is_terminal and not self.as_json
 
-    def print(self, message: str, *, markup: bool = True, **options: Any) -> None:
-        """Print a message; one that starts with `error:` or `warning:` has this level, and others have `info`."""
+    def print(
+        self, message: str, *, level: str = "info", label: str | None = None, markup: bool = True, **options: Any
+    ) -> None:
+        """Print a message; warnings and errors begin with a label, which is their level unless one is given."""
         text = Text.from_markup(message, emoji=options.get("emoji", True)).plain if markup else message
-        prefix = next((prefix for prefix in PREFIXES if text.startswith(prefix)), None)
-        level = LEVELS["info" if prefix is None else PREFIXES[prefix]]
-        logger.log(level, text, extra={"printed": (message, {"markup": markup, **options}), "prefix": prefix or ""})
+        shown = f"[{COLOURS[level]}]{label or level}:[/] {message}" if level in COLOURS else message
+        logger.log(LEVELS[level], text, extra={"printed": (shown, {"markup": markup, **options})})
 
     def status(self, message: str) -> AbstractContextManager[Any]:
         """Show a message while a `with` block runs: on a terminal beside a moving sign, else as lines."""
@@ -72,10 +75,10 @@ class _Handler(logging.Handler):
             words.display.begin(stage)
         if words.quiet:
             return
-        text, prefix = record.getMessage(), getattr(record, "prefix", "")
+        text = record.getMessage()
         if words.as_json:
             now = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-            content = {"time": now, "level": record.levelname.lower(), "message": text.removeprefix(prefix)}
+            content = {"time": now, "level": record.levelname.lower(), "message": text}
             content |= {} if stage is None else {"stage": stage}
             print(json.dumps(content | getattr(record, "fields", {})), file=sys.stderr, flush=True)
         elif stage is None:
@@ -106,7 +109,7 @@ def with_log_options(command: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: Any, log_level: str, log_json: bool, **options: Any) -> None:
         if log_level not in LEVELS:
             hint = nearest(log_level, LEVELS)
-            raise OptionError("this is not a level of messages", got=f"--log-level {log_level}", hint=hint)
+            raise OptionError("unknown log level", got=f"--log-level {log_level}", hint=hint)
         words.as_json = log_json
         logging.getLogger("ultr").setLevel(LEVELS[log_level])
         command(*arguments, **options)

@@ -16,7 +16,7 @@ from ultr.cli.messages import words
 from ultr.errors import OptionError, UltrError
 
 if TYPE_CHECKING:
-    from ultr.bias.pitfalls import Pitfall
+    from ultr.checks.pitfalls import Pitfall
 
 
 def print_table(table: Table) -> None:
@@ -34,38 +34,64 @@ DataDir = Annotated[
 Eta = Annotated[float, typer.Option("--eta", help="Severity of the simulated position bias; 0: none.")]
 Epsilon = Annotated[float, typer.Option("--epsilon", help="Probability that users click an irrelevant item.")]
 
-RequestColumn = Annotated[str | None, typer.Option("--request", help="Column with the id of the request.")]
+COLUMNS = "Columns of the log: recognised by common names, or named here"  # a panel of --help
+RequestColumn = Annotated[
+    str | None, typer.Option("--request", metavar="NAME", help="Id of the request.", rich_help_panel=COLUMNS)
+]
 PositionColumn = Annotated[
-    str | None, typer.Option("--position", help="Column with the position at which the item was shown.")
+    str | None,
+    typer.Option("--position", metavar="NAME", help="Position at which the item was shown.", rich_help_panel=COLUMNS),
+]
+ItemColumn = Annotated[
+    str | None, typer.Option("--item", metavar="NAME", help="Id of the item.", rich_help_panel=COLUMNS)
 ]
 FeatureColumns = Annotated[
-    str | None, typer.Option("--features", help="Feature columns, comma-separated; patterns such as 'f_*' are allowed.")
+    str | None,
+    typer.Option(
+        "--features", metavar="NAMES", help="Features: names or patterns, 'price,f_*'.", rich_help_panel=COLUMNS
+    ),
 ]
 CategoricalColumns = Annotated[
-    str | None, typer.Option("--categorical", help="Feature columns with categories or ids, comma-separated.")
+    str | None,
+    typer.Option(
+        "--categorical", metavar="NAMES", help="Features that are categories or ids.", rich_help_panel=COLUMNS
+    ),
 ]
-ActionColumns = Annotated[str | None, typer.Option("--actions", help="Feedback columns, comma-separated.")]
-ItemColumn = Annotated[str | None, typer.Option("--item", help="Column with the id of the item.")]
+ActionColumns = Annotated[
+    str | None,
+    typer.Option("--actions", metavar="NAMES", help="Feedback, such as click,dwell.", rich_help_panel=COLUMNS),
+]
 QueryColumn = Annotated[
-    str | None, typer.Option("--query", help="Column with the query; requests of one query show the same items.")
+    str | None,
+    typer.Option(
+        "--query", metavar="NAME", help="Query; requests of one query show the same items.", rich_help_panel=COLUMNS
+    ),
 ]
 SegmentColumn = Annotated[
     str | None,
-    typer.Option("--segment", help="Column, such as the device; examination is estimated for each of its values."),
+    typer.Option(
+        "--segment", metavar="NAME", help="Examination is estimated for each of its values.", rich_help_panel=COLUMNS
+    ),
 ]
 FoundSegment = Annotated[
     str | None,
     typer.Option(
         "--segment",
-        help="Column, such as the device; examination is estimated for each of its values. none: no column.",
-        show_default="a column on which examination depends clearly",
+        metavar="NAME",
+        help="Examination is estimated for each value; none: do not look for one.",
+        rich_help_panel=COLUMNS,
     ),
 ]
 RandomisedColumn = Annotated[
-    str | None, typer.Option("--randomised", help="Column that marks requests shown in random order.")
+    str | None,
+    typer.Option(
+        "--randomised", metavar="NAME", help="Mark of requests shown in random order.", rich_help_panel=COLUMNS
+    ),
 ]
-
-RelevanceColumn = Annotated[str | None, typer.Option("--relevance", help="Column with true labels, if they are known.")]
+RelevanceColumn = Annotated[
+    str | None,
+    typer.Option("--relevance", metavar="NAME", help="True labels, if they are known.", rich_help_panel=COLUMNS),
+]
 OnDuplicates = Annotated[
     str,
     typer.Option(
@@ -76,7 +102,7 @@ OnDuplicates = Annotated[
 ]
 Where = Annotated[
     list[str] | None,
-    typer.Option("--where", help="Use only rows that meet this condition, e.g. 'country = de'; repeatable."),
+    typer.Option("--where", metavar="CONDITION", help="Use only such rows, e.g. 'country = de'; may be repeated."),
 ]
 Memory = Annotated[
     str | None, typer.Option("--memory", help="Memory limit of DuckDB, e.g. 4GB; default: half of the free memory.")
@@ -158,7 +184,12 @@ def print_notes(notes: Iterable[str]) -> None:
 
 def print_warning(pitfall: Pitfall) -> None:
     """Print a problem of the data, and what to do."""
-    words.print(f"[yellow]warning:[/] {plain(f'{pitfall.name}: {pitfall.what}; {pitfall.hint}')}", soft_wrap=True)
+    print_warnings([f"{pitfall.name}: {pitfall.what}; {pitfall.hint}"])
+
+
+def print_warnings(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        words.print(plain(one_line(warning)), level="warning", soft_wrap=True)
 
 
 def columns_text(columns: Mapping[str, Any], most: int = 12) -> str:
@@ -173,7 +204,7 @@ def columns_text(columns: Mapping[str, Any], most: int = 12) -> str:
 
 def named_columns(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return role -> column for the column options that the user has passed; an empty name means no column."""
-    from ultr.log.schema import ROLES
+    from ultr.log.columns import ROLES
 
     named = {role: options[role] for role in ROLES if options.get(role) is not None}
     return {**named, "segment": ""} if named.get("segment") == "none" else named

@@ -41,7 +41,7 @@ def report(
 
 def _print_importance(folder: Path) -> None:
     """Print the importance of the features of a run, if it has saved it."""
-    from ultr.report.run import load_run
+    from ultr.report.runs import load_run
 
     if not (folder / "model").is_dir() or not (run := load_run(folder, folder.name)).importance:
         return

@@ -71,7 +71,7 @@ def reproduce(
     from ultr.datasets.users import make_user
     from ultr.experiments import EXPERIMENTS, FULL, QUICK, SELECTIONS, Lab
     from ultr.experiments.docs import write_docs
-    from ultr.training.workers import Workers, default_jobs
+    from ultr.training.comparing.workers import Workers, default_jobs
 
     make_user(users)  # raises OptionError if there are no such users
     selections = () if select is None else tuple(name.strip() for name in select.split(","))

@@ -62,8 +62,9 @@ def serve(
         address = listener.getsockname()[0]
         if token is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             words.print(
-                f"[yellow]warning:[/] everyone who can reach {address} can use this server; pass --token-file to "
+                f"everyone who can reach {address} can use this server; pass --token-file to "
                 "require a token, or --host 127.0.0.1 to accept only this machine",
+                level="warning",
                 soft_wrap=True,
             )
 

@@ -51,9 +51,7 @@ def simulate(
     import pyarrow as pa
 
     from ultr.datasets import load_dataset, randomise, ranking_svm, show
-    from ultr.datasets.dwell import Dwell, read_dwell_times
-    from ultr.datasets.simulate import draw_sessions, simulate_log
-    from ultr.datasets.users import make_user
+    from ultr.datasets.users import Dwell, draw_sessions, make_user, read_dwell_times, simulate_log
     from ultr.log import write_log
     from ultr.log.table import check_parquet_name
     from ultr.utils.files import check_output

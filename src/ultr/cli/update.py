@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from ultr.cli import options
-from ultr.cli import training_options as shared
-from ultr.cli.evaluate import print_judgement
+from ultr.cli.evaluate import print_comparison
 from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import free_path, metrics_text, one_source, plain, print_next, print_notes
+from ultr.cli.options import free_path, metrics_text, one_source, plain, print_next, print_notes, print_warnings
 
 REJECTED = 3  # the exit code if the new run is worse
 
@@ -31,7 +30,10 @@ def update(
     gate: Annotated[
         float, typer.Option(help="Reject the new run if it is worse than the old one with this confidence.")
     ] = 0.95,
-    decay: shared.Decay = None,
+    decay: Annotated[
+        float | None,
+        typer.Option(help="Half-life in days: a request counts half as much as one that is so much later."),
+    ] = None,
     time: Annotated[str | None, typer.Option(help="Column with the time, for --decay.")] = None,
     refit_bias: Annotated[
         bool,
@@ -40,13 +42,13 @@ def update(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Training steps, or new rounds of trees; of the network, if the run has both.",
+            help="Training steps of the network; of trees alone, new rounds.",
             show_default="a fifth of the first training",
         ),
     ] = None,
     lr: Annotated[
         float | None,
-        typer.Option(help="Learning rate; of the network, if the run has both.", show_default="as for the run"),
+        typer.Option(help="Learning rate of the network; of trees alone, theirs.", show_default="as for the run"),
     ] = None,
     device: Annotated[
         str | None, typer.Option("--device", help="Where to compute.", show_default="as for the run")
@@ -59,7 +61,7 @@ def update(
     Both rankers are compared off policy, on requests of the new log that neither was trained on. If the new one is
     worse, the command exits with code 3, and writes nothing at --out. A killed command is resumed by the same command.
     """
-    from ultr.training.finish import Listeners
+    from ultr.training.loop import Listeners
     from ultr.training.update import update_run
 
     source = one_source(log)
@@ -67,7 +69,9 @@ def update(
         task = bar.add_task("update", total=None, figure="")
 
         def show(progress: Any) -> None:
-            bar.update(task, completed=progress.step, figure=metrics_text(progress.metrics))
+            bar.update(
+                task, description=progress.ranker, completed=progress.step, figure=metrics_text(progress.metrics)
+            )
 
         result = update_run(
             run,
@@ -77,21 +81,18 @@ def update(
             refit_bias=refit_bias,
             decay=decay,
             time=time,
-            listeners=Listeners(on_progress=show),
-            on_note=lambda note: print_notes([note]),
-            on_warning=options.print_warning,
+            listeners=Listeners(lambda note: print_notes([note]), options.print_warning, on_progress=show),
             steps=steps,
             lr=lr,
             device=device,
         )
-    for warning in result.warnings:
-        words.print(plain(f"warning: {warning}"), soft_wrap=True)
+    print_warnings(result.warnings)
     if as_json:
         content = {"run": str(result.run), "accepted": result.accepted, "metric": result.metric}
-        print(json.dumps({**content, **result.judgement.to_json()}))
+        print(json.dumps({**content, **result.comparison.to_json()}))
     else:
-        print_judgement(result.judgement, source)
-    test = result.judged.difference
+        print_comparison(result.comparison, source)
+    test = result.value.difference
     about = ""
     if test is not None:
         about = f" (difference {test.difference:+.4f}, 95% interval {test.low:+.4f} to {test.high:+.4f})"

@@ -11,8 +11,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from ultr.datasets.base import Dataset
-from ultr.datasets.cache import cache_folder, cached_arrays
+from ultr.datasets.base import Dataset, cache_folder, cached_arrays
 from ultr.errors import DataError, OptionError, OutputError
 from ultr.log import Log
 from ultr.utils.arguments import Seed, checked

@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from ultr.datasets.base import Dataset, highest_grade
-from ultr.datasets.cache import cached
+from ultr.datasets.base import Dataset, cached, highest_grade
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.svmlight import read_svmlight

@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from ultr.datasets.base import Dataset
-from ultr.datasets.cache import cache_folder, cached, cached_arrays
+from ultr.datasets.base import Dataset, cache_folder, cached, cached_arrays
 from ultr.errors import DataError, MissingExtraError, OutputError
 from ultr.log import Log
 from ultr.utils.files import atomic_path

@@ -20,19 +20,92 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from ultr.datasets.base import MAX_GRADE, by_grade, check_grades, checked_lists, checked_numbers
-from ultr.datasets.dwell import Dwell
-from ultr.errors import LabelError, OptionError, nearest
+from ultr.errors import DataError, LabelError, OptionError, nearest
+from ultr.lists import ListBatches
+from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.log.table import RESERVED
-from ultr.utils.arguments import check_fields, checked
+from ultr.utils.arguments import Seed, check_fields, checked
+from ultr.utils.files import existing_file
+from ultr.utils.memory import available_memory
 from ultr.utils.noise import Noise, normal_like, uniform_like
+
+# --- Dwell times ------------------------------------------------------------------------------------------------------
+# Simulated dwell times (the seconds that a user spends on a clicked item), with a log-normal distribution by grade.
+
+
+@dataclass(frozen=True)
+class Dwell:
+    """Log-normal dwell time, in seconds, of an item of grade y at position k: exp(N(mu_y, sigma_y)) · k^(-decay).
+
+    `mu` and `sigma` are spread evenly over the grades, lowest first, and interpolated. `decay=0`: no effect of k.
+    """
+
+    mu: Sequence[float] = (1.2, 2.2, 3.0, 3.7, 4.3)
+    sigma: Sequence[float] = (0.9, 0.8, 0.7, 0.6, 0.5)
+    decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        mu = checked_numbers("mu", self.mu, low=-50, high=50)
+        sigma = checked_numbers("sigma", self.sigma, low=0, high=5)
+        if len(mu) != len(sigma):
+            raise OptionError("'mu' and 'sigma' must have the same length", got=f"{len(mu)} and {len(sigma)}")
+        checked_numbers("decay", [self.decay], low=-10, high=10)
+
+    def parameters(self, relevance: Tensor, max_grade: int) -> tuple[Tensor, Tensor]:
+        """Return mu and sigma of each item, from its grade `relevance`, which is at most `max_grade`."""
+        both = by_grade(tuple(zip(self.mu, self.sigma, strict=True)), relevance, max_grade)
+        return both[..., 0], both[..., 1]
+
+    @staticmethod
+    @checked
+    def fit(seconds: np.ndarray, components: int = 5, *, decay: float = 0.0, seed: Seed = 0) -> Dwell:
+        """Fit a Gaussian mixture to the logs of dwell times; each component is a grade, from short to long times."""
+        from sklearn.mixture import GaussianMixture
+
+        seconds = np.asarray(seconds, dtype=np.float64).ravel()
+        bad = ~(np.isfinite(seconds) & (seconds > 0))
+        if bad.any():
+            got = f"{seconds[bad][0]} ({int(bad.sum())} such values)"
+            raise DataError("dwell times must be positive", got=got, hint="remove their lines from the --dwell-file")
+        if components < 1 or len(seconds) < 10 * components:
+            what = f"a fit of {components} grades needs at least {10 * components} dwell times"
+            raise DataError(what, got=len(seconds), hint="add dwell times to the --dwell-file")
+        if (values := len(np.unique(seconds))) < 2 * components:
+            what = f"a fit of {components} grades needs at least {2 * components} different dwell times"
+            raise DataError(what, got=values, hint="write the times in the --dwell-file with more digits")
+        mixture = GaussianMixture(components, random_state=seed % 2**32, n_init=3).fit(np.log(seconds)[:, None])
+        order = np.argsort(mixture.means_.ravel())
+        sigma = np.sqrt(mixture.covariances_.ravel()[order])
+        return Dwell(tuple(mixture.means_.ravel()[order].tolist()), tuple(sigma.tolist()), decay)
+
+
+def read_dwell_times(path: str | Path) -> np.ndarray:
+    """Read dwell times in seconds from a text file, one number per line; a first line of text is skipped."""
+    path = existing_file(path)
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    numbers = []
+    for i, line in enumerate(lines):
+        try:
+            numbers.append(float(line))
+        except ValueError as error:
+            if i > 0:
+                what, hint = "dwell times must be one number per line", "correct or remove the line"
+                raise DataError(what, where=path, got=f"'{line[:40]}'", hint=hint) from error
+    return np.array(numbers)
+
+
+# --- Users ------------------------------------------------------------------------------------------------------------
 
 LEAST_WATCH = 0.01  # of the two factors of the dwell of a `WatchUser`
 LAST_POSITION = 4096  # items after this position are examined as often as at this position
@@ -396,3 +469,55 @@ def _draw(probability: Tensor, generator: torch.Generator | Noise | None) -> Ten
 
 def _masked(values: Tensor, where: Tensor | None) -> Tensor:
     return values if where is None else torch.where(where, values, 0.0)
+
+
+# --- Logs -------------------------------------------------------------------------------------------------------------
+# Simulate a log: the feedback of simulated users on the items of requests.
+
+ROW_BYTES = 64  # memory of a simulated row without its features
+
+
+@checked
+def draw_sessions(log: Log, sessions: int, *, seed: Seed = 0) -> Log:
+    """Draw `sessions` requests of a log with replacement; they get new ids, and keep the old id as their query."""
+    if sessions < 1:
+        raise OptionError("'sessions' must be at least 1", got=sessions)
+    needed = sessions * log.rows // max(1, len(log)) * (4 * len(log.feature_names) + ROW_BYTES)
+    if needed > available_memory():
+        got = f"{needed / 2**30:,.0f} GiB needed, {available_memory() / 2**30:.1f} GiB available"
+        raise OptionError(f"{sessions:,} sessions do not fit in memory", got=got, hint="lower --sessions")
+    chosen = np.random.default_rng(seed).integers(len(log), size=sessions)
+    drawn = log.select(chosen)
+    context = {"query": drawn.request_ids, **drawn.context}
+    return replace(drawn, request_ids=pa.array(np.arange(sessions)), context=context)
+
+
+@checked
+def simulate_log(log: Log, user: User, *, seed: Seed = 0, sessions: int | None = None) -> tuple[Log, Feedback]:
+    """Draw the feedback of a user on each item of a log, which must have positions and true relevance.
+
+    With `sessions`, that many requests are drawn with replacement and get new ids; otherwise each is used once.
+    Return the log with the drawn actions, and the `Feedback` of each row with its hidden variables.
+    """
+    if log.positions is None or log.relevance is None:
+        what = "simulated feedback needs items with positions and true relevance"
+        raise DataError(what, hint="give items positions with ultr.show(log, scores)")
+    check_grades(torch.from_numpy(log.relevance), user.max_grade)
+    if sessions is not None:
+        log = draw_sessions(log, sessions, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    bare = replace(log.without_features(), actions={})
+    drawn = Feedback(
+        {name: torch.zeros(log.rows) for name in user.actions},
+        torch.zeros(log.rows, dtype=torch.bool),
+        torch.zeros(log.rows, dtype=torch.bool),
+    )
+    for requests, lists in ListBatches(bare).by_length():
+        feedback = user.sample(lists.true_relevance, lists.shown_positions, generator, where=lists.where, check=False)
+        first = torch.from_numpy(log.offsets)[requests]
+        rows = (first[:, None] + torch.arange(lists.where.shape[1]))[lists.where]
+        drawn.examined[rows] = feedback.examined[lists.where]
+        drawn.relevant[rows] = feedback.relevant[lists.where]
+        for name, values in feedback.actions.items():
+            drawn.actions[name][rows] = values[lists.where].float()
+    return replace(log, actions={name: values.numpy() for name, values in drawn.actions.items()}), drawn

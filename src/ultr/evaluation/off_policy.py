@@ -30,23 +30,39 @@ Assumptions: the position-based model, labels whose size does not depend on posi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ultr.bias.examination import Examination
+from ultr.bias.identification import NORMAL
+from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError, nearest
-from ultr.evaluation.scores import PairedTest, mean_with_interval, paired_test
-from ultr.evaluation.widened import TINY, margin_of, widened_test
+from ultr.evaluation.scores import (
+    OFF_POLICY,
+    Mean,
+    PairedTest,
+    ScoreMetrics,
+    mean_with_interval,
+    paired_test,
+    parse_any_metric,
+)
 from ultr.log import Log
 from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.log.sampling import sample_log
+from ultr.log.table import slot
 from ultr.rankers import FeatureEncoder, score_rows
 from ultr.utils.arguments import Seed, checked
-from ultr.utils.html import facts_html
+from ultr.utils.display import facts_html
+from ultr.utils.files import atomic_path
+from ultr.utils.jsonfiles import check_format, read_json, write_json
+from ultr.utils.tensors import load_tensors, save_tensors
 
 ByPosition = Mapping[int, float]
 KINDS = ("reward", "dcg", "gain")
@@ -55,6 +71,8 @@ CLIP = 5.0  # default of M, the largest weight
 LARGEST = 1e30  # limit of labels, and of ratios of θ, so that squares of their products are finite
 PENALTY = 300.0  # on the squared weights of the direct model, in clicks
 FITTED_NUMBERS = 30_000_000  # most features times rows that the direct model is fitted to
+TINY = 1e-300  # almost 0, for denominators
+FORMAT = 1  # of the files of an OffPolicyModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -385,3 +403,178 @@ def fit_direct(
     b = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 50}).x
     weights, eta = torch.from_numpy(b[1:].astype(np.float32)), x @ b[1:] + b[0]
     return DirectModel(encoder, weights, float(b[0]), float(eta.min()), float(eta.max()))
+
+
+# --- Intervals --------------------------------------------------------------------------------------------------------
+
+
+def widened_test(test: PairedTest, unclipped: float, replicates: Sequence[float] | np.ndarray = ()) -> PairedTest:
+    """Return a test of two off-policy values with the error of clipping: the difference would be `unclipped` without.
+
+    `replicates` are differences under other estimates of examination.
+    """
+    from scipy.special import ndtr
+
+    moved = np.asarray(replicates, np.float64) - test.difference
+    margin = margin_of(test.high - test.difference, test.difference - unclipped, moved)
+    p = float(2 * ndtr(-NORMAL * abs(test.difference) / max(margin, TINY)))
+    return PairedTest(test.difference, test.difference - margin, test.difference + margin, p, test.requests)
+
+
+def widened_mean(mean: Mean, unclipped: float) -> Mean:
+    """Return the mean of an off-policy value with the error of clipping in its interval."""
+    margin = margin_of(mean.high - mean.mean, mean.mean - unclipped, np.zeros(0))
+    return Mean(mean.mean, mean.mean - margin, mean.mean + margin, mean.requests)
+
+
+def margin_of(of_requests: float, changed: float, moved: np.ndarray) -> float:
+    """Return half of the width of a 95% interval: sampling error, the error of clipping, and that of examination."""
+    return float(np.sqrt(of_requests**2 + NORMAL**2 * (changed**2 + moved @ moved / max(1, len(moved)))))
+
+
+# --- The model of a run -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class OffPolicyModel:
+    """A model that estimates the metric of a ranking from logged feedback, without true labels.
+
+    Examination and the model of feedback `direct` come from other requests than those that are evaluated. All methods
+    have the same model: a method that evaluated rankings with its own estimate of examination could get a better value
+    from a wrong estimate.
+    """
+
+    theta: Mapping[str, float]  # examination by position, or by `position@segment`
+    direct: DirectModel
+
+    def estimator(
+        self,
+        log: Log,
+        metric: str,
+        *,
+        label: str,
+        segments: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+    ) -> OffPolicy:
+        """Return what estimates a metric of rankings of a log by scores: off-policy-reward@k, -dcg@k or -gain@k."""
+        kind, k = parse_any_metric(metric)
+        if log.positions is None:
+            raise DataError(f"'{metric}' needs the positions of items", hint="name their column with --position")
+        theta = self.theta_of(np.unique(log.positions).tolist(), segments)
+        direct = _direct_values(self.direct, log)
+        return OffPolicy(log, theta=theta, label=label, kind=kind, k=k or 10, direct=direct, device=device)
+
+    def theta_of(self, positions: Sequence[int], segments: Sequence[str] = ()) -> dict[int, float]:
+        """Return examination by position id; unknown positions have the lowest examination."""
+        least = min(self.theta.values())
+        return {position: self.theta.get(slot(position, segments), least) for position in positions}
+
+    def value(
+        self, log: Log, scores: np.ndarray, metric: str, *, label: str, segments: Sequence[str] = ()
+    ) -> OffPolicyValue:
+        """Estimate a metric of the ranking of a log by scores [rows]."""
+        return self.estimator(log, metric, label=label, segments=segments)(scores)
+
+    def save(self, folder: Path) -> None:
+        encoder = self.direct.encoder
+        about = {
+            "format": FORMAT,
+            "theta": dict(self.theta),
+            "features": encoder.features,
+            "numeric": encoder.numeric.tolist(),
+            "intercept": self.direct.intercept,
+            "range": [self.direct.lowest, self.direct.highest],
+        }
+        with atomic_path(folder, overwrite=True, folder=True) as temporary:
+            write_json(temporary / "model.json", about)
+            save_tensors(temporary / "direct.safetensors", {**encoder.state_dict(), "weights": self.direct.weights})
+
+
+@lru_cache(maxsize=2)
+def _direct_values(model: DirectModel, log: Log) -> np.ndarray:
+    """Return the model's values of a log, which do not depend on scores and are needed again with other scores."""
+    return model(log)
+
+
+def load_off_policy_model(folder: Path) -> OffPolicyModel | None:
+    """Load the model of a run from its folder; return None if there is none: the run was selected without it."""
+    if not folder.is_dir():
+        return None
+    what, hint = "the model that estimates off-policy metrics", "train again"
+    about, tensors = read_json(folder / "model.json"), load_tensors(folder / "direct.safetensors")
+    check_format(about, FORMAT, what=what, where=folder, hint=hint)
+    try:
+        encoder = FeatureEncoder(int(about["features"]), only=about["numeric"])
+        weights = tensors.pop("weights")
+        encoder.load_state_dict(tensors)
+        direct = DirectModel(encoder, weights, float(about["intercept"]), *map(float, about["range"]))
+        return OffPolicyModel({str(name): float(theta) for name, theta in about["theta"].items()}, direct)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise DataError(f"{what} cannot be read ({error})", where=folder, hint=hint) from error
+
+
+def fit_off_policy_model(
+    log: Log, *, label: str, examination: Examination, segments: Sequence[str] = (), seed: int = 0
+) -> OffPolicyModel:
+    """Fit the model of feedback to the requests of a log, of which `examination` is an estimate."""
+    theta = examination.by_position()
+    direct = fit_direct(log, theta=theta, label=label, seed=seed)
+    return OffPolicyModel({slot(position, segments): value for position, value in theta.items()}, direct)
+
+
+def evaluate_requests(
+    log: Log,
+    scores: np.ndarray,
+    metrics: Sequence[str],
+    *,
+    user: User | None = None,
+    label: str,
+    model: OffPolicyModel | None = None,
+    segments: Sequence[str] = (),
+    device: torch.device | str = "cpu",
+) -> dict[str, np.ndarray]:
+    """Return metrics [requests] of scores [rows]; the `model` estimates those named `off-policy-*` from feedback."""
+    evaluate = request_metrics(log, metrics, user=user, label=label, model=model, segments=segments, device=device)
+    return evaluate(scores)
+
+
+def request_metrics(
+    log: Log,
+    metrics: Sequence[str],
+    *,
+    user: User | None = None,
+    label: str,
+    model: OffPolicyModel | None = None,
+    segments: Sequence[str] = (),
+    device: torch.device | str = "cpu",
+    keep: bool = False,
+) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
+    """Return a function from scores [rows] to metrics [requests], as `evaluate_requests`; `keep` if it is called often.
+
+    What does not depend on the scores is computed here, once.
+    """
+    plain = [name for name in metrics if not name.startswith(OFF_POLICY)]
+    of_labels = ScoreMetrics(log, plain, user=user, label=label, device=device, keep=keep) if plain else None
+    off_policy: dict[str, OffPolicy] = {}
+    for name in metrics:
+        if name.startswith(OFF_POLICY):
+            if model is None:
+                what = f"'{name}' needs an estimate of examination, which this run has not saved"
+                raise DataError(what, hint=f"train again with --select {name}")
+            off_policy[name] = model.estimator(log, name, label=label, segments=segments, device=device)
+
+    def evaluate(scores: np.ndarray) -> dict[str, np.ndarray]:
+        results = {} if of_labels is None else of_labels(scores)
+        results |= {name: estimator(scores).per_request for name, estimator in off_policy.items()}
+        return {name: check_finite(results)[name] for name in metrics}
+
+    return evaluate
+
+
+def check_finite(results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return metric -> values [requests]; raise DataError if a value is not finite."""
+    for name, values in results.items():
+        if not np.isfinite(values).all():
+            got = f"infinite or missing values in {int((~np.isfinite(values)).sum()):,} of {len(values):,} requests"
+            raise DataError(f"'{name}' must be finite", got=got, hint="scale the label or the true labels down")
+    return results

@@ -16,7 +16,7 @@ from ultr.lists import ListBatches, Lists
 from ultr.log import Log
 from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.utils.arguments import checked
-from ultr.utils.html import facts_html
+from ultr.utils.display import facts_html
 
 FEEDBACK = "feedback-"  # names of metrics of the logged, biased feedback begin so
 OFF_POLICY = "off-policy-"  # names of metrics that `evaluation.judge` estimates from biased feedback begin so

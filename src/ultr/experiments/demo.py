@@ -9,15 +9,14 @@ import numpy as np
 import torch
 
 from ultr.datasets import load_dataset, ranking_svm, show
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.users import User, simulate_log
 from ultr.log import Log, write_log
 from ultr.log.labels import DEFAULT_LABEL
-from ultr.log.summary import by_position
+from ultr.log.table import by_position
 from ultr.rankers.model import load_model
-from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.config import make_config
+from ultr.training.examining import mean_metrics
 from ultr.training.run import run_training
-from ultr.training.selection import mean_metrics
 from ultr.utils.jsonfiles import read_json
 
 
@@ -90,23 +89,15 @@ def run_learning(out: Path, *, seed: int = 0, steps: int = 300) -> Learned:
         return DemoResult(name, metrics["ndcg@10"], metrics["reward@10"])
 
     results = [evaluate("the logging ranker", ranking_svm(data.train, seed=seed)(data.test.features))]
+    base = make_config("synthetic", users="pbm", ranker="mlp", hidden=(64, 32), select="ndcg@10", device="cpu")
+    base = base.with_options(steps=steps, bias_steps=1000, batch=128, lr=0.05, seed=seed)
     runs = []
     for name, method, learn_from in (
         ("LambdaRank on the feedback", "lambdarank", "feedback"),
         ("pairwise-em on the feedback", "pairwise-em", "feedback"),
         ("LambdaRank on unbiased feedback", "lambdarank", "no-bias"),
     ):
-        config = RunConfig(
-            data="synthetic",
-            users="pbm",
-            method=method,
-            learn_from=learn_from,  # type: ignore[arg-type]
-            ranker_options={"hidden": [64, 32]},
-            select="ndcg@10",
-            training=TrainingOptions(
-                steps=steps, bias_steps=1000, batch=128, lr=0.05, evaluate_every=50, seed=seed, device="cpu"
-            ),
-        )
+        config = base.with_options(method=method, learn_from=learn_from)
         runs.append(run_training(config, out / f"run-{method}-{learn_from}", overwrite=True))
         results.append(evaluate(name, load_model(runs[-1]).score(data.test)))
     bias = read_json(out / "run-pairwise-em-feedback" / "bias.json")

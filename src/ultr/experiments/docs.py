@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from ultr._version import __version__
-from ultr.experiments.claims import Claim, claims_text
-from ultr.experiments.lab import ExperimentResult, table_text
-from ultr.report.parts import Grid, Part, Plot, Table, Text
-from ultr.report.svg import svg
+from ultr.experiments.lab import Claim, ExperimentResult, claims_text, table_text
+from ultr.report.page import Grid, Part, Plot, Table, Text
+from ultr.report.plots import svg
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import write_json
 

@@ -9,18 +9,16 @@ import numpy as np
 
 from ultr.datasets.users import make_user
 from ultr.evaluation.scores import Mean, mean_with_interval
-from ultr.experiments.claims import DIRECTION, HELD, NOT, Claim, row_of
-from ultr.experiments.lab import TITLES, ExperimentResult, Lab, World
-from ultr.experiments.paper import BAYES, DEFAULT, DELTAS, ETAS, FIGURE_METHODS, OPT
+from ultr.experiments.lab import DIRECTION, HELD, NOT, TITLES, Claim, ExperimentResult, Lab, World, row_of
+from ultr.experiments.paper import BAYES, DEFAULT, DELTAS, ETAS, FIGURE_METHODS, NAMES, OPT
 from ultr.report.bias import pair_map
-from ultr.report.parts import Grid, Section, Table, Text
+from ultr.report.page import Grid, Section, Table, Text
 from ultr.report.plots import line_plot
-from ultr.training.comparison import Comparison
-from ultr.training.entries import Entry, run_folder
+from ultr.training.comparing.plan import run_folder
+from ultr.training.comparing.results import Comparison
 from ultr.utils.jsonfiles import read_json
 
 LOWER = "lambdarank"
-NAMES = {entry: name for name, entry in FIGURE_METHODS.items()}
 FIGURE_DATA = ["yahoo", "ml-1m", "synthetic"]
 
 
@@ -57,7 +55,7 @@ def _gains(
     absent: dict[str, str],
 ) -> ExperimentResult:
     """Compare methods in groups of worlds (simulated settings), in each of which every method is tuned."""
-    entries = list(FIGURE_METHODS.values())
+    entries = list(FIGURE_METHODS)
     compared = lab.compare([world for _, worlds in groups for world in worlds], entries, reference=LOWER)
     sections, claims, results = [], [], {}
     for head, worlds in groups:
@@ -171,7 +169,7 @@ def figure5(lab: Lab) -> ExperimentResult:
 def _bias_of(lab: Lab, world: World, result: Comparison) -> dict[str, Any]:
     """Return theta, P(c>0) and their ratio as [run, position], and m averaged over runs (NaN: no such pair)."""
     plan = lab.plan(world, [BAYES], reference=BAYES)
-    folders = [run_folder(plan.out, Entry.parse(BAYES), result.rows[0].setting, seed) for seed in range(lab.seeds)]
+    folders = [run_folder(plan.out, BAYES, result.rows[0].setting, seed) for seed in range(lab.seeds)]
     reports = [read_json(folder / "bias.json") for folder in folders]
     theta = np.array([report["theta"] for report in reports])
     rate = np.array([np.array(report["clicks"]) / np.array(report["impressions"]) for report in reports])

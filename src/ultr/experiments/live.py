@@ -1,42 +1,120 @@
-"""A simulated live test (A/B test): each ranker serves a random part of the traffic, its bucket, and learns from it.
-
-On day 0, the initial ranker of the data serves every bucket. After each day, the model of a bucket is trained on the
-bucket's log, starting from its weights of the previous day, and serves the next day. The first bucket is the control.
-The metric is the label, summed over the items of a session. The lift of a bucket is its relative gain over the control.
-
-out/run-0/options.json                  the options of the run
-out/run-0/pal-click/day-03/ranker/      the run directory of the model that serves on day 3
-out/run-0/pal-click/day-03/traffic.json the metric of the bucket on day 3
-out/live.json                           the results of all runs
-"""
+"""A simulated live test (A/B test): each ranker serves a random part of the traffic, and learns from it."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from ultr.datasets import initial_ranker, show
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
-from ultr.errors import OptionError, OutputError, UnfinishedError, nearest
-from ultr.experiments.lift import lifts_between, over_runs
+from ultr.datasets import Dataset, initial_ranker, show
+from ultr.datasets.users import User, simulate_log
+from ultr.errors import DataError, OptionError, OutputError, UnfinishedError, nearest
+from ultr.evaluation.scores import mean_with_interval
+from ultr.experiments.lab import DIRECTION, HELD, NOT, REVERSED, TITLES, Claim, ExperimentResult, Lab
+from ultr.experiments.paper import DEFAULT, LIVE_LIFT, OPT
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.rankers.model import load_model
-from ultr.training.config import RunConfig, TrainingOptions
-from ultr.training.data import RunData, cached_dataset
-from ultr.training.entries import Entry, Setting
-from ultr.training.run import make_run, run_training
-from ultr.training.workers import OnDone, Workers
+from ultr.report.page import Section, Table
+from ultr.report.plots import line_plot
+from ultr.training.comparing.plan import Entry
+from ultr.training.comparing.results import Setting
+from ultr.training.comparing.workers import OnDone, Workers
+from ultr.training.config import Config, flat, make_config
+from ultr.training.data import Data, cached_dataset
+from ultr.training.loop import Listeners
+from ultr.training.run import make_plan, run_training
 from ultr.utils.jsonfiles import read_json, write_json
+
+# --- Lift -------------------------------------------------------------------------------------------------------------
+# Lift: the relative difference between the means of two buckets (random parts of the traffic), with a test.
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The mean of a metric over the sessions of a bucket, and the variance of this mean."""
+
+    mean: float
+    variance: float
+
+
+@dataclass(frozen=True)
+class Lift:
+    """The relative difference of a bucket's mean from the control's, its 95% interval and two-sided p value."""
+
+    lift: float
+    low: float
+    high: float
+    p: float
+
+
+def lift_of(treated: Arm, control: Arm) -> Lift:
+    """Return the lift between independent buckets: the interval by the delta method, p by Welch's test.
+
+    Buckets have so many sessions that the normal distribution can replace Student's t.
+    """
+    if not control.mean > 0:
+        raise DataError(
+            "the control bucket has no feedback", got=f"a mean of {control.mean:g}", hint="raise 'sessions'"
+        )
+    ratio = treated.mean / control.mean
+    margin = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+    margin *= math.sqrt(treated.variance + ratio**2 * control.variance) / control.mean
+    error = math.sqrt(treated.variance + control.variance)
+    difference = abs(treated.mean - control.mean)
+    p = math.erfc(difference / error / math.sqrt(2)) if error else float(difference == 0)
+    return Lift(ratio - 1, ratio - 1 - margin, ratio - 1 + margin, p)
+
+
+def arm_of(days: Sequence[Mapping[str, Any]]) -> Arm:
+    """Return the mean of a bucket over days, each day with the same weight, and the variance of this mean."""
+    means, variances = zip(*((day["mean"], day["variance"] / day["sessions"]) for day in days), strict=True)
+    return Arm(sum(means) / len(days), sum(variances) / len(days) ** 2)
+
+
+def lifts_between(treated: list[dict[str, Any]], control: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the lift over all days but day 0, when all buckets have the same ranker, and the lift of each day."""
+
+    def lift(of: slice) -> dict[str, float]:
+        expected, base = (sum(day["expected"] for day in days[of]) for days in (treated, control))
+        return {**asdict(lift_of(arm_of(treated[of]), arm_of(control[of]))), "expected": expected / base - 1}
+
+    return {**lift(slice(1, None)), "by_day": [lift(slice(day, day + 1)) for day in range(len(control))]}
+
+
+def over_runs(lifts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mean lift over runs with its 95% interval (Student's t); one run has no interval."""
+    means = {}
+    for kind, key in (("sampled", "lift"), ("expected", "expected")):
+        mean = mean_with_interval(np.array([lift[key] for lift in lifts]), confidence=CONFIDENCE)
+        low, high = (end if math.isfinite(end) else None for end in (mean.low, mean.high))
+        means[kind] = {"mean": mean.mean, "low": low, "high": high, "runs": mean.requests}
+    return means
+
+
+# --- Live test --------------------------------------------------------------------------------------------------------
+# A simulated live test (A/B test): each ranker serves a random part of the traffic, its bucket, and learns from it.
+#
+# On day 0, the initial ranker of the data serves every bucket. After each day, the model of a bucket is trained on the
+# bucket's log, starting from its weights of the previous day, and serves the next day. The first bucket is the control.
+# The metric is the label, summed over the items of a session. The lift of a bucket is its relative gain over the
+# control.
+#
+# out/run-0/options.json                  the options of the run
+# out/run-0/pal-click/day-03/ranker/      the run directory of the model that serves on day 3
+# out/run-0/pal-click/day-03/traffic.json the metric of the bucket on day 3
+# out/live.json                           the results of all runs
 
 LABEL = "click + dwell / exp(3) + 2 * like + 3 * share"
 ENTRIES = ("pal-click", "pal-click", "pairwise-em", "pairwise-em:loss=opt", "pointwise", "lambdarank")
@@ -45,33 +123,24 @@ ONE_REQUEST = 1e-9  # so small a held-out share is one request, which every run 
 TRAFFIC, FEEDBACK, TRAINING = range(3)  # codes for the purpose of random numbers, as parts of their seeds
 
 
+BASE = make_config("synthetic", label=LABEL, ranker="mlp", hidden=(128, 64), dropout=0.1, steps=300, bias_steps=1000)
+
+
 @dataclass(frozen=True)
 class LiveOptions:
-    """The options of a live test; all buckets have the same number of steps, seed and network."""
+    """The options of a live test."""
 
-    data: str = "synthetic"
-    data_dir: str | None = None
+    base: Config = BASE  # data set, label, network, steps per day, severity of position bias, seed and device
     days: int = 10  # after day 0
     sessions: int = 4000  # mean number per bucket and day
     entries: Sequence[str] = ENTRIES  # one per bucket, the control first; a repeated entry is an A/A test
-    label: str = LABEL
     like: Sequence[float] = (0.01, 0.03, 0.06, 0.12, 0.2)  # probability after a click, by grade
     share: Sequence[float] = (0.005, 0.01, 0.02, 0.04, 0.08)
-    eta: float = 1.0  # severity of position bias
-    hidden: Sequence[int] = (128, 64)
-    dropout: float = 0.1
-    steps: int = 300  # per day
-    bias_steps: int = 1000
-    batch: int = 256
-    lr: float = 0.02
-    rates: Mapping[str, float] = field(default_factory=dict)  # entry -> learning rate, where it is not `lr`
+    rates: Mapping[str, float] = field(default_factory=dict)  # entry -> learning rate, where it is not that of `base`
     window: int = 0  # number of last days in the training data; 0: all days
-    seed: int = 0
-    device: str = "auto"
-    items: int = 10
 
     def __post_init__(self) -> None:
-        for name, least in {"days": 1, "items": 1, "window": 0, "seed": 0, "sessions": LEAST_SESSIONS}.items():
+        for name, least in {"days": 1, "window": 0, "sessions": LEAST_SESSIONS}.items():
             if getattr(self, name) < least:
                 raise OptionError(f"'{name}' must be at least {least}", got=getattr(self, name))
         if len(self.entries) < 2:
@@ -83,11 +152,15 @@ class LiveOptions:
             if text not in self.entries:
                 raise OptionError(f"'rates' has an unknown entry '{text}'", hint=nearest(text, self.entries))
         for bucket in range(len(self.entries)):
-            self.config(bucket, 1, self.seed)
+            self.config(bucket, 1, self.base.seed)
         actions = self.user(1).actions
         for action in Label(self.label).actions:
             if action not in actions:
                 raise OptionError(f"simulated users have no action '{action}'", hint=nearest(action, actions))
+
+    @property
+    def label(self) -> str:
+        return self.base.label or LABEL
 
     @property
     def buckets(self) -> tuple[str, ...]:
@@ -98,30 +171,28 @@ class LiveOptions:
             names.append(f"{text} (A/A)" if before == 1 else f"{text} (A/A {before})" if before else text)
         return tuple(names)
 
+    def dataset(self) -> Dataset:
+        return cached_dataset(self.base.data.source, self.base.data.folder)
+
     def user(self, max_grade: int) -> User:
         """Return the simulated user, for true labels from 0 to `max_grade`."""
-        return User(eta=self.eta, max_grade=max_grade, further={"like": self.like, "share": self.share})
+        further = {"like": self.like, "share": self.share}
+        return User(eta=self.base.simulation.eta, max_grade=max_grade, further=further)
 
-    def config(self, bucket: int, day: int, seed: int) -> RunConfig:
+    def config(self, bucket: int, day: int, seed: int) -> Config:
         """Return a bucket's configuration for a day; the last step is used, as no unbiased metric could select one."""
-        training = TrainingOptions(
-            steps=self.steps,
-            batch=self.batch,
-            evaluate_every=self.steps,
-            bias_steps=self.bias_steps,
-            device=self.device,
+        text, steps = self.entries[bucket], self.base.network.steps
+        setting = Setting(self.rates.get(text, self.base.network.lr))
+        config = Entry.parse(text).config(self.base, setting, _seed(seed, day, TRAINING))
+        return config.with_options(
+            label=self.label, held_out=ONE_REQUEST, select="feedback-ndcg@10", steps=steps, evaluate_every=steps
         )
-        network = {"hidden": list(self.hidden), "dropout": self.dropout}
-        base = RunConfig(
-            self.data,
-            label=self.label,
-            ranker_options=network,
-            held_out=ONE_REQUEST,
-            select="feedback-ndcg@10",
-            training=training,
-        )
-        text = self.entries[bucket]
-        return Entry.parse(text).config(base, Setting(self.rates.get(text, self.lr)), _seed(seed, day, TRAINING))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all options by name, or by path if they are those of a configuration."""
+        own = {name: value for name, value in vars(self).items() if name != "base"}
+        options: dict[str, Any] = json.loads(json.dumps({**own, **dict(flat(self.base.model_dump(mode="json")))}))
+        return options
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,17 +208,19 @@ class Traffic:
 
     @staticmethod
     def make(options: LiveOptions, run: int) -> Traffic:
-        dataset = cached_dataset(options.data, options.data_dir)
-        seed, train = options.seed + run, dataset.train
+        dataset, seed = options.dataset(), options.base.seed + run
+        train = dataset.train
         candidates = replace(train.without_features(), item_ids=pa.array(np.arange(train.rows)), weights=None)
         user = options.user(dataset.max_grade)
         return Traffic(options, seed, train, candidates, user, initial_ranker(dataset, seed=seed)(train.features))
 
     def shown(self, ranker: Path | None) -> Log:
         """Return all requests as the model in a run directory ranks them; if `ranker` is None, the ranker of day 0."""
-        device = self.options.device
-        scores = self.first_scores if ranker is None else load_model(ranker).score(self.train, device=device)
-        return show(self.candidates, scores, items=self.options.items)
+        base = self.options.base
+        scores = self.first_scores
+        if ranker is not None:
+            scores = load_model(ranker).score(self.train, device=base.machine.device)
+        return show(self.candidates, scores, items=base.simulation.items)
 
     def served(self, shown: Log, bucket: int, day: int) -> Log:
         """Simulate the sessions of a bucket on a day; return their log, without features and with new request ids."""
@@ -228,7 +301,9 @@ class Bucket:
         self._logs = {d: self._log(d) for d in range(first, day)}
         log = self.traffic.training_log(list(self._logs.values()))
         config = options.config(self.number, day, self.traffic.seed)
-        run_training(config, ranker, log=log, warm_start=self._ranker(day - 1), resume=True)
+        if (before := self._ranker(day - 1)) is not None:
+            config = config.with_options(warm_start=str(before))
+        run_training(config, ranker, source=log, resume=True)
 
     def _log(self, day: int) -> Log:
         """Return the log of a day; if another process served the day, simulate it again with the same result."""
@@ -278,15 +353,13 @@ def _check_methods(traffic: Traffic) -> None:
     log = traffic.training_log([traffic.served(traffic.shown(None), 0, 0)])
     for bucket in range(len(traffic.options.entries)):
         config = traffic.options.config(bucket, 1, traffic.seed)
-        make_run(config, RunData(log, log, ""))
+        make_plan(config, Data(log, log, "", label=traffic.options.label), Listeners(on_finding=None))
 
 
 def _same_options(traffic: Traffic, folder: Path) -> None:
-    """Raise OutputError if the folder was made with other options or data; only `days` and `data_dir` may differ."""
-    fingerprint = cached_dataset(traffic.options.data, traffic.options.data_dir).fingerprint
-    options = json.loads(
-        json.dumps({**asdict(traffic.options), "days": None, "data_dir": None, "fingerprint": fingerprint})
-    )
+    """Raise OutputError if the folder was made with other options or data; `days` and the folder of data may differ."""
+    options = {**traffic.options.to_json(), "days": None, "data.folder": None}
+    options["fingerprint"] = traffic.options.dataset().fingerprint
     path = folder / "options.json"
     if not path.is_file():
         write_json(path, options)
@@ -327,7 +400,7 @@ class LiveResult:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "options": {**asdict(self.options), "entries": list(self.options.entries)},
+            "options": self.options.to_json(),
             "control": self.options.buckets[0],
             "lifts": self.lifts,
             "course": self.course,
@@ -354,12 +427,14 @@ class BucketTask:
     def finished(self) -> bool:
         return _record(_bucket_folder(self.options, self.folder, self.bucket), self.options.days).is_file()
 
-    def perform(self) -> str:
+    def __str__(self) -> str:
+        return str(_bucket_folder(self.options, self.folder, self.bucket))
+
+    def perform(self) -> None:
         bucket = Bucket(Traffic.make(self.options, self.run), self.bucket, self.folder)
         for day in range(self.options.days + 1):
             if time.monotonic() < self.until:
                 bucket.day(day)
-        return str(bucket.folder)
 
 
 def run_live(
@@ -397,3 +472,88 @@ def run_live(
 
 def _seed(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
+
+
+# --- The experiment ---------------------------------------------------------------------------------------------------
+# A simulated A/B test, as in the paper behind pairwise-em (CIKM 2022): the relative gain (lift) over PAL-Click.
+
+FULL_LIVE = LiveOptions(BASE.with_options(hidden=(512, 256, 128), dropout=0.3, steps=300, bias_steps=1500), 10, 6000)
+QUICK_LIVE = LiveOptions(BASE.with_options(hidden=(64, 32), dropout=0.1, steps=100, bias_steps=200), 7, 1000)
+LIVE_RUNS = {"full": 5, "quick": 2}
+
+
+def live_test(lab: Lab) -> ExperimentResult:
+    """Run the live test: simulated users click, dwell, like and share; rankers learn daily from their own traffic."""
+    available, absent = lab.find(["synthetic"])
+    if len(available) > 1:
+        raise DataError("the live test takes one data set", got=", ".join(available), hint="pass one with --data")
+    options = QUICK_LIVE if lab.budget.name == "quick" else FULL_LIVE
+    base = options.base.with_options(data=available[0], data_dir=lab.data_dir, device=lab.device)
+    options = replace(options, base=base)
+    folder = lab.out / "runs" / lab.budget.name / available[0] / "live"
+    runs = lab.runs or LIVE_RUNS[lab.budget.name]
+    result = run_live(options, folder, runs=runs, workers=lab.workers, on_done=lab.on_done)
+    about = (
+        f"{runs} runs of {options.days} days after day 0, {options.sessions} sessions per bucket and day, "
+        f"{TITLES.get(available[0], available[0])}. The live metric is {options.label}, summed over a session. "
+        f"Lifts are over {options.buckets[0]}, days 1 to {options.days}, in exact expectation and in sampled traffic, "
+        f"with 95% intervals over runs. The paper's A/B test over seven days had a lift of {LIVE_LIFT:+.2%}."
+    )
+    sections = [_lifts(result), _days(result)]
+    title = f"Live test (budget: {lab.budget.name})"
+    return ExperimentResult("live", title, about, sections, _claims(result), result.to_json(), absent)
+
+
+def _lifts(result: LiveResult) -> Section:
+    rows = []
+    for name, lift in result.lifts.items():
+        by_run = [run["lifts"][name] for run in result.runs]
+        tests = ", ".join(f"{one['lift']:+.1%} (p = {one['p']:.2g})" for one in by_run)
+        rows.append([name, _interval(lift["expected"]), _interval(lift["sampled"]), tests])
+    days = list(range(result.options.days + 1))
+    lines = {
+        name: (days, [100 * day["expected"]["mean"] for day in lift["by_day"]]) for name, lift in result.lifts.items()
+    }
+    title = f"Lift over {result.options.buckets[0]} by day"
+    plot = line_plot(title, lines, x="day", y="exact expectation, %", categories=True, order=result.options.buckets)
+    return Section("Lift", [Table(["bucket", "exact", "sampled", "test of each run"], rows), plot])
+
+
+def _interval(lift: dict[str, float]) -> str:
+    ends = "" if lift["low"] is None else f" [{lift['low']:+.2%}, {lift['high']:+.2%}]"
+    return f"{lift['mean']:+.2%}{ends}"
+
+
+def _days(result: LiveResult) -> Section:
+    days = list(range(result.options.days + 1))
+    rows, errors, lines = [], [], {}
+    for name, course in result.course.items():
+        lines[name] = (days, [day["expected"] for day in course])
+        rows.append([name, *(f"{day['expected']:.3f}" for day in course)])
+        if any(day["theta_error"] is not None for day in course):
+            cells = ["" if day["theta_error"] is None else f"{day['theta_error']:.0%}" for day in course]
+            errors.append([name, *cells])
+    head = ["bucket", *(f"day {day}" for day in days)]
+    plot = line_plot("The live metric by day", lines, x="day", y="exact expectation", categories=True)
+    metric = Table(head, rows, "The live metric in exact expectation, means over runs")
+    return Section("Day by day", [plot, metric, Table(head, errors, "Largest error of theta_k / theta_1")])
+
+
+def _claims(result: LiveResult) -> list[Claim]:
+    """Check the claims that our methods raise the live metric over PAL-Click, over all days and on the last day."""
+    data, claims = TITLES.get(source := result.options.base.data.source, source), []
+    for name, entry in (("loss_opt", OPT), ("The default", DEFAULT)):
+        lift = result.lifts[entry]
+        last = f"{name} still has a lift on the last day, when it learns from its own log"
+        for text, over in (
+            (f"{name} lifts the live metric over PAL-Click", lift["expected"]),
+            (last, lift["by_day"][-1]["expected"]),
+        ):
+            claims.append(Claim(text, data, _verdict(over), _interval(over)))
+    return claims
+
+
+def _verdict(lift: dict[str, float]) -> str:
+    if lift["mean"] > 0:
+        return HELD if lift["low"] is not None and lift["low"] > 0 else DIRECTION
+    return REVERSED if lift["high"] is not None and lift["high"] < 0 else NOT

@@ -13,16 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from ultr.experiments.lab import QUICK, TRUTH, ExperimentResult, Lab, World
-from ultr.experiments.paper import DEFAULT, DEFAULT_ROW, TableRow
+from ultr.experiments.paper import DEFAULT, TableRow, rows_of
 from ultr.experiments.tables import table_section
-from ultr.report.parts import Section, Table, Text
+from ultr.report.page import Section, Table, Text
 from ultr.report.plots import line_plot
-from ultr.training.checkpoints import read_metrics
-from ultr.training.compare import Plan, compare_all
-from ultr.training.comparison import Comparison
-from ultr.training.config import with_training
-from ultr.training.entries import Entry, Setting, run_folder
-from ultr.training.tasks import grouped
+from ultr.training.comparing.plan import Entry, Plan, compare_all, run_folder
+from ultr.training.comparing.results import Comparison, Setting
+from ultr.training.folder import read_metrics
 
 SOURCES = {"oracle": "known theta and beta", "staged": "staged EM", "joint": "joint EM"}
 DELTAS = {"dcg": "Delta DCG", "lambdaloss": "Delta NDCG as released"}
@@ -30,12 +27,8 @@ LIMITS = ("2", "3", "5", "10", "none")
 STEPS, TOTAL = (700, 3000), 8000  # steps of the ranker after which it is looked at, and steps with the bias model
 QUICK_STEPS, QUICK_TOTAL = (50, 100), 450
 RATES = (0.005, 0.02)
-OTHERS = (
-    DEFAULT_ROW,
-    TableRow("as released", "pairwise-em:variant=released"),
-    TableRow("PAL-Click", "pal-click"),
-    TableRow("PAL-Click, dwell from all rows", "pal-click:rows=all"),
-    TableRow("PAL-Click as released", "pal-click:variant=released"),
+OTHERS = rows_of(
+    DEFAULT, "pairwise-em:variant=released", "pal-click", "pal-click:rows=all", "pal-click:variant=released"
 )
 
 
@@ -47,9 +40,7 @@ def settle(lab: Lab) -> ExperimentResult:
     cells = {cell: _entry(*cell) for cell in product(SOURCES, deltas, limits)}
     worlds = [replace(lab.world(data), select=TRUTH) for data in available]
     plans = {world: _plan(lab, world, [*cells.values()]) for world in worlds}
-    tasks = [
-        task for plan in plans.values() for _, entry in plan.turns for task in grouped(plan.tuning_tasks(entry, 0))
-    ]
+    tasks = [task for plan in plans.values() for _, stages in plan.courses() for task in next(stages)]
     lab.workers.run(tasks, lab.on_done)
     found = {world: {cell: _course(plan, entry) for cell, entry in cells.items()} for world, plan in plans.items()}
     best = {
@@ -96,15 +87,14 @@ def _total(quick: bool) -> int:
 
 def _plan(lab: Lab, world: World, entries: list[str]) -> Plan:
     plan = lab.plan(world, entries, reference="")
-    bias_steps = plan.base.training.bias_steps
-    base = with_training(plan.base, steps=_total(lab.budget.name == QUICK.name) - bias_steps, patience=0)
+    steps = _total(lab.budget.name == QUICK.name) - plan.base.network.bias_steps
+    base = plan.base.with_options(steps=steps, patience=0)
     out = plan.out.parent / f"settling-{plan.out.name}"
     return replace(plan, base=base, out=out, rates=RATES, dropouts=(), limits=(), longest=1)
 
 
-def _course(plan: Plan, entry_text: str) -> np.ndarray:
+def _course(plan: Plan, entry: str) -> np.ndarray:
     """Return the best mean validation metric so far [rates, evaluations] of a cell."""
-    entry = Entry.parse(entry_text)
     folders = [[run_folder(plan.out, entry, Setting(lr), seed) for seed in plan.tuning] for lr in plan.rates]
     return np.array([np.mean([_best_so_far(plan, run) for run in runs], axis=0) for runs in folders])
 

@@ -7,8 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from ultr.experiments.claims import Claim, claim_above, claim_above_all, claim_level, corrected, row_of
-from ultr.experiments.lab import ExperimentResult, Lab, World
+from ultr.experiments.lab import (
+    Claim,
+    ExperimentResult,
+    Lab,
+    World,
+    claim_above,
+    claim_above_all,
+    claim_level,
+    corrected,
+    row_of,
+)
 from ultr.experiments.paper import (
     BAYES,
     BEYOND1,
@@ -22,9 +31,9 @@ from ultr.experiments.paper import (
     TABLE2,
     TableRow,
 )
-from ultr.report.comparison import comparison_plots, setting_text
-from ultr.report.parts import Section, Table, Text
-from ultr.training.comparison import Comparison, Row
+from ultr.report.comparison import comparison_plots
+from ultr.report.page import Section, Table, Text
+from ultr.training.comparing.results import Comparison, Row
 
 BASELINES1 = [row.entry for row in TABLE1 if row.entry not in (OPT, BAYES, IPW)]
 BASELINES2 = ["dla", "regression-em", "pairwise-debias"]
@@ -134,7 +143,7 @@ def table_section(title: str, world: World, result: Comparison, rows: Sequence[T
     base = float(np.mean(row_of(result, result.reference).results[world.metrics[-1]]))
     for row in rows:
         ours = row_of(result, row.entry)
-        cells = [row.name, row.entry, setting_text(ours.setting.to_json()), _steps(ours)]
+        cells = [row.name, row.entry, str(ours.setting), _steps(ours)]
         for metric in world.metrics:
             values = ours.results[metric]
             star = "*" if metric in ours.against and ours.against[metric].significant else ""

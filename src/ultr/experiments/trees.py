@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ultr.experiments.claims import Claim, claim_above_all, claim_level, corrected
-from ultr.experiments.lab import QUICK, ExperimentResult, Lab, World
+from ultr.experiments.lab import QUICK, Claim, ExperimentResult, Lab, World, claim_above_all, claim_level, corrected
 from ultr.experiments.paper import TableRow
 from ultr.experiments.tables import table_section
-from ultr.report.parts import Section
-from ultr.training.compare import TREE_RATES, Plan, compare_all
-from ultr.training.comparison import Comparison
-from ultr.training.config import TREE_TRAINING
-from ultr.training.entries import Entry
+from ultr.report.page import Section
+from ultr.training.comparing.plan import TREE_RATES, Entry, Plan, compare_all
+from ultr.training.comparing.results import Comparison
 
 RUNS = 5
 QUICK_ROUNDS = 50
@@ -65,10 +62,10 @@ def tree_tables(lab: Lab) -> ExperimentResult:
     compared = dict(zip(worlds, compare_all(plans, lab.workers, lab.on_done), strict=True))
     base, rates = plans[0].base, " or ".join(f"{rate:g}" for rate in plans[0].rates)
     about = (
-        f"{plans[0].seeds} runs; the {base.sessions:,} sessions of a run are drawn once. The learning rate ({rates}) "
-        f"and the number of rounds (at most {base.training.steps}) were selected on validation requests. Mean ± "
-        "standard deviation over runs; * marks a difference from posterior pairs with LightGBM with p < 0.05 both over "
-        "runs and over test requests, in paired tests that Holm's method corrects for the number of rows."
+        f"{plans[0].seeds} runs; the {base.simulation.sessions:,} sessions of a run are drawn once. The learning rate "
+        f"({rates}) and the number of rounds (at most {base.trees.rounds}) were selected on validation requests. "
+        "Mean ± standard deviation over runs; * marks a difference from posterior pairs with LightGBM with p < 0.05 "
+        "both over runs and over test requests, in paired tests that Holm's method corrects for the number of rows."
     )
     sections = [_section(world, result, rows[world]) for world, result in compared.items()]
     tested = compared.items() if plans[0].seeds > 1 else ()
@@ -81,18 +78,11 @@ def tree_tables(lab: Lab) -> ExperimentResult:
 def _plan(lab: Lab, world: World, entries: Sequence[str]) -> Plan:
     quick = lab.budget is QUICK
     plan = lab.plan(world, [], reference="")
-    training = replace(TREE_TRAINING, bias_steps=plan.base.training.bias_steps, device=lab.device)
-    base = replace(
-        plan.base,
-        ranker="lightgbm",
-        ranker_options={},
-        training=replace(training, steps=QUICK_ROUNDS) if quick else training,
-    )
     return replace(
         plan,
         longest=1,
-        base=base,
-        entries=[Entry.parse(entry, "lightgbm") for entry in entries],
+        base=plan.base.with_options(ranker="lightgbm", **({"steps": QUICK_ROUNDS} if quick else {})),
+        entries=[Entry.parse(entry, ["lightgbm"]) for entry in entries],
         out=lab.out / "runs" / lab.budget.name / "trees" / world.name,
         seeds=lab.runs or (2 if quick else RUNS),
         rates=TREE_RATES[1:2] if quick else TREE_RATES,

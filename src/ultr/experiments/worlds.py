@@ -13,15 +13,14 @@ import numpy as np
 
 from ultr.datasets.initial import RANDOM_SHARE, Logging, initial_rankers
 from ultr.datasets.users import make_user
-from ultr.evaluation.judge import evaluate_requests
+from ultr.evaluation.off_policy import evaluate_requests
 from ultr.evaluation.scores import mean_with_interval, paired_test
-from ultr.experiments.claims import row_of
-from ultr.experiments.lab import OFF_POLICY, QUICK, TITLES, ExperimentResult, Lab, World
+from ultr.experiments.lab import OFF_POLICY, QUICK, TITLES, ExperimentResult, Lab, World, row_of
 from ultr.experiments.paper import DEFAULT
-from ultr.report.parts import Section, Table, Text
+from ultr.report.page import Section, Table, Text
 from ultr.report.plots import heat_map
-from ultr.training.compare import SESSIONS, Plan, compare_all
-from ultr.training.comparison import Comparison
+from ultr.training.comparing.plan import SESSIONS, Plan, compare_all
+from ultr.training.comparing.results import Comparison
 from ultr.training.data import cached_dataset
 
 BOUND = "pairwise-em:theta=oracle"
@@ -184,10 +183,10 @@ def _plan(lab: Lab, world: World) -> Plan:
 def _logged(lab: Lab, world: World, plan: Plan) -> list[float]:
     """Return the metric of the logging ranker on the test requests, by seed."""
     dataset = cached_dataset(world.data, lab.data_dir)
-    user = make_user(world.users, **{**plan.base.user_options, "max_grade": dataset.max_grade})
+    user = make_user(world.users, **{**plan.base.simulation.user_options, "max_grade": dataset.max_grade})
     metric, found = world.metrics[-1], []
     for seed in range(plan.seeds):
-        rankers = initial_rankers(dataset, kind=world.logging, share=plan.base.share, seed=seed)
+        rankers = initial_rankers(dataset, kind=world.logging, share=plan.base.simulation.share, seed=seed)
         values = [
             evaluate_requests(dataset.test, each(dataset.test.features), [metric], user=user, label=world.label)
             for each in rankers

@@ -11,11 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultr.errors import ColumnError, DataError, nearest
-from ultr.log.conditions import filter_rows, parse_conditions, seconds
-from ultr.log.duplicates import OnDuplicates, copies_note, find_copies, find_duplicates, merge_rows
-from ultr.log.schema import Columns
-from ultr.log.table import Log
-from ultr.log.values import (
+from ultr.log.cleaning import OnDuplicates, copies_note, find_copies, find_duplicates, merge_rows
+from ultr.log.columns import (
+    Columns,
     Missing,
     category_codes,
     check_no_nulls,
@@ -30,6 +28,8 @@ from ultr.log.values import (
     row_number,
     without_missing,
 )
+from ultr.log.conditions import filter_rows, parse_conditions, seconds
+from ultr.log.table import Log
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12  # sums of squared weights within these bounds do not overflow
 
@@ -70,10 +70,7 @@ def log_from_table(
     if table.num_rows == 0:
         hint = "check --where, or the query that made the data"
         raise DataError("there are no rows", where=where, hint=hint)
-    requests = combined(table[columns.request])
-    if pa.types.is_floating(requests.type):
-        requests = pc.if_else(pc.is_nan(requests.cast(pa.float64())), None, requests.cast(pa.float64()))
-    check_no_nulls(requests, columns.request, where, what="request")
+    requests = _request_ids(table, columns.request, where)
     order, offsets, first_rows = _group(requests, gather, name=columns.request, where=where)
     positions = None
     if columns.position is not None:
@@ -92,11 +89,7 @@ def log_from_table(
             return replace(log, notes=tuple(dict.fromkeys((*notes, *log.notes))))
     if positions is not None:
         order, positions = _order_by_position(order, offsets, positions)
-    features, feature_names = feature_matrix(table, columns.features, where=where, missing=reading.missing)
-    vocabularies = {}
-    for name in columns.categorical:
-        codes, vocabularies[name] = category_codes(table[name], name, where)
-        features, feature_names = np.column_stack([features, codes]), (*feature_names, name)
+    features, feature_names, vocabularies = _features(table, columns, where, missing=reading.missing)
 
     def ordered(values: np.ndarray) -> np.ndarray:
         return values if order is None else values[order]
@@ -136,6 +129,29 @@ def log_from_table(
         notes=tuple(notes),
         came_in_order=order is None,
     )
+
+
+def _request_ids(table: pa.Table, name: str, where: object) -> Any:
+    """Return the id of the request of each row; an id that is NaN counts as missing, which is an error."""
+    requests = combined(table[name])
+    if pa.types.is_floating(requests.type):
+        requests = requests.cast(pa.float64())
+        requests = pc.if_else(pc.is_nan(requests), None, requests)
+    check_no_nulls(requests, name, where, what="request")
+    return requests
+
+
+def _features(
+    table: pa.Table, columns: Columns, where: object, *, missing: Missing
+) -> tuple[np.ndarray, tuple[str, ...], dict[str, Any]]:
+    """Return numeric and then categorical features, their names, and the vocabulary of each categorical one."""
+    features, names = feature_matrix(table, columns.features, where=where, missing=missing)
+    vocabularies = {}
+    for name in columns.categorical:
+        codes, vocabularies[name] = category_codes(table[name], name, where)
+        features = np.column_stack([features, codes])
+        names = (*names, name)
+    return features, names, vocabularies
 
 
 def _actions(table: pa.Table, names: Sequence[str], where: object) -> tuple[dict[str, np.ndarray], list[str]]:
@@ -308,3 +324,22 @@ def _request_context(
         what = f"column '{name}' ({role}) must have one value per request"
         raise ColumnError(what, where=where, hint="correct or drop the column")
     return values.take(pa.array(first))
+
+
+# --- Weights that decay with age --------------------------------------------------------------------------------------
+# Weights of requests that decay with their age: a request counts half as much as one a half-life later.
+
+DAY = 86_400  # seconds
+
+
+def decayed(log: Log, ages: np.ndarray | float, half_life: float) -> Log:
+    """Return the log with the weights of its requests multiplied by 2^(-age / half-life), both in days."""
+    weights = np.exp2(-np.broadcast_to(ages, len(log)) / half_life)
+    weights = np.maximum(weights if log.weights is None else weights * log.weights, MIN_WEIGHT)
+    return replace(log, weights=weights.astype(np.float32))
+
+
+def decayed_by_time(log: Log, half_life: float) -> Log:
+    """Return the log with weights that decay with the age of requests, by their `context["time"]` in seconds."""
+    times = np.asarray(log.context["time"].to_numpy(zero_copy_only=False), np.float64)
+    return decayed(log, (times.max() - times) / DAY, half_life)

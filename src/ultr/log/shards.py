@@ -25,10 +25,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ultr.errors import DataError, OptionError
-from ultr.log.decay import decayed
-from ultr.log.schema import CONTEXT
+from ultr.log.build import decayed
+from ultr.log.columns import CONTEXT, as_data_error, check_features
 from ultr.log.table import Log
-from ultr.log.values import as_data_error, check_features
 from ultr.utils.arguments import check_fields
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import add_checksum, load_description
@@ -76,9 +75,9 @@ class Manifest:
         path = fetched(folder) / MANIFEST
         try:
             content = load_description(path, FORMAT, what="this folder of lists", hint=AGAIN)
-            values = {f.name: content[f.name] for f in fields(Manifest) if f.name not in ("footers", "appended")}
-            values["footers"] = dict(content.get("footers", {}))  # older lists have none, and no `appended`
-            values["appended"] = tuple(content.get("appended", ()))
+            values = {f.name: content[f.name] for f in fields(Manifest)}
+            values["footers"] = dict(values["footers"])
+            values["appended"] = tuple(values["appended"])
             for name in ("features", "actions", "positions", "binary"):
                 if not isinstance(values[name], list):
                     raise TypeError(f"'{name}' must be a list")

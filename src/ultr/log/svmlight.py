@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.csv
 
 from ultr.errors import DataError, OptionError
+from ultr.log.columns import Piece, check_features
 from ultr.log.table import Log
-from ultr.log.values import Piece, check_features
 from ultr.utils.files import existing_file
 from ultr.utils.memory import available_memory
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ultr.errors import DataError, OptionError
@@ -301,3 +302,77 @@ def _request_blocks(offsets: np.ndarray, max_rows: int) -> list[int]:
         fits = int(np.searchsorted(offsets, offsets[bounds[-1]] + max_rows, side="right")) - 1
         bounds.append(max(fits, bounds[-1] + 1))
     return bounds
+
+
+# --- Segments ---------------------------------------------------------------------------------------------------------
+# Position bias by segment (such as phone and desktop): each position gets a different id in each segment.
+
+SHIFT = 20  # a position id has the position in its lowest 20 bits, and the number of the segment above them
+
+
+def by_segment(log: Log, known: Sequence[str] | None = None) -> tuple[Log, tuple[str, ...]]:
+    """Return the log with position ids that differ between segments, and the names of the segments.
+
+    If `known` segments are passed, all others count as one more segment. The order of items does not change.
+    """
+    if log.positions is None or "segment" not in log.context:
+        raise DataError("the log has no segments", hint="name their column with --segment (segment=...)")
+    if int(log.positions.max()) >> SHIFT:
+        highest, hint = int(log.positions.max()), "number the positions 1, 2, ..."
+        raise DataError(f"positions by segment must be below {1 << SHIFT:,}", got=highest, hint=hint)
+    names = pc.fill_null(log.context["segment"].cast(pa.string()), "")
+    known = sorted(pc.unique(names).to_pylist()) if known is None else known
+    codes = pc.fill_null(pc.index_in(names, pa.array(known, pa.string())), len(known))
+    codes = codes.to_numpy(zero_copy_only=False).astype(np.int64)
+    return replace(log, positions=(np.repeat(codes, log.lengths) << SHIFT) + log.positions), tuple(known)
+
+
+def slot(position: int, segments: Sequence[str] = ()) -> str:
+    """Return the text of a position id: `3`, or `3@phone` if there are segments."""
+    if not segments:
+        return str(position)
+    return f"{position & ((1 << SHIFT) - 1)}@{segments[position >> SHIFT]}"
+
+
+# --- Summaries --------------------------------------------------------------------------------------------------------
+# Summaries of a log: impressions, and the rate and mean of each action, by position; features with missing values.
+
+ROWS_AT_ONCE = 1 << 14  # rows in which missing values are counted at once
+
+
+@dataclass(frozen=True, eq=False)
+class ByPosition:
+    """The positions in increasing order, their numbers of impressions, and the rate and mean of each action there."""
+
+    positions: np.ndarray
+    impressions: np.ndarray
+    rates: dict[str, np.ndarray]  # share of impressions with the action
+    means: dict[str, np.ndarray]  # mean of the action over the impressions
+
+
+def missing_values(log: Log, most: int = 5) -> str | None:
+    """Return the features with missing values, and the share of rows without a value, in words; None without any."""
+    counts = np.zeros(len(log.feature_names), np.int64)
+    for first in range(0, log.rows, ROWS_AT_ONCE):  # rows are contiguous in memory, columns are not
+        counts += np.isnan(log.features[first : first + ROWS_AT_ONCE]).sum(0)
+    shares = zip(log.feature_names, counts / max(1, log.rows), strict=True)
+    missing = [f"{name} ({share:.1%})" for name, share in shares if share]
+    more = f" and {len(missing) - most} more" if len(missing) > most else ""
+    return ", ".join(missing[:most]) + more if missing else None
+
+
+def by_position(log: Log) -> ByPosition:
+    """Return impressions and feedback by position; rates and means use the weights of requests."""
+    positions, place = np.unique(log.shown_positions("a summary"), return_inverse=True)
+    weights = np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths).astype(np.float64)
+    shown = np.bincount(place, weights)
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        return np.asarray(np.bincount(place, weights * values) / shown)
+
+    return ByPosition(
+        positions=positions,
+        impressions=np.bincount(place),
+        rates={name: mean(values > 0) for name, values in log.actions.items()},
+        means={name: mean(values) for name, values in log.actions.items()},
+    )

@@ -5,27 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from ultr.errors import OptionError, nearest
 from ultr.log.labels import Label
-from ultr.methods.affine import Affine
 from ultr.methods.base import Method, MethodInputs
+from ultr.methods.baselines import LambdaRank, Pointwise, PositionFeature
 from ultr.methods.click_models import CCM, DBN, SDBN, UBM, Cascade
-from ultr.methods.direct import Direct
-from ultr.methods.dla import DLA
-from ultr.methods.doubly_robust import DoublyRobust
-from ultr.methods.ipw import IPWLambdaLoss, IPWListwise, IPWPointwise
-from ultr.methods.lambdarank import LambdaRank
+from ultr.methods.counterfactual import Affine, DoublyRobust, IPWLambdaLoss, IPWListwise, IPWPointwise
+from ultr.methods.direct import Direct, RegressionEM
+from ultr.methods.dla import DLA, UPE
 from ultr.methods.pairwise_debias import PairwiseDebias
 from ultr.methods.pairwise_em import PairwiseEM
-from ultr.methods.plackett_luce import PLRank
-from ultr.methods.pointwise import Pointwise
-from ultr.methods.position_feature import PositionFeature
-from ultr.methods.regression_em import RegressionEM
-from ultr.methods.safe import PRPO, SafeIPW
+from ultr.methods.plackett_luce import PRPO, PLRank, SafeIPW
 from ultr.methods.towers import PalClick, PalClickDwell, PalSynthesize, SumClick, SumSynthesize
 from ultr.methods.trees import TREE_METHODS, TreeMethod
-from ultr.methods.upe import UPE
 from ultr.rankers.boosters import is_trees
+from ultr.utils.arguments import requirement
 
 __all__ = [
     "METHODS",
@@ -94,33 +90,32 @@ def thresholds(name: str, label: str, options: Mapping[str, Any], *, ranker: str
 
 
 def parse_options(
-    name: str, texts: Iterable[str], *, others: Iterable[str] = (), ranker: str = "mlp"
+    name: str, options: Mapping[str, Any], *, others: Iterable[str] = (), ranker: str = "mlp"
 ) -> dict[str, Any]:
-    """Parse options of the method `name` from texts key=value; the hint for an unknown key also suggests `others`."""
-    readers, options = _method(name, ranker).OPTIONS, {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise OptionError("an option of a method must have the form key=value", got=f"'{text}'")
-        if key not in readers:
-            hint = nearest(key, [*others, *readers]) if readers or others else "remove it: this method has no options"
+    """Check options of the method `name`, and convert texts to their types; None means that an option is not set.
+
+    The hint for an unknown option also suggests `others`.
+    """
+    types, parsed = _method(name, ranker).OPTIONS, {}
+    for key, value in options.items():
+        if key not in types:
+            hint = nearest(key, [*others, *types]) if types or others else "remove it: this method has no options"
             raise OptionError(f"method '{name}' has no option '{key}'", hint=hint)
-        options[key] = readers[key](value)
-    return options
+        if value is not None:
+            try:
+                parsed[key] = TypeAdapter(types[key]).validate_python(value)
+            except ValidationError as error:
+                raise OptionError(f"'{key}' must be {requirement(error)}", got=repr(value)[:200]) from error
+    return parsed
 
 
 def make_method(name: str, inputs: MethodInputs, **options: Any) -> Method:
     """Make the method for networks that has this name in the table `METHODS`."""
-    checked = _read(name, options, "mlp")
-    return METHODS[name](inputs, **checked)
+    parsed = parse_options(name, options)
+    return METHODS[name](inputs, **parsed)
 
 
 def make_tree_method(name: str, inputs: MethodInputs, **options: Any) -> TreeMethod:
     """Make the method for boosted trees that has this name in the table `TREE_METHODS`."""
-    checked = _read(name, options, inputs.ranker)
-    return TREE_METHODS[name](inputs, **checked)
-
-
-def _read(name: str, options: Mapping[str, Any], ranker: str) -> dict[str, Any]:
-    texts = {key: "+".join(value) if isinstance(value, list | tuple) else value for key, value in options.items()}
-    return parse_options(name, (f"{key}={value}" for key, value in texts.items()), ranker=ranker)
+    parsed = parse_options(name, options, ranker=inputs.ranker)
+    return TREE_METHODS[name](inputs, **parsed)

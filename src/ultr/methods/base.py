@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import BeforeValidator, Field, StringConstraints
 from torch import Tensor, nn
 
+from ultr.bias.examination import Examination
 from ultr.datasets.users import User
 from ultr.errors import OptionError
 from ultr.lists import Lists
@@ -70,6 +72,22 @@ class HeldOutRows:
     positions: Tensor | None
 
 
+def _split(value: Any) -> Any:
+    return value.split("+") if isinstance(value, str) else value
+
+
+# The types of options that several methods have.
+ThetaFrom = Literal["auto", "strata", "items"]
+AtLeastZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+MaxWeight = Literal["none"] | Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Names = Annotated[
+    tuple[Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)], ...],
+    BeforeValidator(_split),
+    Field(min_length=1),
+]
+
+
 class Learner(nn.Module):
     """A module that the training loop can train: the loop calls `update`, then takes a gradient step on `loss`."""
 
@@ -107,7 +125,7 @@ class Learner(nn.Module):
 class Method(Learner):
     """The base class of methods for networks: a ranker and a way to train it."""
 
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {}  # keyword options, each with a parser from text
+    OPTIONS: ClassVar[Mapping[str, Any]] = {}  # keyword options, each with its type
     CLICKS_ALONE: ClassVar[bool] = False  # True if every label above zero counts as 1
     anchored = False  # whether the ranker starts at a model of the log
     LEARNS_ALONE: ClassVar[bool] = False  # True if the ranker learns from requests with one item
@@ -135,10 +153,13 @@ class Method(Learner):
     def labels(self, lists: Lists) -> Tensor:
         return self.inputs.labels_of(lists)
 
-    def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
+    def estimate_bias(
+        self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
+    ) -> None:
         """Estimate position bias from the whole training log, before anything is trained.
 
-        If a `user` simulates the feedback, about `sessions` simulated sessions are used.
+        If a `user` simulates the feedback, about `sessions` simulated sessions are used. An `examination` that the run
+        has estimated is used where the method needs the best estimate of the log.
         """
 
     def bias_learner(self) -> Learner | None:
@@ -151,6 +172,10 @@ class Method(Learner):
 
     def balance(self, rows: HeldOutRows) -> None:
         """Weigh the terms of the ranker, if it has several; called before each evaluation."""
+
+    def with_targets(self, log: Log) -> Log:
+        """Return a log with what the loss needs of each row and what stays fixed after the bias stage."""
+        return log
 
     def start_ranker(self, log: Log, *, seed: int) -> None:
         """Give the ranker first weights that are better than random ones, if `anchored`, after the bias stage."""
@@ -190,49 +215,6 @@ class ClickMethod(FeedbackMethod):
 def at_least_single(outputs: Tensor) -> Tensor:
     """Return outputs of a network in single or double precision, which ranks and differences of scores need."""
     return outputs if outputs.dtype == torch.float64 else outputs.float()
-
-
-def one_of(name: str, *allowed: str) -> Callable[[str], str]:
-    """Return a parser for an option that is one of a few words."""
-
-    def parse(text: str) -> str:
-        if text not in allowed:
-            raise OptionError(f"'{name}' must be one of {', '.join(allowed)}", got=f"'{text}'")
-        return text
-
-    return parse
-
-
-def at_least(name: str, least: float) -> Callable[[str], float]:
-    """Return a parser for an option that is a number of at least `least`."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value < math.inf:
-            raise OptionError(f"'{name}' must be at least {least:g}", got=f"'{text}'")
-        return value
-
-    return parse
-
-
-def whole(name: str, least: int) -> Callable[[str], int]:
-    """Return a parser for an option that is a whole number of at least `least`."""
-
-    def parse(text: str) -> int:
-        value = at_least(name, least)(text)
-        if value != int(value):
-            raise OptionError(f"'{name}' must be a whole number", got=f"'{text}'")
-        return int(value)
-
-    return parse
-
-
-def weight_limit(text: str) -> float | str:
-    """Parse the option `max_weight`: a number of at least 1, or `none`."""
-    return text if text == "none" else at_least("max_weight", 1)(text)
 
 
 def as_limit(max_weight: float | str) -> float:

@@ -7,7 +7,7 @@ batches before (online EM, Cappé and Moulines 2009). A position that is not in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,24 +18,29 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from ultr.bias.counts import check_positions
 from ultr.bias.equations import (
     PairModel,
+    examined_though_zero,
     examined_zero_terms,
     item_log_likelihood,
     pair_log_likelihood,
     pair_posterior,
+    pair_trust,
     preference_target,
+    quotient,
     released_target,
     relevance_posterior,
+    sums_by_cell,
     trust_terms,
     updated,
 )
 from ultr.bias.examination import MAX_TRAINED_POSITIONS, Examination
+from ultr.errors import OptionError
 from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
 from ultr.methods.base import MethodInputs
 from ultr.methods.losses import gaps, lambdaloss_weights, preferred_pairs, reduced
-from ultr.methods.position_model import PositionModel, average_with, means_of_all, sums_in_cells
+from ultr.methods.position_model import PositionModel, average_with, means_of_all, numbers, sums_in_cells
 from ultr.rankers import FeatureEncoder, make_ranker
-from ultr.rankers.hurdle import LARGEST_LOG_VALUE
+from ultr.rankers.feedback import LARGEST_LOG_VALUE
 from ultr.utils.distributed import summed
 
 NETWORK = {"hidden": (128, 64), "dropout": 0.3}
@@ -294,3 +299,168 @@ class BiasModel(PositionModel):
             pair, preferred, counts = self._pairs(lists, labels, place, beta, gaps(preference))
             likelihoods["pairs"] = PAIR_SHARE * (counts * pair_log_likelihood(preferred, pair)).sum((-2, -1))
         return likelihoods
+
+
+# --- The bias of simulated users --------------------------------------------------------------------------------------
+# A bias model that knows simulated users, for experiments: what a method would gain from perfect estimates.
+
+MARGIN = 10.0  # difference of g between neighbouring grades, so that γ is nearly 0 or 1
+
+
+def with_known_theta(inputs: MethodInputs, option: str) -> MethodInputs:
+    """Return the inputs of a method with the true θ of simulated users as known propensities."""
+    if inputs.user is None:
+        raise OptionError(f"{option} needs simulated users", hint="pass --users pbm, or another value")
+    theta = inputs.user.theta(torch.tensor(inputs.positions)).tolist()
+    return replace(inputs, propensities=dict(zip(inputs.positions, theta, strict=True)))
+
+
+class OracleModel(BiasModel):
+    """The true θ by position, and the true β and μ by grade. ε⁺, ε⁻ and θ⁻ are estimated from these, as by EM."""
+
+    by_grade: Tensor
+
+    def __init__(self, inputs: MethodInputs, **options: Any) -> None:
+        known = with_known_theta(inputs, "em=oracle")
+        super().__init__(known, **options)
+        assert known.user is not None  # noqa: S101 - checked by with_known_theta
+        user = known.user
+        self.network = nn.Identity()
+        grades = torch.arange(user.max_grade + 1.0)
+        value = user.value_of_click(grades, torch.ones_like(grades, dtype=torch.int64), inputs.label)
+        outputs = user.attracted(grades).logit(), value.clamp(min=1e-6).log(), MARGIN * grades
+        self.register_buffer("by_grade", torch.stack(outputs, -1))
+
+    def of_lists(self, lists: Lists) -> tuple[Tensor, Tensor, Tensor]:
+        logit, log_value, preference = self.by_grade[lists.true_relevance.long()].unbind(-1)
+        return logit, log_value, preference
+
+    def loss(self, lists: Lists) -> Tensor:
+        return torch.zeros((), device=lists.features.device)  # there is nothing to learn by gradients
+
+
+# --- Diagnosis --------------------------------------------------------------------------------------------------------
+# Report a trained bias model: its parameters, statistics of them over some lists, and warnings of problems.
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+KINDS = ("both above zero", "one above zero")
+
+
+class Tally:
+    """Sums over lists, from which the report of a bias model is computed."""
+
+    def __init__(self, model: BiasModel) -> None:
+        size, device = len(model.index), model.theta.device
+        self.model = model
+        self.betas: list[Tensor] = []
+        self.ts: list[Tensor] = []
+        self.zeros = torch.zeros(2, size, device=device)  # items with label 0 by position: Σ t, number
+        self.trust = torch.zeros(2, size * size, device=device)  # by pair of positions: Σ m, number of item pairs
+        self.kinds = [[0, 0.0, 0.0, 0, 0.0] for _ in KINDS]  # pairs, Σ w, Σ w², clipped, largest
+
+    def add(self, lists: Lists, weights: Tensor, clip: float) -> None:
+        model, labels = self.model, self.model.labels(lists)
+        place, size = model.index(lists.shown_positions), len(model.index)
+        logit, _, preference = model.of_lists(lists)
+        beta, zero = logit.sigmoid(), lists.where & (labels <= 0)
+        t = examined_though_zero(model.theta[place], beta)[zero]
+        self.betas.append(beta[lists.where])
+        self.ts.append(t)
+        self.zeros += torch.stack([sums_by_cell(values, place[zero], size) for values in (t, torch.ones_like(t))])
+        preferred = preferred_pairs(labels, where=lists.where)
+        lower_positive = batch_innermost(labels > 0)[..., None, :]
+        both = preferred & lower_positive
+        for row, chosen in zip(self.kinds, (both, preferred & ~lower_positive), strict=True):
+            _add_weights(row, weights[chosen].double(), clip)
+        if model.pairs:
+            cells = batch_innermost(place)
+            i, j = cells[..., :, None], cells[..., None, :]
+            m = pair_trust(model.plus[i, j], model.minus[i, j], gaps(preference).sigmoid())
+            pairs = (torch.where(both, m, 0.0), both.float())
+            self.trust += torch.stack([sums_by_cell(values, i * size + j, size * size) for values in pairs])
+
+
+def _add_weights(row: list[float], weights: Tensor, clip: float) -> None:
+    if len(weights):
+        clipped = weights.clamp(max=clip)
+        row[0] += len(weights)
+        row[1] += float(clipped.sum())
+        row[2] += float(clipped.square().sum())
+        row[3] += int((weights > clip).sum())
+        row[4] = max(row[4], float(weights.max()))
+
+
+@torch.no_grad()
+def diagnosis(
+    model: BiasModel, batches: Iterable[Lists], *, weights: Callable[[Lists, Tensor], Tensor], clip: float
+) -> dict[str, Any]:
+    """Return θ and the other parameters of a bias model, statistics of them over some lists, and warnings.
+
+    `weights` returns the pair weights of lists, given their labels; `clip` is the largest weight that training uses.
+    """
+    model.eval()
+    tally, size = Tally(model), len(model.index)
+    for lists in batches:
+        tally.add(lists, weights(lists, model.labels(lists)), clip)
+    report: dict[str, Any] = {
+        **model.report(),
+        "theta_minus": numbers(quotient(*tally.zeros)),
+        "beta": _quantiles(tally.betas),
+        "t": _quantiles(tally.ts),
+        "pairs": {name: _kind(row) for name, row in zip(KINDS, tally.kinds, strict=True)},
+        "held_out_log_likelihood": dict(zip(("beta of x", "one beta"), numbers(model.held_out), strict=True)),
+    }
+    if model.scaled_values:
+        report["rho"] = numbers(model.rho)
+    if model.pairs:
+        report |= {
+            "eps_plus": _matrix(model.plus),
+            "eps_minus": _matrix(model.minus),
+            "m": _matrix(quotient(*tally.trust).view(size, size)),  # 0 for positions without such pairs
+        }
+    report["warnings"] = [{"name": name, "what": what} for name, what in _warnings(model, report)]
+    return report
+
+
+def _warnings(model: BiasModel, report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    if report["beta"]["0.05"] > 0.9 or report["t"]["0.95"] < 0.02:
+        what = "almost all items count as relevant, or almost no unclicked items as examined"
+        yield "collapse", f"{what}: theta may be too low"
+    yield from model.warnings()
+    with_x, without = model.held_out.tolist()
+    if with_x < without:
+        yield "divergence", "the model explains held-out clicks worse with features than without"
+    for name, kind in report["pairs"].items():
+        if kind["clipped"] > 0.01:
+            yield "weights clipped", f"{kind['clipped']:.1%} of the pairs (labels: {name}) weigh more than max_weight"
+        if kind["pairs"] > 100 and kind["effective_share"] < 0.05:
+            few = f"a few pairs (labels: {name}) dominate"
+            yield "weights uneven", f"{few}: the effective number of pairs is {kind['effective_share']:.1%} of all"
+    if model.pairs:
+        right, all_right, wrong, all_wrong = model.pair_sums
+        reversed_ = (quotient(wrong, all_wrong) > quotient(right, all_right)) & (all_right > 0) & (all_wrong > 0)
+        if bool(reversed_.any()):
+            pairs = f"{int(reversed_.sum())} pairs of positions"
+            yield "trust reversed", f"eps- would exceed eps+ for {pairs}; it is set to eps+ there"
+
+
+def _kind(row: list[float]) -> dict[str, float]:
+    pairs, total, squares, clipped, largest = row
+    return {
+        "pairs": int(pairs),
+        "effective_share": round(total**2 / (pairs * squares), 4) if squares else 0.0,
+        "clipped": round(clipped / pairs, 4) if pairs else 0.0,
+        "largest": round(largest, 2),
+    }
+
+
+def _quantiles(parts: list[Tensor]) -> dict[str, float]:
+    values = torch.cat(parts)[: 1 << 20] if parts else torch.zeros(0)
+    if not len(values):
+        return {str(q): 0.0 for q in QUANTILES}
+    quantiles = values.float().cpu().quantile(torch.tensor(QUANTILES))
+    return {str(q): round(v, 4) for q, v in zip(QUANTILES, quantiles.tolist(), strict=True)}
+
+
+def _matrix(values: Tensor) -> list[list[float]]:
+    return [numbers(row) for row in values]

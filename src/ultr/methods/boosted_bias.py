@@ -26,7 +26,7 @@ from ultr.methods.bias_model import BiasModel
 from ultr.rankers.boosters import Booster, LightGBM, TreeRows, lightgbm_data, lightgbm_error, lightgbm_parameters
 from ultr.rankers.tree_objective import preference_step
 from ultr.utils.jsonfiles import add_checksum, file_checksum, load_json
-from ultr.utils.stopping import EarlyStopping
+from ultr.utils.optimisation import EarlyStopping
 
 TREES = {"num_leaves": 31, "min_data_in_leaf": 100, "lambda_l2": 1.0}
 RATE, EVERY, PATIENCE = 0.1, 5, 4  # learning rate; rounds between evaluations; evaluations without gain before the end

@@ -1,23 +1,28 @@
-"""The direct method: the likelihood of feedback, in which examination by position is a known factor."""
+"""Likelihoods of feedback with examination as a factor: known, or estimated together with relevance by EM."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.bias.equations import relevance_posterior, updated
+from ultr.bias.estimators import SCALE
+from ultr.bias.examination import Examination
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.log.labels import Label
-from ultr.methods.base import MethodInputs, at_least, at_least_single, one_of
-from ultr.methods.losses import product_logistic_loss, reduced
-from ultr.methods.position_model import LEAST_THETA, PositionModel, WithPositions
-from ultr.rankers.hurdle import HURDLE_OUTPUTS, DurationHurdle, Hurdle, OrdinalHurdle, make_hurdle
+from ultr.methods.base import AtLeastZero, ClickMethod, MethodInputs, ThetaFrom, at_least_single
+from ultr.methods.losses import logistic_loss, product_logistic_loss, reduced
+from ultr.methods.position_model import LEAST_THETA, PositionModel, Scale, WithPositions, means_of_all, sums_in_cells
+from ultr.rankers.feedback import HURDLE_OUTPUTS, DurationHurdle, Hurdle, OrdinalHurdle, make_hurdle
+
+# --- Direct method ----------------------------------------------------------------------------------------------------
+# The direct method: the likelihood of feedback, in which examination by position is a known factor.
 
 POWER = 1.5  # of Tweedie's distribution: variance = mean^1.5, between Poisson (1) and gamma (2)
 VALUE_SESSIONS = 10_000  # simulated sessions from which the distribution of values is estimated
@@ -44,12 +49,12 @@ class Direct(WithPositions):
     """
 
     LEARNS_ALONE = True
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
-        "likelihood": one_of("likelihood", "hurdle", "binary", "poisson", "tweedie"),
-        "theta": one_of("theta", "auto", "strata", "items"),
-        "values": one_of("values", *HURDLE_OUTPUTS),
+    OPTIONS: ClassVar[Mapping[str, Any]] = {
+        "likelihood": Literal["hurdle", "binary", "poisson", "tweedie"],
+        "theta": ThetaFrom,
+        "values": Literal["gamma", "ordinal", "d2q"],
         "duration": str,
-        "row_power": at_least("row_power", 0),
+        "row_power": AtLeastZero,
     }
 
     def __init__(
@@ -74,8 +79,10 @@ class Direct(WithPositions):
             values = values or Hurdle.KIND
             self.ranker = make_hurdle(values, inputs.make_ranker(outputs=HURDLE_OUTPUTS[values]), feature)
 
-    def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
-        super().estimate_bias(log, user=user, sessions=sessions, seed=seed)
+    def estimate_bias(
+        self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
+    ) -> None:
+        super().estimate_bias(log, user=user, sessions=sessions, seed=seed, examination=examination)
         if isinstance(self.ranker, OrdinalHurdle | DurationHurdle):
             if user is not None:
                 log, _ = simulate_log(log, user, sessions=VALUE_SESSIONS, seed=seed)
@@ -141,3 +148,81 @@ def _mean_deviance(
     else:
         terms = ((2 - POWER) * log_mean).exp() / (2 - POWER) - labels * ((1 - POWER) * log_mean).exp() / (1 - POWER)
     return reduced(torch.where(where, rows * terms, 0.0).sum(-1), weights)
+
+
+# --- Regression-based EM ----------------------------------------------------------------------------------------------
+# Regression-based EM (Wang et al. 2018): examination by position and relevance by features explain the clicks.
+
+ULTRA_STEP = 0.05  # share of a batch in θ
+
+
+class RegressionEM(ClickMethod):
+    """P(click) = θ_k sigmoid(s(x)). The score s is regressed on the posterior of relevance; θ follows by EM.
+
+    The target is 1 for a click, else (1-θ_k)β / (1-θ_k β) with β = sigmoid(s): `targets=soft`, or a draw with this
+    probability (`sampled`), as in Wang et al. Examination θ is known, or is estimated together with s, with its largest
+    value at `scale` because clicks do not determine it.
+
+    `variant=ultra` follows the toolbox ULTRA, so that published numbers can be compared: targets=sampled, θ starts at
+    0.9 and is not scaled, and each batch moves θ_k by 0.05 towards the mean of P(examined | c) at position k.
+    """
+
+    LEARNS_ALONE = True
+    OPTIONS: ClassVar[Mapping[str, Any]] = {
+        "targets": Literal["soft", "sampled"],
+        "scale": Scale,
+        "variant": Literal["standard", "ultra"],
+    }
+
+    def __init__(
+        self,
+        inputs: MethodInputs,
+        *,
+        targets: str | None = None,
+        scale: float | str | None = None,
+        variant: str = "standard",
+    ) -> None:
+        super().__init__(inputs)
+        self.ultra = variant == "ultra"
+        if self.ultra and scale is not None:
+            hint = "remove one of them"
+            raise OptionError(
+                "scale cannot be used with variant=ultra, which does not scale theta", got=scale, hint=hint
+            )
+        self.sampled = (targets or ("sampled" if self.ultra else "soft")) == "sampled"
+        scale = SCALE if scale is None else scale
+        fixed = None if scale == "estimated" else float(scale)
+        self.positions = PositionModel(inputs, scale=fixed, theta_from="em" if self.ultra else "regression")
+
+    @property
+    def draws(self) -> bool:
+        return self.sampled
+
+    @torch.no_grad()
+    def update(self, lists: Lists) -> None:
+        if self.positions.theta_from == "known":
+            return
+        with self.without_dropout():
+            beta = self.score(lists.features).sigmoid()
+        self.positions.updates += 1
+        place, weights = self.positions.index(lists.shown_positions), lists.weights[:, None] * lists.where
+        terms = self.positions.theta_terms(self.clicked(lists), place, beta)
+        (means,) = means_of_all((sums_in_cells(terms, place, weights, len(self.positions.index)), weights))
+        if self.ultra:
+            shown, _, examined, _ = means
+            theta = torch.lerp(self.positions.theta, updated(examined, shown, self.positions.theta), ULTRA_STEP)
+            self.positions.moved.copy_((theta / self.positions.theta - 1).abs().max())
+            self.positions.theta.copy_(theta)
+        else:
+            self.positions.regress(means)
+
+    def loss(self, lists: Lists) -> Tensor:
+        logits = self.score(lists.features)
+        theta = self.positions.theta[self.positions.index(lists.shown_positions)]
+        with torch.no_grad():
+            targets = relevance_posterior(self.clicked(lists), theta, logits.sigmoid())
+            targets = torch.bernoulli(targets) if self.sampled else targets
+        return logistic_loss(logits, targets, where=lists.where, weights=lists.weights)
+
+    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
+        return self.positions.report()

@@ -1,17 +1,25 @@
-"""The dual learning algorithm (Ai et al. 2018): ranker and propensities, each weighted by the inverse of the other."""
+"""Methods that learn propensities together with the ranker: DLA, and UPE, which knows the logging policy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from ultr.bias.examination import Examination
+from ultr.bias.logging_policy import STRATA
+from ultr.datasets.users import User
 from ultr.lists import Lists
-from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, PositionTable, as_limit, weight_limit
+from ultr.log import Log
+from ultr.methods.base import ClickMethod, MaxWeight, MethodInputs, PositionIndex, PositionTable, as_limit
+from ultr.methods.logging_strata import LoggingStrata
 from ultr.methods.losses import softmax_loss
 from ultr.methods.position_model import MAX_WEIGHT, numbers
+
+# --- Dual learning ----------------------------------------------------------------------------------------------------
+# The dual learning algorithm (Ai et al. 2018): ranker and propensities, each weighted by the inverse of the other.
 
 
 class DLA(ClickMethod):
@@ -24,7 +32,7 @@ class DLA(ClickMethod):
     at most `max_weight`.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {"max_weight": weight_limit}
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"max_weight": MaxWeight}
 
     def __init__(self, inputs: MethodInputs, *, max_weight: float | str = MAX_WEIGHT) -> None:
         super().__init__(inputs)
@@ -57,3 +65,59 @@ class DLA(ClickMethod):
             "theta_scale": "1 at the first position: only ratios are learned",
             "warnings": [],
         }
+
+
+# --- Unconfounded propensities ----------------------------------------------------------------------------------------
+# Unconfounded propensity estimation, after the paper of this title for unbiased ranking (Luo et al. 2023).
+#
+# A good logging ranker puts relevant items high, so that position and relevance are confounded. Dual learning (`dla`)
+# then takes a part of the effect of relevance for examination, and its propensities are too steep.
+
+THETA_FROM = "softmax over clicks, adjusted for strata of the logging score, together with the ranker"
+
+
+class UPE(DLA):
+    """`DLA` with a propensity model that knows the logging policy. It is learned in two steps, 1 before the others:
+
+        1.  m(x) = score under which the logged order is most likely (Plackett-Luce), z = stratum of m(x) in its list
+        2.  Σ over clicks of  -log softmax(g + u)_i,  with the logits g_k of position k and u_z of stratum z
+        3.  P(o | do(k)) = Σ_z P(z) P(o | k, z) = exp(g_k) · Σ_z P(z) exp(u_z)    (backdoor adjustment)
+        4.  Σ over clicks of  exp(g_1 - g_k) · -log softmax(s)_i,  with the propensities of 3
+
+    The confounding effect u takes up the relevance that follows from the logging policy, so that g does not. The sum
+    over z in 3 is one factor for all k, and cancels in the weights of 4. These are at most `max_weight`.
+
+    Departures from the paper: its propensity model is a network of embeddings of position and confounder, and here the
+    two add up to the logit. `relevance=dual` weights the clicks in 2 by the inverse relevance exp(s_1 - s_i), as in
+    `DLA`. The default does not, because u and s both explain relevance until both are learned, and g is then too flat.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {
+        **DLA.OPTIONS,
+        "relevance": Literal["strata", "dual"],
+    }
+
+    def __init__(
+        self, inputs: MethodInputs, *, max_weight: float | str = MAX_WEIGHT, relevance: str = "strata"
+    ) -> None:
+        super().__init__(inputs, max_weight=max_weight)
+        self.dual = relevance == "dual"
+        self.strata, self.effect = LoggingStrata(inputs), PositionTable(STRATA)
+
+    def estimate_bias(
+        self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
+    ) -> None:
+        self.strata.fit(log, seed=seed)
+
+    @torch.no_grad()
+    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
+        report = super().bias(batches)
+        return (
+            None if report is None else {**report, "theta_from": THETA_FROM, "confounding": numbers(self.effect.values)}
+        )
+
+    def propensity_loss(self, lists: Lists, logits: Tensor, clicks: Tensor, scores: Tensor) -> Tensor:
+        logits = logits + torch.where(self.strata.several, self.effect(self.strata(lists)), 0.0)
+        if self.dual:
+            return super().propensity_loss(lists, logits, clicks, scores)
+        return softmax_loss(logits, clicks, where=lists.where, weights=lists.weights)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 from ultr.bias.equations import quotient
 from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
-from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, at_least, one_of
+from ultr.methods.base import AtLeastZero, ClickMethod, MethodInputs, PositionIndex
 from ultr.methods.losses import gaps, lambdarank_weights, pairwise_loss, preferred_pairs
 from ultr.methods.position_model import average_in, means_of_all, numbers, sums_in_cells
 
@@ -33,9 +33,9 @@ class PairwiseDebias(ClickMethod):
     |ΔNDCG_ij|, and each batch moves t⁺ and t⁻ by 0.05 towards its ratios.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
-        "regularisation": at_least("regularisation", 0),
-        "variant": one_of("variant", "standard", "released"),
+    OPTIONS: ClassVar[Mapping[str, Any]] = {
+        "regularisation": AtLeastZero,
+        "variant": Literal["standard", "released"],
     }
     plus: Tensor
     minus: Tensor

@@ -5,56 +5,34 @@ It follows *Unbiased Learning to Rank with Biased Continuous Feedback* (CIKM 202
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ultr.bias.equations import (
-    exact_above,
-    exact_below,
-    pair_examined,
-    pair_trust,
-    paper_weights,
-    quotient,
-    relevance_posterior,
-)
-from ultr.bias.estimators import SCALE
-from ultr.datasets.users import User
 from ultr.errors import OptionError
-from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.anchor import anchor_of_log
 from ultr.methods.base import (
-    RELEASED_ACCUMULATOR,
     HeldOutRows,
     Method,
     MethodInputs,
-    as_limit,
-    at_least,
     at_least_single,
-    one_of,
-    weight_limit,
 )
-from ultr.methods.bias_model import BiasModel, with_clicks
-from ultr.methods.diagnosis import diagnosis
-from ultr.methods.losses import gaps, lambdaloss_weights, lambdarank_weights, pairwise_loss, preferred_pairs, reduced
-from ultr.methods.oracle import OracleModel, with_known_theta
-from ultr.methods.position_model import LEAST_THETA, scale_option
+from ultr.methods.bias_model import with_clicks
+from ultr.methods.losses import gaps, lambdarank_weights, pairwise_loss, preferred_pairs, reduced
+from ultr.methods.pair_weights import EXPECTED, PairWeights
+from ultr.methods.position_model import LEAST_THETA
 from ultr.rankers.combined import Combined
-from ultr.rankers.encoder import EncodedRanker
-from ultr.rankers.mlp import HIDDEN
-
-MAX_WEIGHT = 10.0  # default of the largest weight of a pair
+from ultr.rankers.networks import HIDDEN, EncodedRanker
 
 
-class PairwiseEM(Method):
+class PairwiseEM(PairWeights, Method):
     """Pairs of items, weighted so that the loss corrects the bias of the feedback.
 
     The `loss` of the ranker f is a sum over pairs of L_ij = log(1 + exp(f_j - f_i)):
@@ -87,79 +65,29 @@ class PairwiseEM(Method):
     True labels have no bias: only the ranker is trained, with every item examined and every label trusted.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
-        "loss": one_of("loss", "posterior", "opt-posterior", "opt", "bayes-ipw", "ipw"),
-        "weights": one_of("weights", "paper", "exact"),
-        "em": one_of("em", "staged", "joint", "oracle"),
-        "theta": one_of("theta", "auto", "strata", "items", "regression", "em", "oracle"),
-        "scale": scale_option,
-        "row_power": at_least("row_power", 0),
-        "final": one_of("final", "pairs", "blend"),
-        "anchor": one_of("anchor", "linear", "none"),
-        "trust": one_of("trust", "none", "pairs", "clicks", "values"),
-        "targets": one_of("targets", "soft", "sampled"),
-        "delta": one_of("delta", "dcg", "lambdaloss"),
-        "variant": one_of("variant", "standard", "released"),
-        "max_weight": weight_limit,
+    OPTIONS: ClassVar[Mapping[str, Any]] = {
+        **PairWeights.OPTIONS,
+        "final": Literal["pairs", "blend"],
+        "anchor": Literal["linear", "none"],
     }
 
     def __init__(
         self,
         inputs: MethodInputs,
         *,
-        loss: str | None = None,
-        weights: str | None = None,
-        em: str | None = None,
-        theta: str | None = None,
-        scale: float | str = SCALE,
-        row_power: float = 1.0,
         final: str | None = None,
         anchor: str | None = None,
-        trust: str | None = None,
-        targets: str = "soft",
-        delta: str | None = None,
         variant: str = "standard",
-        max_weight: float | str | None = None,
+        **options: Any,
     ) -> None:
-        released = variant == "released" and not inputs.truth
-        super().__init__(inputs.as_released() if released else inputs)
+        Method.__init__(self, inputs.as_released() if variant == "released" and not inputs.truth else inputs)
+        self.set_up(variant=variant, **options)
         inputs = self.inputs
-        self.kind = loss or ("opt" if variant == "released" else "posterior")
-        self.by_value = self.kind in ("posterior", "opt-posterior")
-        self.by_metric = self.kind in ("opt", "opt-posterior")
-        _check(self.kind, self.by_value, weights=weights, trust=trust, delta=delta, max_weight=max_weight)
-        em = em or ("joint" if released else "staged")
-        self.joint = em != "staged" and not inputs.truth
-        theta = theta or ("em" if self.joint else "auto")
-        if theta == "oracle" and not inputs.truth:
-            self.inputs = inputs = with_known_theta(inputs, "theta=oracle")
-        if scale == "estimated" and theta != "regression":
-            hint = "add theta=regression"
-            raise OptionError("scale=estimated needs theta=regression", got=f"theta={theta}", hint=hint)
-        self.weights = "exact" if inputs.truth else weights or "paper"
-        self.released, self.delta = released, delta or ("lambdaloss" if released else "dcg")
-        max_weight = max_weight or ("none" if released else MAX_WEIGHT)
-        self.max_weight = as_limit(max_weight)
-        default_trust = "pairs" if self.kind in ("opt", "bayes-ipw") else "none"
-        self.trust = "none" if inputs.truth else trust or default_trust
-        self.accumulator = RELEASED_ACCUMULATOR if released else 0.0
-        kind = OracleModel if em == "oracle" and not inputs.truth else BiasModel
-        self.bias_model = kind(
-            inputs,
-            scale=None if scale == "estimated" else float(scale),
-            theta_from=theta,
-            trust_in_clicks=self.trust == "clicks",
-            scaled_values=self.trust == "values",
-            pairs=not (self.by_value or inputs.truth) and (self.trust == "pairs" or self.weights == "paper"),
-            sampled=targets == "sampled",
-            released=released,
-            row_power=row_power,
-        )
-        self.bias_model.accumulator = self.accumulator
         blends = self.by_value and not (self.joint or inputs.truth)
         if final == "blend" and not blends and not inputs.truth:
             hint = "remove final=blend, or use loss=posterior without em=joint"
-            raise OptionError(f"final=blend cannot be used with loss={self.kind} and em={em}", hint=hint)
+            what = f"final=blend cannot be used with loss={self.kind} and em={options.get('em') or 'staged'}"
+            raise OptionError(what, hint=hint)
         if blends and final != "pairs":
             self._make_combined(anchored=anchor != "none")
         self.train()
@@ -207,13 +135,6 @@ class PairwiseEM(Method):
     def _is_released(options: Mapping[str, Any]) -> bool:
         return options.get("variant") == "released"
 
-    def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
-        if not self.inputs.truth:
-            self.bias_model.estimate(log, user=user, sessions=sessions, seed=seed)
-
-    def bias_learner(self) -> BiasModel | None:
-        return None if self.inputs.truth or self.joint else self.bias_model
-
     def train(self, mode: bool = True) -> PairwiseEM:
         super().train(mode)
         if not self.joint:
@@ -236,7 +157,7 @@ class PairwiseEM(Method):
             scores = self.score(lists.features)
         with torch.no_grad(), self.bias_model.without_dropout():
             if self.by_value:
-                value = self.expected_value(lists, labels)
+                value = lists.actions[EXPECTED] if EXPECTED in lists.actions else self.expected_value(lists, labels)
                 if self.by_metric:
                     weights = lambdarank_weights(scores, value, where=lists.where, normalise=False)
                 else:
@@ -244,7 +165,7 @@ class PairwiseEM(Method):
             else:
                 weights = self.pair_weights(lists, labels).clamp(max=self.max_weight)
                 if self.by_metric:
-                    weights = weights * self._metric_change(lists, labels, scores)
+                    weights = weights * self.metric_change(lists, labels, scores)
         kept = with_clicks(lists, labels) if self.released else lists
         loss = pairwise_loss(scores, weights, where=lists.where, weights=kept.weights)
         if isinstance(self.ranker, Combined):
@@ -261,66 +182,6 @@ class PairwiseEM(Method):
         values = torch.where(positive, labels / model.rho[place] * torch.exp(-log_value) + log_value, 0.0)
         return reduced(torch.where(lists.where, clicks - values, 0.0).sum(-1), lists.weights)
 
-    def expected_value(self, lists: Lists, labels: Tensor) -> Tensor:
-        """Return the expected relevance r̂ = E[r | c, x, k] of items with label c, features x and position k.
-
-        r̂ = P(r>0 | c) c/ρ_k if c > 0, else P(r>0 | c) μ(x). The label of a relevant item is μ(x) on average, and ρ_k
-        times as large at position k.
-        """
-        logit, log_value, _ = self.bias_model.of_lists(lists)
-        return self.expected_value_of(labels, self.bias_model.index(lists.shown_positions), logit, log_value)
-
-    def expected_value_of(self, labels: Tensor, place: Tensor, logit: Tensor, log_value: Tensor) -> Tensor:
-        """Return r̂ as `expected_value` does, from the index of each position and the predictions of the bias model."""
-        model = self.bias_model
-        relevant = relevance_posterior(labels > 0, model.theta[place], logit.sigmoid(), model.zeta[place])
-        return relevant * torch.where(labels > 0, labels / model.rho[place], log_value.exp())
-
-    def pair_weights(self, lists: Lists, labels: Tensor) -> Tensor:
-        """Return the weights [..., i, j] of pairs with c_i > c_j, not clipped by `max_weight`; 0 for other pairs."""
-        model = self.bias_model
-        logit, _, preference = model.of_lists(lists)
-        place = model.index(lists.shown_positions)
-        theta, beta, positive, place = map(
-            batch_innermost, (model.theta[place].clamp(min=LEAST_THETA), logit.sigmoid(), labels > 0, place)
-        )
-        theta_i, theta_j, positive_j = theta[..., :, None], theta[..., None, :], positive[..., None, :]
-        i, j = place[..., :, None], place[..., None, :]
-        plus, minus = model.plus[i, j], model.minus[i, j]
-        if self.released:
-            weights = paper_weights(positive_j, theta_i, theta_j, model.theta_minus[j]) * quotient(plus, plus + minus)
-        elif self.weights == "paper":
-            gamma = gaps(preference).sigmoid()
-            if self.trust != "pairs":
-                plus, minus = torch.ones_like(plus), torch.zeros_like(minus)
-            examined = pair_examined(model.theta_minus[j], plus, minus, gamma, beta[..., :, None])
-            weights = paper_weights(positive_j, theta_i, theta_j, examined) * pair_trust(plus, minus, gamma)
-        else:
-            zeta = model.zeta[place]
-            above, below = exact_above(theta, beta, zeta), exact_below(positive, theta, beta, zeta)
-            weights = above[..., :, None] * below[..., None, :]
-            if self.trust == "pairs":  # where c_j = 0 < c_i and both are examined, i is surely above j
-                trusted = pair_trust(plus, minus, gaps(preference).sigmoid()) / plus
-                weights = weights * torch.where(positive_j, trusted, 1.0)
-        return torch.where(preferred_pairs(labels, where=lists.where), weights, 0.0)
-
-    def _metric_change(self, lists: Lists, labels: Tensor, scores: Tensor) -> Tensor:
-        """Return |ΔZ| of swapping i and j in the order of the ranker (`variant=released`: of g).
-
-        That of DCG is not divided by the ideal DCG, which is random because labels are.
-        """
-        if self.released:
-            scores = self.bias_model.of_lists(lists)[2]
-        if self.delta == "lambdaloss":
-            return lambdaloss_weights(scores, labels, where=lists.where)
-        return lambdarank_weights(scores, labels, where=lists.where, normalise=False)
-
-    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
-        if self.inputs.truth:
-            return None
-        clip = math.inf if self.by_value else self.max_weight
-        return diagnosis(self.bias_model, batches, weights=self.pair_weights, clip=clip)
-
 
 def _click_log_likelihood(positive: Tensor, theta: Tensor, logit: Tensor, zeta: Tensor) -> Tensor:
     """Return `item_log_likelihood` from the logit of β: in logarithms, so that slopes are right where β is near 0 or 1.
@@ -331,19 +192,3 @@ def _click_log_likelihood(positive: Tensor, theta: Tensor, logit: Tensor, zeta: 
     above = torch.logaddexp(theta.log() + relevant, zeta.log() + other)
     below = torch.logaddexp(torch.log1p(-theta) + relevant, torch.log1p(-zeta) + other)
     return torch.where(positive, above, below)
-
-
-def _check(loss: str, by_value: bool, **given: Any) -> None:
-    """Raise OptionError if an option is given that the loss does not use."""
-    unused = ("weights", "max_weight") if by_value else ()
-    if loss != "opt":
-        unused = (*unused, "delta")
-    for name in unused:
-        if (value := given[name]) is not None:
-            shown = f"{value:g}" if isinstance(value, float) else value
-            what = f"{name}={shown} cannot be used with loss={loss}"
-            hint = "use loss=opt" if name == "delta" else "use loss=opt, bayes-ipw or ipw"
-            raise OptionError(what, hint=f"remove {name}, or {hint}")
-    if by_value and given["trust"] == "pairs":
-        hint = "use loss=opt or bayes-ipw, or trust=clicks or values"
-        raise OptionError(f"trust=pairs cannot be used with loss={loss}", hint=hint)

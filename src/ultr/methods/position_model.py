@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from ultr.bias.equations import examined_though_zero, quotient, scoring_terms, sums_by_cell, updated
@@ -15,7 +15,6 @@ from ultr.bias.estimators import SCALE, SMALLEST
 from ultr.bias.examination import SOURCES, Examination, estimate_examination
 from ultr.bias.propensities import theta_by_id
 from ultr.datasets.users import User
-from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.base import ClickMethod, FeedbackMethod, Learner, MethodInputs, PositionIndex, as_limit
@@ -30,12 +29,12 @@ BATCH_MOVING = 1e-2  # the limit for θ that is updated by batches, which differ
 THETA_FROM = {
     **SOURCES,
     "auto": "the best evidence of the log",
-    "known": "known propensities",
     "regression": "regression EM, together with the networks",
     "em": "EM as in the paper, together with the networks",
 }
 MIN_RELATIVE_THETA = 0.1  # rows are weighted by powers of 1/θ, with θ at least this share of the largest θ
 LEAST_THETA = 0.01  # weights divide by θ, or by this if θ is smaller
+Scale = Literal["estimated"] | Annotated[float, Field(gt=0, le=1)]
 EM_START = 0.9  # θ before the first update by EM
 
 
@@ -65,19 +64,6 @@ def means_of_all(*parts: tuple[Tensor, Tensor]) -> list[Tensor]:
     flat = [values for sums, weights in parts for values in (sums.view(-1), weights.sum().view(1))]
     totals = iter(torch.split(summed(torch.cat(flat)), [len(values) for values in flat]))
     return [next(totals).view_as(sums) / next(totals).clamp(min=1e-9) for sums, _ in parts]
-
-
-def scale_option(text: str) -> float | str:
-    """Parse the option `scale`: a number above 0 and at most 1, or `estimated`."""
-    if text == "estimated":
-        return text
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise OptionError("'scale' must be above 0 and at most 1, or 'estimated'", got=f"'{text}'")
-    return value
 
 
 class PositionModel(Learner):
@@ -151,8 +137,13 @@ class PositionModel(Learner):
         shown = torch.where(self.shown.any(), self.shown, 1.0)
         return (weights * (shown.sum() / (shown * weights).sum()))[place]
 
-    def estimate(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
-        """Estimate θ and ζ from the log, unless they are known or are regressed together with the networks."""
+    def estimate(
+        self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
+    ) -> None:
+        """Estimate θ and ζ from the log, unless they are known or are regressed together with the networks.
+
+        A given `examination` is the best estimate of this log without trust, which is not made again.
+        """
         if log.positions is not None:
             rows = np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths)
             ids, place = np.unique(log.positions, return_inverse=True)
@@ -160,16 +151,17 @@ class PositionModel(Learner):
             self.shown[self.index(torch.from_numpy(ids).to(self.index.ids.device))] = shown.to(self.shown)
         if self.theta_learned or self.theta_from == "known":
             return
-        examination = estimate_examination(
-            log,
-            self.inputs.label,
-            user=user,
-            sessions=sessions,
-            seed=seed,
-            trust=self.trust_in_clicks,
-            theta_from=self.theta_from,
-            device=self.theta.device,
-        )
+        if examination is None or self.trust_in_clicks or self.theta_from != "auto":
+            examination = estimate_examination(
+                log,
+                self.inputs.label,
+                user=user,
+                sessions=sessions,
+                seed=seed,
+                trust=self.trust_in_clicks,
+                theta_from=self.theta_from,
+                device=self.theta.device,
+            )
         self.take(examination)
 
     def take(self, examination: Examination) -> None:
@@ -256,8 +248,10 @@ class WithPositions(FeedbackMethod):
 
     positions: PositionModel
 
-    def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
-        self.positions.estimate(log, user=user, sessions=sessions, seed=seed)
+    def estimate_bias(
+        self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
+    ) -> None:
+        self.positions.estimate(log, user=user, sessions=sessions, seed=seed, examination=examination)
 
     def bias_learner(self) -> PositionModel:
         return self.positions

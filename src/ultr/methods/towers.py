@@ -12,31 +12,32 @@ Relevance and Bias in Unbiased Learning to Rank"), and a start at estimated exam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import elu, softplus
 
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.bias.examination import Examination
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.base import (
     POSITION_SPEED,
     RELEASED_ACCUMULATOR,
+    AtLeastZero,
     FeedbackMethod,
+    MaxWeight,
     MethodInputs,
+    Names,
     PositionIndex,
     PositionTable,
     as_limit,
-    at_least,
     at_least_single,
-    one_of,
-    weight_limit,
 )
 from ultr.methods.logging_strata import LoggingWeights
 from ultr.methods.losses import logistic_loss, pointwise_loss, product_logistic_loss
@@ -46,20 +47,6 @@ from ultr.rankers import Dropout, FeatureEncoder, Synthesised
 DIMENSIONS, UNITS = 8, 16  # size of the embedding and of the hidden layer in a tower with context
 SCALE_SESSIONS = 2000  # simulated sessions from which the scale of an action is estimated
 ALL = ("all",)  # towers=all: a tower for each action
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split("+"))
-    if not all(names):
-        raise OptionError("names must be joined by +", got=f"'{text}'", hint="use for example click+dwell")
-    return names
-
-
-def _share(text: str) -> float:
-    value = at_least("position_dropout", 0)(text)
-    if value >= 1:
-        raise OptionError("'position_dropout' must be below 1", got=f"'{text}'")
-    return value
 
 
 class Tower(nn.Module):
@@ -138,7 +125,7 @@ class _Towers(FeedbackMethod):
 
     LEARNS_ALONE = True
     MULTIPLIES: ClassVar[bool]
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {"context": _names, "position_dropout": _share}
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"context": Names, "position_dropout": Annotated[float, Field(ge=0, lt=1)]}
 
     def _report(self, towers: Mapping[str, Tower], batches: Iterable[Lists]) -> dict[str, Any]:
         lists, first = list(batches), next(iter(towers.values()))
@@ -199,15 +186,15 @@ class _Tasks(_Towers):
     """
 
     TOWERS: ClassVar[tuple[str, ...]] = ()  # the actions with a tower; if empty, click or the first action
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
+    OPTIONS: ClassVar[Mapping[str, Any]] = {
         **_Towers.OPTIONS,
-        "towers": _names,
-        "rows": one_of("rows", "clicked", "all"),
-        "variant": one_of("variant", "standard", "released"),
-        "reversal": at_least("reversal", 0),
-        "sample_weights": one_of("sample_weights", "none", "logging"),
-        "max_weight": weight_limit,
-        "start": one_of("start", "zero", "theta"),
+        "towers": Names,
+        "rows": Literal["clicked", "all"],
+        "variant": Literal["standard", "released"],
+        "reversal": AtLeastZero,
+        "sample_weights": Literal["none", "logging"],
+        "max_weight": MaxWeight,
+        "start": Literal["zero", "theta"],
     }
     ranker: Synthesised
 
@@ -253,7 +240,9 @@ class _Tasks(_Towers):
         self.sample_weights = LoggingWeights(inputs, max_weight=as_limit(max_weight)) if weighted else None
         self.start = PositionModel(inputs) if at_theta else None
 
-    def estimate_bias(self, log: Log, *, user: User | None, sessions: int, seed: int) -> None:
+    def estimate_bias(
+        self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
+    ) -> None:
         """Estimate the scale of each action that is not 0 or 1: the root mean square of its values.
 
         Also estimate the sample weights, and the θ at which towers start, if the options ask for them.
@@ -261,7 +250,7 @@ class _Tasks(_Towers):
         if self.sample_weights is not None:
             self.sample_weights.fit(log, seed=seed)
         if self.start is not None:
-            self.start.estimate(log, user=user, sessions=sessions, seed=seed)
+            self.start.estimate(log, user=user, sessions=sessions, seed=seed, examination=examination)
             self._start_towers(self.start.theta)
         if user is not None:
             log, _ = simulate_log(log.without_features(), user, sessions=SCALE_SESSIONS, seed=seed)

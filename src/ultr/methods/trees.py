@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -15,15 +15,15 @@ from ultr.errors import DataError, OptionError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.anchor import anchor_of_log
-from ultr.methods.base import BOUNDS, MethodInputs, one_of
+from ultr.methods.base import BOUNDS, MethodInputs, ThetaFrom
 from ultr.methods.boosted_bias import BoostedOutputs
 from ultr.methods.direct import POWER, is_binary
+from ultr.methods.pair_weights import PairWeights
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.position_model import LEAST_THETA, PositionModel
 from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, score_rows
-from ultr.rankers.blend import Blend, Part
 from ultr.rankers.boosters import TreeRanker, TreeRows
-from ultr.rankers.combined import likely_weights, spread_within
+from ultr.rankers.combined import Blend, Part, likely_weights, spread_within
 from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective
 
 FINAL = ("pairs", "likelihood", "blend")  # what may become the ranker of TreePairwiseEM
@@ -43,7 +43,7 @@ class TreeTask:
 class TreeMethod:
     """The base class of methods for boosted trees."""
 
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {}
+    OPTIONS: ClassVar[Mapping[str, Any]] = {}
     CLICKS_ALONE: ClassVar[bool] = False
     LEARNS_ALONE: ClassVar[bool] = False  # from requests with one item
 
@@ -61,7 +61,7 @@ class TreeMethod:
         """Return the examination by position that the method needs, if any; it must be estimated before the trees."""
         return None
 
-    def pair_model(self) -> PairwiseEM | None:
+    def pair_model(self) -> PairWeights | None:
         """Return the method that gives pairs their weights, if any; its bias model must be fitted before the trees."""
         return None
 
@@ -100,11 +100,11 @@ class TreePairwiseEM(TreeMethod):
     counts. Rows of trees are not weighted (`row_power` 0).
     """
 
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
+    OPTIONS: ClassVar[Mapping[str, Any]] = {
         **{name: read for name, read in PairwiseEM.OPTIONS.items() if name not in ("variant", "delta")},
-        "theta": one_of("theta", "auto", "strata", "items", "regression"),
-        "em": one_of("em", "network", "trees"),
-        "final": one_of("final", "auto", *FINAL),
+        "theta": Literal["auto", "strata", "items", "regression"],
+        "em": Literal["network", "trees"],
+        "final": Literal["auto", "pairs", "likelihood", "blend"],
     }
 
     def __init__(
@@ -122,12 +122,10 @@ class TreePairwiseEM(TreeMethod):
             what = "em=trees cannot be used with targets=sampled"
             raise OptionError(what, hint="remove em=trees or targets=sampled")
         self.anchored = options.pop("anchor", "linear") == "linear"
-        # PairwiseEM always has a network as its ranker. Here it is the smallest kind, and is not trained.
         options = {**({"row_power": 0.0} if em == "trees" else {}), **options}
-        smallest = replace(inputs, ranker="linear", ranker_options={}, bias_ranker="mlp")
-        self._pair_model = PairwiseEM(smallest, final="pairs", **options)
+        self._pair_model = PairWeights(replace(inputs, bias_ranker="mlp"), **options)
 
-    def pair_model(self) -> PairwiseEM:
+    def pair_model(self) -> PairWeights:
         return self._pair_model
 
     def finals(self, pairs: TreeRanker, log: Log, validation: Log, *, seed: int) -> dict[str, nn.Module]:
@@ -198,7 +196,7 @@ class TreePairwiseEM(TreeMethod):
 
 
 @torch.no_grad()
-def pair_terms(pair_model: PairwiseEM, log: Log, labels: np.ndarray) -> PairTerms:
+def pair_terms(pair_model: PairWeights, log: Log, labels: np.ndarray) -> PairTerms:
     """Return the terms by row from which the weights of pairs are computed, from the current bias model."""
     model, by_metric = pair_model.bias_model.eval(), pair_model.by_metric
     device = model.theta.device
@@ -243,9 +241,9 @@ class TreeLambdaRank(TreeMethod):
     position, or XGBoost's `lambdarank_unbiased`, which uses the order of rows.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
-        "labels": one_of("labels", "values", "click", "buckets"),
-        "correction": one_of("correction", "none", "own"),
+    OPTIONS: ClassVar[Mapping[str, Any]] = {
+        "labels": Literal["values", "click", "buckets"],
+        "correction": Literal["none", "own"],
     }
 
     def __init__(self, inputs: MethodInputs, *, labels: str = "values", correction: str = "none") -> None:
@@ -309,9 +307,9 @@ class TreeDirect(TreeMethod):
     """
 
     LEARNS_ALONE = True
-    OPTIONS: ClassVar[Mapping[str, Callable[[str], Any]]] = {
-        "likelihood": one_of("likelihood", "poisson", "tweedie"),
-        "theta": one_of("theta", "auto", "strata", "items"),
+    OPTIONS: ClassVar[Mapping[str, Any]] = {
+        "likelihood": Literal["poisson", "tweedie"],
+        "theta": ThetaFrom,
     }
 
     def __init__(self, inputs: MethodInputs, *, likelihood: str | None = None, theta: str = "auto") -> None:

@@ -14,13 +14,8 @@ from torch import Tensor, nn
 
 from ultr.errors import OptionError, nearest
 from ultr.rankers.boosters import BOOSTERS
-from ultr.rankers.dropout import DeviceMask, Dropout, GivenMask, Gumbel, Masks
-from ultr.rankers.encoder import FeatureEncoder
-from ultr.rankers.hurdle import Hurdle
-from ultr.rankers.linear import LinearRanker
-from ultr.rankers.mlp import MLPRanker
-from ultr.rankers.product import Product
-from ultr.rankers.synthesised import Synthesised
+from ultr.rankers.feedback import Hurdle, Product, Synthesised
+from ultr.rankers.networks import DeviceMask, Dropout, FeatureEncoder, GivenMask, Gumbel, LinearRanker, Masks, MLPRanker
 
 __all__ = [
     "RANKERS",

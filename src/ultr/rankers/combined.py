@@ -1,13 +1,59 @@
-"""A ranker with several views of the same items: a score learned from pairs, the likelihood, and a linear anchor."""
+"""Rankers that add up scores: those of several rankers, or several views of the same items in one network."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import logsigmoid, softplus
 
-from ultr.rankers.hurdle import LARGEST_LOG_VALUE
-from ultr.rankers.mlp import MLPRanker
+from ultr.rankers.feedback import LARGEST_LOG_VALUE
+from ultr.rankers.networks import MLPRanker
+
+# --- Sums of rankers --------------------------------------------------------------------------------------------------
+
+LINKS = ("identity", "log-sigmoid")
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of a blend: weight · link(score + shift)."""
+
+    ranker: nn.Module
+    name: str  # of the kind of ranker: mlp, lightgbm, ...
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the ranker, if it is a network
+    link: str = "identity"
+    shift: float = 0.0
+    weight: float = 1.0
+    indicators: tuple[int, ...] | None = None  # features whose missing values a network recognises; None: takes none
+
+    def __call__(self, features: Tensor) -> Tensor:
+        score = self.ranker(features) + self.shift
+        if self.link == "log-sigmoid":
+            score = logsigmoid(score)
+        return torch.as_tensor(self.weight * score)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ranker": self.name, "link": self.link, "shift": self.shift, "weight": self.weight}
+
+
+class Blend(nn.Module):
+    """A ranker whose score is the sum of its parts."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+        self.rankers = nn.ModuleList([part.ranker for part in parts])
+
+    def forward(self, features: Tensor) -> Tensor:
+        return torch.stack([part(features) for part in self.parts]).sum(0)
+
+
+# --- Sums of the outputs of a network ---------------------------------------------------------------------------------
+# A ranker with several views of the same items: a score learned from pairs, the likelihood, and a linear anchor.
 
 ITERATIONS = 20  # of Newton's method
 RIDGE = 1.0  # of the weights of the terms

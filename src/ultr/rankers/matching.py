@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ultr.errors import DataError
 from ultr.log import Log
-from ultr.rankers.encoder import EncodedRanker, FeatureEncoder
+from ultr.log.columns import Missing, category_codes, feature_matrix
+from ultr.rankers.networks import EncodedRanker, FeatureEncoder
 
 
 class HasFeatures(Protocol):
@@ -198,3 +199,38 @@ def _inputs(names: Sequence[str], indicators: Sequence[int], sizes: Mapping[str,
         *(("missing", names[i]) for i in sorted(indicators)),
         *(("category", name, i) for name in names if name in sizes for i in range(sizes[name])),
     ]
+
+
+# --- Rows of a table --------------------------------------------------------------------------------------------------
+# The features of the rows of an Arrow table, in the order and codes of a trained model.
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features of rows: their names, and the values of categorical ones."""
+
+    feature_names: tuple[str, ...]
+    vocabularies: Mapping[str, Any]
+
+
+def features_of(
+    trained: HasFeatures,
+    table: pa.Table,
+    features: Sequence[str],
+    categorical: Sequence[str],
+    *,
+    missing: Missing,
+    where: object,
+) -> np.ndarray:
+    """Return features [rows, features] for a trained model: its features by name, and its categories by value.
+
+    `features` are the columns with numbers or lists of numbers. Spark sends this function to its workers.
+    """
+    matrix, names = np.empty((table.num_rows, 0), np.float32), tuple[str, ...]()
+    if features:
+        matrix, names = feature_matrix(table, tuple(features), where=where, missing=missing)
+    vocabularies = {}
+    for name in categorical:
+        codes, vocabularies[name] = category_codes(table[name], name, where)
+        matrix, names = np.column_stack([matrix, codes]), (*names, name)
+    return match_features(trained, Features(names, vocabularies)).columns(matrix)

@@ -13,19 +13,18 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from ultr.errors import DataError, OptionError
+from ultr.errors import DataError, OptionError, nearest
 from ultr.log import Log
+from ultr.log.columns import ROLES, SEVERAL, Missing
 from ultr.log.labels import Label
-from ultr.log.schema import ROLES, SEVERAL
-from ultr.log.values import Missing
+from ultr.log.readers import as_table
 from ultr.rankers import FeatureEncoder, Hurdle, Product, Synthesised, WithConstants, make_ranker, score_rows
-from ultr.rankers.blend import LINKS, Blend, Part
 from ultr.rankers.boosters import BOOSTERS, TreeRanker, is_trees
-from ultr.rankers.combined import Combined
-from ultr.rankers.hurdle import HURDLE_OUTPUTS, make_hurdle
-from ultr.rankers.matching import load_weights, match_features, resize_embeddings
+from ultr.rankers.combined import LINKS, Blend, Combined, Part
+from ultr.rankers.feedback import HURDLE_OUTPUTS, make_hurdle
+from ultr.rankers.matching import features_of, load_weights, match_features, resize_embeddings
 from ultr.utils.arguments import checked
-from ultr.utils.devices import choose_device
+from ultr.utils.distributed import choose_device
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import check_format, read_json, write_json
 from ultr.utils.tensors import load_tensors, save_tensors
@@ -185,17 +184,20 @@ def _load_trees(folder: Path, about: Mapping[str, Any], categorical: tuple[int, 
         hint = "restore it from a copy, or train again"
         raise DataError("the file of trees is missing or was changed", where=path, hint=hint)
     booster = library.load(path, categorical)
-    booster.first = int(about.get("first_rounds", booster.rounds))  # models of older versions were not updated
+    booster.first = int(about["first_rounds"])
     return TreeRanker(booster)
 
 
 def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int], constants: int) -> nn.Module:
-    label, binary, options = Label(about["label"]), about.get("binary"), dict(about["ranker_options"])
+    label = Label(about["label"])
+    binary = about.get("binary")
+    options = dict(about["ranker_options"])
     if len(options.get("hidden", ())) > MAX_LAYERS:
         raise ValueError(f"{len(options['hidden']):,} layers, at most {MAX_LAYERS} are allowed")
-    hurdle, duration, is_product = about.get("hurdle"), about.get("duration"), about.get("product") is True
+    hurdle = about.get("hurdle")
+    duration = about.get("duration")
+    is_product = about.get("product") is True
     is_combined = about.get("combined") is True
-    hurdle = Hurdle.KIND if hurdle is True else hurdle  # as models said when there was only this kind
     outputs = HURDLE_OUTPUTS[hurdle] if hurdle else 2 if is_product else 1 if binary is None else len(label.actions)
     outputs = Combined.OUTPUTS if is_combined else outputs
     indicators = [int(i) for i in about.get("missing") or ()]
@@ -216,14 +218,6 @@ def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int
     return WithConstants(ranker, torch.zeros(constants)) if constants else ranker
 
 
-def network_part(run: str | Path, log: Log) -> Part:
-    """Return the network of a run as a part of a blend for a log, which must have its features and codes."""
-    about, model = read_json(Path(run) / "model" / "model.json"), load_model(run)
-    if is_trees(about["ranker"]) or not match_features(model, log).is_identity:
-        raise DataError("the run has no network for the features of this log", where=run, hint="train again")
-    return Part(model.ranker, str(about["ranker"]), about["ranker_options"], indicators=model.indicators)
-
-
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
@@ -239,7 +233,7 @@ def load_model(run: str | Path) -> Model:
         if not all(isinstance(name, str) for name in names):
             raise TypeError("feature_names must be a list of names")
         vocabularies = {name: pa.array(values, pa.string()) for name, values in about["vocabularies"].items()}
-        columns = _checked_columns(about.get("columns", {}))  # models of older versions have none
+        columns = _checked_columns(about["columns"])
         categories = {names.index(name): len(values) + 1 for name, values in vocabularies.items()}
         ranker = (
             _load_blend(folder, about, names, categories)
@@ -299,3 +293,31 @@ def _checked_columns(columns: Any) -> dict[str, Any]:
         if role not in ROLES or not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
             raise TypeError(f"'columns' must map roles to names of columns, got {role}")
     return dict(columns)
+
+
+# --- MLflow -----------------------------------------------------------------------------------------------------------
+# The flavour `pyfunc` of MLflow: `mlflow.pyfunc.load_model(uri).predict(frame)` scores the rows of a pandas frame.
+
+
+class ScoredRows:
+    """A model that scores frames. Columns are matched by name with the features of training, others are ignored."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def predict(self, frame: Any, params: dict[str, Any] | None = None) -> np.ndarray:
+        """Return the score of each row of a pandas frame."""
+        names, present = self.model.feature_names, [str(name) for name in frame.columns]
+        if absent := [name for name in names if name not in present]:
+            what = f"the frame has no column '{absent[0]}', which was a feature in training"
+            raise DataError(what, hint=nearest(absent[0], present))
+        categorical = [name for name in names if name in self.model.vocabularies]
+        numeric = [name for name in names if name not in self.model.vocabularies]
+        table, missing = as_table(frame[list(names)]), self.model.missing
+        rows = features_of(self.model, table, numeric, categorical, missing=missing, where="the frame")
+        return self.model.score_features(rows)
+
+
+def _load_pyfunc(path: str) -> ScoredRows:
+    """Load the folder `model` of a run. MLflow calls this function."""
+    return ScoredRows(load_model(Path(path).parent))

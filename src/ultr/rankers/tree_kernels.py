@@ -73,7 +73,7 @@ def _trust(gamma: float, plus: float, minus: float) -> float:
 trust = compiled(_trust, inline="always")
 
 
-def _derivatives(  # type: ignore[no-untyped-def]  # noqa: PLR0915
+def _derivatives(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
     scores, offsets, weights, value, kind, by_metric, clip,
     above, below, place, preference, beta, examined, plus, minus, with_loss, gradient, curvature, loss, start, end,
 ):  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ultr.bias.identification import INTERVALS
-from ultr.report.parts import Card, Cards, Folded, Grid, Heading, Notes, Part, Plot, Section, Table, Text
+from ultr.report.page import Card, Cards, Folded, Grid, Heading, Notes, Part, Plot, Section, Table, Text
 from ultr.report.plots import bar_plot, heat_map, line_plot
 
 # Key in bias.json -> symbol and caption, for quantities that a run estimates by pair of positions.
@@ -208,7 +208,7 @@ def log_sections(report: Mapping[str, Any]) -> list[Section]:
         cards.append(
             Card("random requests needed", f"{verdict['requests_needed']:,}", ["to identify θ where most rows are"])
         )
-    sentences = [f"{name}: {text}" for name, text in report.get("summary", {}).items()]  # older files have none
+    sentences = [f"{name}: {text}" for name, text in report.get("summary", {}).items()]
     good = verdict["status"] == "identified"
     parts: list[Part] = [Notes(sentences or verdict["reasons"], good=good), Cards(cards)]
     parts.append(estimates_plot(report))

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ultr.evaluation.judgement import LOGGED_RANKING
-from ultr.report.answer import change_text
-from ultr.report.parts import Card, Cards, Notes, Part, Plot, Section, Table, Text
+from ultr.evaluation.comparing import LOGGED_RANKING
+from ultr.report.page import Card, Cards, Notes, Part, Plot, Section, Table, Text
 from ultr.report.plots import dot_plot
-from ultr.report.run import Run, load_run
-from ultr.report.runs import bias_of_runs, learning_section
-from ultr.training.comparison import FORMAT
-from ultr.training.entries import Entry, Setting, run_folder
-from ultr.training.selection import less_is_better
+from ultr.report.runs import Run, bias_of_runs, change_text, learning_section, load_run
+from ultr.training.comparing.plan import run_folder
+from ultr.training.comparing.results import FORMAT, Setting
+from ultr.training.examining import less_is_better
+from ultr.training.folder import MODEL
 from ultr.utils.jsonfiles import check_format, read_json
 
 
@@ -63,7 +62,8 @@ def _answer(result: Mapping[str, Any]) -> Notes:
         sentences.append(f"Is it better than {LOGGED_RANKING}? {clear}: it is {change} (p = {test['holm']:.2g}).")
     do = "Collect more requests, or run more seeds (--seeds)."
     if sure:
-        do = f"Train {best['method']} ({setting_text(best)}) with ultr train, and judge it on a later log."
+        setting = str(Setting.from_json(best))
+        do = f"Train {best['method']}{f' ({setting})' if setting else ''} with ultr train; evaluate it on a later log."
     sentences.append(f"What to do? {do}")
     return Notes(sentences, good=sure)
 
@@ -97,7 +97,7 @@ def _table(result: Mapping[str, Any]) -> Section:
         for i, row in enumerate(result["rows"]):
             summary = row["figures"][metric]
             test = summary["against"]
-            cells = [f"{summary['mean']:.4f}", f"{summary['deviation']:.4f}", setting_text(row)]
+            cells = [f"{summary['mean']:.4f}", f"{summary['deviation']:.4f}", str(Setting.from_json(row))]
             p_values = [None, None] if test is None else _p_values(test)
             cells += ["" if test is None else f"{test['difference']:+.4f}"]
             cells += ["" if p is None else f"{p:.2g}" for p in p_values]
@@ -117,29 +117,15 @@ def _table(result: Mapping[str, Any]) -> Section:
         if logged is not None:
             head += [f"minus {LOGGED_RANKING}", "p over requests"]
             rows.append([LOGGED_RANKING, f"{logged['mean']:.4f}", *[""] * (len(head) - 2)])
-            caption += f" One judge judged all runs and {LOGGED_RANKING}, on the same requests."
+            caption += f" All runs and {LOGGED_RANKING} have the same requests, and one estimate of examination."
         parts.append(Table(head, rows, caption, marked))
     runs = len(result["rows"][0]["figures"][result["metrics"][0]]["seeds"])
     parts.append(Text(f"{runs} runs of each method, with the setting that was best on validation requests."))
     return Section("Table", parts)
 
 
-def setting_text(row: Mapping[str, Any]) -> str:
-    """Return the setting of a row of a comparison in words."""
-    setting = Setting.from_json(row)
-    words = [f"lr {setting.lr:g}"]
-    if setting.dropout is not None:
-        words.append(f"dropout {setting.dropout:g}")
-    if setting.max_weight is not None:
-        limit = setting.max_weight
-        words.append("weights without a limit" if isinstance(limit, str) else f"weights to {limit:g}")
-    if setting.longer > 1:
-        words.append(f"{setting.longer} times the steps")
-    return ", ".join(words)
-
-
 def _p_values(test: Mapping[str, Any]) -> list[float | None]:
-    """Return the p values over runs and over requests, corrected if they are; old comparisons have one, over runs."""
+    """Return the p values over runs and over requests, corrected if they are."""
     over_requests = test.get("over_requests")
     over_runs, by_request = test.get("holm") or (test["p"], over_requests and over_requests["p"])
     return [over_runs, by_request if over_requests else None]
@@ -149,7 +135,7 @@ def _first_runs(result: Mapping[str, Any], folder: Path) -> list[Run]:
     """Return the first run of each method with its selected setting, if the run directory still exists."""
     runs = []
     for row in result["rows"]:
-        run = run_folder(folder, Entry(row["method"], "", "feedback", {}), Setting.from_json(row), 0)
-        if (run / "config.json").is_file() and (run / "metrics.jsonl").is_file():
+        run = run_folder(folder, row["method"], Setting.from_json(row), 0)
+        if (run / MODEL).is_dir():
             runs.append(load_run(run, row["method"]))
     return runs

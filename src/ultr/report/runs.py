@@ -1,23 +1,387 @@
-"""Sections of the report page of one run, or of several runs side by side."""
+"""Finished runs: load them, and make the sections of the report page of one run or of several."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
-from ultr.evaluation.judgement import LOGGED_RANKING
+import numpy as np
+
+from ultr.bias.propensities import BIAS_FILE
+from ultr.errors import AbsentError
+from ultr.evaluation.comparing import LOGGED_RANKING
+from ultr.evaluation.importance import FeatureImportance
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, Mean, PairedTest, holm
-from ultr.report.answer import against_logged, answer
+from ultr.log import Log, read_log
+from ultr.rankers.model import Model, load_model
 from ultr.report.bias import bias_section
-from ultr.report.parts import Card, Cards, Code, Grid, Heading, Notes, Part, Plot, Section, Table, Text
-from ultr.report.plots import drop_plot, interval_plot, line_plot
-from ultr.report.rankings import ranking_section
-from ultr.report.run import OLDER, Run
-from ultr.training.command import train_command
-from ultr.training.outcome import LOGGED
+from ultr.report.page import Card, Cards, Code, Folded, Grid, Heading, Notes, Part, Plot, Section, Table, Text
+from ultr.report.plots import drop_plot, heat_map, histogram, interval_plot, line_plot
+from ultr.training.config import Config, flat, train_command
+from ultr.training.data import Decisions, columns_for_run
+from ultr.training.examining import VALUES, best_evaluation, less_is_better
+from ultr.training.folder import CONFIG, MODEL, read_config, read_metrics
+from ultr.training.outcome import LOGGED, RunOutcome, read_outcome, value_of_run
+from ultr.training.summary import NOT_CONFIRMED
+from ultr.utils.arguments import checked
+from ultr.utils.display import facts_html
+from ultr.utils.jsonfiles import read_json
+
+# --- Finished runs ----------------------------------------------------------------------------------------------------
+
+LIBRARIES = ("ultr", "torch", "lightgbm", "xgboost")  # whose versions config.json has
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A finished run, with the content of its files; `name` is its name in reports.
+
+    >>> run = ultr.train("log.parquet")
+    >>> run.score(frame)
+    """
+
+    name: str
+    folder: Path
+    config: Config
+    decisions: Decisions  # what the data decided: label, rankers, segment
+    versions: Mapping[str, str]
+    metrics: list[dict[str, Any]]
+    bias: Mapping[str, Any] | None
+    outcome: RunOutcome
+    off_policy: Mapping[str, Any] | None = None  # the description of the model that estimated its off-policy metrics
+
+    @cached_property
+    def model(self) -> Model:
+        """The trained model."""
+        return load_model(self.folder)
+
+    def score(self, data: Any, *, device: str = "cpu", **columns: Any) -> np.ndarray:
+        """Return scores of the rows of a log, which may be in memory or a file; rows of a log are in its own order.
+
+        Columns have the names of the training log, unless `columns` name others, as arguments of `read_log`.
+        """
+        if not isinstance(data, Log):
+            data = read_log(data, **columns_for_run(self.folder, self.model, columns))
+        return self.model.score(data, device=device)
+
+    @cached_property
+    def selected(self) -> tuple[str, float, int]:
+        """The name of the selection metric, its value for the saved model, and the best step."""
+        return value_of_run(self.folder)
+
+    def best(self, kind: str) -> tuple[float, int]:
+        """Return the best value of the selection metric that a ranker had in training, and its step."""
+        metric, line = best_evaluation(self.folder, kind)
+        return float(line[metric]), int(line["step"])
+
+    def curve(self, kind: str, name: str) -> tuple[list[int], list[float]]:
+        """Return the steps of the evaluations of a ranker, and its loss or a metric at each."""
+        lines = [line for line in self.metrics if line["ranker"] == kind]
+        return [line["step"] for line in lines], [line[name] for line in lines]
+
+    @property
+    def data(self) -> str:
+        """The data, for people."""
+        return self.config.data.source or "in memory"
+
+    @property
+    def about(self) -> str:
+        """The method and the rankers, for people."""
+        return f"{self.config.method.name}, {self.decisions.ranker_name}"
+
+    @property
+    def warnings(self) -> list[str]:
+        of_data = self.outcome.about["warnings"]
+        return [f"{w['name']}: {w['what']}" for w in [*of_data, *(self.bias or {}).get("warnings", [])]]
+
+    @property
+    def true_theta(self) -> tuple[list[str], list[float]] | None:
+        """Positions and their true examination by simulated users; None if users were not simulated."""
+        facts = self.outcome.about["data"]
+        if "true_theta" not in facts:
+            return None
+        return facts["by_position"]["positions"], facts["true_theta"]
+
+    def _repr_html_(self) -> str:
+        metric, value, _ = self.selected
+        users = f", users {self.config.users}" if self.config.users else ""
+        facts = {
+            f"{metric} on validation": f"{value:.4f}",
+            "method, ranker": self.about,
+            "data": f"{self.data}{users}",
+            "label": self.decisions.label,
+            "theta from": str((self.bias or {}).get("theta_from", "not estimated")),
+        }
+        return facts_html(f"Run {self.name}", facts, self.warnings)
+
+    @property
+    def importance(self) -> list[FeatureImportance]:
+        """The most important features, most important first; empty if the run has not saved them."""
+        return [FeatureImportance(**each) for each in self.outcome.about["importance"].get("features", [])]
+
+
+def load_runs(folders: Sequence[Path], names: Sequence[str] = ()) -> list[Run]:
+    """Load finished runs, each with a different name: one of `names`, or else the name of its folder."""
+    return [load_run(folder, name) for folder, name in zip(folders, names or _names(folders), strict=True)]
+
+
+@checked
+def load_run(folder: str | Path, name: str | None = None) -> Run:
+    """Load a finished run; a notebook shows a summary of it. `name` is its name in reports (default: the folder's)."""
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file():
+        raise AbsentError("this folder is not a run", where=folder, hint="pass a folder that ultr train wrote")
+    outcome = read_outcome(folder)
+    if not (folder / MODEL).is_dir() or outcome is None:
+        raise AbsentError("the run is not finished", where=folder, hint="finish it with ultr train --resume")
+    content = read_json(folder / CONFIG)
+    versions: dict[str, str] = {key: content[key] for key in LIBRARIES if key in content}
+    files = (folder / BIAS_FILE, folder / VALUES / "model.json")
+    bias, off_policy = (read_json(path) if path.is_file() else None for path in files)
+    return Run(
+        name or folder.resolve().name,
+        folder,
+        read_config(folder),
+        Decisions.load(folder),
+        versions,
+        read_metrics(folder),
+        bias,
+        outcome,
+        off_policy,
+    )
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return a name for each folder: the last parts of its path, as many as make all names different."""
+    parts = [folder.resolve().parts for folder in folders]
+    for last in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-last:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({i})" for i, name in enumerate(names, start=1)]
+
+
+# --- The answer -------------------------------------------------------------------------------------------------------
+# The answer at the top of a report, in words: is the new ranker better, by how much, how sure, and what to do.
+
+UNSURE = 0.2  # standard error of θ above which an off-policy estimate is called uncertain
+
+
+def answer(runs: Sequence[Run], why_not: str | None) -> Notes | None:
+    """Return the answer for runs; `why_not` says why they cannot be compared with each other, if they cannot.
+
+    The best run is compared with the logged ranking, or with the next best run if there is no logged ranking. Return
+    None if neither can be compared.
+    """
+    metric = runs[0].selected[0]
+    evaluated = [run for run in runs if metric in run.outcome.results]
+    if not evaluated:
+        return None
+    if why_not is not None:
+        label = ["--label", "LABEL"] if len({run.decisions.label for run in evaluated}) > 1 else []
+        command = shlex.join(["ultr", "evaluate", *(str(run.folder) for run in evaluated), "--data", "LOG", *label])
+        alone = [sentence for run in evaluated if (sentence := _against_logged_text(run)) is not None]
+        return Notes([*alone, f"Which run is better? Not known here: {why_not}.", f"What to do? Run: {command}"])
+    sign = -1 if less_is_better(metric) else 1
+    ranked = sorted(evaluated, key=lambda run: -sign * _mean(run, metric))
+    best = ranked[0]
+    against = against_logged(best, metric)
+    other, before = LOGGED_RANKING, _mean(best, LOGGED + metric) if against is not None else np.nan
+    if against is None:
+        if len(ranked) == 1:
+            return None
+        other, before = ranked[1].name, _mean(ranked[1], metric)
+        against = _test(best, ranked[1], metric)
+    verdict, better, worse = _verdict(best, metric, against)
+    means = f"{metric}: {_mean(best, metric):.4f} instead of {before:.4f}"
+    change = change_text(against.difference, before)
+    what = f"With {best.name}, {_quantity(metric)} is {change} than with {other} ({means})."
+    sentences = [f"Is it better? {verdict}. {what}"]
+    if len(ranked) > 1 and other == LOGGED_RANKING:
+        test = _test(best, ranked[1], metric)
+        change = change_text(test.difference, _mean(ranked[1], metric))
+        sure = "" if test.significant else ", which may be chance"
+        than = f"{_quantity(metric)} is {change} than with {ranked[1].name}"
+        sentences.append(f"Which run is best? {best.name}: {than}{sure}.")
+    sentences.append(_how_sure(best, metric, against, before))
+    sentences.append(f"What to do? {_what_to_do(best, better=better, worse=worse)}")
+    return Notes(sentences, good=better and _is_confirmed(best, metric))
+
+
+def _verdict(run: Run, metric: str, against: PairedTest) -> tuple[str, bool, bool]:
+    """Return whether a run is better in a test, in words; and whether it is clearly better, or clearly worse."""
+    sign = -1 if less_is_better(metric) else 1
+    better = sign * against.low > 0 and sign * against.high > 0
+    worse = sign * against.high < 0 and sign * against.low < 0
+    if better and not _is_confirmed(run, metric):
+        return "Probably, if the estimated examination is right", better, worse
+    return ("Yes" if better else "No") if better or worse else "Not clear", better, worse
+
+
+def _against_logged_text(run: Run) -> str | None:
+    """Return a sentence that compares a run with the logged ranking, by its own label, metric and examination."""
+    metric = run.selected[0]
+    if (against := against_logged(run, metric)) is None:
+        return None
+    before = _mean(run, LOGGED + metric)
+    low, high = (_relative(value, before) for value in (against.low, against.high))
+    what = f"{_quantity(metric)} ({run.decisions.label}) is {change_text(against.difference, before)}"
+    verdict = _verdict(run, metric, against)[0]
+    return f"Is {run.name} better than {LOGGED_RANKING}? {verdict}: {what} (95% interval {low} to {high})."
+
+
+def against_logged(run: Run, metric: str) -> PairedTest | None:
+    """Return the paired test of a run's ranking against the logged ranking; None if one was not evaluated."""
+    if not {metric, LOGGED + metric} <= set(run.outcome.results):
+        return None
+    return run.outcome.test(metric, run.outcome, LOGGED + metric)
+
+
+def _test(first: Run, second: Run, metric: str) -> PairedTest:
+    return first.outcome.test(metric, second.outcome, metric)
+
+
+def _mean(run: Run, name: str) -> float:
+    return float(np.average(run.outcome.results[name], weights=run.outcome.weights))
+
+
+def _quantity(metric: str) -> str:
+    name, _, first = metric.removeprefix(OFF_POLICY).removeprefix(FEEDBACK).partition("@")
+    if name not in ("reward", "gain"):
+        return "the quality of the ranking"
+    return f"the expected feedback on the first {first} items" if first else "the expected feedback"
+
+
+def change_text(difference: float, before: float) -> str:
+    size = f"{abs(difference / before):.1%}" if before else f"{abs(difference):.4f}"
+    return f"{size} {'higher' if difference > 0 else 'lower'}"
+
+
+def _relative(difference: float, before: float) -> str:
+    return f"{difference / before:+.1%}" if before else f"{difference:+.4f}"
+
+
+def _how_sure(run: Run, metric: str, test: PairedTest, before: float) -> str:
+    low, high = (_relative(value, before) for value in (test.low, test.high))
+    parts = [f"The 95% interval is {low} to {high}, over {test.requests:,} validation requests, which chose the step"]
+    if metric.startswith(OFF_POLICY):
+        bias: Mapping[str, Any] = run.bias or {}
+        error = bias.get("theta_standard_error")
+        known = f" (standard error {error:.0%})" if error is not None else ""
+        source = f", from {bias['theta_from']}{known}" if "theta_from" in bias else ""
+        parts.append(f"it is an estimate from logged feedback, and depends on the estimated examination{source}")
+        if not _is_confirmed(run, metric):
+            parts.append(
+                "the log cannot confirm it, because it has no random order and no items that can be compared across "
+                "positions, so the interval is too narrow: show some requests in random order (ultr bias says how many)"
+            )
+        if error is not None and error > UNSURE:
+            parts.append("examination is uncertain, so the true interval is wider")
+    elif metric.startswith(FEEDBACK):
+        parts.append("it uses logged feedback with its position bias, and favours the logged ranking")
+    if run.warnings:
+        number = len(run.warnings)
+        parts.append(f"read the {number} warnings below" if number > 1 else "read the warning below")
+    return f"How sure? {'; '.join(parts)}."
+
+
+def _is_confirmed(run: Run, metric: str) -> bool:
+    """Return whether the log can confirm the examination that a metric depends on: not if it is from features alone."""
+    return not (metric.startswith(OFF_POLICY) and (run.bias or {}).get("theta_from") in NOT_CONFIRMED)
+
+
+def _what_to_do(run: Run, *, better: bool, worse: bool) -> str:
+    folder = shlex.quote(str(run.folder))
+    if better:
+        check = f"Evaluate it on a later log (ultr evaluate {folder} --data LATER_LOG)"
+        return f"{check}; if it stays better, test it with a part of the users (ultr export {folder} --out model)."
+    if worse:
+        return "Keep the ranker in production. Look for missing features, and compare methods with ultr compare."
+    return "Collect more requests before you decide, or compare methods with ultr compare."
+
+
+# --- Rankings ---------------------------------------------------------------------------------------------------------
+# The section of a report page on how new rankings differ from the logged ranking, with example requests.
+
+
+def ranking_section(runs: Sequence[Run]) -> Section:
+    """Return a section on the difference between the logged ranking and the new ranking of each run."""
+    outcomes = {run.name: run.outcome for run in runs if "moves" in run.outcome.about}
+    if not outcomes:
+        return Section("Rankings", [Text("The data has no logged ranking.")])
+    several = len(outcomes) > 1
+    caption = "Kendall's τ by request: 1 is the same order, 0 is unrelated, -1 is reversed."
+    agreement = {name: outcome.agreement for name, outcome in outcomes.items()}
+    parts: list[Part] = [
+        Text(f"The new ranking of the validation requests, compared with {LOGGED_RANKING}."),
+        histogram("Agreement", agreement, np.linspace(-1, 1, 21), x="τ", caption=caption),
+        Table(
+            ["run", "mean τ", "same first item", "same order of all items"],
+            [[name, *_agreement_cells(outcome)] for name, outcome in outcomes.items()],
+        ),
+        Grid([_moves(f"Moves of items: {name}" if several else "Moves of items", o) for name, o in outcomes.items()]),
+    ]
+    for number, (name, outcome) in enumerate(outcomes.items()):
+        parts.append(Heading(f"Example requests: {name}" if several else "Example requests"))
+        examples = outcome.about["examples"]
+        parts += [_example(example, open_=number == 0 and i == 0) for i, example in enumerate(examples)]
+    return Section("Rankings", parts)
+
+
+def _agreement_cells(outcome: RunOutcome) -> list[str]:
+    tau = outcome.agreement[np.isfinite(outcome.agreement)]
+    if not len(tau):
+        return ["-", "-", "-"]
+    return [f"{tau.mean():.3f}", f"{outcome.about['moves']['first_kept']:.0%}", f"{np.mean(tau > 1 - 1e-9):.0%}"]
+
+
+def _moves(title: str, outcome: RunOutcome) -> Plot:
+    moves = outcome.about["moves"]
+    ranks = [str(k) for k in range(1, moves["deepest"] + 1)]
+    columns = [*ranks, *(["below"] if any(row[-1] > 0 for row in moves["shares"]) else [])]
+    return heat_map(
+        title,
+        [row[: len(columns)] for row in moves["shares"]],
+        columns=columns,
+        rows=ranks,
+        x="new rank",
+        y="logged rank",
+        caption="For each logged rank, the share of its items at each new rank.",
+        largest=None,
+    )
+
+
+def _example(example: Mapping[str, Any], *, open_: bool) -> Folded:
+    items = example["items"]
+    extra = [name for name in ("label", "relevance") if name in items[0]]
+    titles = {"label": "logged feedback", "relevance": "true label"}
+    rows = [
+        [
+            item["item"],
+            str(item["after"]),
+            str(item["before"]),
+            _arrow(item["before"] - item["after"]),
+            f"{item['score']:.3f}",
+            *(f"{item[name]:.3g}" for name in extra),
+        ]
+        for item in items
+    ]
+    head = ["item", "new rank", "logged rank", "moved", "score", *(titles[name] for name in extra)]
+    title = f"request {example['request']}: {example['why']} (τ = {example['agreement']:.2f})"
+    return Folded(title, [Table(head, rows)], open=open_)
+
+
+def _arrow(by: int) -> str:
+    return "=" if by == 0 else f"{'▲' if by > 0 else '▼'} {abs(by)}"
+
+
+# --- Sections ---------------------------------------------------------------------------------------------------------
+# Sections of the report page of one run, or of several runs side by side.
 
 
 def run_sections(runs: Sequence[Run]) -> list[Section]:
@@ -41,11 +405,11 @@ def _summary(runs: Sequence[Run]) -> Section:
     cards = []
     for run in runs:
         metric, value, step = run.selected
-        lines = [f"{metric} on validation, at step {step:,}"]
+        lines = [f"{metric} on validation" + ("" if len(run.decisions.rankers) > 1 else f", at step {step:,}")]
         if (test := against_logged(run, metric)) is not None:
             p = f" (p = {test.p:.2g} over requests)" if len(runs) == 1 else ""
             lines.append(f"{test.difference:+.4f} compared with {LOGGED_RANKING}{p}")
-        lines += [f"{run.config.method}, {run.config.ranker_name}", f"label: {run.config.label}"]
+        lines += [run.about, f"label: {run.decisions.label}"]
         cards.append(Card(run.name, f"{value:.4f}", lines))
     metrics = list(dict.fromkeys(run.selected[0] for run in runs))
     why_not = _difference(runs, metrics[0]) if len(metrics) == 1 else "the runs were selected by different metrics"
@@ -79,18 +443,18 @@ def _explanations(metrics: Iterable[str]) -> list[str]:
 
 def _data(runs: Sequence[Run]) -> Section:
     rows: dict[str, list[str]] = {
-        "data": [run.config.data for run in runs],
+        "data": [run.data for run in runs],
         "users": [run.config.users or "as logged" for run in runs],
-        "trained on": [run.config.learn_from for run in runs],
-        "label": [run.config.label for run in runs],
+        "trained on": [run.config.simulation.learn_from for run in runs],
+        "label": [run.decisions.label for run in runs],
         **_facts(runs),
     }
     parts: list[Part] = [Table(["", *(run.name for run in runs)], [[name, *cells] for name, cells in rows.items()])]
     shown: dict[str, list[Plot]] = {}
     for run in runs:
-        facts = {} if run.outcome is None else run.outcome.about["data"]
+        facts = run.outcome.about["data"]
         if facts.get("by_position", {}).get("rates") and facts["fingerprint"] not in shown:
-            where = "" if len(runs) == 1 else f": {run.config.data}"
+            where = "" if len(runs) == 1 else f": {run.data}"
             shown[facts["fingerprint"]] = _by_position(facts["by_position"], where)
     if shown:
         parts.append(Grid([plot for plots in shown.values() for plot in plots]))
@@ -111,7 +475,7 @@ def _by_position(seen: Mapping[str, Any], where: str) -> list[Plot]:
 
 def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
     def cells(text: Callable[[Mapping[str, Any]], str]) -> list[str]:
-        return ["not saved" if run.outcome is None else text(run.outcome.about) for run in runs]
+        return [text(run.outcome.about) for run in runs]
 
     return {
         "requests": cells(lambda a: f"{a['data']['requests']:,}" + (" (a sample)" if a["data"]["sample"] else "")),
@@ -134,43 +498,43 @@ def bias_of_runs(runs: Sequence[Run]) -> Section:
 
 
 def learning_section(runs: Sequence[Run]) -> Section:
-    """Return a section with the learning curves of runs."""
-    plots, names = [], [run.name for run in runs]
+    """Return a section with the learning curves of runs, one for each of their rankers."""
+    rankers = [(_ranker_name(run, kind, runs), run, kind) for run in runs for kind in run.decisions.rankers]
+    plots, names = [], [name for name, _, _ in rankers]
     for metric in dict.fromkeys(run.selected[0] for run in runs):
-        lines = {
-            run.name: ([line["step"] for line in run.metrics], [line[metric] for line in run.metrics])
-            for run in runs
-            if run.selected[0] == metric
-        }
+        lines = {name: run.curve(kind, metric) for name, run, kind in rankers if run.selected[0] == metric}
         caption = "On validation requests. The model of the best step is used."
         plots.append(line_plot(metric, lines, x="step", y=metric, caption=caption, order=names))
-    losses = {
-        run.name: ([line["step"] for line in run.metrics], [line["loss"] for line in run.metrics])
-        for run in runs
-        if any(line.get("loss") is not None for line in run.metrics)
-    }
-    if losses:
+    curves = {name: run.curve(kind, "loss") for name, run, kind in rankers}
+    if losses := {name: curve for name, curve in curves.items() if any(loss is not None for loss in curve[1])}:
         caption = "Mean training loss since the previous evaluation. Losses of different methods are not comparable."
         plots.append(line_plot("loss", losses, x="step", y="loss", caption=caption, order=names))
-    rows = [[run.name, run.selected[0], f"{run.selected[1]:.4f}", f"{run.selected[2]:,}", _end(run)] for run in runs]
-    return Section("Learning", [Grid(plots), Table(["run", "selected by", "best", "at step", "stopped"], rows)])
+    rows = []
+    for name, run, kind in rankers:
+        value, step = run.best(kind)
+        rows.append([name, run.selected[0], f"{value:.4f}", f"{step:,}", _end(run, kind)])
+    return Section("Learning", [Grid(plots), Table(["ranker", "selected by", "best", "at step", "stopped"], rows)])
 
 
-def _end(run: Run) -> str:
-    last, planned = int(run.metrics[-1]["step"]), run.config.training.steps
+def _ranker_name(run: Run, kind: str, runs: Sequence[Run]) -> str:
+    """Return the name of a ranker on a page: that of its run, of its kind if there are several, or both."""
+    if len(run.decisions.rankers) == 1:
+        return run.name
+    return kind if len(runs) == 1 else f"{run.name}: {kind}"
+
+
+def _end(run: Run, kind: str) -> str:
+    last, planned = run.curve(kind, "step")[0][-1], run.config.loop(kind).steps
     return f"after all {planned:,} steps" if last >= planned else f"early, at step {last:,} of {planned:,}"
 
 
 def _metrics(runs: Sequence[Run]) -> Section:
-    evaluated = [run for run in runs if run.outcome is not None]
-    if not evaluated:
-        return Section("Metrics", [Text(OLDER)])
     parts: list[Part] = []
-    metrics = list(dict.fromkeys(m for run in evaluated if run.outcome for m in run.outcome.about["metrics"]))
+    metrics = list(dict.fromkeys(metric for run in runs for metric in run.outcome.about["metrics"]))
     for metric in metrics:
-        rows, difference = _means(evaluated, metric), _difference(evaluated, metric)
-        tests = [] if difference else _tests(evaluated, metric)
-        parts.append(_interval_plot(evaluated, metric))
+        rows, difference = _means(runs, metric), _difference(runs, metric)
+        tests = [] if difference else _tests(runs, metric)
+        parts.append(_interval_plot(runs, metric))
         cells = [[name, f"{m.mean:.4f}", f"{m.low:.4f} to {m.high:.4f}", f"{m.requests:,}"] for name, m in rows.items()]
         parts.append(Table(["", metric, "95% interval", "requests"], cells))
         if tests:
@@ -186,15 +550,13 @@ def _metrics(runs: Sequence[Run]) -> Section:
         elif difference:
             parts.append(
                 Text(
-                    f"The values of {metric} cannot be compared: {difference}. This command judges the runs "
+                    f"The values of {metric} cannot be compared: {difference}. This command compares the runs "
                     "on the same requests, under one estimate of examination:"
                 )
             )
-            parts.append(Code(_evaluate_command(evaluated)))
+            parts.append(Code(_evaluate_command(runs)))
     selected = "The step of each run was selected on these requests, so its selection metric is slightly too good."
     parts.append(Text(" ".join([*_explanations(metrics), selected])))
-    if len(evaluated) < len(runs):
-        parts.append(Text(f"{', '.join(r.name for r in runs if r.outcome is None)}: {OLDER}"))
     return Section("Metrics", parts)
 
 
@@ -205,29 +567,29 @@ def _interval_plot(runs: Sequence[Run], metric: str) -> Plot:
 
 def _difference(runs: Sequence[Run], metric: str) -> str | None:
     """Return why a metric of several runs cannot be compared, in words; None if it can be."""
-    evaluated = [run for run in runs if run.outcome is not None and metric in run.outcome.results]
+    evaluated = [run for run in runs if metric in run.outcome.results]
     return next((why for a, b in pairwise(evaluated) if (why := _differ(a, b, metric)) is not None), None)
 
 
 def _differ(a: Run, b: Run, metric: str) -> str | None:
     """Return in what the evaluations of two runs differ, in words; None if they can be compared."""
-    if a.outcome is None or b.outcome is None:
-        return "the evaluation of a run was not saved"
     first, second = (outcome.about["data"]["fingerprint"] for outcome in (a.outcome, b.outcome))
     reasons = {
         "have different data": first != second,
-        "have different labels": a.config.label != b.config.label,
+        "have different labels": a.decisions.label != b.decisions.label,
         "were evaluated on different requests": a.outcome.requests != b.outcome.requests,
-        "were judged under different estimates of examination": metric.startswith(OFF_POLICY) and a.judge != b.judge,
+        "were evaluated under different estimates of examination": (
+            metric.startswith(OFF_POLICY) and a.off_policy != b.off_policy
+        ),
     }
     why = next((why for why, differs in reasons.items() if differs), None)
     return None if why is None else f"{a.name} and {b.name} {why}"
 
 
 def _evaluate_command(runs: Sequence[Run]) -> str:
-    """Return the command that judges runs on the same requests; `LOG` stands for them if the runs have several logs."""
-    data = {run.config.data for run in runs}
-    labels = {run.config.label for run in runs}
+    """Return the command that compares runs on the same requests; these are `LOG` if the runs have several logs."""
+    data = {run.config.data.source for run in runs}
+    labels = {run.decisions.label for run in runs}
     label = ["--label", "LABEL"] if len(labels) > 1 else []
     words = ["ultr", "evaluate", *(str(run.folder) for run in runs), "--data", data.pop() if len(data) == 1 else "LOG"]
     return shlex.join([*words, *label])
@@ -239,7 +601,7 @@ def _means(runs: Sequence[Run], metric: str) -> dict[str, Mean]:
     logged: list[Run] = []
     for run in runs:
         outcome = run.outcome
-        if outcome is None or metric not in outcome.results:
+        if metric not in outcome.results:
             continue
         if LOGGED + metric in outcome.results and all(_differ(run, other, metric) for other in logged):
             name = LOGGED_RANKING if not logged else f"{LOGGED_RANKING} ({run.name})"
@@ -253,9 +615,9 @@ def _tests(runs: Sequence[Run], metric: str) -> list[tuple[str, str, PairedTest]
     """Return (name, other name, paired test): runs, which can be compared, against the logged ranking and in pairs."""
     against = ((run.name, LOGGED_RANKING, against_logged(run, metric)) for run in runs)
     tests = [(name, before, test) for name, before, test in against if test is not None]
-    evaluated = [(run, run.outcome) for run in runs if run.outcome is not None and metric in run.outcome.results]
-    for (a, first), (b, second) in combinations(evaluated, 2):
-        tests.append((b.name, a.name, second.test(metric, first, metric)))
+    evaluated = [run for run in runs if metric in run.outcome.results]
+    for a, b in combinations(evaluated, 2):
+        tests.append((b.name, a.name, b.outcome.test(metric, a.outcome, metric)))
     return tests
 
 
@@ -290,7 +652,7 @@ def _configuration(runs: Sequence[Run]) -> Section:
             parts.append(Heading(run.name))
         parts.append(Code(command))
         parts += [Notes([f"not in the command: {what}" for what in not_in_command])] if not_in_command else []
-    settings = [_flat({**asdict(run.config), **run.versions}) for run in runs]
+    settings = [_settings(run) for run in runs]
     names = list(dict.fromkeys(name for setting in settings for name in setting))
     rows = [[name, *(setting.get(name, "") for setting in settings)] for name in names]
     marked = [i for i, row in enumerate(rows) if len(set(row[1:])) > 1]
@@ -299,12 +661,8 @@ def _configuration(runs: Sequence[Run]) -> Section:
     return Section("Configuration", parts)
 
 
-def _flat(content: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Return nested settings as a flat mapping, with names such as `training.steps`."""
-    settings: dict[str, str] = {}
-    for name, value in content.items():
-        if isinstance(value, Mapping) and value:
-            settings |= _flat(value, f"{before}{name}.")
-        else:
-            settings[before + name] = "" if value is None or value == {} else str(value)
-    return settings
+def _settings(run: Run) -> dict[str, str]:
+    """Return the options of a run by path, what its data decided, and the versions of libraries, as texts."""
+    decided = {f"decided.{name}": value for name, value in asdict(run.decisions).items()}
+    settings = {**dict(flat(run.config.model_dump(mode="json"))), **decided, **run.versions}
+    return {name: "" if value in (None, {}, [], ()) else str(value) for name, value in settings.items()}

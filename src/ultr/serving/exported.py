@@ -179,7 +179,9 @@ def load_exported(folder: str | Path) -> Exported:
         names = tuple(_strings(about["feature_names"]))
         vocabularies = {name: tuple(_strings(values)) for name, values in dict(about["vocabularies"]).items()}
         files = {str(name): str(digest) for name, digest in dict(about["files"]).items()}
-        label, ranker, keeps_missing = str(about["label"]), str(about["ranker"]), bool(about["keeps_missing"])
+        label = str(about["label"])
+        ranker = str(about["ranker"])
+        keeps_missing = bool(about["keeps_missing"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"cannot be read ({error!r})", where=path, hint=AGAIN) from error
     if not names or len(set(names)) < len(names) or not vocabularies.keys() <= set(names):

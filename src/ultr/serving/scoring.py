@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 
 from ultr.errors import OptionError, OutputError
 from ultr.log import Log
-from ultr.log.batches import read_batches
+from ultr.log.readers import read_batches
 from ultr.rankers.model import Model
 from ultr.utils.arguments import checked
-from ultr.utils.devices import choose_device
+from ultr.utils.distributed import choose_device
 from ultr.utils.files import atomic_path, check_output
 
 AHEAD = 2  # batches that are read in advance while one is scored

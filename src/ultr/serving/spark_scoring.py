@@ -12,13 +12,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ultr.errors import ColumnError, DataError
-from ultr.log.batches import Selection
 from ultr.log.build import Reading
-from ultr.log.prepare.engines import Spark, engine_errors, start_engine
-from ultr.log.prepare.impressions import filtered
-from ultr.log.prepare.sources import Tables, find_tables
-from ultr.log.schema import Columns
-from ultr.log.values import (
+from ultr.log.columns import (
+    Columns,
     Missing,
     check_no_nulls,
     combined,
@@ -26,13 +22,16 @@ from ultr.log.values import (
     non_negative,
     position_values,
 )
+from ultr.log.prepare.engines import Spark, Tables, engine_errors, find_tables, start_engine
+from ultr.log.prepare.impressions import filtered
+from ultr.log.readers import Selection
+from ultr.rankers.matching import features_of
 from ultr.rankers.model import load_model
-from ultr.rankers.rows import features_of
 from ultr.serving.export import export_run
 from ultr.serving.exported import onnx_scores, onnx_session
 from ultr.utils.arguments import checked
+from ultr.utils.display import begin_stage
 from ultr.utils.files import atomic_path, check_output
-from ultr.utils.stages import begin_stage
 
 
 @checked

@@ -1,69 +1,378 @@
-"""The configuration of a training run: its data, method, ranker and training options, saved as config.json."""
+"""The configuration of a run: one tree of typed options, which is made once and never changed.
+
+The options of the command line, TOML files, config.json, `ultr.train` and `UnbiasedRanker` are all parts of this tree.
+What the data decide (label, segment, rankers, sizes of layers) is not in it: see `ultr.training.data.Decisions`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import torch
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ultr._version import __version__
 from ultr.bias.propensities import as_propensities
 from ultr.datasets.initial import Logging
 from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, parse_any_metric
-from ultr.log.duplicates import OnDuplicates
-from ultr.log.labels import DEFAULT_LABEL, Label
-from ultr.log.schema import ROLES
-from ultr.rankers.boosters import is_trees, library_version
+from ultr.log.cleaning import OnDuplicates
+from ultr.log.labels import Label
+from ultr.methods import METHODS, TREE_METHODS, parse_options
+from ultr.rankers.boosters import BOOSTERS, library_version
 from ultr.training.optimizers import Optimizer
-from ultr.utils.arguments import Seed, check_fields, check_value
+from ultr.utils.arguments import check_fields, check_value, requirement
 from ultr.utils.jsonfiles import check_format
 
-FORMAT = 1
-LearnFrom = Literal["feedback", "truth", "no-bias"]
+FORMAT = 2
 DEFAULT_METHOD = "pairwise-em"
-AUTO = "auto"  # selection metric: off-policy-gain@10 on a log, else feedback-ndcg@10
-Streaming = Literal["auto", "yes", "no"]
-MissingValues = Literal["error", "mean"]
+AUTO: Final = "auto"
+Ranker = Literal["mlp", "linear", "lightgbm", "xgboost"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
-TREE_SESSIONS = 20_000  # simulated sessions for trees if `sessions` is 0
+TREE_SESSIONS = 20_000  # simulated sessions if trees are trained and `sessions` is 0
+
+
+def _listed(value: Any) -> Any:
+    """Return comma-separated text as a list; other values as they are."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _path(value: Any, info: ValidationInfo) -> Any:
+    """Return a path as text; raise OptionError if no file can have it."""
+    text = str(value) if isinstance(value, Path) else value
+    return check_value(str(info.field_name), text, str | Path) if isinstance(text, str) else value
+
+
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_listed), Field(min_length=1)]
+Names = str | tuple[str, ...] | None
+PathText = Annotated[str, BeforeValidator(_path)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AtLeastZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+AtLeastOne = Annotated[int, Field(ge=1, lt=2**63)]
+
+
+class Section(BaseModel):
+    """A part of the tree of options."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ColumnOptions(Section):
+    """The columns of a log by role. Roles without a name are recognised by common names; "" means no column."""
+
+    request: str | None = Field(None, description="id of the request")
+    position: str | None = Field(None, description="position at which the item was shown")
+    item: str | None = Field(None, description="id of the item")
+    features: Names = Field(None, description="features, comma-separated; patterns such as 'f_*' are allowed")
+    categorical: Names = Field(None, description="features with categories or ids, comma-separated")
+    actions: Names = Field(None, description="feedback, comma-separated")
+    query: str | None = Field(None, description="query; requests of one query show the same items")
+    randomised: str | None = Field(None, description="mark of requests shown in random order")
+    segment: str | None = Field(None, description="examination is estimated for each value; none: do not look for one")
+    relevance: str | None = Field(None, description="true label, if it is known")
+    weight: str | None = Field(None, description="weight of the request")
+
+    def named(self) -> dict[str, Any]:
+        """Return role -> column for the roles that the user named, as arguments of `read_log`."""
+        named = {role: value for role, value in self if value is not None}
+        return {**named, "segment": ""} if named.get("segment") == "none" else named
+
+
+class DataOptions(Section):
+    """The data of a run."""
+
+    source: PathText = Field("", description="a log, prepared lists or, with simulated users, the name of a data set")
+    columns: ColumnOptions = ColumnOptions()
+    where: tuple[str, ...] = Field((), description="conditions on rows, such as 'country = de'")
+    on_duplicates: OnDuplicates = Field("error", description="rows with the same item or position: error, first or sum")
+    split: Literal["random", "time"] = Field("random", description="requests to hold out: random ones, or the last")
+    time: str | None = Field(None, description="column with the time, for split=time and decay")
+    decay: Positive | None = Field(None, description="half-life of the weights of requests, in days")
+    validation: Share = Field(0.2, gt=0, description="share of requests that choose steps, rounds and shares")
+    test: Share = Field(0.0, description="share of requests for the final test")
+    missing: Literal["mean", "error"] = Field(
+        "mean", description="missing features of networks: mean and mark, or error"
+    )
+    allow_leaks: bool = Field(False, description="train also with features that follow the feedback on their item")
+    drop_suspicious: bool = Field(False, description="leave out requests with impossible click rates (bots)")
+    stream: Literal["auto", "yes", "no"] = Field(
+        "auto", description="read prepared lists while training; auto: if needed"
+    )
+    folder: PathText | None = Field(
+        None, description="folder of data sets; default: the environment variable ULTR_DATA"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> DataOptions:
+        if (self.split == "time" or self.decay is None) and (self.split == "time") != (self.time is not None):
+            raise ValueError("a split by time needs both --split time and the column of the times (--time COLUMN)")
+        if self.validation + self.test >= 1:
+            raise ValueError(f"the shares of validation ({self.validation:g}) and test ({self.test:g}) must be below 1")
+        return self
+
+
+class SimulationOptions(Section):
+    """Simulated users, who give feedback on a data set with true labels."""
+
+    users: str | None = Field(None, description="kind of users: pbm, trust, cascade, clickbait or watch")
+    eta: float = Field(1.0, description="severity of position bias; 0: none")
+    epsilon: float = Field(0.1, description="probability that users click an irrelevant item")
+    options: dict[str, Any] = Field({}, description="further options of the users")
+    sessions: Count = Field(0, description="sessions simulated once; 0: new feedback at each step (trees: 20,000)")
+    items: AtLeastOne = Field(10, description="items that users see per request")
+    logging: Logging = Field("linear", description="ranker that orders what users see")
+    share: float = Field(0.01, description="share of requests that train this ranker")
+    learn_from: Literal["feedback", "truth", "no-bias"] = Field(
+        "feedback", description="feedback; for upper bounds, truth (true labels) or no-bias (users without bias)"
+    )
+
+    @property
+    def user_options(self) -> dict[str, Any]:
+        return {"eta": self.eta, "epsilon": self.epsilon, **self.options}
+
+
+class ExaminationOptions(Section):
+    """Known examination: how often users look at each position."""
+
+    propensities: dict[str, float] | None = Field(None, description="position, or position@segment -> probability")
+    bias: PathText | None = Field(None, description="run, ultr bias folder or bias.json to take examination from")
+
+    @field_validator("propensities", mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        return None if value is None else as_propensities(value)
+
+    @model_validator(mode="after")
+    def _check(self) -> ExaminationOptions:
+        if self.bias is not None and self.propensities is not None:
+            raise ValueError("known examination is given twice; pass only one of --propensities and --bias")
+        return self
+
+
+class MethodOptions(BaseModel):
+    """The method and its options, which `ultr.methods` declares and checks."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    name: str = Field(DEFAULT_METHOD, description="pairwise-em, or a baseline such as pointwise or pal-click")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class NetworkOptions(Section):
+    """The network: its layers, and how it is trained."""
+
+    hidden: Sizes | None = Field(None, description="sizes of the hidden layers; default: by the rows of the log")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate")
+    norm: Literal["none", "layer"] = Field("none", description="normalisation of the layers")
+    steps: AtLeastOne = Field(1000, description="largest number of training steps")
+    batch: AtLeastOne = Field(256, description="requests per step")
+    optimizer: Optimizer = Field("adagrad", description="optimizer")
+    lr: Positive = Field(0.02, description="learning rate")
+    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="of the learning rate")
+    warmup: Count = Field(0, description="first steps, in which the learning rate rises")
+    clip: AtLeastZero = Field(5.0, description="largest norm of the gradient of each network; 0: no limit")
+    weight_decay: AtLeastZero = Field(0.0, description="weight decay")
+    evaluate_every: AtLeastOne = Field(50, description="steps between evaluations")
+    patience: Count | None = Field(
+        None, description="evaluations without gain before the end; 0: never; default: by log"
+    )
+    bias_steps: AtLeastOne = Field(3000, description="largest number of steps of the bias model")
+
+
+class TreeOptions(Section):
+    """The boosted trees, and how they are grown."""
+
+    rounds: AtLeastOne = Field(500, description="largest number of rounds")
+    lr: Positive = Field(0.1, description="learning rate")
+    evaluate_every: AtLeastOne = Field(10, description="rounds between evaluations")
+    patience: Count = Field(5, description="evaluations without gain before the end; 0: never")
+    bias_rounds: AtLeastOne = Field(300, description="largest number of rounds of the bias model")
+    parameters: dict[str, Any] = Field({}, description="parameters of LightGBM or XGBoost, such as num_leaves")
+
+
+class TrainingSection(Section):
+    """What concerns all rankers of a run."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63 - 1)] = Field(0, description="random seed")
+    select: str = Field(AUTO, description="metric that chooses the best step; auto: off-policy-gain@10 on a log")
+    warm_start: PathText | None = Field(None, description="a finished run whose ranker training starts from")
+
+
+class MachineOptions(Section):
+    """Where and how to compute; these options never change which model is trained."""
+
+    device: str = Field(AUTO, description="auto, cpu, cuda or cuda:1")
+    precision: Precision = Field(AUTO, description="precision of matrix products; auto: tf32 on a GPU, else float32")
+    workers: Count = Field(0, description="threads that read streamed lists; 0: by the number of cores")
+
+
+def _rankers(value: Any) -> Any:
+    """Return `auto`, or the kinds of rankers with the network first."""
+    if isinstance(value, str) and value == AUTO:
+        return value
+    given, kinds = _listed(value), get_args(Ranker)
+    listed = list(given) if isinstance(given, list | tuple) else [given]
+    for kind in listed or [""]:
+        if not isinstance(kind, str) or kind not in kinds:
+            raise OptionError(f"there is no ranker '{str(kind)[:200]}'", hint=nearest(str(kind), kinds))
+    if len({is_trees(kind) for kind in listed}) < len(listed):
+        what = "two rankers must be a network and trees"
+        raise OptionError(what, got=",".join(listed), hint="pass, for example, mlp,lightgbm")
+    return tuple(sorted(listed, key=is_trees))
+
+
+class Config(Section):
+    """Everything that is needed to repeat a run."""
+
+    data: DataOptions = DataOptions()
+    label: str | None = Field(
+        None, description="label to learn, over actions; default: click + dwell / exp(3), or click"
+    )
+    simulation: SimulationOptions = SimulationOptions()
+    examination: ExaminationOptions = ExaminationOptions()
+    method: MethodOptions = MethodOptions()
+    rankers: Annotated[Literal["auto"] | tuple[Ranker, ...], BeforeValidator(_rankers)] = Field(
+        AUTO, description="mlp, linear, lightgbm or xgboost, or two of them, whose sum is the ranker"
+    )
+    network: NetworkOptions = NetworkOptions()
+    trees: TreeOptions = TreeOptions()
+    training: TrainingSection = TrainingSection()
+    machine: MachineOptions = MachineOptions()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        simulation, data = self.simulation, self.data
+        if data.decay is not None and simulation.users is not None:
+            raise ValueError("simulated users have no days, so weights cannot decay; leave out --decay")
+        if simulation.learn_from == "no-bias" and simulation.users is None:
+            raise ValueError("learn_from=no-bias needs simulated users; pass --users pbm")
+        if self.label is not None:
+            Label(self.label)
+        parse_any_metric(self.selection)
+        return self
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of rankers that the user chose; empty if the data decide."""
+        return () if self.rankers == AUTO else tuple(self.rankers)
+
+    @property
+    def seed(self) -> int:
+        return self.training.seed
+
+    @property
+    def users(self) -> str | None:
+        return self.simulation.users
+
+    @property
+    def selection(self) -> str:
+        """The name of the metric that chooses the best step, with `auto` replaced by a metric."""
+        if self.training.select != AUTO:
+            return self.training.select
+        from_log = self.users is None and self.simulation.learn_from == "feedback"
+        return f"{OFF_POLICY}gain@10" if from_log else f"{FEEDBACK}ndcg@10"
+
+    @property
+    def sessions_drawn(self) -> int:
+        """The number of sessions simulated once, before training; 0 if users give new feedback at each step."""
+        has_trees = any(map(is_trees, self.kinds))
+        return self.simulation.sessions or (TREE_SESSIONS if self.users is not None and has_trees else 0)
+
+    def loop(self, kind: str) -> TrainingOptions:
+        """Return the options of the training loop of a kind of ranker."""
+        common: dict[str, Any] = {"seed": self.seed, "device": self.machine.device, "precision": self.machine.precision}
+        if is_trees(kind):
+            trees = self.trees.model_dump(exclude={"parameters", "rounds", "bias_rounds"})
+            # The bias model of trees may be a network.
+            bias: dict[str, Any] = {"bias_steps": self.network.bias_steps, "batch": self.network.batch}
+            return TrainingOptions(steps=self.trees.rounds, **bias, **trees, **common)
+        return TrainingOptions(**self.network.model_dump(exclude={"hidden", "dropout", "norm"}), **common)
+
+    def with_options(self, **options: Any) -> Config:
+        """Return another configuration: these options, by their short names or paths, replace those of this one."""
+        return _validated(_merged(self.model_dump(exclude_unset=True), _by_path(options, self.rankers)))
+
+    def shared_key(self, kind: str, label: str, settings: Mapping[str, Any]) -> str:
+        """Return a hash that is the same for runs that can share a bias model: same data, seed and bias settings."""
+        sections = {name: getattr(self, name).model_dump() for name in ("data", "simulation", "examination")}
+        options = self.loop(kind)
+        loop = [options.seed, options.batch, options.bias_steps]
+        return _hashed([FORMAT, sections, label, kind, loop, self.sessions_drawn, self.training.warm_start, settings])
+
+    def data_key(self) -> str:
+        """Return a hash that is the same for runs with the same requests, whatever their method and ranker."""
+        sections = {name: getattr(self, name).model_dump() for name in ("data", "simulation")}
+        others = [self.label, self.seed, self.selection, self.sessions_drawn, self.machine.device]
+        return _hashed([sections, others, self.training.warm_start])
+
+    def to_json(self) -> dict[str, Any]:
+        libraries = {name: version for kind in self.kinds for name, version in library_version(kind).items()}
+        versions = {"ultr": __version__, "torch": torch.__version__, **libraries}
+        return {"format": FORMAT, **versions, **self.model_dump(mode="json")}
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any], *, where: object = None) -> Config:
+        check_format(content, FORMAT, what="the run", where=where, hint="train again")
+        try:
+            return _validated({name: content[name] for name in Config.model_fields})
+        except (KeyError, TypeError, OptionError) as error:
+            raise DataError(f"the configuration cannot be read ({error})", where=where, hint="train again") from error
+
+
+def _hashed(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def is_trees(kind: str) -> bool:
+    """Return whether a kind of ranker is boosted trees."""
+    return kind in BOOSTERS
+
+
+# --- The options of a loop ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """The options of the training loop: steps, optimizer, evaluation, seed and device."""
+    """The options of a training loop: steps (rounds of trees), optimizer, evaluation, seed and device."""
 
     steps: int = 1000
     batch: int = 256  # lists per step
     optimizer: Optimizer = "adagrad"
     lr: float = 0.02
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    warmup: int = 0  # number of first steps, in which the learning rate rises to `lr`
-    clip: float = 5.0  # largest norm of the gradient of each network; 0: no limit
+    warmup: int = 0
+    clip: float = 5.0
     weight_decay: float = 0.0
     evaluate_every: int = 50
-    patience: int | None = None  # stop after so many evaluations without improvement; 0: never; None: by the log
-    bias_steps: int = 3000  # largest number of training steps of a bias model, which comes before the ranker
-    seed: Seed = 0
-    device: str = "auto"
-    precision: Precision = "auto"  # of matrix products; auto: tf32 on a GPU
+    patience: int | None = None
+    bias_steps: int = 3000
+    seed: int = 0
+    device: str = AUTO
+    precision: Precision = AUTO
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("steps", "batch", "evaluate_every", "bias_steps"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"'{name}' must be at least 1", got=getattr(self, name))
-        for name in ("warmup", "clip", "weight_decay", "patience", "seed"):
-            if not 0 <= (getattr(self, name) or 0) < math.inf:
-                raise OptionError(f"'{name}' must be at least 0 and finite", got=getattr(self, name))
-        if not 0 < self.lr < math.inf:
-            raise OptionError("the learning rate must be above 0 and finite", got=self.lr)
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
@@ -74,7 +383,6 @@ class TrainingOptions:
 
 
 PASSES = 10  # over a log without improvement, after which training stops
-TREE_TRAINING = TrainingOptions(steps=500, lr=0.1, evaluate_every=10, patience=5)
 BIAS_TRAINING = TrainingOptions(lr=0.03, evaluate_every=25, patience=40)
 
 
@@ -87,148 +395,231 @@ def patience_for(requests: int, options: TrainingOptions, *, least: int, most: i
     return math.ceil(steps / options.evaluate_every)
 
 
-def default_training(ranker: str) -> TrainingOptions:
-    """Return the default training options of a ranker, given its name; for trees, a step is a boosting round."""
-    return TREE_TRAINING if is_trees(ranker) else TrainingOptions()
+# --- Options by path and by short name ------------------------------------------------------------------------------
+
+# Short names that are not the last word of their path.
+RENAMED = {
+    "data": "data.source",
+    "data_dir": "data.folder",
+    "held_out": "data.validation",
+    "ranker": "rankers",
+    "method": "method.name",
+    "loss": "method.loss",
+}
+# Names of tables -> their paths; the options of a table are merged into those that were set before.
+TABLES = {
+    "columns": "data.columns",
+    "method_options": "method",
+    "tree_parameters": "trees.parameters",
+    "user_options": "simulation.options",
+}
+OF_ALL_USERS = ("eta", "epsilon")  # options of users that are not in the table `simulation.options`
+OF_ONE_RANKER = {"steps": "rounds", "lr": "lr", "evaluate_every": "evaluate_every", "patience": "patience"}
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """Everything that is needed to repeat a training run."""
+class OptionInfo:
+    """An option of the tree: its path, type, default and description."""
 
-    data: str  # path of a log; or, with `users`, name of a data set with true labels
-    method: str = DEFAULT_METHOD
-    method_options: Mapping[str, Any] = field(default_factory=dict)
-    learn_from: LearnFrom = "feedback"
-    label: str = DEFAULT_LABEL
-    ranker: str = "mlp"
-    ranker_options: Mapping[str, Any] = field(default_factory=dict)
-    columns: Mapping[str, Any] = field(default_factory=dict)  # role -> column of the log, as for read_log
-    on_duplicates: OnDuplicates = "error"  # repeated rows of a log, as for read_log
-    where: Sequence[str] = ()  # conditions on the rows of a log, as for read_log
-    split: Literal["random", "time"] = "random"  # requests that are held out: random ones, or the last ones
-    time: str | None = None  # column of the log with the time, for a split by time or for `decay`
-    decay: float | None = None  # half-life of the weights of requests in days; None: all have the same weight
-    users: str | None = None  # kind of simulated users, such as pbm; None: the data are a log with feedback
-    user_options: Mapping[str, Any] = field(default_factory=dict)
-    propensities: Mapping[str, float] | None = None  # position, or `position@segment` -> probability that it is seen
-    data_dir: str | None = None
-    items: int = 10  # items of a data set that simulated users see per request
-    logging: Logging = "linear"  # the kind of the initial ranker, whose order simulated users see
-    share: float = 0.01  # share of requests that train the initial ranker
-    held_out: float = 0.2  # share of a log's requests held out for validation
-    judged: float = 0.0  # share of a log's requests held out for the final test
-    select: str = AUTO  # metric on validation requests that chooses the best step
-    stream: Streaming = "auto"  # read prepared lists while training; auto: only if they do not fit in memory
-    sessions: int = 0  # sessions simulated once before training; 0: new feedback at each step (trees: TREE_SESSIONS)
-    bias: str | None = None  # a run, `ultr bias` folder or bias.json to take the estimated bias from
-    warm_start: str | None = None  # a finished run whose ranker training starts from
-    both: bool = False  # the ranker is the sum of a network and of trees, which are trained after it and join it
-    workers: int = 0  # threads that read streamed lists; 0: chosen by the number of cores
-    missing: MissingValues = "mean"  # of features of a network; mean: the mean of training rows, and an indicator
-    allow_leaks: bool = False  # train also with features that follow the feedback on their item
-    drop_suspicious: bool = False  # leave out requests with impossible click rates, such as those of bots
-    training: TrainingOptions = field(default_factory=TrainingOptions)
-
-    def __post_init__(self) -> None:
-        if self.propensities is not None:
-            object.__setattr__(self, "propensities", as_propensities(self.propensities))
-        check_fields(self)
-        for name in ("data", "data_dir", "bias", "warm_start"):
-            check_value(name, getattr(self, name), str | Path | None)
-        if (self.split == "time" or self.decay is None) and (self.split == "time") != (self.time is not None):
-            hint = "pass --split time --time COLUMN"
-            raise OptionError("a split by time needs both --split time and the column of the times", hint=hint)
-        if self.decay is not None and not 0 < self.decay < math.inf:
-            what = "'decay' is a half-life in days, and must be above 0 and finite"
-            raise OptionError(what, got=self.decay, hint="pass --decay 7")
-        if self.decay is not None and self.users is not None:
-            raise OptionError("simulated users have no days, so weights cannot decay", hint="leave out --decay")
-        if unknown := next((name for name in self.columns if name not in ROLES), None):
-            raise OptionError(f"'columns' has an unknown role {unknown!r}", hint=nearest(unknown, ROLES))
-        if not (self.held_out > 0 and self.judged >= 0 and self.held_out + self.judged < 1):
-            what = "'held_out' must be above 0, 'judged' (the test share) at least 0, and their sum below 1"
-            raise OptionError(what, got=f"{self.held_out} and {self.judged}")
-        for name in ("sessions", "workers"):
-            if getattr(self, name) < 0:
-                raise OptionError(f"'{name}' must be at least 0", got=getattr(self, name))
-        if self.bias is not None and self.propensities is not None:
-            hint = "pass only one of --propensities and --bias"
-            raise OptionError("known examination is given twice, by 'propensities' and by 'bias'", hint=hint)
-        if self.learn_from == "no-bias" and self.users is None:
-            raise OptionError("learn_from=no-bias needs simulated users", hint="pass --users pbm")
-        Label(self.label)
-        parse_any_metric(self.selection)
-
-    @property
-    def sessions_drawn(self) -> int:
-        """The number of sessions simulated once, before training; 0 if users give new feedback at each step."""
-        return self.sessions or (TREE_SESSIONS if self.users is not None and is_trees(self.ranker) else 0)
-
-    @property
-    def ranker_name(self) -> str:
-        """The name of the ranker, for people."""
-        return f"mlp + {self.ranker}" if self.joins else self.ranker
-
-    @property
-    def joins(self) -> bool:
-        """Whether the trees of this run join a network, which is in the folder of the run before them."""
-        return self.both and is_trees(self.ranker)
-
-    @property
-    def selection(self) -> str:
-        """The name of the metric that chooses the best step, with `auto` replaced by a metric."""
-        if self.select != AUTO:
-            return self.select
-        from_log = self.users is None and self.learn_from == "feedback"
-        return f"{OFF_POLICY}gain@10" if from_log else f"{FEEDBACK}ndcg@10"
-
-    def shared_key(self, settings: Mapping[str, Any]) -> str:
-        """Return a hash that is the same for runs that can share a bias model: same data, seed and bias settings."""
-        options = self.training
-        training = TrainingOptions(seed=options.seed, batch=options.batch, bias_steps=options.bias_steps)
-        ranker = "trees" if is_trees(self.ranker) else self.ranker
-        changes: dict[str, Any] = {"method_options": {}, "ranker_options": {}}
-        common = replace(self, ranker=ranker, select=AUTO, training=training, **changes)
-        text = json.dumps([FORMAT, asdict(common), settings], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
-        """Return the options that differ from another configuration's: name -> (value here, value there).
-
-        Names are those of `ultr train`. Options that do not change the result are left out, and a `stream` of "auto".
-        Hidden layers are left out if they are not chosen here.
-        """
-        here, there = _by_option(self), _by_option(other)
-        left_out = {"device", "workers", *(("stream",) if self.stream == "auto" else ())}
-        left_out |= {"hidden"} - set(self.ranker_options)
-        names = [name for name in {**here, **there} if name not in left_out]
-        return {name: (here.get(name), there.get(name)) for name in names if here.get(name) != there.get(name)}
-
-    def to_json(self) -> dict[str, Any]:
-        versions = {"ultr": __version__, "torch": torch.__version__, **library_version(self.ranker)}
-        return {"format": FORMAT, **versions, **asdict(self)}
-
-    @staticmethod
-    def from_json(content: Mapping[str, Any], *, where: object = None) -> RunConfig:
-        check_format(content, FORMAT, what="the run", where=where, hint="train again")
-        names = {f.name for f in fields(RunConfig)}
-        values = {name: value for name, value in content.items() if name in names}
-        try:
-            return RunConfig(**{**values, "training": TrainingOptions(**values["training"])})
-        except (TypeError, KeyError) as error:
-            raise DataError(f"the configuration cannot be read ({error})", where=where, hint="train again") from error
+    path: str
+    type: str
+    default: Any
+    description: str
 
 
-def _by_option(config: RunConfig) -> dict[str, Any]:
-    """Return the values of a configuration as `config.json` has them, by the names of the options of `ultr train`."""
-    values = json.loads(json.dumps(asdict(config), default=str))
-    groups = ["columns", "user_options", "training", *(() if is_trees(config.ranker) else ("ranker_options",))]
-    inner = {name: value for group in groups for name, value in values.pop(group).items()}
-    renamed = {"method_options": "option", "ranker_options": "ranker_option", "data": "log"}
-    return {**{renamed.get(name, name): value for name, value in values.items()}, **inner}
+@cache
+def all_options() -> tuple[OptionInfo, ...]:
+    """Return all options of the tree, but for those of methods."""
+    return tuple(_walk(Config, ""))
 
 
-def with_training(config: RunConfig, **changes: Any) -> RunConfig:
-    """Return a copy of a configuration with some training options changed."""
-    return replace(config, training=replace(config.training, **changes))
+def _walk(model: type[BaseModel], above: str) -> Iterator[OptionInfo]:
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _walk(kind, f"{above}{name}.")
+        else:
+            yield OptionInfo(f"{above}{name}", type_text(kind), field.default, field.description or "")
+
+
+def type_text(kind: Any) -> str:
+    """Return a type in words, such as `number` or `auto | float32`."""
+    if getattr(kind, "__origin__", None) is Annotated or hasattr(kind, "__metadata__"):
+        return type_text(get_args(kind)[0])
+    words = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "", dict: "table"}
+    if kind in words:
+        return words[kind]
+    origin, inner = getattr(kind, "__origin__", None), get_args(kind)
+    if origin is Literal:
+        return " | ".join(map(str, inner))
+    if origin is tuple:
+        return f"list of {type_text(inner[0])}"
+    if origin is dict:
+        return "table"
+    return " | ".join(dict.fromkeys(text for each in inner if (text := type_text(each))))
+
+
+@cache
+def short_names() -> dict[str, str]:
+    """Return short name -> path of the options whose last word is unique, or which have another short name."""
+    paths = [option.path for option in all_options()]
+    last = [path.rsplit(".", 1)[-1] for path in paths]
+    return {**{n: p for n, p in zip(last, paths, strict=True) if last.count(n) == 1 and n != "options"}, **RENAMED}
+
+
+def make_config(data: Any = "", **options: Any) -> Config:
+    """Return the configuration with these options, by short name (`steps`) or path (`network.steps`); others: default.
+
+    `steps`, `lr`, `evaluate_every` and `patience` are those of the network, or of trees if only trees are trained.
+    """
+    return Config().with_options(data=data, **options)
+
+
+def _by_path(options: Mapping[str, Any], rankers: Any) -> dict[str, Any]:
+    """Return options, given by short names or paths, by path; values of NumPy become those of Python."""
+    rankers = _rankers(options.get("ranker", options.get("rankers", rankers)))
+    only_trees = rankers != AUTO and all(map(is_trees, rankers))
+    found: dict[str, Any] = {}
+    for name, given in options.items():
+        value = given.item() if hasattr(given, "item") and not getattr(given, "shape", ()) else given
+        if name in OF_ONE_RANKER:
+            found[f"trees.{OF_ONE_RANKER[name]}" if only_trees else f"network.{name}"] = value
+        elif name in TABLES:
+            found |= {_path_in(TABLES[name], key): each for key, each in _as_table(name, value).items()}
+        else:
+            found[name if "." in name else short_names().get(name, name)] = value
+    return found
+
+
+def _as_table(name: str, value: Any) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise OptionError(f"'{name}' must be a table of options", got=repr(value)[:200])
+    return value or {}
+
+
+def _path_in(table: str, key: str) -> str:
+    return f"simulation.{key}" if table == "simulation.options" and key in OF_ALL_USERS else f"{table}.{key}"
+
+
+def check_path(path: str) -> None:
+    """Raise OptionError if there is no option with this path or short name; the hint has the nearest one."""
+    paths = {option.path for option in all_options()}
+    tables = [option.path for option in all_options() if option.type == "table"]
+    open_ended = (*(f"{table}." for table in tables), "method.")
+    if path not in paths and not path.startswith(open_ended):
+        hint = f"{nearest(path, [*paths, *short_names()])}; ultr options lists all of them"
+        raise OptionError(f"there is no option '{path}'", hint=hint)
+
+
+def _merged(content: dict[str, Any], by_path: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested content in which options by path replace others; another method has none of the old options."""
+    before = content.get("method", {}).get("name", DEFAULT_METHOD)
+    method = by_path.get("method.name", before)
+    if not (isinstance(method, str) and method == before):
+        content = {**content, "method": {}}
+    for path, value in by_path.items():
+        check_path(path)
+        in_table = any(path.startswith(f"{table}.") and table.count(".") for table in TABLES.values())
+        content = _with(content, path.split(".", 2 if in_table else 1), value)
+    return content
+
+
+def _with(content: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    first, *rest = path
+    return {**content, first: _with(content.get(first) or {}, rest, value) if rest else value}
+
+
+def _validated(content: Mapping[str, Any]) -> Config:
+    try:
+        config = Config.model_validate(content)
+    except ValidationError as error:
+        raise _option_error(error) from error
+    return _with_checked_method(config)
+
+
+def _with_checked_method(config: Config) -> Config:
+    """Return the configuration with the options of its method checked for its first ranker."""
+    kind = config.kinds[0] if config.kinds else "mlp"
+    given = config.method.options
+    parsed = parse_options(config.method.name, given, ranker=kind)
+    if parsed == given:
+        return config
+    return config.model_copy(update={"method": MethodOptions(name=config.method.name, **parsed)})
+
+
+def _option_error(error: ValidationError) -> OptionError:
+    """Return the first problem that pydantic found as an OptionError: what is wrong, the value, what to do."""
+    problem = error.errors()[0]
+    path = ".".join(str(part) for part in problem["loc"] if isinstance(part, str) and "[" not in part)
+    cause = (problem.get("ctx") or {}).get("error")
+    if problem["type"] == "extra_forbidden":
+        names = [option.path for option in all_options()]
+        return OptionError(f"there is no option '{path}'", hint=nearest(path, names))
+    if not path or isinstance(cause, ValueError):
+        text = str(cause) if cause is not None else problem["msg"]
+        return OptionError(f"'{path}': {text}" if path and "'" not in text else text)
+    short = path.removesuffix(".auto").rsplit(".", 1)[-1]
+    got = repr(problem["input"])[:200]
+    return OptionError(f"'{short}' must be {requirement(error)}", got=got, hint=f"ultr options {path} describes it")
+
+
+def trains_trees_too(config: Config) -> bool:
+    """Return whether the rankers of `auto` are a network and trees, as the default method has both forms."""
+    if config.users is not None or config.simulation.learn_from != "feedback" or config.method.name != DEFAULT_METHOD:
+        return False
+    options = config.method.options
+    if options.get("loss", "posterior") not in ("posterior", "opt-posterior") or options.get("variant") == "released":
+        return False
+    try:
+        parse_options(DEFAULT_METHOD, options, ranker="lightgbm")
+    except OptionError:
+        return False
+    return True
+
+
+# --- The command that repeats a run -----------------------------------------------------------------------------------
+
+
+def differences(config: Config, other: Config, *, unset: bool = False) -> dict[str, tuple[Any, Any]]:
+    """Return the options that differ, by path: (value here, value there); those of the machine do not count.
+
+    With `unset`, options that are not set here do not count either.
+    """
+    here, there = (dict(flat(each.model_dump(mode="json"))) for each in (config, other))
+    chosen = dict(flat(config.model_dump(mode="json", exclude_unset=True))) if unset else here | there
+    names = [name for name in chosen if not name.startswith("machine.")]
+    return {name: (here.get(name), there.get(name)) for name in names if here.get(name) != there.get(name)}
+
+
+def flat(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables by path, such as (`network.lr`, 0.02)."""
+    for name, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def train_command(config: Config, *, out: str = "run") -> tuple[str, list[str]]:
+    """Return the `ultr train` command that repeats a run, and a note for each setting that it cannot set."""
+    default = dict(flat(Config().model_dump(mode="json")))
+    words = ["ultr", "train", config.data.source, "--out", out]
+    notes: list[str] = []
+    for path, value in flat(config.model_dump(mode="json")):
+        if path.startswith("examination.propensities"):
+            if not notes and value is not None:
+                notes.append("--propensities: pass a file with the values of 'propensities' in the configuration")
+        elif path == "data.where":
+            words += [word for condition in value for word in ("--where", condition)]
+        elif path != "data.source" and value != default.get(path) and value is not None:
+            words += ["--set", f"{path}={_text(value)}"]
+    return shlex.join(words), notes
+
+
+def _text(value: Any, separator: str = ",") -> str:
+    if isinstance(value, list | tuple):
+        return separator.join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+assert set(TREE_METHODS) <= set(METHODS)  # noqa: S101 - every method for trees is one for networks, too

@@ -1,52 +1,60 @@
-"""Load the data of a run: read a log or data set, simulate users if `users` is set, and split the requests."""
+"""The stage `read`: the requests of a run, and what they decide.
+
+A log is read once and split; a data set is shown to simulated users; prepared lists are read or streamed.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from ultr.bias.pitfalls import Pitfall, suspicious_requests
+from ultr.bias.auto_segment import FEATURES, Segment, choose_segment, segment_candidates
+from ultr.checks.pitfalls import suspicious_requests
 from ultr.datasets import DATASETS, Dataset, highest_grade, load_dataset, randomise, show
 from ultr.datasets.initial import RANDOM_SHARE, initial_rankers
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User, make_user
-from ultr.errors import DataError, OptionError
-from ultr.evaluation.judgement import logged_scores
+from ultr.datasets.users import User, make_user, simulate_log
+from ultr.errors import DataError, OptionError, UltrError
+from ultr.evaluation.comparing import logged_scores
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY
 from ultr.lists import ListBatches
 from ultr.log import Log, read_log
-from ultr.log.decay import decayed_by_time
-from ultr.log.labels import Label
-from ultr.log.parts import SAMPLE_BYTES, SAMPLE_ROWS
-from ultr.log.queries import split_by_time
-from ultr.log.sampling import sample_log
-from ultr.log.segments import by_segment
+from ultr.log.build import decayed_by_time
+from ultr.log.columns import Missing, check_features
+from ultr.log.labels import DEFAULT_LABEL, Label, default_label
+from ultr.log.sampling import PART_SAMPLE_BYTES, PART_SAMPLE_ROWS, LogParts, sample_log
 from ultr.log.shards import Shards, concatenate_logs, is_lists
 from ultr.log.sources import Source, is_source, open_source
-from ultr.log.values import Missing, check_features
-from ultr.rankers.boosters import is_trees
-from ultr.rankers.model import Model
-from ultr.training.config import DEFAULT_METHOD, RunConfig, TrainingOptions
+from ultr.log.splits import queries_of, request_hashes, split_by_query, split_by_time
+from ultr.log.table import by_segment
+from ultr.rankers.matching import extended_log
+from ultr.rankers.model import Model, load_model
+from ultr.rankers.networks import HIDDEN
+from ultr.training.config import Config, TrainingOptions, is_trees, trains_trees_too
 from ultr.training.feed import Feed, Feeding
+from ultr.training.folder import read_config
 from ultr.training.stream import Stream
-from ultr.training.used import random_split
-from ultr.utils.devices import choose_device
-from ultr.utils.distributed import local_size
-from ultr.utils.jsonfiles import read_json
+from ultr.utils.distributed import choose_device, local_size, size
+from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
 from ultr.utils.memory import available_memory
+from ultr.utils.stores import fetched
+from ultr.utils.tensors import load_tensors
 
 MAX_VALIDATION_ROWS = 100_000  # validation requests are evaluated often, so more rows would take too long
 LARGEST_LABEL = 1e12  # largest label, because labels are squared in single precision
 GROUPED = 10  # held-out requests with one item that are ranked as one list
 CACHED_NUMBERS = 1 << 29  # features of the logs that a process keeps for its next runs
 MEMORY_SHARE = 0.5  # lists that need more than this share of the available memory are streamed
+SMALL_LOG, HIDDEN_OF_SMALL_LOG = 100_000, (128, 64, 32)  # rows; with fewer, a small network ranks as well or better
+FORMAT = 1  # of decisions.json
+DECISIONS = "decisions.json"  # file of a run
+OUTCOME, USED = "outcome", "used.safetensors"  # folder in a run, and the file of hashes in it
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,21 +66,23 @@ class StreamedLists:
 
 
 @dataclass(frozen=True, eq=False)
-class RunData:
-    """The data of a run: training and held-out requests, and the simulated users if there are any."""
+class Data:
+    """The data of a run: train, validation and test requests, and the simulated users if there are any."""
 
     train: Log
     validation: Log
     fingerprint: str
     user: User | None = None  # simulated user for metrics such as reward@10
     feeding_user: User | None = None  # simulated user who gives new feedback at each training step
+    label: str = DEFAULT_LABEL
     test: Log | None = None  # requests of a log that are held out for the final test
+    segment: str | None = None  # column of the segments
+    found_segment: Segment | None = None  # if the log decided on the segment
     segments: tuple[str, ...] = ()  # names of the segments; examination is estimated for each
     all_positions: tuple[int, ...] | None = None  # of all prepared lists; `train` may be a sample of them
     all_binary: tuple[str, ...] | None = None  # actions that are only 0 or 1 in all prepared lists
     stream: StreamedLists | None = None  # the training lists if they are streamed; `train` is then a sample of them
     suspicious: Any = None  # ids of the requests that `drop_suspicious` left out, as an Arrow array; None: not dropped
-    warnings: tuple[Pitfall, ...] = ()  # problems of the data that training reported
     initial: Callable[[np.ndarray], np.ndarray] | None = None  # features -> scores that simulated users saw items by
 
     def logged_scores(self) -> np.ndarray | None:
@@ -105,61 +115,154 @@ class RunData:
         return tuple(name for name, values in self.train.actions.items() if bool(np.isin(values, (0, 1)).all()))
 
 
-def load_run_data(config: RunConfig) -> RunData:
-    """Load the data of a run. With `config.users`, an initial ranker sets the order that simulated users see."""
+# --- What the data decide ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What the data decided where the user did not: an artefact of the run (decisions.json)."""
+
+    label: str
+    rankers: tuple[str, ...]
+    hidden: tuple[int, ...] | None = None  # sizes of the layers of the network
+    segment: str | None = None
+    streamed: bool = False
+    notes: tuple[str, ...] = field(default=())  # why a part of the default is left out, in sentences
+
+    @property
+    def ranker_name(self) -> str:
+        """The rankers, for people."""
+        return " + ".join(self.rankers)
+
+    def save(self, run: Path) -> None:
+        write_json(run / DECISIONS, {"format": FORMAT, **asdict(self)})
+
+    @staticmethod
+    def load(run: Path) -> Decisions:
+        content = read_json(run / DECISIONS)
+        check_format(content, FORMAT, what="the run", where=run / DECISIONS, hint="train again")
+        with content_errors("the decisions of the run cannot be read", where=run, hint="train again"):
+            hidden = content["hidden"]
+            return Decisions(
+                str(content["label"]),
+                tuple(map(str, content["rankers"])),
+                None if hidden is None else tuple(map(int, hidden)),
+                content["segment"],
+                bool(content["streamed"]),
+                tuple(map(str, content["notes"])),
+            )
+
+
+def decide(config: Config, data: Data) -> Decisions:
+    """Return what the data decide: rankers, sizes of hidden layers, and the label and segment that were found."""
+    start = None if config.training.warm_start is None else Decisions.load(Path(config.training.warm_start))
+    rankers, note = _choose_rankers(config, data, start)
+    hidden = config.network.hidden
+    if hidden is None and "mlp" in rankers:
+        endless = data.feeding_user is not None or data.stream is not None
+        hidden = HIDDEN if endless or data.train.rows >= SMALL_LOG else HIDDEN_OF_SMALL_LOG
+        hidden = hidden if start is None else start.hidden or hidden
+    notes = () if note is None else (note,)
+    return Decisions(data.label, rankers, hidden, data.segment, data.stream is not None, notes)
+
+
+def _choose_rankers(config: Config, data: Data, start: Decisions | None) -> tuple[tuple[str, ...], str | None]:
+    """Return the kinds of rankers to train, and a sentence if a part of the default is left out."""
+    if config.kinds:
+        return config.kinds, None
+    if start is not None:
+        return start.rankers, None
+    if not trains_trees_too(config):
+        return ("mlp",), None
+    why = None
+    if size() > 1:
+        why = "several processes train networks only"
+    elif data.stream is not None:
+        why = "they need the whole log in memory, and its lists are streamed"
+    elif not all(map(find_spec, ("lightgbm", "numba"))):
+        why = "lightgbm or numba is not installed; run: pip install 'ultr[train]'"
+    if why is None:
+        return ("mlp", "lightgbm"), None
+    return ("mlp",), f"the ranker is a network without trees: {why}"
+
+
+# --- Reading ------------------------------------------------------------------------------------------------------
+
+
+def load_run_data(config: Config, source: Any = None, *, streamed: bool | None = None) -> Data:
+    """Read the data of a run, once. `source` is a log, frame or table in memory, in place of `config.data.source`.
+
+    With simulated users, an initial ranker sets the order that they see. `streamed` says whether a run that is resumed
+    streams its lists, so that it does the same again.
+    """
     if config.users is None:
-        return _read_training_log(config)
-    dataset = cached_dataset(config.data, config.data_dir)
-    user = make_user(config.users, **{**config.user_options, "max_grade": dataset.max_grade})
-    feeding: User | None = user.unbiased() if config.learn_from == "no-bias" else user
-    seed = config.training.seed
-    rankers = initial_rankers(dataset, kind=config.logging, share=config.share, seed=seed)
+        data = _read_training_log(config, source, streamed=streamed)
+        start = config.training.warm_start
+        with_codes = start is not None and any(map(is_trees, _kinds(config, start)))
+        return _with_codes_of(Path(str(start)), data) if with_codes else data
+    simulation = config.simulation
+    dataset = cached_dataset(config.data.source, config.data.folder)
+    user = make_user(config.users, **{**simulation.user_options, "max_grade": dataset.max_grade})
+    feeding: User | None = user.unbiased() if simulation.learn_from == "no-bias" else user
+    seed = config.seed
+    rankers = initial_rankers(dataset, kind=simulation.logging, share=simulation.share, seed=seed)
     train_log = _shown(dataset.train, rankers, config)
     validation = _validation(dataset)
     if config.selection.startswith((FEEDBACK, OFF_POLICY)):  # metrics from feedback
         shown = _shown(validation, rankers, config)
         if config.sessions_drawn:
-            least = max(len(shown), round(config.sessions_drawn * config.held_out / (1 - config.held_out)))
+            share = config.data.validation
+            least = max(len(shown), round(config.sessions_drawn * share / (1 - share)))
             shown = _drawn(shown, least, seed + 1, config)
         seen_by = user if config.selection.startswith(OFF_POLICY) else feeding or user
         validation, _ = simulate_log(shown, seen_by, seed=seed + 1)
     if config.sessions_drawn:
         drawn = _drawn(train_log, config.sessions_drawn, seed, config)
         train_log, feeding = simulate_log(drawn, feeding or user, seed=seed)[0], None
-    return RunData(train_log, validation, dataset.fingerprint, user, feeding, initial=rankers[0])
+    label = config.label or DEFAULT_LABEL
+    return Data(train_log, validation, dataset.fingerprint, user, feeding, label, initial=rankers[0])
 
 
-def _shown(log: Log, rankers: Sequence[Callable[[np.ndarray], np.ndarray]], config: RunConfig) -> Log:
+def _kinds(config: Config, start: str) -> tuple[str, ...]:
+    return config.kinds or Decisions.load(Path(start)).rankers
+
+
+def _with_codes_of(run: Path, data: Data) -> Data:
+    """Return data with the features and the codes of categories of the run that its trees extend."""
+    model = load_model(run)
+    train, validation = extended_log(model, data.train), extended_log(model, data.validation)
+    test = None if data.test is None else extended_log(model, data.test)
+    return replace(data, train=train, validation=validation, test=test)
+
+
+def _shown(log: Log, rankers: Sequence[Callable[[np.ndarray], np.ndarray]], config: Config) -> Log:
     """Return the requests of a log as each ranker shows them; with several rankers, items have ids."""
-    if config.logging in ("both", "randomised") and not config.sessions_drawn:
-        what = f"logging={config.logging} needs a log that is drawn once"
+    if config.simulation.logging in ("both", "randomised") and not config.sessions_drawn:
+        what = f"logging={config.simulation.logging} needs a log that is drawn once"
         raise OptionError(what, got="new feedback at each step", hint="pass --sessions with a number above 0")
     if len(rankers) > 1:
         log = replace(log, item_ids=pa.array(np.arange(log.rows)))
-    shown = [show(log, ranker(log.features), items=config.items) for ranker in rankers]
+    shown = [show(log, ranker(log.features), items=config.simulation.items) for ranker in rankers]
     return shown[0] if len(shown) == 1 else concatenate_logs(shown)
 
 
-def _drawn(log: Log, sessions: int, seed: int, config: RunConfig) -> Log:
+def _drawn(log: Log, sessions: int, seed: int, config: Config) -> Log:
     """Return a log of this number of sessions: each request as often as any other, up to one, in a random order."""
     drawn = log.select(np.resize(np.random.default_rng(seed).permutation(len(log)), sessions))
-    return randomise(drawn, RANDOM_SHARE, seed=seed) if config.logging == "randomised" else drawn
+    return randomise(drawn, RANDOM_SHARE, seed=seed) if config.simulation.logging == "randomised" else drawn
 
 
-_RUN_DATA: dict[str, RunData] = {}  # configuration -> its data, the last used at the end
+_RUN_DATA: dict[str, Data] = {}  # key of a configuration -> its data, the last used at the end
 
 
-def cached_run_data(config: RunConfig) -> RunData:
-    """Return the data of a run of networks; runs of other methods and learning rates on the same data share it."""
-    training = TrainingOptions(seed=config.training.seed, device=config.training.device)
-    changes: dict[str, Any] = {"method_options": {}, "ranker_options": {}, "bias": None}
-    common = replace(config, method=DEFAULT_METHOD, ranker="mlp", training=training, **changes)
-    key = json.dumps(common.to_json(), sort_keys=True)
-    found = _RUN_DATA.pop(key, None) or load_run_data(common)
-    _RUN_DATA[key] = found
-    while len(_RUN_DATA) > 1 and sum(data.train.features.size for data in _RUN_DATA.values()) > CACHED_NUMBERS:
+def cached_run_data(config: Config) -> Data:
+    """Return the data of a run; runs of other methods and learning rates on the same data share it."""
+    key = config.data_key()
+    data = _RUN_DATA.pop(key, None) or load_run_data(config)
+    _RUN_DATA[key] = data
+    while len(_RUN_DATA) > 1 and sum(each.train.features.size for each in _RUN_DATA.values()) > CACHED_NUMBERS:
         _RUN_DATA.pop(next(iter(_RUN_DATA)))
-    return found
+    return data
 
 
 @lru_cache(maxsize=1)
@@ -197,26 +300,88 @@ def read_rows(
     return read_log(data, **(columns or {})), None
 
 
-def _read_training_log(config: RunConfig) -> RunData:
-    if config.data == "synthetic" or config.data in DATASETS:
-        raise OptionError(f"'{config.data}' has true labels but no feedback", hint="pass --users pbm to simulate users")
-    if is_lists(config.data):
-        return _read_lists(config)
-    if config.stream == "yes":
-        raise OptionError("only prepared lists can be streamed", got=config.data, hint="run ultr prepare on it first")
-    source, time = open_source(config.data).only(config.where), config.time
-    if config.decay is not None and time is None:
-        source, time = source.by_day()
-    _check_fits_in_memory(source)
-    rows: dict[str, Any] = {"on_duplicates": config.on_duplicates, "where": config.where, "time": time}
-    log = read_log(source, missing=_missing(config), **rows, **config.columns)
-    if config.decay is not None:
-        log = decayed_by_time(log, config.decay)
-    return replace(split_log(log, config), fingerprint=source.fingerprint())
+def _read_training_log(config: Config, source: Any, *, streamed: bool | None) -> Data:
+    if isinstance(source, Log):
+        return split_log(source, config)
+    options = config.data
+    if source is not None:
+        log, found = _read_once(source, config, time=options.time)
+        return split_log(log, config, found)
+    if options.source == "synthetic" or options.source in DATASETS:
+        hint = "pass --users pbm to simulate users"
+        raise OptionError(f"'{options.source}' has true labels but no feedback", hint=hint)
+    if is_lists(options.source):
+        return _read_lists(config, streamed)
+    if options.stream == "yes":
+        hint = "run ultr prepare on it first"
+        raise OptionError("only prepared lists can be streamed", got=options.source, hint=hint)
+    files, time = open_source(options.source).only(options.where), options.time
+    if options.decay is not None and time is None:
+        files, time = files.by_day()
+    _check_fits_in_memory(files)
+    log, found = _read_once(files, config, time=time)
+    if options.decay is not None:
+        log = decayed_by_time(log, options.decay)
+    return replace(split_log(log, config, found), fingerprint=files.fingerprint())
 
 
-def _missing(config: RunConfig) -> Missing:
-    return "keep" if is_trees(config.ranker) or config.missing == "mean" else "reject"
+def _read_once(source: Any, config: Config, *, time: str | None) -> tuple[Log, Segment | None]:
+    """Read a log together with the columns that may be its segment, and look for a segment if the user named none."""
+    options = config.data
+    named = options.columns.named()
+    rows: dict[str, Any] = {"on_duplicates": options.on_duplicates, "where": options.where, "time": time}
+    rows["missing"] = _missing(config)
+    known = config.examination
+    if "segment" in named or known.propensities is not None:
+        return read_log(source, **rows, **named), None
+    if known.bias is not None:
+        return read_log(source, **rows, **{**named, **segment_of_run(known.bias)}), None
+    try:
+        where = options.source if isinstance(source, Source) else source
+        roles, names = segment_candidates(where, time=time, columns=named)
+    except UltrError:
+        roles, names = None, []  # reading the log reports the error
+    if roles is None or not names:
+        return read_log(source, **rows, **named), None
+    further = [*roles.categorical, *(name for name in names if name not in roles.categorical)]
+    log = read_log(source, **rows, **{**named, "features": list(roles.features), "categorical": further})
+    found = choose_segment(_only(log, {*roles.features[:FEATURES], *names}), names, label=config.label)
+    return _with_segment(log, found, kept=(*roles.features, *roles.categorical)), found
+
+
+def _with_segment(log: Log, found: Segment | None, *, kept: Sequence[str]) -> Log:
+    """Return a log with one of its categories as the segment, and only the features that are `kept`."""
+    log, all_features = _only(log, kept), log
+    context, columns = dict(log.context), {**log.columns, "categorical": [n for n in kept if n in log.vocabularies]}
+    if found is not None:
+        place = all_features.feature_names.index(found.column)
+        codes = all_features.features[log.offsets[:-1], place].astype(np.int64)
+        values = all_features.vocabularies[found.column].cast(pa.string())
+        context["segment"] = values.take(pa.array(codes - 1, mask=codes == 0))
+        columns["segment"] = found.column
+    return replace(log, context=context, columns={role: names for role, names in columns.items() if names})
+
+
+def _only(log: Log, names: Collection[str]) -> Log:
+    """Return a log with only the features that have these names."""
+    places = [i for i, name in enumerate(log.feature_names) if name in names]
+    if len(places) == len(log.feature_names):
+        return log
+    vocabularies = {name: values for name, values in log.vocabularies.items() if name in names}
+    feature_names = tuple(log.feature_names[i] for i in places)
+    return replace(log, features=log.features[:, places], feature_names=feature_names, vocabularies=vocabularies)
+
+
+def segment_of_run(bias: str) -> dict[str, str]:
+    """Return the segment column of the run that --bias names, as an argument of `read_log`; {} if it has none."""
+    run = fetched(bias)
+    segment = Decisions.load(run).segment if (run / DECISIONS).is_file() else None
+    return {} if segment is None else {"segment": segment}
+
+
+def _missing(config: Config) -> Missing:
+    only_trees = bool(config.kinds) and all(map(is_trees, config.kinds))
+    return "keep" if only_trees or config.data.missing == "mean" else "reject"
 
 
 def _check_fits_in_memory(source: Source) -> None:
@@ -231,39 +396,47 @@ def _check_fits_in_memory(source: Source) -> None:
         )
 
 
-def _read_lists(config: RunConfig) -> RunData:
+def _read_lists(config: Config, streamed: bool | None) -> Data:
     """Read prepared lists: the training lists into memory, or only a sample of them and a stream of all."""
-    if config.drop_suspicious:
+    if config.data.drop_suspicious:
         hint = "pass --drop-suspicious to ultr prepare, and leave it out here"
-        raise OptionError("suspicious requests are left out when lists are prepared", got=config.data, hint=hint)
-    shards = Shards(config.data, decay=config.decay)
-    shards.check_names(config.columns)
-    if config.where or config.split == "time":
+        raise OptionError("suspicious requests are left out when lists are prepared", got=config.data.source, hint=hint)
+    shards = Shards(config.data.source, decay=config.data.decay)
+    shards.check_names(config.data.columns.named())
+    if config.data.where or config.data.split == "time":
         what = "the rows and splits of prepared lists cannot be changed"
-        raise OptionError(what, where=config.data, hint="pass --where and --split time to ultr prepare")
-    about, seed = shards.manifest, config.training.seed
-    rows = min(SAMPLE_ROWS, SAMPLE_BYTES // shards.row_bytes)
-    held_out = Shards(config.data, "validation", decay=config.decay)
+        raise OptionError(what, where=config.data.source, hint="pass --where and --split time to ultr prepare")
+    about = shards.manifest
+    label = config.label or ("label" if about.label is not None else default_label(about.actions))
+    rows = min(PART_SAMPLE_ROWS, PART_SAMPLE_BYTES // shards.row_bytes)
+    held_out = Shards(config.data.source, "validation", decay=config.data.decay)
     validation = sample_log(held_out.sample(MAX_VALIDATION_ROWS, 0), MAX_VALIDATION_ROWS)
-    test = Shards(config.data, "test").sample(rows, 0) if config.judged else None
-    streamed = config.stream == "yes" or (config.stream == "auto" and not fits_in_memory(shards))
-    train = _checked(shards.sample(rows, seed) if streamed else shards.read_all(), config)
-    if config.learn_from == "feedback":
-        _check_label(train, config)
+    test = Shards(config.data.source, "test").sample(rows, 0) if config.data.test else None
+    if streamed is None:
+        stream = config.data.stream
+        streamed = stream == "yes" or (stream == "auto" and not fits_in_memory(shards))
+    train = _checked(shards.sample(rows, config.seed) if streamed else shards.read_all(), config)
+    if config.simulation.learn_from == "feedback":
+        _check_label(train, label, config)
     segments: tuple[str, ...] = ()
-    if config.columns.get("segment"):
+    segment = config.data.columns.named().get("segment")
+    if segment:
         train, segments = by_segment(train)
     view = partial(_view, segments=segments, config=config)
     validation = in_groups(view(validation))
 
     def feed(options: TrainingOptions) -> Feeding:
         device = choose_device(options.device)
-        return Stream(shards, batch=options.batch, seed=options.seed, device=device, workers=config.workers, view=view)
+        return Stream(
+            shards, batch=options.batch, seed=options.seed, device=device, workers=config.machine.workers, view=view
+        )
 
-    return RunData(
+    return Data(
         train,
         validation,
         shards.fingerprint,
+        label=label,
+        segment=segment or None,
         test=None if test is None else in_groups(view(test)),
         segments=segments,
         all_positions=None if segments else about.positions,
@@ -272,14 +445,14 @@ def _read_lists(config: RunConfig) -> RunData:
     )
 
 
-def _view(log: Log, segments: tuple[str, ...], config: RunConfig) -> Log:
+def _view(log: Log, segments: tuple[str, ...], config: Config) -> Log:
     log = _checked(log, config)
     return by_segment(log, segments)[0] if segments else log
 
 
-def _checked(log: Log, config: RunConfig) -> Log:
+def _checked(log: Log, config: Config) -> Log:
     """Return prepared lists; raise DataError if a value is missing and the configuration rejects such values."""
-    check_features(log.features, list(log.feature_names), where=config.data, missing=_missing(config))
+    check_features(log.features, list(log.feature_names), where=config.data.source, missing=_missing(config))
     return log
 
 
@@ -288,36 +461,47 @@ def fits_in_memory(shards: Shards) -> bool:
     return shards.rows * shards.row_bytes * local_size() < MEMORY_SHARE * available_memory()
 
 
-def split_log(log: Log, config: RunConfig) -> RunData:
-    """Split a log into training, validation and test requests: its queries at random, or its requests by time.
+def split_log(log: Log, config: Config, found: Segment | None = None) -> Data:
+    """Split a log into train, validation and test requests: its queries at random, or its requests by time.
 
-    A random split into training and validation follows from the seed. Test requests are the same for all seeds, so that
-    no seed can choose a setting on them. In a split by time, the last requests are for testing, and those before them
-    for validation.
+    A random split into train and validation requests follows from the seed. Test requests are the same for all seeds,
+    so that no seed can choose a setting on them. In a split by time, the last requests are for testing, and those
+    before them for validation.
     """
-    log, suspicious = _without_suspicious(log, config) if config.drop_suspicious else (log, None)
-    log, segments = by_segment(log) if config.columns.get("segment") else (log, ())
-    if config.split == "time":
-        learned, held_out, judged = split_by_time(log, config.held_out, config.judged)
+    options, label = config.data, config.label or default_label(log.actions)
+    log, suspicious = _without_suspicious(log, label) if options.drop_suspicious else (log, None)
+    segments: tuple[str, ...] = ()
+    segment = log.columns.get("segment") or options.columns.named().get("segment")
+    if segment:
+        log, segments = by_segment(log)
+    if options.split == "time":
+        trained, held_out, tested = split_by_time(log, options.validation, options.test)
     else:
-        learned, held_out, judged = random_split(log, config)
-    if not (len(learned) and len(held_out)):
-        count = len(held_out) + len(judged)
+        trained, held_out, tested = random_split(log, config)
+    if not (len(trained) and len(held_out)):
+        count = len(held_out) + len(tested)
         what = f"a log needs more than {count} requests, because {count} are held out from training"
         hint = "collect more requests; all requests of a query, or of a time, are on one side of the split"
-        raise DataError(what, where=config.data or None, got=len(log), hint=hint)
-    validation = in_groups(sample_log(log.select(held_out), MAX_VALIDATION_ROWS))
-    test = in_groups(log.select(judged)) if config.judged else None
-    train = log.select(learned)
-    if config.learn_from == "feedback":
-        _check_label(train, config)
-    name = f"{len(log)}-{log.rows}"
-    return RunData(train, validation, name, test=test, segments=segments, suspicious=suspicious)
+        raise DataError(what, where=options.source or None, got=len(log), hint=hint)
+    train = log.select(trained)
+    if config.simulation.learn_from == "feedback":
+        _check_label(train, label, config)
+    return Data(
+        train,
+        in_groups(sample_log(log.select(held_out), MAX_VALIDATION_ROWS)),
+        f"{len(log)}-{log.rows}",
+        label=label,
+        test=in_groups(log.select(tested)) if options.test else None,
+        segment=segment or None,
+        found_segment=found,
+        segments=segments,
+        suspicious=suspicious,
+    )
 
 
-def _without_suspicious(log: Log, config: RunConfig) -> tuple[Log, Any]:
+def _without_suspicious(log: Log, label: str) -> tuple[Log, Any]:
     """Return the log without requests with impossible click rates, and their ids."""
-    dropped = suspicious_requests(log, np.asarray(Label(config.label)(log.actions)) > 0)
+    dropped = suspicious_requests(log, np.asarray(Label(label)(log.actions)) > 0)
     return (log.select(~dropped) if dropped.any() else log), log.request_ids.filter(pa.array(dropped))
 
 
@@ -343,21 +527,70 @@ def columns_for_run(run: Path, model: Model, named: Mapping[str, Any]) -> dict[s
 
     `named` are the columns that the user names, by role; they replace those of training.
     """
-    config = RunConfig.from_json(read_json(run / "config.json"), where=run)
     columns: dict[str, Any] = {"columns": model.columns, "categorical": list(model.vocabularies) or None}
-    if config.users is None and not model.columns:  # of a model of an older version
-        columns |= config.columns
-    return {**columns, "missing": model.missing, "on_duplicates": config.on_duplicates, **named}
+    return {**columns, "missing": model.missing, "on_duplicates": read_config(run).data.on_duplicates, **named}
 
 
-def _check_label(log: Log, config: RunConfig) -> None:
+def _check_label(log: Log, label: str, config: Config) -> None:
     """Raise DataError before training if no label is positive, or if a label is too large."""
-    highest = float(np.max(Label(config.label)(log.actions)))
-    where, hint = config.data or None, f"check --label '{config.label}', and the columns of its actions"
+    highest = float(np.max(Label(label)(log.actions)))
+    where = config.data.source or None
+    hint = f"check --label '{label}', and the columns of its actions"
     if not highest > 0:
         raise DataError("no training request has a positive label", where=where, hint=hint)
     if highest > LARGEST_LABEL:
-        hint = f"scale the label down, as in --label '({config.label}) / 1e9'"
+        hint = f"scale the label down, as in --label '({label}) / 1e9'"
         raise DataError(
             f"labels above {LARGEST_LABEL:g} are too large to learn from", where=where, got=highest, hint=hint
         )
+
+
+# --- Requests that a run has used -------------------------------------------------------------------------------------
+
+
+def read_used(run: Path) -> dict[str, np.ndarray] | None:
+    """Return the hashes of the requests that a run was `trained` on and `selected` on; None if it has not saved them.
+
+    Runs whose lists were streamed have not.
+    """
+    path = run / OUTCOME / USED
+    if not path.is_file():
+        return None
+    tensors = load_tensors(path)
+    return {name: tensors[name].numpy() for name in ("trained", "selected")}
+
+
+def used_requests(run: Path, log: Log | LogParts) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return masks of the requests of a log that a run was trained on, and that it was selected on."""
+    if (used := read_used(run)) is None:
+        return None
+    model = load_model(run)
+    hashes = (LogParts.of(log) if isinstance(log, Log) else log).mapped(lambda part: request_hashes(model.view(part)))
+    return np.isin(hashes, used["trained"]), np.isin(hashes, used["selected"])
+
+
+def random_split(log: Log, config: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the requests for training, validation and testing, chosen at random.
+
+    A query that the run `warm_start` was trained on stays for training, and one that it was selected on for
+    validation. Else validation would favour that run, which may know its requests.
+    """
+    used = None if config.training.warm_start is None else used_requests(Path(config.training.warm_start), log)
+    if used is None:
+        return _split(log, config)
+    query = queries_of(log)
+    trained, selected = (np.bincount(query, mask)[query] > 0 for mask in used)
+    new = np.flatnonzero(~(trained | selected))
+    parts = _split(log.select(new), config) if len(new) else (new, new, new)
+    learned, held_out, tested = (new[part] for part in parts)
+    learned = np.union1d(learned, np.flatnonzero(trained))
+    held_out = np.union1d(held_out, np.flatnonzero(selected & ~trained))
+    return (learned, held_out, tested) if len(learned) and len(held_out) else _split(log, config)
+
+
+def _split(log: Log, config: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    shares = (config.data.validation, config.data.test)
+    wanted = [max(1, round(share * len(log))) if share else 0 for share in shares]
+    tested, others = split_by_query(log, wanted[1:], seed=0) if wanted[1] else (np.arange(0), np.arange(len(log)))
+    chosen, rest = split_by_query(log.select(others) if len(tested) else log, wanted[:1], seed=config.seed)
+    return others[rest], others[chosen], tested

@@ -16,18 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ultr.checks.pitfalls import Pitfall
 from ultr.errors import DataError, DivergedError
 from ultr.lists import Lists, Part
 from ultr.log import Log
 from ultr.methods.base import Learner, Method
 from ultr.rankers import DeviceMask, Dropout, Masks, fit_encoders
+from ultr.rankers.networks import EncodedRanker
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feeding, noise_of, step_seed
-from ultr.training.graphs import GraphedSteps
+from ultr.training.gpu.graphs import GraphedSteps
 from ultr.training.optimizers import AnyOptimizer, clip_gradients, make_optimizer, set_rate
-from ultr.utils.devices import choose_device
-from ultr.utils.distributed import average_gradients
-from ultr.utils.stopping import EarlyStopping
+from ultr.utils.distributed import average_gradients, choose_device
+from ultr.utils.optimisation import EarlyStopping
 
 Evaluate = Callable[[Any], Mapping[str, Tensor | float]]  # a learner -> its metrics on held-out requests
 
@@ -60,6 +61,18 @@ class Progress:
     loss: float
     metrics: dict[str, float]
     improved: bool
+    ranker: str = ""  # the kind of ranker that is trained
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """The functions that a run calls, and the least number of seconds between checkpoints."""
+
+    on_note: Callable[[str], None] = lambda _: None  # gets what was changed on reading, and what was decided
+    on_finding: Callable[[Pitfall], None] | None = lambda _: None  # gets problems of the data; None: do not look
+    on_bias_progress: Callable[[Progress], None] = lambda _: None
+    on_progress: Callable[[Progress], None] = lambda _: None
+    checkpoint_seconds: float = 10.0
 
 
 def check_has_features(log: Log) -> None:
@@ -278,7 +291,7 @@ def seed_generators(device: torch.device, seed: int, step: int, parts: tuple[Par
 def masked(method: Learner, lists: Lists, seed: int, step: int) -> Iterator[None]:
     """Let all dropout of a method use masks of this step, in a `with` block; on a GPU they follow from the lists' key.
 
-    Lists that are not the batch of a step have torch's own dropout.
+    Lists that are not the batch of a step have torch's own dropout. On a CPU, networks do not compute padding.
     """
     dropouts = [module for module in method.modules() if isinstance(module, Dropout)]
     if dropouts and lists.key is not None:
@@ -286,11 +299,18 @@ def masked(method: Learner, lists: Lists, seed: int, step: int) -> Iterator[None
         for layer, module in enumerate(dropouts):
             module.masks = DeviceMask(noise, layer)
     elif dropouts and lists.parts:
-        masks = Masks(lists.parts, [step_seed(seed, step, 2, 1 + part.number) for part in lists.parts])
+        seeds = [step_seed(seed, step, 2, 1 + part.number) for part in lists.parts]
+        masks = Masks(lists.parts, seeds, lists.where)
         for module in dropouts:
             module.masks = masks
+    networks = [module for module in method.modules() if isinstance(module, EncodedRanker)]
+    if lists.key is None and not bool(lists.where.all()):
+        for network in networks:
+            network.items = lists.where
     try:
         yield
     finally:
         for module in dropouts:
             module.masks = None
+        for network in networks:
+            network.items = None

@@ -1,4 +1,4 @@
-"""Train a neural ranker: fit the bias model, take all training steps, and write the run directory."""
+"""Fit a network: train its bias model, then take all training steps. A part of the stage `fit`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,108 +16,137 @@ from ultr.bias.logging_policy import share_logging_score
 from ultr.lists import ListBatches
 from ultr.methods import Method, make_method
 from ultr.methods.base import HeldOutRows
-from ultr.rankers import score_rows, scores_on_device
-from ultr.training.bias_progress import BiasProgress
-from ultr.training.bias_stage import load_evidence, run_bias_stage
-from ultr.training.checkpoints import append_metrics, load_checkpoint, rewind_metrics, save_checkpoint
-from ultr.training.config import RunConfig, TrainingOptions, patience_for
-from ultr.training.data import RunData
-from ultr.training.finish import Listeners, finish_run
-from ultr.training.inputs import method_inputs, with_hidden_layers
-from ultr.training.loop import Progress, check_has_features, start, train
-from ultr.training.selection import evaluator, judge_of, less_is_better
-from ultr.training.traps import check_pairs
-from ultr.training.warm_start import start_from
-from ultr.utils.devices import choose_device
-from ultr.utils.distributed import barrier, check_equal, copy_from_main, gather_shares, is_main, own_share
-from ultr.utils.stages import begin_stage
+from ultr.rankers import scores_on_device
+from ultr.training.biases import BiasStage
+from ultr.training.checking import check_pairs
+from ultr.training.config import TrainingOptions, patience_for
+from ultr.training.examining import Examined, evaluator, less_is_better
+from ultr.training.fitting import FitInputs, Fitted, first_batches, load_fitted, start_from, validation_scores
+from ultr.training.folder import (
+    append_metrics,
+    has_checkpoint,
+    load_checkpoint,
+    rewind_metrics,
+    save_checkpoint,
+)
+from ultr.training.loop import Listeners, Progress, check_has_features, start, train
+from ultr.utils.display import begin_stage
+from ultr.utils.distributed import (
+    barrier,
+    check_equal,
+    choose_device,
+    copy_from_main,
+    gather_shares,
+    is_main,
+    own_share,
+)
 
-BALANCED_ROWS = 50_000  # validation rows by which the terms of a ranker are weighed
+WEIGHTED_ROWS = 50_000  # validation rows that decide the weights of the terms of a ranker
 LEAST_STEPS, MOST_STEPS = 150, 600  # without improvement, after which training on a log stops
 WARM_LEAST_STEPS = 50  # the same as LEAST_STEPS, for training that starts from another run
 
 
-class NetworkRun:
-    """A run that trains a neural ranker; the constructor checks all options."""
+class NetworkFit:
+    """The fit of a network; the constructor checks all options."""
 
-    def __init__(self, config: RunConfig, run_data: RunData) -> None:
-        check_has_features(run_data.train)  # first, as torch warns about networks without inputs
-        check_pairs(config, run_data.train)
-        config = with_hidden_layers(config, run_data)
-        self.config, self.run_data = config, run_data
-        self.method: Method = make_method(config.method, method_inputs(config, run_data), **config.method_options)
+    def __init__(self, inputs: FitInputs) -> None:
+        config, data = inputs.config, inputs.data
+        check_has_features(data.train)  # first, as torch warns about networks without inputs
+        check_pairs(config, inputs.kind, data.train)
+        torch.manual_seed(config.seed)
+        self.inputs = inputs
+        self.method: Method = make_method(config.method.name, inputs.of_method(), **config.method.options)
         self._first_weights: dict[str, Tensor] = {}  # of the ranker, if it starts from another run
-        self.state = start(self.method, run_data.train, config.training, warm_start=self._warm_start)
+        self.state = start(self.method, data.train, inputs.options, warm_start=self._warm_start)
 
     @property
     def options(self) -> TrainingOptions:
         """The training options, in which the patience is decided: by the log, unless it was chosen."""
-        options, data = self.config.training, self.run_data
+        options, data = self.inputs.options, self.inputs.data
         if options.patience is not None or data.feeding_user is not None:
             return options
         requests = MOST_STEPS * options.batch if data.stream is not None else len(data.train)
-        least = LEAST_STEPS if self.config.warm_start is None else WARM_LEAST_STEPS
+        least = LEAST_STEPS if self.inputs.config.training.warm_start is None else WARM_LEAST_STEPS
         return replace(options, patience=patience_for(requests, options, least=least, most=MOST_STEPS))
 
     @property
     def starts_well(self) -> bool:
         """Whether the first weights may be the best ones."""
-        return self.config.warm_start is not None or (self.method.anchored and self.run_data.feeding_user is None)
+        from_log = self.method.anchored and self.inputs.data.feeding_user is None
+        return self.inputs.config.training.warm_start is not None or from_log
 
     def _warm_start(self) -> None:
-        if self.config.warm_start is not None:
-            self._first_weights = start_from(self.method, Path(self.config.warm_start), self.run_data.train)
+        if (run := self.inputs.config.training.warm_start) is not None:
+            self._first_weights = start_from(self.method, Path(run), self.inputs.data.train)
 
-    def train(self, out: Path, shared: Path | None, listeners: Listeners) -> None:
-        """Fit the bias model, if the method has one, take all training steps, and write the results into `out`."""
-        self.prepare(out, shared, listeners)
+    def fit(self, folder: Path, run: Path, examined: Examined, shared: Path | None, listeners: Listeners) -> Fitted:
+        """Train the network in the folder of its fit, or load it if it is there already."""
+        if (before := load_fitted(folder, self.inputs)) is not None:
+            return before
+        self.prepare(folder, run, examined, shared, listeners)
         begin_stage("training")
-        options, select = self.options, self.config.selection
-        how = {"larger_is_better": not less_is_better(select), "evaluate_start": self.starts_well}
-        for progress in train(self.state, self.feed, self.evaluate, options, select=select, **how):
+        select = self.inputs.config.selection
+        how: dict[str, Any] = {"larger_is_better": not less_is_better(select), "evaluate_start": self.starts_well}
+        for progress in train(self.state, self.feed, self.evaluate, self.options, select=select, **how):
             self.record(progress)
-        self.finish()
+        return self.finish()
 
-    def prepare(self, out: Path, shared: Path | None, listeners: Listeners, lists: ListBatches | None = None) -> None:
+    def prepare(
+        self,
+        folder: Path,
+        run: Path,
+        examined: Examined,
+        shared: Path | None,
+        listeners: Listeners,
+        lists: ListBatches | None = None,
+    ) -> None:
         """Do all work before the first step, or before the next one of a resumed run.
 
         `lists` are the training requests on the device, if another run has put them there.
         """
-        config, run_data, method, state = self.config, self.run_data, self.method, self.state
-        resumed = load_checkpoint(out, state)
-        check_equal(state.step if resumed else -1, "the step to resume from")
+        inputs, method = self.inputs, self.method
+        config, data = inputs.config, inputs.data
         if shared is not None:
-            share_logging_score(run_data.train, shared)
-        progress = BiasProgress(out, listeners.checkpoint_seconds)
-        if resumed:
-            load_evidence(method, out, progress)
-        else:
-            run_bias_stage(config, run_data, method, out, shared, listeners.on_bias_progress, progress=progress)
-            if self._first_weights:  # the bias stage may have fitted parts of the ranker to the log
-                method.serving().load_state_dict(self._first_weights)
-            elif run_data.feeding_user is None:
-                if is_main():
-                    method.start_ranker(run_data.train, seed=config.training.seed)
-                copy_from_main(method.state_dict().values())
+            share_logging_score(data.train, shared)
+        BiasStage(
+            config,
+            data,
+            inputs.kind,
+            folder,
+            examined.examination,
+            shared,
+            listeners.on_bias_progress,
+            listeners.checkpoint_seconds,
+        ).run(method)
+        if self._first_weights:  # the bias stage may have fitted parts of the ranker to the log
+            method.serving().load_state_dict(self._first_weights)
+        elif data.feeding_user is None and not has_checkpoint(folder):
+            if is_main():
+                method.start_ranker(data.train, seed=config.seed)
+            copy_from_main(method.state_dict().values())
+        resumed = load_checkpoint(folder, self.state)
+        check_equal(self.state.step if resumed else -1, "the step to resume from")
         if is_main():
-            rewind_metrics(out, state.step if resumed else -1)
-        self.out, self.listeners = out, listeners
-        self.device, self.feed = choose_device(config.training.device), run_data.feed(config.training, lists)
-        self.judge = judge_of(config, run_data, out, shared, known=method.inputs.propensities)
-        self._evaluate_scores = evaluator(config, run_data, self.judge, self.device)
-        self._rows: np.ndarray | Tensor = run_data.validation.features[own_share(run_data.validation.rows)]
+            rewind_metrics(run, inputs.kind, self.state.step if resumed else -1)
+        self.folder, self.run, self.listeners = folder, run, listeners
+        self.device = choose_device(config.machine.device)
+        if self.device.type == "cpu" and data.stream is None and data.feeding_user is None:
+            data = replace(data, train=method.with_targets(data.train))
+        self.feed = data.feed(inputs.options, lists)
+        self._evaluate_scores = evaluator(config, data, examined.values, self.device)
+        self._rows: np.ndarray | Tensor = data.validation.features[own_share(data.validation.rows)]
         if self.device.type == "cuda":
             self._rows = torch.from_numpy(np.array(self._rows)).to(self.device)
         self._some = self._some_rows()
         self._saved = time.monotonic()
 
     def _some_rows(self) -> HeldOutRows:
-        """Return validation rows by which the terms of a ranker are weighed."""
-        log, label = self.run_data.validation, self.method.inputs.label
-        features, request = log.features[:BALANCED_ROWS], log.request_of_row[:BALANCED_ROWS]
+        """Return validation rows that decide the weights of the terms of a ranker."""
+        log, label = self.inputs.data.validation, self.method.inputs.label
+        features, request = log.features[:WEIGHTED_ROWS], log.request_of_row[:WEIGHTED_ROWS]
         labels = positions = None
         if log.positions is not None and set(label.actions) <= set(log.actions):
-            labels, positions = label(log.actions)[:BALANCED_ROWS], log.positions[:BALANCED_ROWS]
+            labels, positions = label(log.actions)[:WEIGHTED_ROWS], log.positions[:WEIGHTED_ROWS]
 
         def here(values: np.ndarray) -> Tensor:
             return torch.from_numpy(np.array(values)).to(self.device)
@@ -128,34 +158,30 @@ class NetworkRun:
         method.eval()
         method.balance(self._some)
         scores = scores_on_device(method.score, self._rows, device=self.device)
-        return self._evaluate_scores(gather_shares(scores, self.run_data.validation.rows))
+        return self._evaluate_scores(gather_shares(scores, self.inputs.data.validation.rows))
 
     def record(self, progress: Progress) -> None:
         """Write the results of an evaluation, and a checkpoint if the last one is old enough."""
         if is_main():
             loss = progress.loss if math.isfinite(progress.loss) else None
-            append_metrics(self.out, {"step": progress.step, "loss": loss, **progress.metrics})
-            if time.monotonic() - self._saved >= self.listeners.checkpoint_seconds:
-                save_checkpoint(self.out, self.state)
-                self._saved = time.monotonic()
-        self.listeners.on_progress(progress)
-
-    def finish(self) -> None:
-        """Write the results of the run."""
-        method, validation = self.method, self.run_data.validation
-        method.load_state_dict(self.state.best_weights)
-        if is_main():
-            method.eval()
-            scores = score_rows(method.score, validation.features, device=self.device)
-            finish_run(
-                self.config,
-                self.run_data,
-                self.out,
-                scores=scores,
-                judge=self.judge,
-                feed=self.feed,
-                bias=method.bias,
-                ranker=method.serving(),
-                ranker_options=method.inputs.ranker_options,
+            append_metrics(
+                self.run, {"ranker": self.inputs.kind, "step": progress.step, "loss": loss, **progress.metrics}
             )
+            if time.monotonic() - self._saved >= self.listeners.checkpoint_seconds:
+                save_checkpoint(self.folder, self.state)
+                self._saved = time.monotonic()
+        self.listeners.on_progress(replace(progress, ranker=self.inputs.kind))
+
+    def finish(self) -> Fitted:
+        """Keep the best weights, write the trained ranker, and return it."""
+        method = self.method
+        method.load_state_dict(self.state.best_weights)
+        method.eval()
+        ranker = method.serving().eval()
+        report = method.bias(first_batches(self.feed)) if is_main() else None
+        scores = validation_scores(ranker, self.inputs.data)
+        ranker = ranker.cpu()  # where the other parts of a sum are
+        fitted = Fitted(self.inputs, ranker, method.inputs.ranker_options, scores, report)
+        fitted.save(self.folder)
         barrier()
+        return fitted

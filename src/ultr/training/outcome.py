@@ -1,8 +1,8 @@
-"""The outcome of a run, which reports show: facts about its data, metrics by request, and changes of rankings."""
+"""The stage `judge`: facts about the data of a run, its metrics by request, and changes of rankings, for reports."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,25 +11,120 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from torch import nn
 
+from ultr.checks.pitfalls import Pitfall
+from ultr.datasets import DATASETS, load_dataset
 from ultr.errors import DataError
-from ultr.evaluation.judge import Judge, evaluate_requests
+from ultr.evaluation.importance import REPEATS, FeatureImportance, permutation_importance, rows_to_score, tree_gains
 from ultr.evaluation.metrics import MAX_GRADE
+from ultr.evaluation.off_policy import (
+    OffPolicyModel,
+    evaluate_requests,
+    load_off_policy_model,
+    request_metrics,
+    widened_mean,
+    widened_test,
+)
 from ultr.evaluation.scores import OFF_POLICY, Mean, PairedTest, mean_with_interval, paired_test
-from ultr.evaluation.widened import widened_mean, widened_test
 from ultr.log import Log
-from ultr.log.hashes import as_texts, request_hashes
 from ultr.log.labels import Label
-from ultr.log.segments import slot
-from ultr.log.summary import by_position
-from ultr.training.config import RunConfig
-from ultr.training.data import RunData
-from ultr.training.selection import best_evaluation
-from ultr.training.used import OUTCOME, USED, read_used
-from ultr.utils.devices import choose_device
+from ultr.log.sampling import LogParts, sample_log
+from ultr.log.shards import Shards, is_lists
+from ultr.log.splits import as_texts, request_hashes
+from ultr.log.table import by_position, by_segment, slot
+from ultr.rankers import score_rows
+from ultr.rankers.boosters import TreeRanker
+from ultr.rankers.model import load_model
+from ultr.training.combining import Ranker
+from ultr.training.config import Config
+from ultr.training.data import OUTCOME, USED, Data, Decisions, read_used, used_requests
+from ultr.training.examining import VALUES, best_evaluation, less_is_better
+from ultr.training.folder import read_config
+from ultr.utils.arguments import Seed, checked
+from ultr.utils.distributed import choose_device
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import check_format, file_checksum, read_json, write_json
 from ultr.utils.tensors import save_tensors
+
+# --- Importance of features -------------------------------------------------------------------------------------------
+# The importance of the features of a run, estimated on requests that it was not trained on.
+
+SAVED = 20  # most features in the outcome of a run
+
+
+@checked
+def feature_importance(
+    run: str | Path,
+    log: Log,
+    *,
+    metric: str | None = None,
+    rows: int | None = None,
+    repeats: int = REPEATS,
+    seed: Seed = 0,
+) -> list[FeatureImportance]:
+    """Return how much a metric of a run falls if a feature is permuted, the most important feature first.
+
+    The log must have requests that the run was not trained on. The default metric is the selection metric of the run:
+    without true labels, it is estimated off policy from the feedback. At most about `rows` rows of random requests are
+    used; by default as many as take seconds. Trees also have the gain of each feature.
+    """
+    run = Path(run)
+    model, config = load_model(run), read_config(run)
+    log = model.view(log)
+    log, segments = by_segment(log) if Decisions.load(run).segment else (log, ())
+    options: dict[str, Any] = {"label": model.label, "model": load_off_policy_model(run / VALUES), "segments": segments}
+    return _importance(config, log, model.ranker, options, metric=metric, rows=rows, repeats=repeats, seed=seed)
+
+
+def importance_of_run(config: Config, data: Data, ranker: nn.Module, values: OffPolicyModel | None) -> dict[str, Any]:
+    """Return the importance of features on validation requests, for the outcome of a run; empty if it is not estimated.
+
+    It is estimated for logs. Runs of a comparison and of simulated users are many, and nobody looks at their features.
+    """
+    if config.users is not None or config.data.test or not data.validation.feature_names:
+        return {}
+    options: dict[str, Any] = {"label": data.label, "model": values, "segments": data.segments}
+    found = _importance(config, data.validation, ranker, options, most=SAVED)
+    return {"metric": config.selection, "features": [asdict(each) for each in found]}
+
+
+def _importance(
+    config: Config,
+    log: Log,
+    ranker: nn.Module,
+    options: Mapping[str, Any],
+    *,
+    metric: str | None = None,
+    rows: int | None = None,
+    repeats: int = REPEATS,
+    seed: int = 0,
+    most: int | None = None,
+) -> list[FeatureImportance]:
+    """Return the importance of features; `options` are those of `request_metrics`."""
+    if repeats < 1 or (rows is not None and rows < 1):
+        raise DataError("'rows' and 'repeats' must be at least 1", got=f"{rows} and {repeats}")
+    chosen = metric or config.selection
+    part = sample_log(log, rows or rows_to_score(len(log.feature_names), repeats), seed=seed)
+    device = next((parameter.device for parameter in ranker.parameters()), "cpu")
+    sign = -1 if less_is_better(chosen) else 1
+
+    metrics = request_metrics(part, [chosen], keep=True, **options)
+
+    gains = tree_gains(ranker, len(log.feature_names)) if isinstance(ranker, TreeRanker) else None
+    ranker.eval()
+    return permutation_importance(
+        part,
+        lambda features: score_rows(ranker, features, device=device),
+        lambda scores: sign * metrics(scores)[chosen],
+        gains=gains,
+        repeats=repeats,
+        seed=seed,
+        most=most,
+    )
+
+
+# --- Outcome ----------------------------------------------------------------------------------------------------------
 
 FORMAT = 1
 FOLDER, REQUESTS = OUTCOME, "requests.parquet"  # folder of the outcome in a run, and a file in it
@@ -66,51 +161,48 @@ class RunOutcome:
         return test if a is None or b is None else widened_test(test, a - b)
 
 
-def write_outcome(
-    config: RunConfig,
-    run_data: RunData,
-    scores: np.ndarray,
-    judge: Judge | None,
+def judge(
+    config: Config,
+    data: Data,
+    ranker: Ranker,
+    values: OffPolicyModel | None,
+    findings: Sequence[Pitfall],
     out: Path,
-    *,
-    importance: Mapping[str, Any] | None = None,
 ) -> None:
-    """Evaluate `scores` (of the validation rows) and the logged ranking on each request, and write the outcome.
-
-    `importance` is that of the features, from `importance_of_run`.
-    """
-    log, logged = run_data.validation, run_data.logged_scores()
+    """Evaluate the ranker of a run and the logged ranking on each validation request, and write the outcome."""
+    scores = ranker.scores
+    log, logged = data.validation, data.logged_scores()
     metrics = [config.selection]
     if log.relevance is not None and log.relevance.max() <= MAX_GRADE:
-        metrics += [name for name in ("ndcg@10", *(("reward@10",) if run_data.user else ())) if name not in metrics]
+        metrics += [name for name in ("ndcg@10", *(("reward@10",) if data.user else ())) if name not in metrics]
 
     def evaluate(scores: np.ndarray) -> dict[str, np.ndarray]:
         return evaluate_requests(
             log,
             scores,
             metrics,
-            user=run_data.user,
-            label=config.label,
-            judge=judge,
-            segments=run_data.segments,
-            device=choose_device(config.training.device),
+            user=data.user,
+            label=data.label,
+            model=values,
+            segments=data.segments,
+            device=choose_device(config.machine.device),
         )
 
     def unclipped(scores: np.ndarray) -> dict[str, float]:
         """Return off-policy metrics with weights that are not clipped, by which intervals are wider."""
-        how: dict[str, Any] = {"label": config.label, "segments": run_data.segments}
+        how: dict[str, Any] = {"label": data.label, "segments": data.segments}
         names = [name for name in metrics if name.startswith(OFF_POLICY)]
-        return {} if judge is None else {name: judge.value(log, scores, name, **how).unclipped for name in names}
+        return {} if values is None else {name: values.value(log, scores, name, **how).unclipped for name in names}
 
     columns: dict[str, Any] = {"request": as_texts(log.request_ids), "weight": _weights(log), **evaluate(scores)}
     about: dict[str, Any] = {
         "format": FORMAT,
-        "data": _facts(run_data),
+        "data": _facts(data),
         "validation": {"requests": len(log), "rows": log.rows},
         "metrics": metrics,
         "unclipped": unclipped(scores),
-        "importance": importance or {},
-        "warnings": [asdict(warning) for warning in run_data.warnings],
+        "importance": importance_of_run(config, data, ranker.ranker, values),
+        "warnings": [asdict(finding) for finding in findings],
     }
     if logged is not None:
         columns |= {LOGGED + name: values for name, values in evaluate(logged).items()}
@@ -118,16 +210,16 @@ def write_outcome(
         before, after = ranks(log, logged), ranks(log, scores)
         columns["agreement"] = agreements(log, before, after)
         about["moves"] = _moves(before, after)
-        about["examples"] = _examples(config, log, scores, before, after, columns["agreement"])
+        about["examples"] = _examples(data.label, log, scores, before, after, columns["agreement"])
     with atomic_path(out / FOLDER, overwrite=True, folder=True) as folder:
         pq.write_table(pa.table(columns), folder / REQUESTS)
-        if run_data.stream is None:  # streamed requests are not in memory
-            save_tensors(folder / USED, {name: _hashes(log) for name, log in _used(run_data).items()})
+        if data.stream is None:  # streamed requests are not in memory
+            save_tensors(folder / USED, {name: _hashes(log) for name, log in _used(data).items()})
         write_json(folder / "outcome.json", {**about, "sum": file_checksum(folder / REQUESTS)})
 
 
 def read_outcome(run: Path) -> RunOutcome | None:
-    """Read the outcome of a run; return None for runs without one (unfinished, or of an old version)."""
+    """Read the outcome of a run; return None for a run that is not finished."""
     folder = run / FOLDER
     if not folder.is_dir():
         return None
@@ -164,8 +256,8 @@ def value_of_run(run: Path) -> tuple[str, float, int]:
     return name, float(np.average(outcome.results[name], weights=outcome.weights)), int(line["step"])
 
 
-def _used(run_data: RunData) -> dict[str, Log]:
-    return {"trained": run_data.train, "selected": run_data.validation}
+def _used(data: Data) -> dict[str, Log]:
+    return {"trained": data.train, "selected": data.validation}
 
 
 def _hashes(log: Log) -> torch.Tensor:
@@ -179,28 +271,28 @@ def _weights(log: Log) -> np.ndarray:
 # --- The data ---------------------------------------------------------------------------------------------------------
 
 
-def _facts(run_data: RunData) -> dict[str, Any]:
-    log = run_data.train
+def _facts(data: Data) -> dict[str, Any]:
+    log = data.train
     facts: dict[str, Any] = {
-        "fingerprint": run_data.fingerprint,
+        "fingerprint": data.fingerprint,
         "requests": len(log),
         "rows": log.rows,
-        "sample": run_data.stream is not None,  # these facts are of a sample of the training lists
+        "sample": data.stream is not None,  # these facts are of a sample of the training lists
         "features": len(log.feature_names),
         "items": {"least": int(log.lengths.min()), "mean": float(log.lengths.mean()), "most": int(log.lengths.max())},
-        "fresh_feedback": run_data.feeding_user is not None,
+        "fresh_feedback": data.feeding_user is not None,
     }
     if log.positions is not None:
         feedback = by_position(log)
         first = slice(SHOWN_POSITIONS)
         facts["by_position"] = {
-            "positions": [slot(k, run_data.segments) for k in feedback.positions[first].tolist()],
+            "positions": [slot(k, data.segments) for k in feedback.positions[first].tolist()],
             "impressions": feedback.impressions[first].tolist(),
             "rates": {name: values[first].tolist() for name, values in feedback.rates.items()},
             "means": {name: values[first].tolist() for name, values in feedback.means.items()},
         }
-        if run_data.user is not None:
-            facts["true_theta"] = run_data.user.theta(torch.from_numpy(feedback.positions[first])).tolist()
+        if data.user is not None:
+            facts["true_theta"] = data.user.theta(torch.from_numpy(feedback.positions[first])).tolist()
     return facts
 
 
@@ -246,7 +338,7 @@ def _moves(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
 
 
 def _examples(
-    config: RunConfig,
+    label: str,
     log: Log,
     scores: np.ndarray,
     before: np.ndarray,
@@ -255,7 +347,7 @@ def _examples(
 ) -> list[dict[str, Any]]:
     """Return example requests for a report, with the logged and the new rank of each item."""
     try:
-        labels = np.asarray(Label(config.label)(log.actions)) if log.actions else None
+        labels = np.asarray(Label(label)(log.actions)) if log.actions else None
     except DataError:
         labels = None
     examples = []
@@ -295,3 +387,73 @@ def _example_requests(agreement: np.ndarray) -> list[tuple[int, str]]:
         for request in order[max(0, start) : max(0, start) + EXAMPLES[why]].tolist():
             reasons.setdefault(request, why)
     return list(reasons.items())
+
+
+# --- Requests that no run was trained on ------------------------------------------------------------------------------
+# The requests of a log on which several runs can be compared: those that none of them was trained on.
+
+
+@dataclass(frozen=True)
+class Split:
+    """The split of a data set or of prepared lists that is evaluated, and the fingerprint of the data."""
+
+    fingerprint: str
+    name: str
+
+
+def split_of(data: str, name: str, data_dir: str | Path | None) -> Split | None:
+    """Return the split of data that has splits; None for a log."""
+    if is_lists(data):
+        return Split(Shards(data).fingerprint, name)
+    if data == "synthetic" or data in DATASETS:
+        return Split(load_dataset(data, data_dir=data_dir).fingerprint, name)
+    return None
+
+
+def fresh_requests(
+    runs: Mapping[str, tuple[Path, Log | LogParts]], split: Split | None, *, unselected: bool = False
+) -> tuple[np.ndarray, list[str]]:
+    """Return a mask of the requests of a log on which rankers can be compared, and warnings.
+
+    `runs` maps the name of a run to its folder and to the log, whole or in parts, with the features of its model. The
+    mask has the requests that no run was trained on, or all requests if there are none such. With `unselected`, those
+    that selected the best step of a run are left out too, and there are no warnings about requests that are left out.
+    """
+    count = len(next(iter(runs.values()))[1])
+    fresh, warnings, partly = np.ones(count, bool), [], []
+    chosen_on: dict[str, np.ndarray] = {}
+    for name, (folder, log) in runs.items():
+        trained, selected = _masks(folder, log, split)
+        if trained is None or selected is None:
+            warnings.append(
+                f"{name} does not record the requests it was trained on, because its lists were streamed. If it was "
+                "trained on these requests, its value is too high."
+            )
+            continue
+        if unselected:
+            fresh &= ~(trained | selected)
+            continue
+        chosen_on[name] = selected
+        if trained.any():
+            fresh &= ~trained
+            partly.append(f"{name} was trained on {int(trained.sum()):,} of the {count:,} requests.")
+    if not fresh.any():
+        hint = "pass requests that no run was trained on"
+        warnings += [*partly, f"No other requests are left, so the values of the runs are too high; {hint}."]
+        return np.ones(count, bool), warnings
+    if partly:
+        warnings += [*partly, f"All rankers are evaluated on the other {int(fresh.sum()):,} requests."]
+    for name, selected in chosen_on.items():
+        if both := int((selected & fresh).sum()):
+            warnings.append(
+                f"{both:,} of the test requests selected the best step of {name}, so its value is slightly too high."
+            )
+    return fresh, warnings
+
+
+def _masks(folder: Path, log: Log | LogParts, split: Split | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return masks of the requests that a run was trained on, and that selected its best step; None if not known."""
+    outcome = read_outcome(folder)
+    if split is not None and outcome is not None and outcome.about["data"]["fingerprint"] == split.fingerprint:
+        return np.full(len(log), split.name == "train"), np.full(len(log), split.name == "validation")
+    return used_requests(folder, log) or (None, None)

@@ -1,20 +1,23 @@
-"""A few sentences about bias at the end of a run: how users look, from which evidence, and what would help most."""
+"""The bias report of a run, bias.json, with a few sentences: how users look, on which evidence, what would help."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ultr.bias.audit import times_as_often
 from ultr.bias.examination import SOURCES
 from ultr.bias.identification import NOT
-from ultr.bias.propensities import BIAS_FILE, read_bias_file
-from ultr.bias.result import times_as_often
-from ultr.log.segments import slot
-from ultr.training.config import RunConfig
-from ultr.training.data import RunData
+from ultr.bias.propensities import BIAS_FILE, read_bias_file, write_bias_file
+from ultr.log.table import slot
+from ultr.methods import thresholds
+from ultr.training.combining import Ranker
+from ultr.training.config import Config
+from ultr.training.data import Data
+from ultr.training.fitting import Fitted
 from ultr.utils.stores import fetched
 
 NAMED = (2, 3, 5, 10, 20)  # the positions, by their order in the list, whose θ is told
@@ -25,15 +28,33 @@ FINAL = {
     "likelihood": "the model of relevance and value",
     "blend": "the sum of the ranker of pairs and of the model of relevance and value",
 }
+NAMES = {"mlp": "a network", "linear": "a linear ranker"}
 FEATURES_ALONE = "features alone, by ultr bias"
 NOT_CONFIRMED = (SOURCES["strata"], FEATURES_ALONE)  # evidence of examination that the log cannot confirm
 
 
-def origin_of_theta(config: RunConfig) -> dict[str, Any]:
+def write_bias_report(config: Config, data: Data, fits: Sequence[Fitted], ranker: Ranker, out: Path) -> None:
+    """Write bias.json, if the method estimates bias: the report of the last fit, and the shares of the rankers."""
+    fit = fits[-1]
+    if fit.report is None:
+        return
+    report = dict(fit.report)
+    if ranker.shares:
+        report["shares"] = ranker.shares
+    if "theta_from" in report:
+        report |= _origin_of_theta(config)
+        report["summary"] = _sentences(report, config, data)
+    clicks_only = thresholds(config.method.name, data.label, config.method.options, ranker=fit.kind)
+    if data.segments:
+        report["positions"] = [slot(position, data.segments) for position in report["positions"]]
+    write_bias_file(out, {**report, "label": f"{data.label} > 0" if clicks_only else data.label})
+
+
+def _origin_of_theta(config: Config) -> dict[str, Any]:
     """Return where the examination that a run takes from `--bias` comes from; {} if it estimates its own."""
-    if config.bias is None:
+    if config.examination.bias is None:
         return {}
-    path = Path(fetched(config.bias))
+    path = Path(fetched(config.examination.bias))
     content = read_bias_file(path / BIAS_FILE if path.is_dir() else path)
     if "theta_from" in content:
         return {name: content[name] for name in ("theta_from", "theta_standard_error") if name in content}
@@ -44,17 +65,17 @@ def origin_of_theta(config: RunConfig) -> dict[str, Any]:
     return {"theta_from": FEATURES_ALONE if verdict.get("status") == NOT else by_bias}
 
 
-def bias_summary(report: Mapping[str, Any], config: RunConfig, run_data: RunData) -> dict[str, str]:
+def _sentences(report: Mapping[str, Any], config: Config, data: Data) -> dict[str, str]:
     """Return sentences by name from the bias report of a run, in which positions do not yet have names of segments."""
-    sentences = {"users": _users(report, run_data.segments), "evidence": _evidence(report)}
+    sentences = {"users": _users(report, data.segments), "evidence": _evidence(report)}
     if "rho" in report or "zeta" in report:
         sentences["trust"] = "higher positions are trusted more; feedback is corrected for that"
     if "final" in report:
         sentences["ranker"] = FINAL[report["final"]["ranker"]]
     if "shares" in report:
-        shares = " and ".join(f"{name} ({share:.0%})" for name, share in report["shares"].items())
+        shares = " and ".join(f"{NAMES.get(name, name)} ({share:.0%})" for name, share in report["shares"].items())
         sentences["ranker"] = f"the sum of {shares}, by the likelihood of the validation requests"
-    if (advice := _would_help(report, config, run_data)) is not None:
+    if (advice := _would_help(report, config, data)) is not None:
         sentences["would help"] = advice
     return sentences
 
@@ -87,11 +108,11 @@ def _evidence(report: Mapping[str, Any]) -> str:
     return f"{report['theta_from']}" + ("" if error is None else f", with a standard error of {error:.1%}")
 
 
-def _would_help(report: Mapping[str, Any], config: RunConfig, run_data: RunData) -> str | None:
+def _would_help(report: Mapping[str, Any], config: Config, data: Data) -> str | None:
     """Return what would make the estimate of examination better, or None if it is known, or simulated, or precise."""
-    if config.users is not None or config.propensities is not None:
+    if config.users is not None or config.examination.propensities is not None:
         return None
-    log, error = run_data.train, report.get("theta_standard_error")
+    log, error = data.train, report.get("theta_standard_error")
     if report["theta_from"] in NOT_CONFIRMED:
         ids = "" if log.item_ids is not None else ", or the ids of items (--item), if items recur at other positions"
         return f"some requests in random order, marked in a column (--randomised){ids}: features alone cannot tell bias"

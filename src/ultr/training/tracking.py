@@ -1,37 +1,144 @@
-"""Log a run to MLflow: its options, its evaluations, its files, and its model as `mlflow.pyfunc`."""
+"""Follow a run while it trains, in TensorBoard and in MLflow. Neither changes which model is trained.
+
+Both show the same curves: the evaluations of each ranker by step, and the bias of the run by position.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from ultr._version import __version__
+from ultr.bias.propensities import BIAS_FILE
 from ultr.errors import MissingExtraError, OptionError, OutputError
-from ultr.rankers.boosters import is_trees
-from ultr.training.checkpoints import read_metrics
-from ultr.training.config import RunConfig
-from ultr.training.curves import Point, bias_points, evaluation_points
+from ultr.training.config import Config, flat
+from ultr.training.data import DECISIONS, Decisions
+from ultr.training.folder import CONFIG, METRICS, MODEL, current_folder, read_config, read_metrics
 from ultr.training.loop import Progress
-from ultr.training.replace import is_being_replaced
+from ultr.utils.files import output_errors
 from ultr.utils.jsonfiles import read_json, write_json
 
-FILE = "mlflow.json"  # in a run directory: the run in MLflow
+BOARD = "tensorboard"  # folder of a run
+FILE = "mlflow.json"  # file of a run that names its run in MLflow
 ENVIRONMENT = "env"  # the address is that of the environment variable MLFLOW_TRACKING_URI
-FILES = ("config.json", "metrics.jsonl", "bias.json")  # the files of a run that are logged
+FILES = (CONFIG, DECISIONS, METRICS, BIAS_FILE)  # the files of a run that MLflow gets
 MOST_PARAMS, MOST_METRICS, LONGEST = 100, 1000, 6000  # MLflow's limits of one call, and of the text of a parameter
+BY_POSITION = ("theta", "theta_minus", "zeta", "alpha", "rho", "t_plus", "t_minus")  # in bias.json
+
+
+# --- Curves -----------------------------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    """A point of a curve; `step` is a step of training, or a position."""
+
+    tag: str
+    value: float
+    step: int
+
+
+def evaluation_points(line: Mapping[str, Any], config: Config) -> Iterator[Point]:
+    """Yield the metrics, the loss and the learning rate of an evaluation, a line of metrics.jsonl."""
+    kind, step = line["ranker"], line["step"]
+    rate = config.loop(kind).learning_rate_at(max(0, step - 1))
+    for name, value in {**line, "rate": rate}.items():
+        # Trees with a library's own objective have no loss.
+        if name not in ("ranker", "step") and value is not None and math.isfinite(value):
+            yield Point(f"{kind}/{name}" if name in ("loss", "rate") else f"{kind}/validation/{name}", value, step)
+
+
+def bias_points(run: Path) -> Iterator[Point]:
+    """Yield all estimates by position in bias.json, if the run has one; the tag names the segment, if any."""
+    if not (run / BIAS_FILE).is_file():
+        return
+    bias = read_json(run / BIAS_FILE)
+    columns = {name: bias[name] for name in BY_POSITION if name in bias}
+    columns |= {f"tower of {name}": values for name, values in bias.get("towers", {}).items()}
+    for name, values in columns.items():
+        if len(values) != len(bias["positions"]):
+            continue
+        for slot, value in zip(bias["positions"], values, strict=True):
+            position, separator, segment = str(slot).partition("@")
+            if value is not None and math.isfinite(value):
+                yield Point(f"bias/{name}{separator}{segment}", value, int(position))
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+class Board:
+    """A TensorBoard writer for a run: it writes each evaluation, and at the end the estimated bias.
+
+    Pass a board to `Listeners` as `on_progress`. When a run is resumed, the board deletes its old files and writes all
+    evaluations again, so that each step occurs once. If several processes train one model, only one of them has
+    `writes` set.
+    """
+
+    def __init__(self, run: Path, *, writes: bool = True) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingExtraError("--tensorboard", package="tensorboard", extra="tensorboard") from error
+        self._new_writer, self._run, self._writes = SummaryWriter, run, writes
+        self._writer: Any = None
+
+    def __call__(self, progress: Progress) -> None:
+        if not self._writes:
+            return
+        with output_errors(self._run / BOARD):
+            if self._writer is None:
+                self._begin()
+            else:
+                line = {"ranker": progress.ranker, "step": progress.step, "loss": progress.loss, **progress.metrics}
+                self._add(evaluation_points(line, self._config))
+            self._writer.flush()
+
+    def finish(self) -> None:
+        """Write the bias of the run, if it has one, and all evaluations, if no evaluation was written before."""
+        if not self._writes:
+            return
+        if self._writer is None:
+            self._begin()
+        self._writer.close()
+        self._open()  # the folder of the run has its final name now
+        self._add(bias_points(self._run))
+        self._writer.close()
+
+    def failed(self) -> None:
+        """Do nothing: TensorBoard does not know whether a run has failed."""
+
+    def _begin(self) -> None:
+        run = current_folder(self._run)
+        shutil.rmtree(run / BOARD, ignore_errors=True)
+        self._config = read_config(run)
+        self._open()
+        for line in read_metrics(run):
+            self._add(evaluation_points(line, self._config))
+
+    def _open(self) -> None:
+        self._writer = self._new_writer(str(current_folder(self._run) / BOARD))
+
+    def _add(self, points: Iterable[Point]) -> None:
+        for point in points:
+            self._writer.add_scalar(point.tag, point.value, point.step)
+
+
+# --- MLflow -----------------------------------------------------------------------------------------------------------
 
 
 class Tracker:
     """Logs a run to MLflow: each evaluation, and at the end options, files, bias and model.
 
-    Pass a tracker to `run_training` as `on_progress`. A resumed run continues its run in MLflow, and no step is logged
-    twice. A run that replaces another one is logged when it is complete. If several processes train one model, only
-    one of them has `writes` set.
+    Pass a tracker to `Listeners` as `on_progress`. A resumed run continues its run in MLflow, and no step is logged
+    twice. If several processes train one model, only one of them has `writes` set.
     """
 
     def __init__(self, run: Path, address: str, *, writes: bool = True) -> None:
@@ -53,7 +160,7 @@ class Tracker:
             self._client = MlflowClient(tracking_uri=address)
 
     def __call__(self, progress: Progress) -> None:
-        if not self._writes or is_being_replaced(self._run):
+        if not self._writes:
             return
         with _errors(self._address):
             self._begin()
@@ -66,17 +173,17 @@ class Tracker:
         with _errors(self._address), TemporaryDirectory(prefix="ultr-") as folder:
             self._begin()
             self._log_evaluations()
-            if not self._logged("bias"):
+            if not any(name.startswith("bias/") for name in self._client.get_run(self._id).data.metrics):
                 self._log(bias_points(self._run))
             for path in (self._run / name for name in FILES):
                 if path.is_file():
                     self._client.log_artifact(self._id, str(path))
-            extra = "[trees]" if is_trees(self._config.ranker) else ""
+            extra = "trees" if "xgboost" in Decisions.load(self._run).rankers else "train"
             self._pyfunc.save_model(
                 f"{folder}/model",
-                loader_module="ultr.rankers.pyfunc",
-                data_path=str(self._run / "model"),
-                pip_requirements=[f"ultr{extra}=={__version__}", "pandas"],
+                loader_module="ultr.rankers.model",
+                data_path=str(self._run / MODEL),
+                pip_requirements=[f"ultr[{extra}]=={__version__}", "pandas"],
             )
             self._client.log_artifacts(self._id, f"{folder}/model", "model")
             self._client.set_terminated(self._id, "FINISHED")
@@ -93,38 +200,36 @@ class Tracker:
             return
         from mlflow.entities import Param
 
-        self._config = RunConfig.from_json(read_json(self._run / "config.json"), where=self._run)
-        saved = read_json(self._run / FILE) if (self._run / FILE).is_file() else {}
+        run = current_folder(self._run)
+        self._config, self._last = read_config(run), dict[str, int]()
+        saved = read_json(run / FILE) if (run / FILE).is_file() else {}
         if saved.get("address") == self._address:
             self._id = str(saved["run"])
             self._client.update_run(self._id, status="RUNNING")
-        else:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ultr")
-            experiment = self._client.get_experiment_by_name(name)
-            number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-            self._id = self._client.create_run(number, run_name=self._run.name).info.run_id
-            write_json(self._run / FILE, {"address": self._address, "run": self._id})
-            params = [Param(_key(name), value) for name, value in _flat(self._config.to_json())]
-            for first in range(0, len(params), MOST_PARAMS):
-                self._client.log_batch(self._id, params=params[first : first + MOST_PARAMS])
-        self._step = self._last_step()
-
-    def _last_step(self) -> int:
-        """Return the last step whose evaluation is in MLflow; -1 if there is none."""
-        history = self._client.get_metric_history(self._id, "rate")
-        return max((metric.step for metric in history), default=-1)
-
-    def _logged(self, kind: str) -> bool:
-        return any(name.startswith(f"{kind}/") for name in self._client.get_run(self._id).data.metrics)
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ultr")
+        experiment = self._client.get_experiment_by_name(name)
+        number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        self._id = self._client.create_run(number, run_name=self._run.name).info.run_id
+        write_json(run / FILE, {"address": self._address, "run": self._id})
+        params = [Param(_key(path), str(value)[:LONGEST]) for path, value in flat(self._config.to_json())]
+        for first in range(0, len(params), MOST_PARAMS):
+            self._client.log_batch(self._id, params=params[first : first + MOST_PARAMS])
 
     def _log_evaluations(self) -> None:
-        lines = [line for line in read_metrics(self._run) if line["step"] > self._step]
+        lines = [line for line in read_metrics(current_folder(self._run)) if line["step"] > self._last_step(line)]
         self._log(point for line in lines for point in evaluation_points(line, self._config))
-        self._step = max([self._step, *(line["step"] for line in lines)])
+        self._last |= {line["ranker"]: line["step"] for line in lines}
+
+    def _last_step(self, line: Mapping[str, Any]) -> int:
+        """Return the last step whose evaluation is in MLflow, of the ranker of this line; -1 if there is none."""
+        kind = line["ranker"]
+        if kind not in self._last:
+            history = self._client.get_metric_history(self._id, f"{kind}/rate")
+            self._last[kind] = max((metric.step for metric in history), default=-1)
+        return self._last[kind]
 
     def _log(self, points: Iterable[Point]) -> None:
-        import time
-
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
@@ -137,15 +242,6 @@ def _key(name: str) -> str:
     """Return a name with the characters that MLflow allows; `ndcg@10` becomes `ndcg_at_10`."""
     text = name.replace("@", "_at_")
     return "".join(letter if letter.isalnum() or letter in "_-./ " else "_" for letter in text)[:250]
-
-
-def _flat(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the entries of nested JSON as texts, such as (`training.lr`, `0.02`)."""
-    for name, value in content.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", str(value)[:LONGEST]
 
 
 @contextmanager

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ultr.bias.pitfalls import Pitfall
 from ultr.bias.propensities import BIAS_FILE
 from ultr.errors import OptionError
-from ultr.evaluation.judgement import Judged, Judgement, judge_rankers
+from ultr.evaluation.comparing import RankerComparison, RankerValue, compare_rankers
 from ultr.evaluation.scores import OFF_POLICY
-from ultr.log.segments import by_segment
 from ultr.log.shards import is_lists
-from ultr.rankers.boosters import is_trees
+from ultr.log.table import by_segment
 from ultr.rankers.model import load_model
-from ultr.training.config import RunConfig, with_training
-from ultr.training.data import columns_for_run, read_data
-from ultr.training.finish import Listeners
-from ultr.training.fresh import fresh_requests, split_of
-from ultr.training.joined import OF_NETWORKS, is_joined, network_of
-from ultr.training.run import train_both
+from ultr.training.config import Config, differences
+from ultr.training.data import Decisions, columns_for_run, read_data
+from ultr.training.folder import CONFIG, MODEL, partial_of, read_config
+from ultr.training.loop import Listeners
+from ultr.training.outcome import fresh_requests, split_of
+from ultr.training.run import run_training
 from ultr.utils.files import check_output, sync_folder, take_name
 from ultr.utils.jsonfiles import read_json
 
-JUDGED = 0.2  # share of the requests of a new log that the gate compares the two rankers on
+TEST = 0.2  # share of the requests of a new log that the gate compares the two rankers on
 PARTS = 5  # an update has this part of the steps of the first training
 CANDIDATE = ".candidate"  # end of the name of a new run until it is accepted
 
@@ -39,13 +36,13 @@ class Update:
     run: Path  # `out`; or the folder next to it, if the run was not accepted
     accepted: bool
     metric: str
-    judgement: Judgement
+    comparison: RankerComparison
     warnings: tuple[str, ...]
 
     @property
-    def judged(self) -> Judged:
+    def value(self) -> RankerValue:
         """The value of the new ranker, and its difference to the old one."""
-        return self.judgement.rankers["the new run"][self.metric]
+        return self.comparison.rankers["the new run"][self.metric]
 
 
 def update_run(
@@ -58,16 +55,14 @@ def update_run(
     decay: float | None = None,
     time: str | None = None,
     listeners: Listeners | None = None,
-    on_note: Callable[[str], None] = lambda _: None,
-    on_warning: Callable[[Pitfall], None] = lambda _: None,
     **training: Any,
 ) -> Update:
     """Train a run further on a new log, and write it to `out`, unless it is worse than `run` on requests of that log.
 
-    Training has the options of `run`; `training` replaces some (steps and learning rate only of the network, if the
-    run has both). It starts from the ranker and the bias model of `run`,
-    and keeps its examination, unless `refit_bias` is set. `decay` is the half-life of the weights of requests in days,
-    and `time` the column of their times, if days are neither partitions nor several logs.
+    Training has the options of `run`; `training` replaces some, by their names in `make_config`. It starts from the
+    rankers and the bias models of `run`, and keeps its examination, unless `refit_bias` is set. `decay` is the
+    half-life of the weights of requests in days, and `time` the column of their times, if days are neither partitions
+    nor several logs.
 
     Then both rankers are compared off policy, on requests that neither was trained or selected on. The new run is
     rejected if the interval of the difference with confidence `gate` is below 0. The new run is in a folder next to
@@ -75,42 +70,28 @@ def update_run(
     """
     if not 0 < gate < 1:
         raise OptionError("the gate must be above 0 and below 1", got=gate, hint="pass --gate 0.95")
-    how: dict[str, Any] = {"refit_bias": refit_bias, "decay": decay, "time": time}
-    configs = [update_config(network_of(run), data, **how, **training)]
-    if is_joined(run):
-        of_both = {name: value for name, value in training.items() if name not in OF_NETWORKS}
-        configs.append(update_config(run, data, **how, **of_both))
-    config = configs[-1]
+    config = update_config(run, data, refit_bias=refit_bias, decay=decay, time=time, **training)
     candidate = out.with_name(out.name + CANDIDATE)
-    accepted_before = _is_result(out, config) and _is_result(network_of(out), configs[0])
-    if not accepted_before:
+    accepted_before = _is_result(out, config)
+    if accepted_before:
+        candidate = out
+    else:
         check_output(out, overwrite=False, folder=True)
-    listeners = listeners or Listeners()
-    candidate = out if accepted_before else candidate
-    train_both(
-        configs,
-        candidate,
-        resume=candidate.exists(),
-        on_note=on_note,
-        on_warning=on_warning,
-        on_bias_progress=listeners.on_bias_progress,
-        on_progress=listeners.on_progress,
-    )
+        resume = candidate.exists() or partial_of(candidate).exists()
+        run_training(config, candidate, resume=resume, listeners=listeners or Listeners())
     metric = config.selection if config.selection.startswith(OFF_POLICY) else f"{OFF_POLICY}reward@10"
-    judgement, warnings = compare_runs(run, candidate, config, metric)
-    test = judgement.rankers["the new run"][metric].difference
+    comparison, warnings = compare_runs(run, candidate, config, metric)
+    test = comparison.rankers["the new run"][metric].difference
     accepted = accepted_before or test is None or not (test.difference < 0 and test.p < 1 - gate)
     if accepted and not accepted_before:
         take_name(candidate, out, overwrite=False)
         sync_folder(out.resolve().parent)
-    return Update(out if accepted else candidate, accepted, metric, judgement, tuple(warnings))
+    return Update(out if accepted else candidate, accepted, metric, comparison, tuple(warnings))
 
 
-def _is_result(out: Path, config: RunConfig) -> bool:
+def _is_result(out: Path, config: Config) -> bool:
     """Return whether `out` is a finished run of this configuration: the process was killed after it was accepted."""
-    if not ((out / "model").is_dir() and (out / "config.json").is_file()):
-        return False
-    return not config.differences(RunConfig.from_json(read_json(out / "config.json"), where=out))
+    return (out / MODEL).is_dir() and (out / CONFIG).is_file() and not differences(config, read_config(out))
 
 
 def update_config(
@@ -121,66 +102,69 @@ def update_config(
     decay: float | None = None,
     time: str | None = None,
     **training: Any,
-) -> RunConfig:
-    """Return the configuration of an update: that of the run, with the new data, its ranker and its bias."""
-    config = RunConfig.from_json(read_json(run / "config.json"), where=run)
-    if config.users is not None or config.learn_from != "feedback":
+) -> Config:
+    """Return the configuration of an update: that of the run, with the new data, its rankers and its bias."""
+    config, decisions = read_config(run), Decisions.load(run)
+    if config.users is not None or config.simulation.learn_from != "feedback":
         raise OptionError("only a run that was trained on a log can be updated", got=run, hint="use ultr train")
-    training = {**_shorter(config), **{name: value for name, value in training.items() if value is not None}}
-    model = load_model(run)
     bias = read_json(run / BIAS_FILE) if (run / BIAS_FILE).is_file() else {}
-    keeps_theta = bias.get("theta") and config.propensities is None and not refit_bias
-    return with_training(
-        replace(
-            config,
-            data=data,
-            columns=config.columns if is_lists(data) or not model.columns else model.columns,
-            warm_start=str(run),
-            bias=str(run / BIAS_FILE) if keeps_theta else None,
-            decay=decay,
-            time=time or (config.time if config.split == "time" else None),
-            judged=0.0 if is_lists(data) else config.judged or JUDGED,
-            stream="auto",
-        ),
-        **training,
-    )
+    keeps_theta = bias.get("theta") and config.examination.propensities is None and not refit_bias
+    columns = {} if is_lists(data) else {**load_model(run).columns, "segment": decisions.segment or "none"}
+    changes: dict[str, Any] = {
+        "data": data,
+        "columns": columns,
+        "label": decisions.label,
+        "warm_start": str(run),
+        "bias": str(run / BIAS_FILE) if keeps_theta else None,
+        "decay": decay,
+        "time": time or (config.data.time if config.data.split == "time" else None),
+        "test": 0.0 if is_lists(data) else config.data.test or TEST,
+        "stream": "auto",
+    }
+    given = {name: value for name, value in training.items() if value is not None}
+    return config.with_options(**changes, **_shorter(config)).with_options(**given)
 
 
-def _shorter(config: RunConfig) -> dict[str, int]:
+def _shorter(config: Config) -> dict[str, int]:
     """Return the training options of an update of a run; those of a run that is an update itself stay as they are.
 
     An update starts near its end, so it takes fewer steps than the first training, and stops earlier.
     """
-    options = config.training
-    if config.warm_start is not None:
+    if config.training.warm_start is not None:
         return {}
-    fewer = {name: max(1, getattr(options, name) // PARTS) for name in ("steps", "bias_steps")}
-    if is_trees(config.ranker):
-        fewer |= {"evaluate_every": max(1, options.evaluate_every // 2), "patience": -(-(options.patience or 0) // 2)}
-    return fewer
+    network, trees = config.network, config.trees
+    return {
+        "network.steps": max(1, network.steps // PARTS),
+        "network.bias_steps": max(1, network.bias_steps // PARTS),
+        "trees.rounds": max(1, trees.rounds // PARTS),
+        "trees.bias_rounds": max(1, trees.bias_rounds // PARTS),
+        "trees.evaluate_every": max(1, trees.evaluate_every // 2),
+        "trees.patience": -(-trees.patience // 2),
+    }
 
 
-def compare_runs(old: Path, new: Path, config: RunConfig, metric: str) -> tuple[Judgement, list[str]]:
-    """Judge two runs on requests of the new run's log that it was neither trained nor selected on."""
+def compare_runs(old: Path, new: Path, config: Config, metric: str) -> tuple[RankerComparison, list[str]]:
+    """Compare two runs on requests of the new run's log that it was neither trained nor selected on."""
     models = {"the old run": (old, load_model(old)), "the new run": (new, load_model(new))}
-    columns = {**columns_for_run(new, models["the new run"][1], {}), "where": list(config.where)}
-    log, _ = read_data(config.data, split="test", data_dir=config.data_dir, columns=columns)
-    views = {name: (folder, model.view(log)) for name, (folder, model) in models.items()}
-    judged, warnings = fresh_requests(views, split_of(config.data, "test", config.data_dir), unselected=True)
-    rows, some = np.repeat(judged, log.lengths), log.select(judged)
+    columns = {**columns_for_run(new, models["the new run"][1], {}), "where": list(config.data.where)}
+    source, folder = config.data.source, config.data.folder
+    log, _ = read_data(source, split="test", data_dir=folder, columns=columns)
+    views = {name: (run, model.view(log)) for name, (run, model) in models.items()}
+    test, warnings = fresh_requests(views, split_of(source, "test", folder), unselected=True)
+    rows, some = np.repeat(test, log.lengths), log.select(test)
     scores = {name: np.zeros(log.rows) for name in models}
     for name, (_, model) in models.items():
         scores[name][rows] = model.score(some)
     log = views["the new run"][1]
     log, segments = by_segment(log) if "segment" in log.context else (log, ())
-    judgement = judge_rankers(
+    comparison = compare_rankers(
         log,
         scores,
         [metric],
-        label=config.label,
-        judged=judged,
-        known=config.propensities,
+        label=Decisions.load(new).label,
+        test=test,
+        known=config.examination.propensities,
         segments=segments,
         against="the old run",
     )
-    return judgement, warnings
+    return comparison, warnings

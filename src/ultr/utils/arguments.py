@@ -12,11 +12,26 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from numbers import Integral
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
 from ultr.errors import DataError, OptionError, closest
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -179,3 +194,29 @@ def as_seed(random_state: Any) -> int:
         return int(random_state if is_seed else check_random_state(random_state).randint(1 << 31))
     except (TypeError, ValueError) as error:
         raise OptionError("'random_state' is not a whole number", got=repr(random_state)[:100]) from error
+
+
+def requirement(error: ValidationError) -> str:
+    """Return what pydantic required of a value, in words that follow "must be", such as "at least 0"."""
+    return " or ".join(dict.fromkeys(_required(problem) for problem in error.errors()))
+
+
+def _required(problem: Mapping[str, Any]) -> str:
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "literal_error":
+        values = str(context["expected"]).replace("'", "").replace(" or ", ", ")
+        return f"one of {values}" if "," in values else values
+    if kind == "too_short":
+        return f"a list of at least {context['min_length']}"
+    for bound, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
+        if bound in context:
+            return f"{words} {context[bound]:g}"
+    for start, words in (
+        ("float", "a number"),
+        ("finite", "finite"),
+        ("int", "a whole number"),
+        ("bool", "true or false"),
+    ):
+        if kind.startswith(start):
+            return words
+    return str(problem["msg"]).removeprefix("Input ").removeprefix("Value ").removeprefix("should be ")

@@ -1,4 +1,4 @@
-"""Files and folders: atomic writing, checks of paths, and file types recognised by the first bytes."""
+"""Files and folders: atomic writing, checks of paths, file types by the first bytes, and locks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ultr.errors import DataError, OutputError, closest
-from ultr.utils.locks import lock
 from ultr.utils.stores import COMPLETE, as_path, as_url, check_writable, fetched, send
 
 REPLACED = ".ultr-replaced"  # folder inside a temporary one, for the old output while the new one takes its name
@@ -279,3 +278,26 @@ def fingerprint(path: Path) -> str:
             while block := handle.read(1 << 22):
                 digest.update(block)
     return digest.hexdigest()
+
+
+# --- Locks ------------------------------------------------------------------------------------------------------------
+# File locks that the operating system releases when their process ends, even if it is killed.
+
+
+def lock(descriptor: int, *, wait: bool) -> bool:
+    """Lock an open file or folder for this process until its descriptor is closed.
+
+    Return False if the operating system or the file system has no locks. Raise BlockingIOError if another process
+    holds the lock and `wait` is False.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True

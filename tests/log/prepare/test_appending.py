@@ -12,7 +12,7 @@ import pytest
 
 from ultr.errors import ColumnError, DataError, OptionError
 from ultr.log import read_log
-from ultr.log.prepare import appending
+from ultr.log.prepare import folders
 from ultr.log.prepare.pipeline import prepare_lists
 from ultr.log.shards import SPLITS, Manifest, Shards
 
@@ -90,7 +90,7 @@ def test_a_kill_leaves_the_old_lists_and_the_same_command_appends_them(moment, f
     before = rows(lists, "train")
     code = (
         "import os, sys\n"
-        "from ultr.log.prepare import appending\n"
+        "from ultr.log.prepare import folders as appending\n"
         "from ultr.log.prepare.pipeline import prepare_lists\n"
         f"appending.{moment} = lambda *_: os.kill(os.getpid(), 9)\n"
         "prepare_lists(sys.argv[1], sys.argv[2], append=True)\n"
@@ -133,7 +133,7 @@ def test_only_lists_split_by_hash_can_be_appended_to(files, tmp_path):
 
 
 def test_another_process_that_appends_is_an_error(files, lists):
-    with appending.locked(lists), pytest.raises(Exception, match="another process appends to these lists"):
+    with folders.locked(lists), pytest.raises(Exception, match="another process appends to these lists"):
         prepare_lists(files / "2.parquet", lists, append=True)
 
 

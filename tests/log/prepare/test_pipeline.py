@@ -510,7 +510,7 @@ def test_logs_and_events_may_be_csv(shown, tmp_path):
 
 
 def test_a_csv_file_is_read_in_blocks_that_differ(tmp_path, monkeypatch):
-    monkeypatch.setattr("ultr.log.prepare.sources.BLOCK_BYTES", 200)
+    monkeypatch.setattr("ultr.log.prepare.engines.BLOCK_BYTES", 200)
     frame = make_rows().assign(f3=0)
     frame["randomised"], frame["f3"] = frame["randomised"].astype(int), np.where(frame.index < 100, 3, 0.25)
     frame.to_csv(tmp_path / "log.csv", index=False)

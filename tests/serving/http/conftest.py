@@ -11,26 +11,19 @@ import pytest
 
 from conftest import make_shown_log
 from serving.http.client import MAX_ROWS, NUMBERS, SHOPS
-from ultr.datasets.simulate import simulate_log
-from ultr.datasets.users import User
+from ultr.datasets.users import User, simulate_log
 from ultr.serving.export import export_run
 from ultr.serving.http.app import App
 from ultr.serving.http.options import ServerOptions
 from ultr.serving.http.served import Served
-from ultr.training.config import RunConfig, TrainingOptions
+from ultr.training.config import make_config
 from ultr.training.run import run_training
 
 
 def train(log: Path, out: Path, *, ranker: str = "mlp", seed: int = 0, overwrite: bool = False) -> Path:
-    config = RunConfig(
-        data=str(log),
-        method="pointwise",
-        ranker=ranker,
-        ranker_options={"hidden": [8]} if ranker == "mlp" else {"min_data_in_leaf": 5},
-        columns={"categorical": ["shop"]},
-        select="feedback-ndcg@10",
-        training=TrainingOptions(steps=4, batch=16, evaluate_every=4, seed=seed, device="cpu"),
-    )
+    few = {"steps": 4, "evaluate_every": 4, "batch": 16, "hidden": (8,), "select": "feedback-ndcg@10"}
+    few |= {"tree_parameters": {"min_data_in_leaf": 5}, "categorical": ("shop",), "device": "cpu"}
+    config = make_config(str(log), method="pointwise", ranker=ranker, seed=seed, **few)
     return run_training(config, out, overwrite=overwrite)
 
 

@@ -15,8 +15,7 @@ from serving.http.client import FEATURES, MAX_ROWS, rows
 from serving.http.running import Server
 from ultr.rankers.model import load_model
 from ultr.serving.http.app import App
-from ultr.serving.http.grpc_messages import MESSAGES, SERVICE
-from ultr.serving.http.grpc_server import GrpcServer
+from ultr.serving.http.grpc_server import MESSAGES, SERVICE, GrpcServer
 from ultr.serving.http.options import ServerOptions
 
 

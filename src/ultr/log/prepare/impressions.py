@@ -1,14 +1,22 @@
-"""Ibis expressions for the rows of a log, which both DuckDB and Spark can evaluate: filters, types and hashes."""
+"""Ibis expressions for the rows of a log, and for events that are joined to them, on DuckDB and on Spark."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ultr.errors import ColumnError
+import pyarrow as pa
+
+from ultr.errors import ColumnError, OptionError, nearest
+from ultr.log.columns import ACTION_NAMES, NAMES, Columns, not_numbers
 from ultr.log.conditions import Condition, parse_conditions, utc_time
-from ultr.log.schema import Columns, not_numbers
+from ultr.log.prepare.options import Preparation, parse_window
+from ultr.log.table import RESERVED
+
+# --- Impressions ------------------------------------------------------------------------------------------------------
+# Ibis expressions for the rows of a log, which both DuckDB and Spark can evaluate: filters, types and hashes.
 
 # Arrow's names of comparisons -> those of Python, which Ibis uses.
 COMPARE = {
@@ -147,3 +155,220 @@ def rounded(rows: Any) -> Any:
     """Return rows that passed `check_rows`, with positions as int64 and other numbers as float32."""
     numbers = [n for n in rows.columns if n.startswith("action_") or n in ("relevance", "weight")]
     return rows.mutate(position=rows.position.cast("int64"), **{name: rows[name].cast("float32") for name in numbers})
+
+
+# --- Events -----------------------------------------------------------------------------------------------------------
+# Actions from a separate table with one row per event, which is joined to the items shown by request and item ids.
+
+TYPE_NAMES = ("event", "event_type", "action", "action_type", "type")
+ID_NAMES = ("event_id", "event_uuid")
+TIME_NAMES = ("event_time", "event_timestamp", "timestamp", "time", "ts")
+LATEST = 1e11  # seconds since 1970, in the year 5138; larger numbers are milliseconds
+MAX_TYPES = 50  # types of events that may become actions if the caller names no actions
+Fetch = Callable[[Any], pa.Table]
+
+
+@dataclass(frozen=True)
+class EventColumns:
+    """The names of the columns of a table of events."""
+
+    request: str
+    item: str
+    kind: str | None = None  # the column with the name of the action, if there is one row per action
+    value: str | None = None  # the column with the amount of that action
+    id: str | None = None  # the column with the id of the event; None: repeated events are equal in all columns
+    time: str | None = None  # the column with the time of the event, if there is a window
+
+
+def event_columns(schema: pa.Schema, options: Preparation, *, where: object) -> EventColumns:
+    """Return the columns of a table of events: those that the options name, or else those with common names."""
+    by_lower = {name.lower(): name for name in reversed(schema.names)}
+
+    def one(role: str, named: str | None, common: Sequence[str]) -> str | None:
+        if named is not None and named not in schema.names:
+            raise ColumnError(f"no column '{named}' for the {role}", where=where, hint=nearest(named, schema.names))
+        return named or next((by_lower[name] for name in common if name in by_lower), None)
+
+    kind, value = options.event_type, options.event_value
+
+    ids = {
+        "request": one("request", options.event_request, NAMES["request"].split()),
+        "item": one("item", options.event_item, NAMES["item"].split()),
+    }
+    if missing := next((role for role, name in ids.items() if name is None), None):
+        hint = f"name it with --event-{missing}; columns: {', '.join(schema.names[:12])}"
+        raise ColumnError(f"found no column for the {missing} of an event", where=where, hint=hint)
+    kind = one("event type", kind, TYPE_NAMES)
+    if value is not None and kind is None:
+        hint = "name the column of the types with --event-type"
+        raise OptionError("--event-value needs --event-type", where=where, hint=hint)
+    time = one("time of an event", options.event_time, TIME_NAMES) if options.event_window else None
+    if options.event_window and time is None:
+        hint = f"name it with --event-time; columns: {', '.join(schema.names[:12])}"
+        raise ColumnError("found no column for the time of an event", where=where, hint=hint)
+    return EventColumns(
+        request=str(ids["request"]),
+        item=str(ids["item"]),
+        kind=kind,
+        value=one("event value", value, ()),
+        id=one("id of an event", options.event_id, ID_NAMES) if options.event_id != "" else None,
+        time=time,
+    )
+
+
+def without_repeats(events: Any, columns: EventColumns, *, fetch: Fetch) -> tuple[Any, list[str]]:
+    """Return the events without those that repeat the id of another event, or without ids all its columns, and notes.
+
+    Of events with the same id, the earliest one is kept. Events without an id are all kept.
+    """
+    import ibis
+
+    if columns.id is None:
+        unique, what = events.distinct(), "are equal to another event in all columns"
+    else:
+        first = [columns.time] if columns.time is not None else []
+        order = [*first, *(name for name in events.columns if name not in (columns.id, *first))]
+        comparable = [events[name] for name in order if not events[name].type().is_nested()]
+        place = ibis.row_number().over(ibis.window(group_by=columns.id, order_by=comparable))
+        numbered = events.mutate(ultr_place=place)
+        unique = numbered.filter((numbered.ultr_place == 0) | numbered[columns.id].isnull()).drop("ultr_place")
+        what = f"repeat the id of another event (column '{columns.id}')"
+    repeats = _count(events, fetch) - _count(unique, fetch)
+    off = "--event-id '' keeps them" if columns.id is None else "--event-id names another column"
+    return unique, [f"{repeats:,} events {what}; they are left out ({off})"] if repeats else []
+
+
+def _count(rows: Any, fetch: Fetch) -> int:
+    return int(fetch(rows.aggregate(count=rows.count()))["count"][0].as_py())
+
+
+def action_names(
+    events: Any, columns: EventColumns, wanted: Sequence[str] | None, *, fetch: Fetch, where: object
+) -> tuple[str, ...]:
+    """Return the actions of a table of events: those `wanted`, else all event types, else columns with common names."""
+    if columns.kind is not None:
+        kind = id_column(events[columns.kind], what="event type", where=where).cast("string")
+        types = fetch(events.select(kind=kind).filter(kind.notnull()).distinct().limit(MAX_TYPES + 1))
+        present = sorted(types["kind"].to_pylist())
+        if wanted is None and len(present) > MAX_TYPES:
+            got, hint = f"more than {MAX_TYPES} in '{columns.kind}'", "name the actions with --actions"
+            raise ColumnError("too many types of events", where=where, got=got, hint=hint)
+        unknown = [] if len(present) > MAX_TYPES else [name for name in wanted or () if name not in present]
+    else:
+        present = [n for n in events.columns if n not in (columns.request, columns.item)]
+        unknown = [name for name in wanted or () if name not in present]
+        if wanted is None:
+            present = [n for n in present if n.lower() in ACTION_NAMES and not events[n].type().is_string()]
+    if unknown:
+        raise ColumnError(f"no action '{unknown[0]}' among the events", where=where, hint=nearest(unknown[0], present))
+    names = tuple(present if wanted is None else wanted)
+    if not names:
+        hint = "name the column of event types with --event-type, or the columns of actions with --actions"
+        raise ColumnError("found no actions among the events", where=where, hint=hint)
+    if reserved := RESERVED & set(names):
+        what = "an action cannot have the name of another column of a log"
+        raise ColumnError(what, where=where, got=f"'{min(reserved)}'", hint="rename the action")
+    return names
+
+
+def with_ids(events: Any, columns: EventColumns, *, where: object) -> Any:
+    """Return the events with the columns `event_request`, `event_item` and, if there is a window, `event_time`."""
+    chosen = {
+        "event_request": id_column(events[columns.request], what="request", where=where),
+        "event_item": id_column(events[columns.item], what="item", where=where),
+    }
+    if columns.time is not None:
+        chosen["event_time"] = seconds_column(events[columns.time], where)
+    return events.mutate(**chosen)
+
+
+def in_window(
+    events: Any, shown: Any, columns: EventColumns, window: str, *, fetch: Fetch, where: object
+) -> tuple[Any, list[str]]:
+    """Return the events from the time that their item was shown until the end of the window, and notes on the others.
+
+    `shown` has the items shown with their times. Events of items that were not shown stay.
+    """
+    times = shown.group_by(["request", "item"]).aggregate(ultr_shown=shown.time.min())
+    times = times.select(ultr_request=times.request, ultr_item=times["item"], ultr_shown=times.ultr_shown)
+    joined = events.left_join(times, [events.event_request == times.ultr_request, events.event_item == times.ultr_item])
+    delay = joined.event_time - joined.ultr_shown
+    late, early = (delay > parse_window(window)).coalesce(False), (delay < 0).coalesce(False)
+    counts = {
+        "missing": joined.event_time.isnull().sum(),
+        "late": late.sum(),
+        "early": early.sum(),
+        "latest": joined.event_time.max(),
+        "latest_shown": joined.ultr_shown.max(),
+    }
+    got = fetch(joined.aggregate(**counts)).to_pylist()[0]
+    if got["missing"]:
+        what = f"column '{columns.time}' has {got['missing']:,} missing values"
+        raise ColumnError(what, where=where, hint="fill them, or drop those events")
+    if max(got["latest"] or 0, got["latest_shown"] or 0) > LATEST:
+        what, hint = "times that are numbers must be seconds since 1970", "divide milliseconds by 1000"
+        raise ColumnError(what, where=where, got=f"{max(got['latest'] or 0, got['latest_shown'] or 0)}", hint=hint)
+    notes = []
+    if got["late"]:
+        notes.append(f"{got['late']:,} events came more than {window} after their item was shown; they are left out")
+    if got["early"]:
+        notes.append(f"{got['early']:,} events came before their item was shown; they are left out")
+    return joined.filter(~(late | early)).select(*events.columns), notes
+
+
+def actions_by_item(events: Any, columns: EventColumns, names: Sequence[str], *, where: object) -> Any:
+    """Return one row per request and item, with each action's amount: the sum of its values, or 1 if it has none."""
+    import ibis
+
+    chosen = {name: events[name] for name in ("event_request", "event_item")}
+    summed = set()
+    if columns.kind is not None:
+        kind = id_column(events[columns.kind], what="event type", where=where).cast("string")
+        value = None
+        if columns.value is not None:
+            value = number_column(events[columns.value], what="event value", where=where)
+            summed = set(names)
+        for i, name in enumerate(names):
+            chosen[f"event_{i}"] = ibis.ifelse(kind == name, 1.0 if value is None else value, 0.0)
+    else:
+        for i, name in enumerate(names):
+            chosen[f"event_{i}"] = number_column(events[name], what="action", where=where)
+            if not events[name].type().is_boolean():
+                summed.add(name)
+    typed = events.select(**chosen)
+    totals = {
+        f"event_{i}": typed[f"event_{i}"].sum() if name in summed else typed[f"event_{i}"].max()
+        for i, name in enumerate(names)
+    }
+    return typed.group_by(["event_request", "event_item"]).aggregate(**totals)
+
+
+def check_ids(rows: Any, events: Any, *, where: object) -> None:
+    """Raise ColumnError if the ids of the log and those of the events have different types."""
+    for role in ("request", "item"):
+        in_log, in_events = rows[role].type(), events[f"event_{role}"].type()
+        if in_log.is_string() != in_events.is_string():
+            got, hint = f"{in_events} in the events and {in_log} in the log", "convert one of the columns"
+            raise ColumnError(f"ids of the {role} must have the same type", where=where, got=got, hint=hint)
+
+
+def with_events(rows: Any, totals: Any, actions: int, count: int) -> Any:
+    """Return rows that have `actions` actions with `count` more from the events; 0 for items without events."""
+    joined = rows.left_join(totals, [rows.request == totals.event_request, rows.item == totals.event_item])
+    columns = {name: joined[name] for name in rows.columns}
+    added = {f"action_{actions + i}": joined[f"event_{i}"].coalesce(0.0) for i in range(count)}
+    return joined.select(**columns, **added)
+
+
+def event_notes(rows: Any, totals: Any, *, fetch: Fetch) -> list[str]:
+    """Return messages about events of items that were not shown, and about items shown at several positions."""
+    stray = totals.anti_join(rows, [totals.event_request == rows.request, totals.event_item == rows.item])
+    strays = _count(stray, fetch)
+    pairs = rows.group_by(["request", "item"]).aggregate(places=rows.position.nunique())
+    repeats = _count(pairs.filter(pairs.places > 1), fetch)
+    notes = []
+    if strays:
+        notes.append(f"{strays:,} pairs of request and item have events but are not in the log; they are ignored")
+    if repeats:
+        notes.append(f"{repeats:,} items were shown more than once in a request; each showing gets all their events")
+    return notes

@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ultr.log.duplicates import find_duplicates
+from ultr.log.cleaning import find_duplicates
+from ultr.log.columns import item_codes
 from ultr.log.shards import SPLITS
-from ultr.log.values import item_codes
 
 SHARD_BYTES = 256 << 20  # raw bytes of a shard
 GROUP_BYTES = 4 << 20  # raw bytes of a row group, which is the smallest unit that training reads

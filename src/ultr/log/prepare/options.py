@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ultr.errors import OptionError
+from ultr.log.columns import ROLES
 from ultr.log.conditions import utc_time
 from ultr.log.prepare.engines import EngineName
-from ultr.log.schema import ROLES
 from ultr.utils.arguments import check_fields
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}  # seconds

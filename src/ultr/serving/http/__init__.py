@@ -17,8 +17,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("ultr serve", package=error.name or "starlette", extra="serve") from error
 
-from ultr.serving.http.options import ServerOptions
-from ultr.serving.http.sockets import listen, reserve
+from ultr.serving.http.options import ServerOptions, listen, reserve
 
 __all__ = ["ServerOptions", "check_grpc", "listen", "reserve", "serve"]
 

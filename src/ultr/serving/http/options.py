@@ -1,8 +1,13 @@
-"""The options of a server."""
+"""The options of a server, and the sockets that it listens at."""
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
+
+from ultr.errors import OptionError, UltrError
+
+# --- Options ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -16,3 +21,49 @@ class ServerOptions:
     poll: float = 5.0  # seconds between checks for a newer model
     any_schema: bool = False  # also load newer models with other features
     workers: int = 1  # processes
+
+
+# --- Sockets ----------------------------------------------------------------------------------------------------------
+
+BACKLOG = 2048  # connections that wait to be accepted
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Open a socket that listens; port 0 is any free port.
+
+    Workers listen with `shared`, each on a socket of its own at the same port: the system then gives each of them an
+    equal share of the connections. With one socket for all, the worker that wakes up first would take most of them.
+    """
+    listener = _bind(host, port, shared=shared)
+    listener.listen(BACKLOG)
+    return listener
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """Reserve a port for the workers; the socket itself does not listen."""
+    with _bind(host, port) as probe:  # fails if another server has the port, even if that would share it
+        port = probe.getsockname()[1]
+    return _bind(host, port, shared=True)
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return the address of a socket as HOST:PORT."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise OptionError("the host is unknown", got=f"'{host}'", hint="pass --host 127.0.0.1") from error
+    family, kind, protocol, _, address = found[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        hint = "stop the other server, or pass another port"
+        raise UltrError(f"cannot listen at {host}:{port} ({error.strerror})", hint=hint) from error
+    return bound

@@ -19,9 +19,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ultr.serving.http.app import ARRIVED, WAITING, App
-from ultr.serving.http.options import ServerOptions
+from ultr.serving.http.options import ServerOptions, address_of
 from ultr.serving.http.served import Served, Watch
-from ultr.serving.http.sockets import address_of
 
 if TYPE_CHECKING:
     from ultr.serving.http.grpc_server import GrpcServer

@@ -23,9 +23,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ultr.errors import UltrError
-from ultr.serving.http.options import ServerOptions
+from ultr.serving.http.options import ServerOptions, listen
 from ultr.serving.http.served import COPY, Scorer, Served, Watch
-from ultr.serving.http.sockets import listen
 
 LIVE = "live"  # the link to the model that workers serve
 RELOAD_SECONDS = 0.2  # between a worker's checks of the link

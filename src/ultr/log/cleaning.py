@@ -1,0 +1,156 @@
+"""Rows and requests that are left out of a log: repeated rows, and requests by bots."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ultr.errors import ColumnError
+from ultr.log.columns import combined, is_list, item_codes
+from ultr.log.splits import MIX
+from ultr.utils.files import atomic_path
+
+# --- Repeated rows ----------------------------------------------------------------------------------------------------
+# Rows that repeat another row, or its item or position: find them, and drop them or add up their actions.
+
+OnDuplicates = Literal["error", "first", "sum"]
+LARGE = 1 << 31  # positions below this number, times the number of a request, do not overflow
+KEPT = "they are kept; --on-duplicates first keeps only the first row, and sum adds up the actions"
+MERGED = {"first": "only the first row is kept", "sum": "the first row gets the sum of their actions"}
+HINT = "check the request column, or pass --on-duplicates first (keep the first row) or sum (add up the actions)"
+
+
+def find_duplicates(
+    request_of_row: np.ndarray,
+    keys: dict[str, tuple[str, np.ndarray]],
+    on_duplicates: str,
+    *,
+    requests: Any,
+    where: object,
+) -> tuple[np.ndarray, list[str]]:
+    """Return, for each row, the row that it is merged into (itself if it is kept), and notes.
+
+    `keys` maps a role (item, position) to its column and a number for each value, -1 if it is missing. Repeated items
+    are merged before positions are compared. With "error", a repeated position raises ColumnError, and items that
+    were shown at several positions are only counted.
+    """
+    rows = np.arange(len(request_of_row))
+    target, notes = rows.copy(), []
+    for role, (name, codes) in keys.items():
+        compared = np.flatnonzero((target == rows) & (codes >= 0))
+        small = codes if codes.max(initial=0) < LARGE else np.unique(codes, return_inverse=True)[1]
+        pair = request_of_row[compared] * (int(small.max(initial=0)) + 1) + small[compared]
+        ordered = np.sort(pair)
+        count = int((ordered[1:] == ordered[:-1]).sum())
+        if not count:
+            continue
+        note = f"{count:,} rows repeat the {role} (column '{name}') of another row of their request"
+        if on_duplicates == "error" and role == "item":
+            notes.append(f"{note}; {KEPT}")
+            continue
+        _, first, inverse = np.unique(pair, return_index=True, return_inverse=True)
+        merged = compared[first[inverse]]
+        if on_duplicates == "error":
+            row = int(compared[merged != compared][0])
+            got = f"{role} {codes[row]} twice in request {requests[row].as_py()!r} ({count:,} such rows in all)"
+            what = f"two items of one request have the same {role} in column '{name}'"
+            raise ColumnError(what, where=where, got=got, hint=HINT)
+        target[compared] = merged
+        notes.append(f"{note}; {MERGED[on_duplicates]}")
+    while (target[target] != target).any():  # a row may be merged into one that is itself merged
+        target = target[target]
+    return target, notes
+
+
+def copies_note(count: int) -> str:
+    return f"{count:,} rows are equal to another row of their request in all columns; only one of each is kept"
+
+
+def find_copies(table: pa.Table, request_of_row: np.ndarray, items: np.ndarray) -> np.ndarray:
+    """Return a mask of the rows that have the request and item of an earlier row, and equal it in all columns.
+
+    `items` has a number for each item id, -1 if it is missing.
+    """
+    copies = np.zeros(len(items), bool)
+    rows = np.flatnonzero(items >= 0)
+    _, pair, counts = np.unique(
+        request_of_row[rows] * (int(items.max(initial=0)) + 1) + items[rows], return_inverse=True, return_counts=True
+    )
+    several = counts[pair] > 1
+    rows, hashes = rows[several], pair[several].astype(np.uint64)
+    if len(rows):
+        for column in table.take(pa.array(rows)).columns:
+            hashes = (hashes ^ (hashes >> np.uint64(29))) * MIX + _codes(combined(column))
+        copies[rows] = True
+        copies[rows[np.unique(hashes, return_index=True)[1]]] = False
+    return copies
+
+
+def _codes(values: Any) -> np.ndarray:
+    """Return a number for each value, which is the same for equal values."""
+    if not is_list(values.type):
+        return item_codes(values).astype(np.uint64)
+    lengths = pc.fill_null(pc.list_value_length(values), -1).to_numpy(zero_copy_only=False)
+    width = int(lengths[0])
+    if width < 1 or (lengths != width).any():  # lists of features have one length, which is checked elsewhere
+        return np.arange(len(values), dtype=np.uint64)
+    factors = np.random.default_rng(0).integers(1, 2**63, width, dtype=np.uint64) | np.uint64(1)
+    codes = item_codes(values.flatten()).astype(np.uint64).reshape(-1, width)
+    return np.asarray((codes * factors).sum(axis=1, dtype=np.uint64))
+
+
+def merge_rows(table: pa.Table, target: np.ndarray, actions: dict[str, np.ndarray], *, add_up: bool) -> pa.Table:
+    """Return the rows that are kept, with their actions (column -> values of all rows) or the sums of merged rows."""
+    kept = np.flatnonzero(target == np.arange(len(target)))
+    merged = table.take(pa.array(kept))
+    for name, values in actions.items():
+        totals = np.bincount(target, values, minlength=len(target)) if add_up else values
+        merged = merged.set_column(merged.schema.get_field_index(name), name, pa.array(totals[kept]))
+    return merged
+
+
+# --- Suspicious requests ----------------------------------------------------------------------------------------------
+# Requests that users are unlikely to have made: bots, tests and faults click nearly everything in a list.
+
+SUSPICIOUS_FILE = "suspicious.csv"  # in a run, a comparison or a folder of lists: requests that were left out
+BOT_LENGTH, BOT_SHARE, BOT_CHANCE = 5, 0.8, 1e-6  # items, share of them clicked, largest probability by chance
+BOT_MIDDLE, BOT_BUMP = 0.6, 3  # eager users have more requests between BOT_MIDDLE and BOT_SHARE than above; bots do not
+BOT_REQUESTS, BOT_CLICKS = 10, 0.01  # fewest requests, and smallest share of all clicks, for bots
+TINY = 1e-12
+
+
+def suspicious_of(
+    items: np.ndarray, clicks: np.ndarray, expected: np.ndarray, weights: np.ndarray, all_clicks: float
+) -> np.ndarray:
+    """Return the mask of requests with impossibly many clicks; all False if there are too few, or if users are eager.
+
+    `items` and `clicks` count the rows of a request, and those with feedback. `expected` is the sum of the click rates
+    of its positions. `all_clicks` is the weighted number of clicks of the log, of which these requests may be a part:
+    requests with fewer than `BOT_LENGTH` items, or at most `BOT_MIDDLE` of them clicked, have no effect.
+    """
+    n, m = items, clicks
+    middle = int(((n >= BOT_LENGTH) & (m > BOT_MIDDLE * n) & (m <= BOT_SHARE * n)).sum())
+    eager = np.flatnonzero((n >= BOT_LENGTH) & (m > BOT_SHARE * n))
+    a, p = m[eager] / n[eager], np.clip(expected[eager] / n[eager], TINY, 1 - TINY)
+    # Chernoff's bound, which holds for clicks of unequal rates (Hoeffding 1956): P(m or more) <= exp(-n KL(a, p)).
+    kl = a * np.log(a / p) + (1 - a) * np.log(np.maximum(1 - a, TINY) / (1 - p))
+    bots = eager[(a > p) & (n[eager] * kl > -np.log(BOT_CHANCE))]
+    mask = np.zeros(len(n), bool)
+    share = weights[bots] @ m[bots] / max(all_clicks, TINY)
+    mask[bots] = len(bots) >= max(BOT_REQUESTS, BOT_BUMP * middle) and share > BOT_CLICKS
+    return mask
+
+
+def write_suspicious(folder: Path, requests: Any) -> None:
+    """Write suspicious.csv into a folder: the ids of the requests that were left out, an Arrow array."""
+    try:
+        texts = requests.cast(pa.string())
+    except pa.ArrowException:  # ids of a type that is not text, or bytes that are not UTF-8
+        texts = pa.array([str(value) for value in requests.to_pylist()], pa.string())
+    with atomic_path(folder / SUSPICIOUS_FILE, overwrite=True) as path, path.open("w", newline="") as file:
+        csv.writer(file).writerows([("request",), *((text,) for text in texts.to_pylist())])

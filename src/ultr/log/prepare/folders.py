@@ -1,0 +1,225 @@
+"""The folder of lists: the facts in its `lists.json`, and shards of a further log that are appended to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ultr.errors import ColumnError, DataError, OptionError, OutputError
+from ultr.log.cleaning import SUSPICIOUS_FILE
+from ultr.log.columns import MAX_CATEGORIES
+from ultr.log.prepare.options import Preparation
+from ultr.log.shards import SPLITS, Manifest, Shards, is_lists
+from ultr.utils.files import lock, output_errors, sync_folder
+from ultr.utils.stores import as_path, as_url
+
+# --- Facts of shards --------------------------------------------------------------------------------------------------
+# Counts, positions and categories of all shards, for `lists.json`; they are found without reading features.
+
+
+@dataclass
+class Facts:
+    """The counts of each split; the positions, categories and binary actions (0 or 1) of the train split."""
+
+    splits: dict[str, dict[str, int]] = field(default_factory=dict)
+    positions: tuple[int, ...] = ()
+    categorical: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    binary: tuple[str, ...] = ()
+    tied: int = 0  # items with the same position as the item before them in their request
+
+
+def shard_facts(folder: Path, *, actions: Sequence[str], categorical: Sequence[str], feedback: Sequence[str]) -> Facts:
+    """Return the facts of a folder of shards; a request has feedback if one of the actions `feedback` is above 0."""
+    facts = Facts()
+    positions = np.zeros(0, np.int64)
+    binary = set(actions)
+    values: dict[str, pa.Array] = {name: pa.array([], pa.string()) for name in categorical}
+    for split in SPLITS:
+        shards = sorted((folder / split).glob("*.parquet"))
+        counts = {"requests": 0, "rows": 0, "longest": 0, "with_feedback": 0}
+        names = ["position", *actions, *(categorical if split == "train" else ())]
+        for table in (t for shard in shards for t in _row_groups(shard, names)):
+            offsets = table["position"].chunk(0).offsets.to_numpy()
+            lengths = np.diff(offsets)
+            columns = {name: table[name].chunk(0).flatten() for name in names}
+            shown = columns["position"].to_numpy()
+            acted = np.logical_or.reduce([columns[name].to_numpy() > 0 for name in feedback] or [np.zeros(len(shown))])
+            total = np.concatenate([[0], np.cumsum(acted)])
+            starts = offsets[:-1] - offsets[0]
+            counts["requests"] += len(table)
+            counts["rows"] += len(shown)
+            counts["longest"] = max(counts["longest"], int(lengths.max()))
+            counts["with_feedback"] += int((total[starts + lengths] > total[starts]).sum())
+            inside = np.ones(len(shown), bool)
+            inside[starts] = False
+            facts.tied += int(((np.diff(shown, prepend=-1) == 0) & inside).sum())
+            if split != "train":
+                continue
+            positions = np.union1d(positions, shown)
+            binary -= {name for name in binary if not np.isin(columns[name].to_numpy(), (0, 1)).all()}
+            for name in categorical:
+                values[name] = _with_new(values[name], columns[name], name)
+        if counts["requests"]:
+            facts.splits[split] = counts
+    if "train" not in facts.splits:
+        raise DataError("no request is left for training", hint="relax --where, or lower --validation and --test")
+    facts.positions = tuple(positions.tolist())
+    facts.binary = tuple(name for name in actions if name in binary)
+    facts.categorical = {name: tuple(sorted(array.to_pylist())) for name, array in values.items()}
+    return facts
+
+
+def _row_groups(shard: Path, columns: Sequence[str]) -> Iterator[pa.Table]:
+    with pq.ParquetFile(shard) as file:
+        for number in range(file.num_row_groups):
+            yield file.read_row_group(number, columns=list(columns)).combine_chunks()
+
+
+def _with_new(categories: pa.Array, column: pa.Array, name: str) -> pa.Array:
+    """Return the categories, and after them those of a column that are new."""
+    distinct = pc.unique(pa.concat_arrays([categories, pc.unique(column).drop_null()]))
+    if len(distinct) >= MAX_CATEGORIES:
+        hint = "merge rare categories, or do not name it in --categorical"
+        raise ColumnError(f"'{name}' has too many categories", got=f"{len(distinct):,}", hint=hint)
+    return distinct
+
+
+# --- Appending --------------------------------------------------------------------------------------------------------
+# Append a further log to a folder of lists: its shards are added, and the others stay as they are.
+
+# Options that must be those of the lists, and where the manifest has them; an append takes them from there.
+OPTIONAL = ("relevance", "weight", "item", "query", "segment", "randomised")  # roles that lists may lack
+FIXED = ("on_duplicates", "min_items", "max_items", "keep_clickless")
+
+
+@contextmanager
+def locked(lists: str | Path) -> Iterator[Path]:
+    """Lock a folder of lists on this machine for an append; raise OutputError if another process appends to it."""
+    if as_url(lists) is not None:
+        hint = "append on this machine, and copy the folder"
+        raise OptionError("lists in a store cannot be appended to", got=lists, hint=hint)
+    folder = as_path(lists)
+    if not is_lists(folder):
+        hint = "prepare the first day with --out"
+        raise DataError("is not a folder of lists, so nothing can be appended to it", where=folder, hint=hint)
+    with output_errors(folder), (folder / ".lock").open("w") as file:
+        try:
+            lock(file.fileno(), wait=False)
+        except BlockingIOError as error:
+            raise OutputError("another process appends to these lists", where=folder, hint="wait") from error
+        yield folder
+
+
+def options_of_lists(manifest: Manifest, given: Mapping[str, Any], *, where: object) -> dict[str, Any]:
+    """Return the options to prepare a further log with: those of the lists, and the others as given.
+
+    Conditions on rows are those of the lists, unless others are given.
+    Raise OptionError if an option that decides what the lists contain is given with another value.
+    """
+    about, defaults = manifest.about, {field.name: field.default for field in fields(Preparation)}
+    split = about["split"]
+    if split["by"] != "hash":
+        hint = "prepare all days again; the latest requests are held out"
+        raise OptionError("lists that are split by time cannot be appended to", where=where, hint=hint)
+    columns = {role: names for role, names in about["columns"].items() if role in defaults}
+    of_lists = {**columns, "label": manifest.label, **{name: about[name] for name in FIXED}}
+    of_lists |= {"split": "hash", "by_query": split.get("by_query")}
+    of_lists |= {name: split[name] for name in ("validation", "test")}
+    for name, value in given.items():
+        if name in of_lists and value not in (defaults[name], of_lists[name]) and _as_list(value) != of_lists[name]:
+            what = f"the option '{name.replace('_', '-')}' is that of the lists"
+            got = f"{value}; the lists have {of_lists[name]}"
+            raise OptionError(what, where=where, got=got, hint="leave it out")
+    where_of_rows = given.get("where") or about["where"]
+    return {**given, **dict.fromkeys(OPTIONAL, ""), **of_lists, "where": tuple(where_of_rows)}
+
+
+def _as_list(value: Any) -> Any:
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+def append_shards(lists: Path, new: Path, added: Manifest, *, source: str, fingerprint: str) -> Manifest:
+    """Move the shards of the folder `new` to the folder `lists`, and return the manifest of both, which is saved last.
+
+    Until then the lists are those of before, because shards that the manifest does not have are not read.
+    """
+    old = Manifest.load(lists)
+    _check_same(old, added, lists, new)
+    moved = []
+    for split in SPLITS:
+        count = sum(name.startswith(f"{split}/") for name in old.footers)
+        (lists / split).mkdir(exist_ok=True)
+        for number, path in enumerate(sorted((new / split).glob("*.parquet")), count):
+            target = lists / split / f"part-{number:05}.parquet"
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            path.replace(target)
+            moved.append((f"{split}/{path.name}", f"{split}/{target.name}"))
+        sync_folder(lists / split)
+    if (new / SUSPICIOUS_FILE).is_file():
+        ids = (new / SUSPICIOUS_FILE).read_text().split("\n", 1)[1]
+        before = (lists / SUSPICIOUS_FILE).read_text() if (lists / SUSPICIOUS_FILE).is_file() else "request\n"
+        (lists / SUSPICIOUS_FILE).write_text(before + ids)
+    manifest = _joined(old, added, dict(moved), source, fingerprint)
+    manifest.save(lists)
+    return manifest
+
+
+def _check_same(old: Manifest, added: Manifest, lists: Path, new: Path) -> None:
+    """Raise ColumnError if the new shards have other columns or types than the lists."""
+    for what, before, after in (
+        ("features", old.features, added.features),
+        ("actions", old.actions, added.actions),
+        ("categorical features", tuple(old.categorical), tuple(added.categorical)),
+    ):
+        if before != after:
+            got, hint = f"{_brief(after)}; the lists have {_brief(before)}", "write the columns of the lists"
+            raise ColumnError(f"the {what} of the log are not those of the lists", where=lists, got=got, hint=hint)
+    schemas = [pq.read_schema(Shards(folder).paths[0]) for folder in (lists, new)]
+    kinds = [dict(zip(schema.names, schema.types, strict=True)) for schema in schemas]
+    differing = [name for name in {**kinds[0], **kinds[1]} if kinds[0].get(name) != kinds[1].get(name)]
+    if differing:
+        name = differing[0]
+        got = f"{kinds[1].get(name, 'no such column')}; the lists have {kinds[0].get(name, 'no such column')}"
+        what = f"the type of '{name}' is not that of the lists"
+        raise ColumnError(what, where=lists, got=got, hint="convert the column of the log")
+
+
+def _brief(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _joined(old: Manifest, added: Manifest, moved: Mapping[str, str], source: str, fingerprint: str) -> Manifest:
+    """Return the manifest of lists and of the shards that were added; `moved` has their old and new names."""
+    splits = {}
+    for split in (name for name in SPLITS if name in old.splits or name in added.splits):
+        parts = [each.splits[split] for each in (old, added) if split in each.splits]
+        splits[split] = {key: (max if key == "longest" else sum)(part[key] for part in parts) for key in parts[0]}
+    categorical = {}
+    for name, values in old.categorical.items():
+        categorical[name] = (*values, *sorted({*added.categorical[name]} - {*values}))  # codes of old values stay
+    for name, values in categorical.items():
+        if len(values) >= MAX_CATEGORIES:
+            hint = "prepare all days again, with rare categories merged"
+            raise ColumnError(f"'{name}' has too many categories", got=f"{len(values):,}", hint=hint)
+    counts = {key: old.about[key] + added.about[key] for key in ("rows", "requests", "requests_dropped")}
+    part = {"source": source, "fingerprint": fingerprint, "shards": sorted(moved.values())}
+    return replace(
+        old,
+        positions=tuple(sorted({*old.positions, *added.positions})),
+        splits=splits,
+        categorical=categorical,
+        binary=tuple(name for name in old.binary if name in added.binary),
+        about={**old.about, **counts, "notes": added.about["notes"]},
+        footers={**old.footers, **{moved[name]: value for name, value in added.footers.items()}},
+        appended=(*old.appended, part),
+    )

@@ -1,0 +1,228 @@
+"""Rankers that predict feedback: the score is a function of the predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, linear, softplus
+
+from ultr.errors import DataError
+from ultr.log.labels import Label
+
+# --- Hurdles: whether there is feedback, and how much -----------------------------------------------------------------
+# Rankers that predict whether there is feedback, and how much: the score is the product.
+#
+# They differ in their model of the value, the feedback c of items that have some (c > 0).
+
+LARGEST_LOG_VALUE = 10.0  # largest |log μ|
+THRESHOLDS = 32  # of ordinal regression
+GROUPS, KNOTS = 10, 65  # groups of durations, and points of the distribution function of each
+
+
+class Hurdle(nn.Module):
+    """A ranker with score = β(x) μ(x). A network's first output is the logit of β; the others determine μ.
+
+    Here μ is the exponential of the second output, fitted by the gamma deviance c/μ + log μ.
+    """
+
+    KIND: ClassVar[str] = "gamma"
+    OUTPUTS: ClassVar[int] = 2
+
+    def __init__(self, ranker: nn.Module) -> None:
+        super().__init__()
+        self.ranker = ranker
+
+    def outputs(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logit of β [...], and the outputs for the value [..., OUTPUTS - 1]."""
+        outputs: Tensor = self.ranker(features)
+        return outputs[..., 0], outputs[..., 1:]
+
+    def value(self, outputs: Tensor, features: Tensor) -> Tensor:
+        """Return the expected value μ of items with some feedback."""
+        return _log_value(outputs).exp()
+
+    def value_loss(self, outputs: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        """Return the loss of the value by item; it counts only where the label is positive."""
+        log_value = _log_value(outputs)
+        return labels * torch.exp(-log_value) + log_value
+
+    def fit_values(self, labels: np.ndarray, features: np.ndarray) -> None:
+        """Fit what depends on the distribution of positive labels, which come with the features of their rows."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        logit, outputs = self.outputs(features)
+        return torch.sigmoid(logit) * self.value(outputs, features)
+
+
+def _log_value(outputs: Tensor) -> Tensor:
+    return outputs[..., 0].clamp(-LARGEST_LOG_VALUE, LARGEST_LOG_VALUE)
+
+
+def _sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sums over the last dimension, as a layer, which ONNX Runtime computes for no rows, too."""
+    return linear(values, weights[None]).squeeze(-1)
+
+
+class OrdinalHurdle(Hurdle):
+    """The value by ordinal regression: P(c > t_m | c > 0) for quantiles t_m of positive labels, each by cross-entropy.
+
+        μ = v_0 + Σ_m (v_m - v_{m-1}) P(c > t_m)          v_m = mean label between t_m and t_{m+1}
+
+    No distribution is assumed, and a few very long dwell times cannot dominate the loss. It is the classification and
+    restoration of CREAD (Sun et al. 2024), with thresholds at quantiles.
+    """
+
+    KIND = "ordinal"
+    OUTPUTS = 1 + THRESHOLDS
+    thresholds: Tensor
+    means: Tensor
+
+    def __init__(self, ranker: nn.Module) -> None:
+        super().__init__(ranker)
+        self.register_buffer("thresholds", torch.zeros(THRESHOLDS))
+        self.register_buffer("means", torch.ones(THRESHOLDS + 1))
+
+    def value(self, outputs: Tensor, features: Tensor) -> Tensor:
+        return self.means[0] + _sum(outputs.sigmoid(), self.means[1:] - self.means[:-1])
+
+    def value_loss(self, outputs: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        above = (labels[..., None] > self.thresholds).to(outputs.dtype)
+        return binary_cross_entropy_with_logits(outputs, above, reduction="none").mean(-1)
+
+    def fit_values(self, labels: np.ndarray, features: np.ndarray) -> None:
+        if not len(labels):
+            return
+        thresholds = np.quantile(labels, np.arange(1, THRESHOLDS + 1) / (THRESHOLDS + 1))
+        between = np.searchsorted(thresholds, labels)  # thresholds below each label
+        counts, sums = (np.bincount(between, w, minlength=THRESHOLDS + 1) for w in (None, labels))
+        edges = np.append(thresholds, thresholds[-1])  # equal thresholds have no labels between them
+        self.thresholds.copy_(torch.from_numpy(thresholds))
+        self.means.copy_(torch.from_numpy(np.where(counts > 0, sums / np.maximum(counts, 1), edges)))
+
+
+class DurationHurdle(Hurdle):
+    """The value by D2Q (Zhan et al. 2022): the quantile of a watch time among items of similar duration.
+
+    Items are divided into groups by the feature `duration`, equally many rows in each. The second output is the logit
+    of the quantile q = F_g(c) of the label in its group g, fitted by least squares; μ = F_g⁻¹(q). So a long item does
+    not count as liked only because it can be watched for long.
+    """
+
+    KIND = "d2q"
+    limits: Tensor
+    table: Tensor
+
+    def __init__(self, ranker: nn.Module, duration: int) -> None:
+        super().__init__(ranker)
+        self.duration = duration
+        self.register_buffer("limits", torch.zeros(GROUPS - 1))
+        self.register_buffer("table", torch.linspace(0, 1, KNOTS).expand(GROUPS, KNOTS).clone())  # F_g⁻¹ at 0 to 1
+
+    def _group(self, features: Tensor) -> Tensor:
+        above = (features[..., self.duration, None] > self.limits).to(self.limits.dtype)
+        return _sum(above, torch.ones_like(self.limits)).long()
+
+    def value(self, outputs: Tensor, features: Tensor) -> Tensor:
+        place = outputs[..., 0].sigmoid() * (KNOTS - 1)
+        below = place.floor().clamp(max=KNOTS - 2)
+        group, knot = self._group(features), below.long()
+        low, high = self.table[group, knot], self.table[group, knot + 1]
+        return low + (place - below) * (high - low)
+
+    def quantile(self, labels: Tensor, features: Tensor) -> Tensor:
+        """Return F_g(c) of labels c in the group of their items."""
+        knots = self.table[self._group(features)]
+        knot = ((labels[..., None] > knots).sum(-1) - 1).clamp(0, KNOTS - 2)
+        low, high = (knots.gather(-1, k[..., None]).squeeze(-1) for k in (knot, knot + 1))
+        share = (labels - low) / torch.where(high > low, high - low, 1.0)
+        return (knot + share.clamp(0, 1)) / (KNOTS - 1)
+
+    def value_loss(self, outputs: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        return (outputs[..., 0].sigmoid() - self.quantile(labels, features)).square()
+
+    def fit_values(self, labels: np.ndarray, features: np.ndarray) -> None:
+        durations = features[:, self.duration]
+        if not np.isfinite(durations).all():
+            raise DataError("the duration of an item must be a finite number", hint="fill in or remove such rows")
+        if not len(labels):
+            return
+        self.limits.copy_(torch.from_numpy(np.quantile(durations, np.arange(1, GROUPS) / GROUPS)))
+        group = (durations[:, None] > self.limits.cpu().numpy()).sum(1)
+        levels = np.linspace(0, 1, KNOTS)
+        for g in range(GROUPS):
+            inside = labels[group == g]  # a group is empty if many items have the same duration
+            self.table[g] = torch.from_numpy(np.quantile(inside if len(inside) else labels, levels))
+
+
+def make_hurdle(kind: str, ranker: nn.Module, duration: int | None) -> Hurdle:
+    """Make the ranker with this model of the value: gamma, ordinal or d2q, which needs the index of a feature."""
+    if kind == DurationHurdle.KIND:
+        if duration is None:
+            raise ValueError("d2q needs a duration")
+        return DurationHurdle(ranker, duration)
+    return {Hurdle.KIND: Hurdle, OrdinalHurdle.KIND: OrdinalHurdle}[kind](ranker)
+
+
+HURDLE_OUTPUTS = {kind.KIND: kind.OUTPUTS for kind in (Hurdle, OrdinalHurdle, DurationHurdle)}
+
+
+# --- Products of two probabilities ------------------------------------------------------------------------------------
+# A ranker whose score is the product of two probabilities, such as that of a click and of a satisfied user.
+
+
+class Product(nn.Module):
+    """A ranker with score = log(a(x) s(x)), from a network with two outputs: the logits of a and of s.
+
+    The logarithm ranks as the product does, and does not become constant where both probabilities are near 1.
+    """
+
+    def __init__(self, ranker: nn.Module) -> None:
+        super().__init__()
+        self.ranker = ranker
+
+    def outputs(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of a and of s of each item."""
+        outputs: Tensor = self.ranker(features)
+        return outputs[..., 0], outputs[..., 1]
+
+    def forward(self, features: Tensor) -> Tensor:
+        first, second = self.outputs(features)
+        return -softplus(-first) - softplus(-second)  # not logsigmoid: in ONNX it would have few digits
+
+
+# --- Labels of predicted actions --------------------------------------------------------------------------------------
+# A ranker that predicts the actions of a label (click, dwell, ...); its score is the label of the predictions.
+
+
+class Synthesised(nn.Module):
+    """A ranker with score = Φ(predicted actions), where Φ is the expression of the label.
+
+    `ranker` has an output for each action of the label. For actions that are 0 or 1 (`binary`) it is a logit. For other
+    actions the prediction is `scale` · softplus(output), because actions are not negative.
+    """
+
+    scale: Tensor
+    is_binary: Tensor
+
+    def __init__(self, ranker: nn.Module, label: Label, binary: Sequence[str]) -> None:
+        super().__init__()
+        self.ranker, self.label = ranker, label
+        self.binary = tuple(name for name in label.actions if name in binary)
+        self.register_buffer("scale", torch.ones(len(label.actions)))
+        is_binary = torch.tensor([name in self.binary for name in label.actions])
+        self.register_buffer("is_binary", is_binary, persistent=False)
+
+    def outputs(self, features: Tensor) -> Tensor:
+        """Return the output of the network for each action: [..., actions]."""
+        outputs: Tensor = self.ranker(features)
+        return outputs if len(self.scale) > 1 else outputs[..., None]
+
+    def forward(self, features: Tensor) -> Tensor:
+        outputs = self.outputs(features)
+        predicted = torch.where(self.is_binary, outputs.sigmoid(), self.scale * softplus(outputs))
+        scores: Tensor = self.label(dict(zip(self.label.actions, predicted.unbind(-1), strict=True)), check=False)
+        return scores

@@ -1,0 +1,300 @@
+"""ONNX graphs that are made here: of trees of LightGBM and XGBoost, and of sums of rankers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ultr.errors import DataError
+from ultr.rankers.boosters import Booster
+from ultr.rankers.combined import Part
+from ultr.serving.exported import INPUT, OUTPUT
+
+# --- Trees ------------------------------------------------------------------------------------------------------------
+# Trees of LightGBM and XGBoost as ONNX, translated from the libraries' own files.
+#
+# The ONNX model compares and adds in double precision, as LightGBM does. Thresholds of LightGBM are doubles: rounded to
+# float32, they would send a value on a threshold to the other side.
+
+OPSET, ML_OPSET, IR_VERSION = 18, 3, 8
+MAX_NODES = 2_000_000
+ZERO = float(np.float32(1e-35))  # LightGBM treats values up to this distance from zero as zero
+_CATEGORICAL, _DEFAULT_LEFT, _MISSING_IS_ZERO, _MISSING_IS_NAN = 1, 2, 1, 2  # bits of LightGBM's decision_type
+
+
+class NotInOnnxError(DataError):
+    """ONNX cannot express these trees; only the library's own file can."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """A binary tree as arrays with one entry for each split; a negative child is the leaf ~child.
+
+    A value goes left if value <= threshold, or if value < threshold with `strict`. At a split by categories, a value
+    that is one of them goes left. `missing_left` says where missing values go.
+    """
+
+    feature: np.ndarray
+    threshold: np.ndarray
+    left: np.ndarray
+    right: np.ndarray
+    missing_left: np.ndarray
+    leaves: np.ndarray
+    categories: Mapping[int, np.ndarray] = field(default_factory=dict)  # split -> the values that go left
+    strict: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """Trees whose leaves are added to a base.
+
+    Values up to the distance `zero` from zero count as zero; in the columns `zero_is_missing`, zero is a missing value.
+    """
+
+    trees: Sequence[Tree]
+    base: float
+    zero: float
+    zero_is_missing: frozenset[int]
+
+
+def trees_to_onnx(booster: Booster, features: int) -> bytes:
+    """Return trees as ONNX, from `features`, float32 [requests, items, features], to `scores` [requests, items]."""
+    forest = (_from_lightgbm if booster.LIBRARY == "lightgbm" else _from_xgboost)(booster)
+    return _model(forest, features)
+
+
+# --- The libraries' files ------------------------------------------------------------------------------------------
+
+
+def _from_lightgbm(booster: Booster) -> Forest:
+    text = booster.trees.model_to_string(num_iteration=booster.rounds)
+    zero_is_missing = set(booster.categorical)
+    trees = []
+    for part in text.partition("\nend of trees")[0].split("\nTree=")[1:]:
+        entries = dict(line.split("=", 1) for line in part.splitlines()[1:] if "=" in line)
+        if entries.get("is_linear", "0") != "0":
+            raise NotInOnnxError("the leaves are linear models", hint="train without linear_tree")
+        trees.append(_lightgbm_tree(entries, zero_is_missing))
+    return Forest(trees, 0.0, ZERO, frozenset(zero_is_missing))
+
+
+def _lightgbm_tree(entries: Mapping[str, str], zero_is_missing: set[int]) -> Tree:
+    def numbers(name: str, kind: Any) -> np.ndarray:
+        return np.array(entries.get(name, "").split(), kind)
+
+    feature, threshold = numbers("split_feature", np.int64), numbers("threshold", np.float64)
+    decision = numbers("decision_type", np.int64)
+    missing = decision >> 2 & 3
+    is_category = decision & _CATEGORICAL == 1
+    zero_is_missing |= set(feature[(missing == _MISSING_IS_ZERO) & ~is_category].tolist())
+    # A missing value counts as zero if training saw none; it is not in any set of categories.
+    missing_left = np.where(missing == 0, threshold >= 0, decision & _DEFAULT_LEFT > 0) & ~is_category
+    bounds, words = numbers("cat_boundaries", np.int64), numbers("cat_threshold", np.uint32)
+    categories = {}
+    for split in np.flatnonzero(is_category).tolist():
+        index = int(threshold[split])
+        bits = np.unpackbits(words[bounds[index] : bounds[index + 1]].astype("<u4").view(np.uint8), bitorder="little")
+        categories[split] = np.flatnonzero(bits)
+    return Tree(
+        feature,
+        threshold,
+        numbers("left_child", np.int64),
+        numbers("right_child", np.int64),
+        missing_left,
+        numbers("leaf_value", np.float64),
+        categories,
+    )
+
+
+def _from_xgboost(booster: Booster) -> Forest:
+    content = json.loads(bytes(booster.trees[: booster.rounds].save_raw("json")))["learner"]
+    parameters, boosted = content["learner_model_param"], content["gradient_booster"]
+    base = np.array(str(parameters["base_score"]).strip("[]").split(","), np.float32)
+    if boosted["name"] != "gbtree" or len(base) != 1 or int(parameters["num_target"]) > 1:
+        raise NotInOnnxError(f"boosters of type {boosted['name']} with {len(base)} outputs are not supported")
+    trees = [_xgboost_tree(tree) for tree in boosted["model"]["trees"]]
+    return Forest(trees, float(base[0]), 0.0, frozenset(booster.categorical))
+
+
+def _xgboost_tree(tree: Mapping[str, Any]) -> Tree:
+    left, right = np.array(tree["left_children"], np.int64), np.array(tree["right_children"], np.int64)
+    values = np.array(tree["split_conditions"], np.float32).astype(np.float64)
+    nodes = [0]  # the nodes that can be reached; others were pruned
+    for node in nodes:
+        nodes += [int(left[node]), int(right[node])] if left[node] >= 0 else []
+    splits = np.array([node for node in nodes if left[node] >= 0], np.int64)
+    leaves = np.array([node for node in nodes if left[node] < 0], np.int64)
+    number = np.zeros(len(left), np.int64)  # of each node: the index of a split, or ~index of a leaf
+    number[splits], number[leaves] = np.arange(len(splits)), ~np.arange(len(leaves))
+    reached = set(nodes)
+    sets = zip(tree["categories_nodes"], tree["categories_segments"], tree["categories_sizes"], strict=True)
+    categories = {
+        int(number[node]): np.array(tree["categories"][start : start + size], np.int64)
+        for node, start, size in sets
+        if node in reached
+    }
+    turned = np.array(tree["split_type"], np.int64)[splits] == 1  # XGBoost sends the categories of a split right
+    to_left, to_right = number[left[splits]], number[right[splits]]
+    return Tree(
+        np.array(tree["split_indices"], np.int64)[splits],
+        values[splits],
+        np.where(turned, to_right, to_left),
+        np.where(turned, to_left, to_right),
+        np.array(tree["default_left"], bool)[splits] ^ turned,
+        values[leaves],
+        categories,
+        strict=True,
+    )
+
+
+# --- ONNX ---------------------------------------------------------------------------------------------------------
+
+
+class _Nodes:
+    """The attributes of TreeEnsembleRegressor: lists with one entry for each node of each tree."""
+
+    def __init__(self) -> None:
+        names = ("treeids", "nodeids", "featureids", "modes", "truenodeids", "falsenodeids", "missing", "values")
+        self.columns: dict[str, list[Any]] = {name: [] for name in names}
+        self.targets: dict[str, list[Any]] = {"treeids": [], "nodeids": [], "weights": []}
+
+    def add(self, number: int, tree: Tree) -> None:
+        """Add a tree: its splits in order, then its leaves, then the further comparisons of splits by categories."""
+        splits, leaves = len(tree.feature), len(tree.leaves)
+        node_of = (
+            np.where(tree.left < 0, splits + ~tree.left, tree.left),
+            np.where(tree.right < 0, splits + ~tree.right, tree.right),
+        )
+        mode, more = "BRANCH_LT" if tree.strict else "BRANCH_LEQ", splits + leaves
+        for split in range(splits):
+            feature, missing = int(tree.feature[split]), int(tree.missing_left[split])
+            yes, no = int(node_of[0][split]), int(node_of[1][split])
+            if split not in tree.categories:
+                self._node(number, split, feature, mode, yes, no, missing, float(tree.threshold[split]))
+                continue
+            values, node = tree.categories[split].tolist() or [-1], split  # -1 is never equal: codes are not negative
+            for i, value in enumerate(values):
+                last = i == len(values) - 1
+                self._node(number, node, feature, "BRANCH_EQ", yes, no if last else more, missing, float(value))
+                node, more = more, more + (not last)
+        for leaf, weight in enumerate(tree.leaves.tolist()):
+            self._node(number, splits + leaf, 0, "LEAF", 0, 0, 0, 0.0)
+            for name, value in (("treeids", number), ("nodeids", splits + leaf), ("weights", weight)):
+                self.targets[name].append(value)
+        if len(self.columns["values"]) > MAX_NODES:
+            what = (
+                f"the trees need more than {MAX_NODES:,} nodes in ONNX, which has one node for each category of a split"
+            )
+            raise NotInOnnxError(what, hint="train with fewer categories, rounds or leaves")
+
+    def _node(self, *entries: Any) -> None:
+        for column, value in zip(self.columns.values(), entries, strict=True):
+            column.append(value)
+
+    def attributes(self, helper: Any, double: int, base: float) -> dict[str, Any]:
+        def tensor(name: str, values: Iterable[float]) -> Any:
+            listed = list(values)
+            return helper.make_tensor(name, double, [len(listed)], listed)
+
+        columns, targets = dict(self.columns), self.targets
+        missing, values = columns.pop("missing"), columns.pop("values")
+        return {
+            **{f"nodes_{name}": entries for name, entries in columns.items()},
+            "nodes_missing_value_tracks_true": missing,
+            "nodes_values_as_tensor": tensor("nodes_values", values),
+            "target_treeids": targets["treeids"],
+            "target_nodeids": targets["nodeids"],
+            "target_ids": [0] * len(targets["nodeids"]),
+            "target_weights_as_tensor": tensor("target_weights", targets["weights"]),
+            "base_values_as_tensor": tensor("base_values", [base]),
+            "n_targets": 1,
+            "aggregate_function": "SUM",
+        }
+
+
+def _model(forest: Forest, features: int) -> bytes:
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    nodes = _Nodes()
+    for number, tree in enumerate(forest.trees):
+        nodes.add(number, tree)
+    zeros = np.array([np.nan if i in forest.zero_is_missing else 0.0 for i in range(features)])
+    constants = {
+        "row_shape": np.array([-1, features], np.int64),
+        "nearly_zero": np.array(forest.zero),
+        "zeros": zeros,
+        "first": np.array([0], np.int64),
+        "end": np.array([2], np.int64),
+    }
+    steps = [
+        helper.make_node("Reshape", [INPUT, "row_shape"], ["float_rows"]),
+        helper.make_node("Cast", ["float_rows"], ["rows"], to=TensorProto.DOUBLE),
+        helper.make_node("Abs", ["rows"], ["sizes"]),
+        helper.make_node("LessOrEqual", ["sizes", "nearly_zero"], ["are_zero"]),
+        helper.make_node("Where", ["are_zero", "zeros", "rows"], ["known_rows"]),
+    ]
+    attributes = nodes.attributes(helper, TensorProto.DOUBLE, forest.base)
+    steps += [
+        helper.make_node("TreeEnsembleRegressor", ["known_rows"], ["sums"], domain="ai.onnx.ml", **attributes),
+        helper.make_node("Shape", [INPUT], ["shape"]),
+        helper.make_node("Slice", ["shape", "first", "end"], ["list_shape"]),
+        helper.make_node("Reshape", ["sums", "list_shape"], [OUTPUT], allowzero=1),
+    ]
+    graph = helper.make_graph(
+        steps,
+        "trees",
+        [helper.make_tensor_value_info(INPUT, TensorProto.FLOAT, ["requests", "items", features])],
+        [helper.make_tensor_value_info(OUTPUT, TensorProto.FLOAT, ["requests", "items"])],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("ai.onnx.ml", ML_OPSET)]
+    model = helper.make_model(graph, producer_name="ultr", opset_imports=opsets, ir_version=IR_VERSION)
+    onnx.checker.check_model(model)
+    return bytes(model.SerializeToString())
+
+
+# --- Sums of rankers --------------------------------------------------------------------------------------------------
+# A blend of rankers as ONNX: the graphs of its parts side by side, and their weighted sum.
+
+
+def blend_to_onnx(parts: Sequence[tuple[Part, bytes]]) -> bytes:
+    """Return the sum of parts as ONNX; each part comes with its ranker as ONNX, with the same input and output."""
+    import onnx
+    from onnx import compose, helper, numpy_helper
+
+    first = onnx.load_model_from_string(parts[0][1])
+    nodes = []
+    constants = []
+    terms = []
+    opsets: dict[str, int] = {}
+    for number, (part, content) in enumerate(parts):
+        prefix = f"part{number}_"
+        model = compose.add_prefix(onnx.load_model_from_string(content), prefix, rename_inputs=False)
+        if model.functions:
+            raise ValueError("the graph of a part has functions")
+        opsets |= {each.domain: max(each.version, opsets.get(each.domain, 0)) for each in model.opset_import}
+        nodes += model.graph.node
+        constants += model.graph.initializer
+        for name, value in (("shift", part.shift), ("weight", part.weight)):
+            constants.append(numpy_helper.from_array(np.array(value, np.float32), prefix + name))
+        last = f"{prefix}shifted"
+        nodes.append(helper.make_node("Add", [prefix + OUTPUT, f"{prefix}shift"], [last]))
+        if part.link == "log-sigmoid":  # -softplus(-x)
+            names = [f"{prefix}{name}" for name in ("negative", "softplus", "linked")]
+            for kind, name in zip(("Neg", "Softplus", "Neg"), names, strict=True):
+                nodes.append(helper.make_node(kind, [last], [name]))
+                last = name
+        nodes.append(helper.make_node("Mul", [last, f"{prefix}weight"], [f"{prefix}term"]))
+        terms.append(f"{prefix}term")
+    nodes.append(helper.make_node("Sum", terms, [OUTPUT]))
+    output = helper.make_tensor_value_info(OUTPUT, onnx.TensorProto.FLOAT, ["requests", "items"])
+    graph = helper.make_graph(nodes, "blend", list(first.graph.input), [output], constants)
+    imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
+    blended = helper.make_model(graph, producer_name="ultr", opset_imports=imports, ir_version=first.ir_version)
+    onnx.checker.check_model(blended)
+    return bytes(blended.SerializeToString())

@@ -1,0 +1,66 @@
+"""The stage `check`: look for problems of the data before training, such as leaks, bots and lists of one item."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ultr.checks.leaks import find_leaks
+from ultr.checks.pitfalls import TRAINING_CHECKS, Pitfall, find_bots, find_pitfalls
+from ultr.errors import DataError
+from ultr.log import Log
+from ultr.log.cleaning import SUSPICIOUS_FILE
+from ultr.log.labels import Label
+from ultr.log.sampling import sample_log
+from ultr.methods import learns_alone
+from ultr.training.config import Config
+from ultr.training.data import Data
+
+CHECKED_ROWS, CHECKED_NUMBERS = 50_000, 1_000_000  # most rows, and rows times features, whose features are checked
+COUNTED_ROWS = 1_000_000  # most rows in which bots and repeated items are looked for
+ONE_ITEM = (
+    "a request with one item shows how good the item is, but not which of two items is better: pointwise methods learn "
+    "from it, and pairwise and listwise methods do not"
+)
+
+
+def check(config: Config, data: Data) -> list[Pitfall]:
+    """Return the problems of the data of a run; raise DataError for features that follow feedback.
+
+    With `allow_leaks`, such features are only a finding. Samples are checked, so this takes about a second.
+    """
+    log = data.train
+    pitfalls = _one_item(log)
+    if data.suspicious is not None:
+        what = f"{len(data.suspicious):,} requests with impossible click rates are left out"
+        pitfalls.append(Pitfall("suspicious requests", what, f"their ids are written to {SUSPICIOUS_FILE} in the run"))
+    if config.users is not None or config.simulation.learn_from != "feedback" or log.positions is None:
+        return pitfalls
+    clear, likely = find_leaks(log)
+    if clear and not config.data.allow_leaks:
+        what = f"features follow the feedback on their item: {clear[0].what}"
+        hint = f"{clear[0].hint}; to train with them, pass --set allow_leaks=true (allow_leaks=True)"
+        raise DataError(what, where=config.data.source or None, hint=hint)
+    counted = sample_log(log.without_features(), COUNTED_ROWS)
+    clicked = np.asarray(Label(data.label)(counted.actions)) > 0
+    checks = [check for check in TRAINING_CHECKS if data.suspicious is None or check is not find_bots]
+    rows = min(CHECKED_ROWS, CHECKED_NUMBERS // max(1, len(log.feature_names)))
+    found = find_pitfalls(counted, clicked, sample=sample_log(log, rows), checks=checks)
+    return [*pitfalls, *clear, *likely, *found]
+
+
+def check_pairs(config: Config, kind: str, log: Log) -> None:
+    """Raise DataError if all requests have one item and the method learns from the order of items only."""
+    method = config.method.name
+    if log.lengths.max(initial=0) == 1 and not learns_alone(method, ranker=kind):
+        hint = "use a request id that all items shown together share, or --method direct or pointwise"
+        what = f"all {len(log):,} requests have one item, so '{method}' has no order to learn from: {ONE_ITEM}"
+        raise DataError(what, where=config.data.source or None, hint=hint)
+
+
+def _one_item(log: Log) -> list[Pitfall]:
+    share = float((log.lengths == 1).mean())
+    if not share:
+        return []
+    what = f"{share:.1%} of the requests have one item: {ONE_ITEM}"
+    hint = "check that the items of a request share its id"
+    return [Pitfall("requests with one item", what, hint)]

@@ -1,0 +1,234 @@
+"""Runs of one method that differ only in seed and learning rate, trained together on a GPU (see `gpu.stack`).
+
+Each writes the run directory that it would write alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ultr.bias.logging_policy import share_logging_score
+from ultr.errors import OutputError
+from ultr.lists import ListBatches
+from ultr.log import Log
+from ultr.methods.bias_model import BiasModel
+from ultr.training.biases import BIAS, HELD_OUT_SHARE, BiasTraining, bias_training, save_bias
+from ultr.training.config import BIAS_TRAINING, Config, TrainingOptions
+from ultr.training.examining import Examined, examine, less_is_better
+from ultr.training.feed import FeedStack
+from ultr.training.folder import MODEL, find_folder, fit_folder, has_checkpoint, wait_for_lock
+from ultr.training.gpu.stack import Stack
+from ultr.training.loop import Listeners, TrainingState, train_all
+from ultr.training.networks import NetworkFit
+from ultr.training.run import Plan, finish, make_cached_plan, run_training
+
+SHRINK_AT = 0.6  # share of the learners of a stack that are not done, at which the others are left out
+MEMORY_SHARE = 0.4  # share of the free memory of a GPU that the training rows of all runs may take
+
+
+def _fit_of(plan: Plan) -> NetworkFit:
+    (fit,) = plan.fits
+    assert isinstance(fit, NetworkFit)  # noqa: S101 - only runs of networks are trained together
+    return fit
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run of a network: its plan, and the folder in which it is trained."""
+
+    plan: Plan
+    folder: Path
+
+    @property
+    def fit(self) -> NetworkFit:
+        return _fit_of(self.plan)
+
+    @property
+    def of_fit(self) -> Path:
+        return fit_folder(self.folder, self.fit.inputs.kind)
+
+    @property
+    def log(self) -> Log:
+        return self.plan.data.train
+
+
+def run_together(configs: Sequence[Config], outs: Sequence[Path], shared: Path, later: Sequence[Config] = ()) -> None:
+    """Train or resume runs of networks that differ only in seed and learning rate, together if they can be.
+
+    The folder of each run has the same content as after `run_training`, up to rounding. The bias models of runs that
+    will be trained `later` are fitted too, in the folder `shared`.
+    """
+    folders = [find_folder(out, resume=True, overwrite=False) for out in outs]
+    left = [number for number, folder in enumerate(folders) if not folder.is_complete]
+    for number, folder in enumerate(folders):
+        if number not in left:
+            folder.finish()
+    runs = [Run(make_cached_plan(configs[number]), folders[number].path) for number in left]
+    if len(runs) < 2 or not can_train_together(runs):
+        for config, out in zip(configs, outs, strict=True):
+            run_training(config, out, resume=True, shared=shared, listeners=Listeners(on_finding=None))
+        return
+    with ExitStack() as writing:
+        for number, run in zip(left, runs, strict=True):
+            if writing.enter_context(folders[number].writing(run.plan.config)):
+                raise OutputError("another process has finished this run", where=outs[number], hint="start again")
+        train_together(runs, shared, later)
+
+
+def can_train_together(runs: Sequence[Run]) -> bool:
+    """Return whether runs can be one stack: learners of the same shapes, enough requests, and no checkpoints."""
+    if any(len(run.plan.fits) > 1 for run in runs):
+        return False
+    first = runs[0].log
+    options = [run.fit.options for run in runs]
+    return (
+        Stack.can_hold([run.fit.method for run in runs], options)
+        and all(run.plan.data.stream is None for run in runs)
+        and all(run.log.actions.keys() == first.actions.keys() for run in runs)
+        and min(len(run.log) for run in runs) * (1 - HELD_OUT_SHARE) > max(each.batch for each in options)
+        and not any(has_checkpoint(run.of_fit) or (run.of_fit / MODEL).is_dir() for run in runs)
+        and all(run.plan.config.training.warm_start is None for run in runs)
+        and _fit_in_memory(runs)
+    )
+
+
+def _fit_in_memory(runs: Sequence[Run]) -> bool:
+    """Return whether the training rows of all runs fit in the memory of the GPU, if the device is one."""
+    device = _device(runs)
+    if device.type != "cuda":
+        return True
+    logs = {run.log for run in runs}
+    return sum(log.features.nbytes for log in logs) < MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]
+
+
+def _device(runs: Sequence[Run]) -> torch.device:
+    return next(runs[0].fit.method.parameters()).device
+
+
+def train_together(runs: Sequence[Run], shared: Path, later: Sequence[Config] = ()) -> None:
+    """Train runs together, and write the results of each into its folder.
+
+    `shared` is a folder for what runs share: examination, and the bias models of the runs and of those trained `later`.
+    """
+
+    @cache
+    def lists() -> dict[Log, ListBatches]:
+        logs = list(dict.fromkeys(run.log for run in runs))  # runs with the same seed share their requests
+        return dict(zip(logs, ListBatches.of_each(logs, device=_device(runs)), strict=True))
+
+    examined = []
+    for run in runs:
+        plan = run.plan
+        plan.decisions.save(run.folder)
+        examined.append(examine(plan.config, plan.data, run.folder, shared, needed=plan.needs_examination))
+    _fit_biases(runs, examined, shared, later, lists)
+    for run, found in zip(runs, examined, strict=True):
+        run.fit.prepare(run.of_fit, run.folder, found, shared, Listeners(), lists()[run.log])
+    fits = [run.fit for run in runs]
+    options, select = [fit.options for fit in fits], runs[0].plan.config.selection
+    for number, progress in train_all(
+        [fit.state for fit in fits],
+        _steps([fit.state for fit in fits], [fit.feed for fit in fits], options),
+        [fit.evaluate for fit in fits],
+        options[0],
+        select=select,
+        larger_is_better=not less_is_better(select),
+        evaluate_start=fits[0].starts_well,
+    ):
+        fits[number].record(progress)
+    for run, found in zip(runs, examined, strict=True):
+        finish(run.plan, run.folder, found, [run.fit.finish()])
+
+
+def _steps(
+    states: Sequence[TrainingState], feeds: Sequence[Any], options: Sequence[TrainingOptions]
+) -> Callable[[], Tensor]:
+    """Return a function that takes the next step of the learners that are not done, and returns the losses of all.
+
+    When many are done, the stack becomes smaller, because its step takes as long whether they are done or not.
+    """
+    stack = Stack([state.method for state in states], options)
+    members, step = list(range(len(states))), stack.steps(FeedStack(feeds))
+    losses = torch.zeros(len(states), device=next(states[0].method.parameters()).device)
+
+    def take() -> Tensor:
+        nonlocal stack, members, step
+        running = [number for number in members if not states[number].is_done(options[number])]
+        if 0 < len(running) <= SHRINK_AT * len(members):
+            stack = stack.only([members.index(number) for number in running])
+            step = stack.steps(FeedStack([feeds[number] for number in running]), first=states[running[0]].step)
+            members = running
+        losses[members] = step()
+        for number in running:
+            states[number].step += 1
+        return losses
+
+    return take
+
+
+def _fit_biases(
+    runs: Sequence[Run],
+    examined: Sequence[Examined],
+    shared: Path,
+    later: Sequence[Config],
+    lists: Callable[[], Mapping[Log, ListBatches]],
+) -> None:
+    """Fit together the bias models that are not in the folder `shared` yet, and save them there.
+
+    `lists` returns the training requests of the runs on the device.
+    """
+    needed: dict[Path, tuple[Plan, Examined]] = {}
+    for run, found in zip(runs, examined, strict=True):
+        if (folder := _bias_folder(run.plan, shared)) is not None and not (run.of_fit / BIAS).is_dir():
+            needed[folder] = run.plan, found
+    if needed:
+        for config in later:
+            plan = make_cached_plan(config)
+            if (folder := _bias_folder(plan, shared)) is not None and folder not in needed:
+                needed[folder] = plan, examine(config, plan.data, None, shared, needed=plan.needs_examination)
+    with ExitStack() as locks:
+        for folder in sorted(needed):  # in one order, so that processes cannot wait for each other
+            locks.enter_context(wait_for_lock(folder))
+        missing = {folder: each for folder, each in needed.items() if not folder.is_dir()}
+        models = [model for plan, _ in missing.values() if (model := _fit_of(plan).method.bias_learner()) is not None]
+        if len(models) < 2 or not Stack.can_hold(models, [BIAS_TRAINING] * len(models)):
+            return  # each run fits its own
+        for plan, _ in missing.values():
+            share_logging_score(plan.data.train, shared)
+        trainings = [_bias_training(plan, found, lists().get(plan.data.train)) for plan, found in missing.values()]
+        _train_biases(trainings)
+        for folder, training in zip(missing, trainings, strict=True):
+            save_bias(folder, training.model)
+
+
+def _bias_folder(plan: Plan, shared: Path) -> Path | None:
+    """Return the folder in `shared` for the bias model of a run; None if it needs none."""
+    model = _fit_of(plan).method.bias_learner()
+    if not isinstance(model, BiasModel) or plan.config.examination.bias is not None:
+        return None
+    return shared / plan.config.shared_key(_fit_of(plan).inputs.kind, plan.data.label, model.settings())
+
+
+def _bias_training(plan: Plan, examined: Examined, lists: ListBatches | None) -> BiasTraining:
+    fit, data = _fit_of(plan), plan.data
+    given: dict[str, Any] = {"user": data.feeding_user, "examination": examined.examination, "lists": lists}
+    training = bias_training(fit.method, data.train, fit.options, **given)
+    assert training is not None  # noqa: S101 - a BiasModel has a network
+    return training
+
+
+def _train_biases(trainings: Sequence[BiasTraining]) -> None:
+    states, options = [training.state for training in trainings], [training.options for training in trainings]
+    step = _steps(states, [training.feed for training in trainings], options)
+    for _ in train_all(states, step, [training.evaluate for training in trainings], options[0], select="likelihood"):
+        pass
+    for training in trainings:
+        training.finish()

@@ -1,0 +1,232 @@
+"""A network and trees whose sum is the ranker of a run: when they are trained, their shares, and updates of both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import ultr.training.data
+from runs import FEEDBACK, KNOWN, Killed, feedback_log, kill, killed_at, quick, scores, steps_to, write_feedback
+from training.test_update import STILL, day, read
+from training.test_warm_start import config, write
+from ultr.errors import OptionError, UltrError
+from ultr.rankers.combined import likely_share
+from ultr.rankers.model import load_model
+from ultr.serving.export import export_run
+from ultr.training.config import make_config
+from ultr.training.data import Decisions, decide, load_run_data
+from ultr.training.folder import current_folder, part_of, read_metrics
+from ultr.training.run import run_training
+from ultr.training.update import update_config, update_run
+from ultr.utils.jsonfiles import read_json
+
+pytest.importorskip("lightgbm")
+BOTH = {"ranker": "auto", "propensities": KNOWN, "select": FEEDBACK}
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory) -> Path:
+    return write_feedback(tmp_path_factory.mktemp("log"))
+
+
+@pytest.fixture(scope="module")
+def both(log, tmp_path_factory) -> Path:
+    return run_training(quick(log, **BOTH), tmp_path_factory.mktemp("both") / "run")
+
+
+# --- When both are trained --------------------------------------------------------------------------------------------
+
+
+def decided(**options) -> Decisions:
+    config = make_config("log", **options)
+    return decide(config, load_run_data(config, feedback_log(20)))
+
+
+def test_a_network_and_trees_are_trained_if_they_can_be(monkeypatch):
+    assert (decided().rankers, decided().notes) == (("mlp", "lightgbm"), ())
+    for options in ({"device": "cpu"}, {"steps": 5}, {"loss": "posterior"}, {"tree_parameters": {"num_leaves": 5}}):
+        assert decided(**options).rankers == ("mlp", "lightgbm")
+    for options in ({"method": "pointwise"}, {"loss": "opt"}, {"learn_from": "truth"}):
+        assert decided(**options).rankers == ("mlp",)
+    for kind in ("mlp", "linear", "lightgbm"):
+        assert decided(ranker=kind).rankers == (kind,)
+    monkeypatch.setattr(ultr.training.data, "size", lambda: 2)
+    assert decided().rankers == ("mlp",)
+    assert "several processes" in decided().notes[0]
+
+
+@pytest.mark.parametrize("absent", ["lightgbm", "numba"])
+def test_a_network_is_trained_alone_if_a_package_is_not_installed(absent, monkeypatch):
+    find = ultr.training.data.find_spec
+    monkeypatch.setattr(ultr.training.data, "find_spec", lambda name: None if name == absent else find(name))
+    assert decided().rankers == ("mlp",)
+    assert "pip install" in decided().notes[0]
+
+
+def test_streamed_lists_and_simulated_users_train_a_network_alone():
+    data = load_run_data(make_config("log"), feedback_log(20))
+    streamed = decide(make_config("log"), replace(data, stream=object()))
+    assert (streamed.rankers, streamed.streamed) == (("mlp",), True)
+    assert "streamed" in streamed.notes[0]
+    assert decide(make_config("log", users="pbm"), data).rankers == ("mlp",)
+
+
+def test_the_decisions_are_read_back_equal(tmp_path):
+    found = Decisions("click", ("mlp",), (8, 4), "device", True, ("a note",))
+    found.save(tmp_path)
+    assert Decisions.load(tmp_path) == found
+
+
+# --- The sum ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rankers", ["linear,lightgbm", "mlp,xgboost"])
+def test_all_pairs_of_kinds_can_be_summed(rankers, log, tmp_path):
+    run = run_training(quick(log, **{**BOTH, "ranker": rankers}), tmp_path / "run")
+    network, trees = rankers.split(",")
+    parts = load_model(run).ranker.parts
+    assert (parts[0].name, parts[-1].name) == (trees, network)  # as models and converters expect them
+    assert np.isfinite(scores(run, log)).all()
+    assert read_json(run / "bias.json")["shares"].keys() == {network, trees}
+
+
+def test_a_run_of_one_ranker_is_its_own_part(log, tmp_path):
+    run = run_training(quick(log, **{**BOTH, "ranker": "lightgbm"}), tmp_path / "run")
+    assert part_of(run, "lightgbm") == run
+    assert "shares" not in read_json(run / "bias.json")
+
+
+def test_missing_values_are_rejected_if_the_network_rejects_them(both, log, tmp_path):
+    assert load_model(both).missing == "keep"
+    run = run_training(quick(log, **BOTH, missing="error"), tmp_path / "run")
+    assert load_model(run).missing == "reject"
+
+
+def test_the_sum_can_be_exported(both, tmp_path):
+    assert export_run(both, tmp_path / "exported").keeps_missing  # it raises an error if the ONNX model differs
+
+
+def test_trees_that_fail_leave_the_network_for_the_next_attempt(both, log, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(UltrError, match="no trees"):
+        patch.setattr("ultr.training.trees.TreeFit.fit", lambda *_: (_ for _ in ()).throw(UltrError("no trees")))
+        run_training(quick(log, **BOTH), tmp_path / "run")
+    load_model(part_of(current_folder(tmp_path / "run"), "mlp"))
+    steps: list[tuple[str, int]] = []
+    run = run_training(quick(log, **BOTH), tmp_path / "run", resume=True, listeners=steps_to(steps))
+    assert {ranker for ranker, _ in steps} == {"lightgbm"}
+    np.testing.assert_array_equal(scores(run, log), scores(both, log))
+
+
+@pytest.mark.parametrize(("truth", "low", "high"), [(1.0, 0.9, 1.0), (0.5, 0.35, 0.65), (0.0, 0.0, 0.1)])
+def test_the_share_is_recovered_from_many_labels(truth, low, high):
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(size=(2, 20_000))
+    theta = rng.uniform(0.2, 1, 20_000)
+    labels = rng.poisson(theta * np.exp(truth * first + (1 - truth) * second - 2)).astype(float)
+    share = likely_share(*map(torch.from_numpy, (first, second, labels, np.log(theta))))
+    assert low <= share <= high
+
+
+def test_the_share_is_near_a_half_if_labels_tell_nothing():
+    first, second = torch.randn(2, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert likely_share(first, second, torch.zeros(200), torch.zeros(200)) == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_ranker_in_the_wrong_direction_has_no_share():
+    rng = np.random.default_rng(0)
+    truth, noise = rng.normal(size=(2, 4000))
+    labels = rng.poisson(np.exp(truth - 2)).astype(float)
+    wrong, right = torch.from_numpy(-truth + 0.1 * noise), torch.from_numpy(truth + 2 * noise)
+    assert likely_share(wrong, right, torch.from_numpy(labels), torch.zeros(4000, dtype=torch.float64)) < 0.2
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e12])
+def test_the_share_does_not_depend_on_the_scale_of_labels(scale):
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(size=(2, 4000))
+    labels = rng.poisson(np.exp(first - 2)).astype(float)
+    given = [torch.from_numpy(each) for each in (first, second)]
+    theta = torch.zeros(4000, dtype=torch.float64)
+    shares = [likely_share(*given, torch.from_numpy(labels * by), theta) for by in (1.0, scale)]
+    assert shares[0] == pytest.approx(shares[1], abs=1e-4)
+    assert shares[0] > 0.8
+
+
+# --- Updates ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def days(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("days")
+    return [write(folder / f"{n}.parquet", day(n, shops)) for n, shops in enumerate(("abc", ["0-new", "c", "b", "a"]))]
+
+
+def of_day(path):
+    return config(path, ranker="auto", method="pairwise-em", bias_steps=4, **STILL, **{"trees.rounds": 12})
+
+
+@pytest.fixture(scope="module")
+def first(days, tmp_path_factory) -> Path:
+    return run_training(of_day(days[0]), tmp_path_factory.mktemp("first") / "first")
+
+
+def test_an_update_updates_the_network_and_the_trees(first, days, tmp_path):
+    """The second day has the categories in another order; both keep the codes of the first day."""
+    result = update_run(first, days[1], tmp_path / "second", gate=0.999)
+    assert result.accepted
+    run = tmp_path / "second"
+    assert list(tmp_path.iterdir()) == [run]
+    decisions = Decisions.load(run)
+    assert decisions.rankers == ("mlp", "lightgbm")
+    assert decisions.hidden == Decisions.load(first).hidden
+    for ranker in decisions.rankers:
+        assert next(line for line in read_metrics(run) if line["ranker"] == ranker)["step"] == 0  # it starts warm
+    log = read(days[1])
+    network, model = load_model(part_of(run, "mlp")), load_model(run)
+    for each in (network, model):
+        assert each.vocabularies["shop"].to_pylist() == ["a", "b", "c", "0-new"]
+    part = model.ranker.parts[-1]
+    alone = part.ranker(torch.from_numpy(model.columns_of(log)).float()).detach().numpy()
+    np.testing.assert_allclose(alone, network.score(log), atol=1e-5)
+    export_run(run, tmp_path / "exported")  # it raises an error if the ONNX model has other scores
+
+
+def test_a_killed_update_is_continued(first, days, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("ultr.training.trees.TreeFit.fit", kill)
+        update_run(first, days[1], tmp_path / "second", gate=0.999)
+    with monkeypatch.context() as patch:
+        patch.setattr("ultr.training.networks.NetworkFit.prepare", kill)
+        update_run(first, days[1], tmp_path / "second", gate=0.999)
+    assert [path.name for path in tmp_path.iterdir()] == ["second"]
+    with pytest.raises(UltrError, match="exists already"):  # other steps of the network are another update
+        update_run(first, days[1], tmp_path / "second", gate=0.999, steps=3)
+
+
+def test_an_update_with_further_features_keeps_those_of_the_run(first, days, tmp_path):
+    more = pq.read_table(days[1]).append_column("f2", pa.array(np.random.default_rng(0).normal(size=1200)))
+    wide = write(tmp_path / "wide.parquet", more)
+    columns = {"features": ["f0", "f1", "f2"], "categorical": ["shop"]}
+    run = run_training(update_config(first, wide).with_options(columns=columns), tmp_path / "second")
+    assert load_model(run).feature_names == load_model(first).feature_names
+
+
+def test_a_network_can_start_from_its_part_of_a_sum(first, days, tmp_path):
+    chosen = of_day(days[1]).with_options(ranker="mlp", warm_start=str(first))
+    run = run_training(chosen, tmp_path / "second")
+    log = read(days[1])
+    alone, before = load_model(run).score(log), load_model(part_of(first, "mlp")).score(log)
+    assert np.corrcoef(alone, before)[0, 1] > 0.99999  # its spread is that of the new log
+
+
+def test_the_kinds_of_the_sum_must_be_those_of_the_run_it_starts_from(first, days, tmp_path):
+    with pytest.raises(OptionError, match="trees of this run are of lightgbm"):
+        chosen = of_day(days[1]).with_options(ranker="mlp,xgboost", warm_start=str(first))
+        run_training(chosen, tmp_path / "second", listeners=killed_at(0))
+    assert list(tmp_path.iterdir()) == []
