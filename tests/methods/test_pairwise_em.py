@@ -354,11 +354,11 @@ def world(requests: int = 1500, seed: int = 0):
     return replace(log, relevance=grades, positions=positions)
 
 
-@pytest.mark.parametrize("theta", [pytest.param("strata", marks=pytest.mark.long), "regression"])
-def test_theta_is_learned_first(theta):
+@pytest.mark.parametrize(("theta", "steps"), [pytest.param("strata", 600, marks=pytest.mark.long), ("regression", 200)])
+def test_theta_is_learned_first(theta, steps):
     log = world()
     method = make_method("pairwise-em", inputs(), theta=theta, scale=0.68)
-    options = TrainingOptions(bias_steps=600, batch=128, device="cpu")
+    options = TrainingOptions(bias_steps=steps, batch=128, device="cpu")
     fit_bias(method, log, options, user=User())
     found = method.bias_model.theta[:10].numpy()
     assert found.max() == pytest.approx(0.68)

@@ -142,35 +142,35 @@ def test_memory_grows_only_with_the_rows():
 
 @pytest.mark.parametrize("by_metric", [False, True])
 @pytest.mark.parametrize("kind", Kind)
-@pytest.mark.parametrize("size", [1e2, 590.0, 1e3, 1e6, 1e30])
-def test_wide_scores_give_finite_derivatives(kind, by_metric, size):
+def test_wide_scores_give_finite_derivatives(kind, by_metric):
     objective = PairwiseObjective(terms(kind, by_metric=by_metric))
-    scores = size * np.random.default_rng(0).uniform(-1, 1, sum(LENGTHS))
-    gradient, curvature = objective.derivatives(scores)
-    assert np.isfinite(gradient).all()
-    assert np.isfinite(curvature).all()
-    assert (curvature >= 0).all()
-    assert np.isfinite(objective.loss(scores))
+    for size in (1e2, 590.0, 1e3, 1e6, 1e30):
+        scores = size * np.random.default_rng(0).uniform(-1, 1, sum(LENGTHS))
+        gradient, curvature = objective.derivatives(scores)
+        assert np.isfinite(gradient).all(), size
+        assert np.isfinite(curvature).all(), size
+        assert (curvature >= 0).all(), size
+        assert np.isfinite(objective.loss(scores)), size
 
 
 @pytest.mark.parametrize("kind", Kind)
-@pytest.mark.parametrize("gap", [1.0, 300.0, 380.0, 590.0])
-def test_far_away_items_leave_the_pairs_of_others_alone(kind, gap):
+def test_far_away_items_leave_the_pairs_of_others_alone(kind):
     """Moving the first item of a request far away does not change the pairs of the other items."""
     rows = 6
     value = np.array([0.0, 1, 2, 0, 1, 3])
     objective = PairwiseObjective(terms(kind, (rows,), value=value))
-    scores = np.array([0.0, 0.5, -0.3, 0.1, 0.9, 0.2]) - gap
-    scores[0] = 0  # the worst item is above all others
-    wide = scores.copy()
-    wide[0] = 5000
-    near, far = objective.derivatives(scores), objective.derivatives(wide)
-    if gap > 40:  # the derivatives of its pairs are at their limits
-        np.testing.assert_allclose(near[0], far[0], rtol=1e-9)
-        np.testing.assert_allclose(near[1], far[1], rtol=1e-9, atol=1e-12)
-    shifted = objective.derivatives(scores - 1e4)
-    np.testing.assert_allclose(near[0], shifted[0], rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(near[1], shifted[1], rtol=1e-9, atol=1e-9)
+    for gap in (1.0, 300.0, 380.0, 590.0):
+        scores = np.array([0.0, 0.5, -0.3, 0.1, 0.9, 0.2]) - gap
+        scores[0] = 0  # the worst item is above all others
+        wide = scores.copy()
+        wide[0] = 5000
+        near, far = objective.derivatives(scores), objective.derivatives(wide)
+        if gap > 40:  # the derivatives of its pairs are at their limits
+            np.testing.assert_allclose(near[0], far[0], rtol=1e-9)
+            np.testing.assert_allclose(near[1], far[1], rtol=1e-9, atol=1e-12)
+        shifted = objective.derivatives(scores - 1e4)
+        np.testing.assert_allclose(near[0], shifted[0], rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(near[1], shifted[1], rtol=1e-9, atol=1e-9)
 
 
 # --- Threads ------------------------------------------------------------------------------------------------------

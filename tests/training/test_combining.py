@@ -108,10 +108,6 @@ def test_missing_values_are_rejected_if_the_network_rejects_them(both, log, tmp_
     assert load_model(run).missing == "reject"
 
 
-def test_the_sum_can_be_exported(both, tmp_path):
-    assert export_run(both, tmp_path / "exported").keeps_missing  # it raises an error if the ONNX model differs
-
-
 def test_trees_that_fail_leave_the_network_for_the_next_attempt(both, log, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(UltrError, match="no trees"):
         patch.setattr("ultr.training.trees.TreeFit.fit", lambda *_: (_ for _ in ()).throw(UltrError("no trees")))

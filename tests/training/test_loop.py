@@ -91,23 +91,6 @@ def test_each_network_is_clipped_apart():
         assert norm <= 1e-3 * 1.001
 
 
-def test_a_feed_gives_every_request_once_before_any_again_and_the_same_for_a_step():
-    log = replace(feedback_log(requests=10), weights=np.arange(10, dtype=np.float32) + 1)  # weights identify requests
-    feed = Feed(ListBatches(log), batch=4, seed=3)
-    seen = torch.cat([feed(step).weights for step in range(5)]).tolist()
-    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(1, 11))
-    assert seen[:10] != seen[10:]
-    assert torch.equal(Feed(ListBatches(log), batch=4, seed=3)(3).weights, feed(3).weights)
-    assert not torch.equal(Feed(ListBatches(log), batch=4, seed=4)(0).weights, feed(0).weights)
-    some = np.array([1, 4, 5, 8])
-    taken, alone = (
-        Feed(ListBatches(log), batch=3, seed=3, requests=some),
-        Feed(ListBatches(log.select(some)), batch=3, seed=3),
-    )
-    for step in range(4):
-        assert torch.equal(taken(step).weights, alone(step).weights)
-
-
 def test_feedback_is_fresh_for_every_step_and_the_same_for_the_same_step():
     log = make_shown_log(requests=8)
     feed = Feed(ListBatches(log), batch=8, seed=0, user=User())

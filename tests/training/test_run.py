@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from conftest import make_shown_log
+from conftest import make_shown_log, some_always
 from runs import (
     FEEDBACK,
     KNOWN,
@@ -236,7 +236,10 @@ def test_a_damaged_artefact_of_a_killed_run_is_an_error(log, tmp_path):
 # --- Runs of one ranker -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+USUAL = ("pairwise-em", "pointwise", "lambdarank", "position-feature", "ipw-listwise", "direct", "pal-click", "ubm")
+
+
+@pytest.mark.parametrize("method", some_always(METHODS, USUAL))
 def test_every_method_writes_a_run(method, log, tmp_path):
     options = {"network.steps": 4, "network.evaluate_every": 2, "network.bias_steps": 3, "select": FEEDBACK}
     run = run_training(quick(log, method=method, **options), tmp_path / "run")

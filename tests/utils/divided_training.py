@@ -37,7 +37,7 @@ from ultr.training.run import run_training
 from ultr.utils.distributed import check_equal, gather_shares, own_share, process_group, rank, size
 
 FEATURES = 5
-FAST = {"steps": 15, "bias_steps": 15, "batch": 32, "device": "cpu"}
+FAST = {"steps": 8, "bias_steps": 12, "batch": 32, "device": "cpu"}
 
 
 class Case(NamedTuple):

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ultr
+from conftest import some_always
 from spark_sessions import ON_SPARK
 from ultr.errors import ColumnError, DataError, LabelError, MissingExtraError, OptionError, OutputError, UltrError
 from ultr.log import read_log, write_log
@@ -247,6 +248,7 @@ def test_csv_gives_the_same_lists_with_ids_as_text(name, log, tmp_path):
     assert any(row["request"].startswith("0") for row in all_lists(tmp_path / "csv"))
 
 
+@pytest.mark.long
 def test_little_memory_gives_the_same_lists(tmp_path, monkeypatch):
     """Sort more than memory, into several shards and row groups, with requests that end inside a batch."""
     rng = np.random.default_rng(0)
@@ -875,7 +877,7 @@ CASES = {
 class TestSpark:
     pytestmark = ON_SPARK
 
-    @pytest.mark.parametrize("case", CASES)
+    @pytest.mark.parametrize("case", some_always(CASES, {"chosen"}))
     def test_spark_gives_the_same_lists(self, case, tmp_path):
         path = write(make_rows().assign(time=make_rows()["time"].astype("datetime64[ns]")), tmp_path / "log.parquet")
         ours = prepare_lists(path, tmp_path / "duckdb", **PARTS, **CASES[case])

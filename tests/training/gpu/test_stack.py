@@ -21,6 +21,7 @@ from ultr.training.gpu.stack import Stack
 from ultr.training.loop import start, take_step
 
 STEPS = 5  # more than the warm-up
+USUAL = ("pairwise-em", "pairwise-em loss=opt", "pairwise-em em=joint", "pairwise-em trust=values", "dla", "lambdarank")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VARIANTS: dict[str, dict[str, Any]] = {
     "pairwise-em loss=opt": {"loss": "opt"},
@@ -60,7 +61,11 @@ def make_learner(name: str, seed: int, *, bias: bool):
 
 @pytest.mark.parametrize(
     ("name", "bias"),
-    [(name, False) for name in (*METHODS, *VARIANTS)] + [(name, True) for name in BIAS_MODELS],
+    [
+        pytest.param(name, bias, marks=() if name in USUAL or DEVICE == "cuda" else pytest.mark.long)
+        for names, bias in (((*METHODS, *VARIANTS), False), (BIAS_MODELS, True))
+        for name in names
+    ],
 )
 def test_learners_together_learn_what_each_learns_alone(name, bias):
     device = DEVICE
