@@ -38,9 +38,6 @@ def marked(path: Path) -> Any:
 @pytest.mark.parametrize("path", [marked(path) for path in DOCUMENTS])
 def test_examples_run(path, ultr, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if path.name == "README.md":  # it says that the extra train is enough
-        monkeypatch.setitem(sys.modules, "pandas", None)
-        monkeypatch.setitem(sys.modules, "polars", None)
     names: dict[str, object] = {}
     for language, text in BLOCK.findall(path.read_text()):
         if language == "python":

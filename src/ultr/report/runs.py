@@ -39,11 +39,7 @@ LIBRARIES = ("ultr", "torch", "lightgbm", "xgboost")  # whose versions config.js
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A finished run, with the content of its files; `name` is its name in reports.
-
-    >>> run = ultr.train("log.parquet")
-    >>> run.score(frame)
-    """
+    """A finished run, with the content of its files; `name` is its name in reports. `run.score(log)` scores rows."""
 
     name: str
     folder: Path
