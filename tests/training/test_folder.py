@@ -207,6 +207,17 @@ def test_folders_that_are_not_runs_are_kept(log, tmp_path):
     assert names_next_to(tmp_path / "run") == ["notes.txt", "run"]
 
 
+def test_a_mounted_folder_with_files_of_others_is_never_changed(log, tmp_path, monkeypatch):
+    """A run is trained in a mounted folder itself, as it cannot be renamed: what is there must stay."""
+    (tmp_path / "mounted" / "etc").mkdir(parents=True)
+    (tmp_path / "mounted" / "etc" / "hosts").write_text("of someone else")
+    monkeypatch.setattr(Path, "is_mount", lambda self: self == tmp_path / "mounted")
+    for how in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(OutputError):
+            run_training(plain(log, 1), tmp_path / "mounted", **how)
+        assert (tmp_path / "mounted" / "etc" / "hosts").read_text() == "of someone else"
+
+
 def test_a_run_is_not_resumed_with_other_options(log, run):
     """Also after its end: the caller would take the old run for one with the new options."""
     other = plain(f"{log}2", 9, label="click", lr=0.5)
