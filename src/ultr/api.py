@@ -93,8 +93,8 @@ def train(
 ) -> Run:
     """Train a ranker from a log, as `ultr train` does, and return the run.
 
-        >>> run = ultr.train("log.parquet", "run", ranker="mlp", steps=200, **{"network.dropout": 0.1})
-        >>> scores = run.score(frame)
+        run = ultr.train("log.parquet", "run", ranker="mlp", steps=200, **{"network.dropout": 0.1})
+        scores = run.score(frame)
 
     `options` are those that `ultr options` lists, by path or by the last word of the path. `out` is the run directory;
     without it, the files of the run are deleted together with the returned object. Problems of the data are warnings of
@@ -316,7 +316,7 @@ def compare(
 ) -> Comparison:
     """Compare methods as `ultr compare` does: tune each, train it with the same seeds, and test it on other requests.
 
-        >>> ultr.compare("log.parquet", ["pairwise-em", "pal-click", "lambdarank:from=truth"], seeds=3)
+        ultr.compare("log.parquet", ["pairwise-em", "pal-click", "lambdarank:from=truth"], seeds=3)
 
     `options` are those of `ultr.train`. Finished runs in the folder `out` are not repeated.
     """
@@ -384,7 +384,7 @@ def audit(
 ) -> BiasReport:
     """Estimate the position bias of a log, and say whether the log identifies it, as `ultr bias` does.
 
-        >>> ultr.audit("log.parquet", segment="device")
+        ultr.audit("log.parquet", segment="device")
 
     A row counts as clicked if its `label` is above 0; the default is the click. Estimators that need features use about
     `sample_rows` rows. `columns` name columns by role, as arguments of `read_log`.
