@@ -233,7 +233,7 @@ class _Source:
 
     def __init__(self, data: Any, split: str, data_dir: str | Path | None, stream: str) -> None:
         if stream not in ("auto", "yes", "no"):
-            raise OptionError("--stream must be auto, yes or no", got=stream)
+            raise OptionError("stream must be auto, yes or no", got=stream)
         self.path, self._data = _as_source(data)
         self._split, self._data_dir = split, data_dir
         self._parts: dict[str, LogParts] = {}

@@ -56,8 +56,8 @@ from ultr.serving.export import export_run
 from ultr.serving.exported import load_exported
 from ultr.serving.http import served
 
-SMALL = ("--device", "cpu", "--steps", 2, "--batch", 16, "--evaluate-every", 2)
-NETWORK = (*SMALL, "--hidden", 4, "--bias-steps", 3)
+SMALL = ("--device", "cpu", "--steps", 2, "--set", "network.batch=16", "--set", "network.evaluate_every=2")
+NETWORK = (*SMALL, "--ranker", "mlp", "--set", "network.hidden=4", "--set", "network.bias_steps=3")
 METRICS = "ndcg@10,feedback-ndcg@10,off-policy-reward@10"
 
 
@@ -140,8 +140,8 @@ def serves(done: SimpleNamespace, _out: Path) -> None:
     assert "serving version" in done.stderr
 
 
-TREES = ("--ranker", "lightgbm", "--ranker-option", "min_data_in_leaf=2", "--steps", 2)
-TREES += ("--method", "pointwise", "--select", "feedback-ndcg@10")
+TREES = ("--ranker", "lightgbm", "--set", "trees.parameters.min_data_in_leaf=2", "--steps", 2)
+TREES += ("--method", "pointwise", "--set", "training.select=feedback-ndcg@10")
 COMPARE = ("--methods", "pointwise", "--seeds", 1, "--lrs", 0.1, "--jobs", 1)
 OF_LOGS: dict[str, Command] = {
     "describe": Command(lambda f, o, h: ("describe", f), prints),

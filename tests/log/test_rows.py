@@ -119,7 +119,7 @@ def test_repeated_rows_of_lists_are_merged(tmp_path):
     frame["item"], frame["f1"] = np.arange(400), 1.0
     path = tmp_path / "log.parquet"
     pd.concat([frame, frame.tail(10).assign(f1=2.0)]).to_parquet(path, index=False)
-    with pytest.raises(ColumnError, match=r"10 items have the same position .* --on-duplicates first"):
+    with pytest.raises(ColumnError, match=r"10 items have the same position .* on_duplicates"):
         prepare_lists(path, tmp_path / "error", on_duplicates="error")
     for choice, clicks in (("first", 200), ("sum", 205)):
         manifest = prepare_lists(path, tmp_path / choice, on_duplicates=choice)

@@ -120,7 +120,7 @@ def test_the_network_comes_first_in_the_kinds_of_rankers():
         ({"decay": 0.0}, "'decay' must be above 0", "0.0", "data.decay"),
         ({"held_out": 0.0}, "'validation' must be above 0", "0.0", "data.validation"),
         ({"held_out": 0.6, "test": 0.4}, "shares of validation (0.6) and test (0.4)", None, None),
-        ({"split": "time"}, "needs both --split time and the column", None, None),
+        ({"split": "time"}, "needs both split=time and the column", None, None),
         ({"learn_from": "love"}, "'learn_from' must be one of feedback, truth, no-bias", "'love'", "simulation"),
         ({"learn_from": "no-bias"}, "needs simulated users", None, None),
         ({"propensities": {"1": 0.5}, "bias": "x"}, "given twice", None, None),

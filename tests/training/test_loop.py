@@ -134,7 +134,7 @@ def test_divergence_is_an_error():
     state = start(method(), log, settings)
     with torch.no_grad():
         next(state.method.parameters()).fill_(torch.nan)
-    with pytest.raises(DataError, match=r"diverged.*lower --lr"):
+    with pytest.raises(DataError, match=r"diverged.*lower network.lr"):
         list(train(state, Feed(ListBatches(log), batch=8, seed=0), lambda _: {"x": 0.0}, settings, select="x"))
 
 

@@ -67,7 +67,7 @@ def load_dataset(name: str | Path, *, data_dir: str | Path | None = None) -> Dat
         source = DATASETS[str(name)]
         folder = data_dir or os.environ.get("ULTR_DATA")
         if not folder:
-            hint = f"put it into a folder {name}, and pass the parent folder with --data-dir or ULTR_DATA"
+            hint = f"put it into a folder {name}, and name the parent folder with data.folder, --data-dir or ULTR_DATA"
             raise AbsentError(f"the data set {name} was not found ({source.get})", hint=hint)
         path = Path(folder) / str(name)
         if not path.exists():

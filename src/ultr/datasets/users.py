@@ -485,7 +485,7 @@ def draw_sessions(log: Log, sessions: int, *, seed: Seed = 0) -> Log:
     needed = sessions * log.rows // max(1, len(log)) * (4 * len(log.feature_names) + ROW_BYTES)
     if needed > available_memory():
         got = f"{needed / 2**30:,.0f} GiB needed, {available_memory() / 2**30:.1f} GiB available"
-        raise OptionError(f"{sessions:,} sessions do not fit in memory", got=got, hint="lower --sessions")
+        raise OptionError(f"{sessions:,} sessions do not fit in memory", got=got, hint="lower the number of sessions")
     chosen = np.random.default_rng(seed).integers(len(log), size=sessions)
     drawn = log.select(chosen)
     context = {"query": drawn.request_ids, **drawn.context}

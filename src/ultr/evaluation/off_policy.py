@@ -560,7 +560,7 @@ def request_metrics(
         if name.startswith(OFF_POLICY):
             if model is None:
                 what = f"'{name}' needs an estimate of examination, which this run has not saved"
-                raise DataError(what, hint=f"train again with --select {name}")
+                raise DataError(what, hint=f"train again with training.select={name}")
             off_policy[name] = model.estimator(log, name, label=label, segments=segments, device=device)
 
     def evaluate(scores: np.ndarray) -> dict[str, np.ndarray]:

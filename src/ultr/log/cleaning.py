@@ -20,9 +20,9 @@ from ultr.utils.files import atomic_path
 
 OnDuplicates = Literal["error", "first", "sum"]
 LARGE = 1 << 31  # positions below this number, times the number of a request, do not overflow
-KEPT = "they are kept; --on-duplicates first keeps only the first row, and sum adds up the actions"
+KEPT = "they are kept; on_duplicates=first keeps only the first row, and sum adds up the actions"
 MERGED = {"first": "only the first row is kept", "sum": "the first row gets the sum of their actions"}
-HINT = "check the request column, or pass --on-duplicates first (keep the first row) or sum (add up the actions)"
+HINT = "check the request column, or set on_duplicates to first (keep the first row) or sum (add up the actions)"
 
 
 def find_duplicates(

@@ -464,7 +464,7 @@ def check_features(matrix: np.ndarray, names: list[str], *, where: object, missi
         row, column = (int(i) for i in np.argwhere(bad)[0])
         hint = "replace or clip them (values beyond 3.4e38 do not fit float32)"
         if missing == "reject" and np.isnan(matrix[row, column]):
-            hint = "fill them, or leave out --missing error (missing='error'; for read_log, missing='reject')"
+            hint = "fill them, or leave out missing=error (for read_log, missing='reject')"
         raise ColumnError(
             f"feature '{names[column]}' has values that are not finite",
             where=where,

@@ -120,7 +120,7 @@ class Shards:
         self.folder, self.split, self.manifest = fetched(folder), split, Manifest.load(folder)
         self._decay = decay
         if decay is not None and not self.manifest.appended:
-            hint = "append each day with ultr prepare --append, or leave out --decay"
+            hint = "append each day with ultr prepare --append, or leave out the decay"
             raise OptionError("the days of the lists are not known, so weights cannot decay", got=folder, hint=hint)
         if split not in self.manifest.splits:
             got = f"only {', '.join(self.manifest.splits)}"

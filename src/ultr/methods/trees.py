@@ -263,7 +263,7 @@ class TreeLambdaRank(TreeMethod):
         corrected_positions = log.shown_positions("a correction of position bias") if self.corrected else None
         if self.inputs.ranker == "lightgbm":
             if not whole:
-                hint = "use pairwise-em, or add --option labels=buckets or labels=click"
+                hint = "use pairwise-em, or set method.labels to buckets or click"
                 raise DataError(f"LightGBM's lambdarank needs whole numbers up to {MAX_LEVEL} as labels", hint=hint)
             rows = self.rows(log, label=label, positions=corrected_positions)
             return TreeTask(rows, library_options={"objective": "lambdarank", **options})

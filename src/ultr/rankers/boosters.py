@@ -184,7 +184,7 @@ def lightgbm_error(error: Exception) -> UltrError:
     if "num_features" in str(error):
         hint = "check that features vary, and that there are enough rows for two leaves (min_data_in_leaf)"
         return DataError("LightGBM found no feature to split rows by", hint=hint)
-    return OptionError(f"LightGBM: {' '.join(str(error).split())}", hint="check --ranker-option and --option")
+    return OptionError(f"LightGBM: {' '.join(str(error).split())}", hint="check trees.parameters and the options of the method")
 
 
 def lightgbm_data(rows: TreeRows) -> Any:
@@ -280,7 +280,7 @@ class XGBoost(Booster):
                 callbacks=[After()],
             )
         except xgboost.core.XGBoostError as error:
-            raise OptionError(f"XGBoost: {_message(error)}", hint="check --ranker-option and --option") from error
+            raise OptionError(f"XGBoost: {_message(error)}", hint="check trees.parameters and the options of the method") from error
 
     @classmethod
     def load(cls, path: Path, categorical: tuple[int, ...] = ()) -> Booster:
@@ -396,7 +396,7 @@ def check_parameters(ranker: str, parameters: Mapping[str, Any], *, features: in
             raise OptionError(f"lightgbm has no parameter '{name}'", hint=nearest(name, names))
         parameter = names.get(name, name)
         if parameter in kind.RESERVED:
-            hint = "use --method, --lr, --steps, --patience, --seed or --select instead"
+            hint = "use method.name, trees.lr, trees.rounds, trees.patience, training.seed or training.select instead"
             raise OptionError(f"'{name}' of {kind.LIBRARY} cannot be set as a parameter", hint=hint)
         if parameter in ("boosting", "booster") and value not in ("gbdt", "gbtree", "goss"):
             hint = "remove it: later rounds must not change earlier trees"

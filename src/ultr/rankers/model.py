@@ -47,7 +47,7 @@ class Model:
 
     @property
     def missing(self) -> Missing:
-        """How a log for this model treats missing values: networks trained with `--missing error` reject them."""
+        """How a log for this model treats missing values: networks trained with `data.missing=error` reject them."""
         return "keep" if self.indicators is not None or _are_trees(self.ranker) else "reject"
 
     @checked
@@ -65,7 +65,7 @@ class Model:
             features = features.astype(np.float32, copy=False)
         if self.missing == "reject" and np.isnan(features).any():
             name = self.feature_names[int(np.isnan(features).any(0).argmax())]
-            hint = "fill them, or train again without --missing error"
+            hint = "fill them, or train again without data.missing=error"
             raise DataError(f"feature '{name}' has missing values, which the model was trained to reject", hint=hint)
         return score_rows(self.ranker.to(chosen), features, device=chosen)
 

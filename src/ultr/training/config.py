@@ -124,7 +124,7 @@ class DataOptions(Section):
     @model_validator(mode="after")
     def _check(self) -> DataOptions:
         if (self.split == "time" or self.decay is None) and (self.split == "time") != (self.time is not None):
-            raise ValueError("a split by time needs both --split time and the column of the times (--time COLUMN)")
+            raise ValueError("a split by time needs both split=time and the column of the times (data.time)")
         if self.validation + self.test >= 1:
             raise ValueError(f"the shares of validation ({self.validation:g}) and test ({self.test:g}) must be below 1")
         return self
@@ -264,7 +264,7 @@ class Config(Section):
     def _check(self) -> Config:
         simulation, data = self.simulation, self.data
         if data.decay is not None and simulation.users is not None:
-            raise ValueError("simulated users have no days, so weights cannot decay; leave out --decay")
+            raise ValueError("simulated users have no days, so weights cannot decay; leave out data.decay")
         if simulation.learn_from == "no-bias" and simulation.users is None:
             raise ValueError("learn_from=no-bias needs simulated users; pass --users pbm")
         if self.label is not None:

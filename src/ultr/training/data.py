@@ -239,7 +239,7 @@ def _shown(log: Log, rankers: Sequence[Callable[[np.ndarray], np.ndarray]], conf
     """Return the requests of a log as each ranker shows them; with several rankers, items have ids."""
     if config.simulation.logging in ("both", "randomised") and not config.sessions_drawn:
         what = f"logging={config.simulation.logging} needs a log that is drawn once"
-        raise OptionError(what, got="new feedback at each step", hint="pass --sessions with a number above 0")
+        raise OptionError(what, got="new feedback at each step", hint="set simulation.sessions to a number above 0")
     if len(rankers) > 1:
         log = replace(log, item_ids=pa.array(np.arange(log.rows)))
     shown = [show(log, ranker(log.features), items=config.simulation.items) for ranker in rankers]
@@ -399,7 +399,7 @@ def _check_fits_in_memory(source: Source) -> None:
 def _read_lists(config: Config, streamed: bool | None) -> Data:
     """Read prepared lists: the training lists into memory, or only a sample of them and a stream of all."""
     if config.data.drop_suspicious:
-        hint = "pass --drop-suspicious to ultr prepare, and leave it out here"
+        hint = "pass --drop-suspicious to ultr prepare, and leave out data.drop_suspicious"
         raise OptionError("suspicious requests are left out when lists are prepared", got=config.data.source, hint=hint)
     shards = Shards(config.data.source, decay=config.data.decay)
     shards.check_names(config.data.columns.named())

@@ -165,7 +165,7 @@ def train_all(
         for number in running:
             if not math.isfinite(losses[number]):
                 what = f"training diverged: the loss is {losses[number]} by step {now}"
-                raise DivergedError(what, hint="lower --lr, or pass --clip 1")
+                raise DivergedError(what, hint="lower network.lr, or set network.clip=1")
         found = [evaluate[number](states[number].method) for number in running]
         for number, metrics in zip(running, as_numbers(found, select), strict=True):
             yield number, _progress(states[number], losses[number], metrics, select, larger_is_better)
@@ -194,7 +194,7 @@ def as_numbers(found: Sequence[Mapping[str, Tensor | float]], select: str) -> li
     ]
     for metrics in numbers:
         if not math.isfinite(metrics[select]):
-            hint = "scale the label or the true labels down, or lower --lr"
+            hint = "scale the label or the true labels down, or lower network.lr"
             raise DataError(f"'{select}' must be finite on held-out requests", got=metrics[select], hint=hint)
     return numbers
 

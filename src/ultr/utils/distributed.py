@@ -194,7 +194,7 @@ def parts_of(batch: int) -> list[tuple[int, int]]:
     """
     if batch < size():
         got = f"{batch} for {size()} processes"
-        raise OptionError("a batch must have at least one request per process", got=got, hint="raise --batch")
+        raise OptionError("a batch must have at least one request per process", got=got, hint="raise network.batch")
     parts = PARTS if PARTS % size() == 0 else size()
     bounds = [number * batch // parts for number in range(parts + 1)]
     sizes = [(number, bounds[number + 1] - bounds[number]) for number in range(parts)[own_share(parts)]]

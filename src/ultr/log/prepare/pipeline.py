@@ -472,7 +472,7 @@ class _Work:
         if facts.tied:
             note = f"{facts.tied:,} items have the same position as another item of their request"
             order = "such items are ordered by their ids, and then by their other columns"
-            self.notes.append(f"{note}; {order}; --on-duplicates first or sum merges them")
+            self.notes.append(f"{note}; {order}; on_duplicates=first or sum merges them")
         split: dict[str, Any] = {"by": chosen.split}
         if chosen.split == "hash":
             split |= {"validation": chosen.validation, "test": chosen.test, "by_query": nesting.by_query}
