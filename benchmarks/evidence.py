@@ -61,7 +61,7 @@ def main() -> None:
             theta["click rates"] = log.actions["click"].reshape(-1, SHOWN).mean(0)
             if options.strata or best is None:
                 theta["strata"] = estimate_examination(log, Label("click"), seed=seed, theta_from="strata").theta
-            theta["auto"] = theta["strata"] if best is None else best.fit.theta
+            theta["auto"] = estimate_examination(log, Label("click"), seed=seed).theta
             chosen["strata" if best is None else best.name] += 1
             for name, values in theta.items():
                 errors.setdefault(name, []).append(error_of(fill_gaps(values)))

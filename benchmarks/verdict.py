@@ -16,10 +16,19 @@ In these worlds something does, although production ranks by features and by the
 - `traffic`: one request in twenty is in random order, and a column marks it;
 - `recurring`: items have ids, and the weights of the production ranker change from request to request.
 
-In the last two worlds 1% of the requests are those of bots, which click on everything:
+In these worlds 1% of the requests are those of bots, which click on everything:
 
 - `bots`: as `traffic`, and the suspicious requests are left out, which is the default;
 - `bots kept`: as `bots`, with `keep_suspicious`.
+
+In the last worlds products recur, each with one id and its own features. The log has no query:
+
+- `query`: products are moved by how well they match the query, which decides relevance too;
+- `users`: products are moved by the taste of the user for their features, which decides relevance too;
+- `chance`: products are moved by chance alone, so that the assumption of estimates from items holds;
+- `query traffic`: as `query`, and one request in five is in random order, which a column marks.
+
+The results also say how many logs failed each test of the assumption (`refuted`).
 """
 
 from __future__ import annotations
@@ -46,6 +55,13 @@ WORLDS = {
     "recurring": ((1, 1, 1), 20_000),
     "bots": ((1, 1, 0), 60_000),
     "bots kept": ((1, 1, 0), 60_000),
+}
+# The weights of the match with the query, of the user's taste and of chance in the order; the number of requests.
+PRODUCTS = {
+    "query": ((1, 0, 1), 10_000),
+    "users": ((0, 1, 1), 10_000),
+    "chance": ((0, 0, 1), 10_000),
+    "query traffic": ((1, 0, 1), 20_000),
 }
 
 
@@ -80,23 +96,55 @@ def world(kind: str, *, seed: int = 0, requests: int = 0) -> Log:
     )
 
 
+def shop(kind: str, *, seed: int = 0, requests: int = 0) -> Log:
+    """Simulate a log of products, whose relevance has a part of the product and a part that depends on the request."""
+    rng = np.random.default_rng(seed)
+    (match, taste, chance), usual = PRODUCTS[kind]
+    requests, number = requests or usual, 10 * CANDIDATES
+    features, quality = rng.normal(size=(number, FEATURES)).astype(np.float32), rng.normal(size=number)
+    products = np.argsort(rng.random((QUERIES, number)), axis=1)[:, :CANDIDATES]
+    query = rng.integers(0, QUERIES, requests)
+    products, fit = products[query], rng.normal(size=products.shape)[query]
+    users = rng.normal(size=(requests, FEATURES)) / np.sqrt(FEATURES)
+    liked = np.einsum("rcf,rf->rc", features[products], users)
+    wanted = quality[products] + match * fit + taste * liked
+    order = wanted + chance * rng.normal(size=wanted.shape)
+    marked = (kind == "query traffic") & (rng.random(requests) < 0.2)
+    order[marked] = rng.random((int(marked.sum()), CANDIDATES))
+    chosen = np.argsort(-order, axis=1)[:, :SHOWN]
+    products, wanted = (np.take_along_axis(values, chosen, axis=1) for values in (products, wanted))
+    clicked = rng.random((requests, SHOWN)) < THETA / (1 + np.exp(2 - wanted))
+    return Log(
+        features=features[products].reshape(-1, FEATURES),
+        offsets=np.arange(requests + 1) * SHOWN,
+        request_ids=pa.array(np.arange(requests)),
+        feature_names=tuple(f"x{i}" for i in range(FEATURES)),
+        positions=np.tile(np.arange(1, SHOWN + 1), requests),
+        actions={"click": clicked.reshape(-1).astype(np.float32)},
+        item_ids=pa.array(products.reshape(-1)),
+        context={"randomised": pa.array(marked)} if marked.any() else {},
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replications", type=int, default=100, help="logs per world")
     parser.add_argument("--requests", type=int, default=0, help="requests per log (0: the default of the world)")
     parser.add_argument("--bootstrap", type=int, default=30, help="bootstrap replicates per log")
     parser.add_argument("--sample", type=int, default=600, help="requests for estimators that need features")
-    parser.add_argument("--worlds", default=",".join(WORLDS), help="worlds, separated by commas")
+    parser.add_argument("--worlds", default=",".join([*WORLDS, *PRODUCTS]), help="worlds, separated by commas")
     options = parser.parse_args()
     for kind in options.worlds.split(","):
         verdicts: Counter[str] = Counter()
+        refuted: Counter[str] = Counter()
         explained, errors, inside = [], [], []
         for seed in range(options.replications):
-            log = world(kind, seed=seed, requests=options.requests)
+            log = (shop if kind in PRODUCTS else world)(kind, seed=seed, requests=options.requests)
             part = log.select(np.arange(min(options.sample, len(log))))
             keep = kind == "bots kept"
             report = audit(log, sample=part, bootstrap=options.bootstrap, seed=seed, keep_suspicious=keep)
             verdicts[report.verdict.status] += 1
+            refuted.update(test.name for test in report.refutations if not test.passed)
             explained.append(report.explained or 0.0)
             if report.anchor is not None:
                 reference = report.positions.tolist().index(report.reference)
@@ -106,6 +154,7 @@ def main() -> None:
         results = {
             "world": kind,
             "verdicts": dict(verdicts),
+            "refuted": dict(refuted),
             "order explained": round(float(np.mean(explained)), 3),
             "mean relative error": round(float(np.mean(errors)), 3) if errors else None,
             "coverage": round(float(np.mean(inside)), 3) if inside else None,

@@ -533,7 +533,7 @@ def test_networks_take_missing_values_as_the_mean_and_an_indicator():
     data = frame(200)
     # A missing value says that the item is good, which its mean cannot say.
     holes = data.assign(feature_noise=data["feature_noise"].where(data["feature_good"] < 0.5))
-    with pytest.raises(UltrError, match="missing='error'"):
+    with pytest.raises(UltrError, match="missing=error"):
         quick(missing="error").fit(holes)
     only = {"features": ["feature_noise"], "steps": 60}
     model = quick(**only).fit(holes)

@@ -12,7 +12,7 @@ from ultr._version import __version__
 from ultr.errors import missing_for_training
 
 if TYPE_CHECKING:
-    from ultr.api import audit, compare, evaluate, train
+    from ultr.api import audit, compare, evaluate, interleaving, train
     from ultr.bias.audit import BiasReport
     from ultr.datasets import Dataset, load_dataset, ranking_svm, show
     from ultr.datasets.users import Dwell, User, make_user, simulate_log
@@ -54,6 +54,7 @@ _MODULE_OF = {
     "export_run": "serving.export",
     "feature_importance": "training.outcome",
     "fit_direct": "evaluation.off_policy",
+    "interleaving": "api",
     "load_dataset": "datasets",
     "load_exported": "serving.exported",
     "load_model": "rankers.model",
@@ -99,6 +100,7 @@ __all__ = [
     "export_run",
     "feature_importance",
     "fit_direct",
+    "interleaving",
     "load_dataset",
     "load_exported",
     "load_model",

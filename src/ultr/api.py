@@ -29,7 +29,8 @@ from ultr.checks.pitfalls import Pitfall
 from ultr.datasets.base import cache_folder, highest_grade
 from ultr.datasets.users import make_user
 from ultr.errors import DataError, OptionError, nearest
-from ultr.evaluation.comparing import RankerComparison, compare_rankers, other_examinations
+from ultr.evaluation.comparing import RankerComparison, compare_rankers
+from ultr.evaluation.interleaving import Interleaving, evaluate_interleaving
 from ultr.log import Log, read_log, write_log
 from ultr.log.cleaning import OnDuplicates
 from ultr.log.columns import ROLES
@@ -45,9 +46,11 @@ from ultr.training.comparing.plan import compare as run_comparison
 from ultr.training.comparing.results import Comparison
 from ultr.training.config import make_config
 from ultr.training.data import columns_for_run, fits_in_memory, read_data
+from ultr.training.examining import examination_of
 from ultr.training.loop import Listeners
-from ultr.training.outcome import fresh_requests, split_of
+from ultr.training.outcome import FreshRequests, fresh_requests, split_of
 from ultr.training.run import run_training
+from ultr.utils.arguments import check_value
 from ultr.utils.distributed import is_main
 from ultr.utils.stores import fetched, kept_here
 
@@ -124,19 +127,14 @@ def train(
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Runs and score columns, compared on the same requests.
-
-    `with_other_bias` are the same comparisons under less and more position bias, if the log cannot confirm it.
-    """
+    """Runs and score columns, compared on the same requests."""
 
     comparison: RankerComparison
-    with_other_bias: Mapping[str, RankerComparison]
     warnings: Sequence[str]
     notes: Sequence[str]  # what was changed on reading
 
     def to_json(self) -> dict[str, Any]:
-        others = {name: other.to_json() for name, other in self.with_other_bias.items()}
-        return {**self.comparison.to_json(), "with_other_bias": others, "warnings": list(self.warnings)}
+        return {**self.comparison.to_json(), "warnings": list(self.warnings)}
 
 
 def evaluate(
@@ -166,6 +164,7 @@ def evaluate(
     `columns` name columns by role, as arguments of `read_log`; by default they have the names of the training log.
     """
     _check_columns(columns, log)
+    check_value("label", label, str | None)
     listed = [runs] if isinstance(runs, Run | str | Path) else list(runs)
     names = [str(run.folder) if isinstance(run, Run) else str(run) for run in listed]
     _check_names([*names, *score_columns])
@@ -186,26 +185,49 @@ def evaluate(
     if "segment" in whole.context:
         whole, segments = by_segment(whole)
         parts = parts.viewed(lambda part: by_segment(part, segments)[0])
-    fresh, warned = None, list[str]()
+    fresh = FreshRequests(np.ones(len(whole), bool), [])
     if names:
-        fresh, warned = fresh_requests({name: (places[name], view) for name, view in views.items()}, source.split())
+        fresh = fresh_requests({name: (places[name], view) for name, view in views.items()}, source.split())
     if metrics is None:
         metrics = "off-policy-reward@10" if whole.relevance is None else "ndcg@10"
-    under = partial(
-        compare_rankers,
+    found = compare_rankers(
         whole,
         rankers,
         [name.strip() for name in metrics.split(",")] if isinstance(metrics, str) else list(metrics),
         label=label or _label(models, whole, source.path),
-        test=fresh,
+        test=fresh.mask,
+        known=None if propensities is None else as_propensities(propensities),
+        others=[found for place in places.values() if (found := examination_of(place)) is not None],
         segments=segments,
         user=make_user(users, eta=eta, epsilon=epsilon, max_grade=source.max_grade),
         against=against,
         parts=parts,
+        chosen_on=fresh.chosen_on,
     )
-    found = under(known=None if propensities is None else as_propensities(propensities))
-    others = {name: under(known=theta) for name, theta in other_examinations(found).items()}
-    return Evaluation(found, others, warned, whole.notes)
+    return Evaluation(found, fresh.warnings, whole.notes)
+
+
+def interleaving(
+    log: Any,
+    team: str,
+    *,
+    label: str | None = None,
+    where: Sequence[str] = (),
+    on_duplicates: OnDuplicates = "error",
+    **columns: Any,
+) -> Interleaving:
+    """Compare rankers by a log of interleaved lists, as `ultr evaluate --team` does.
+
+    `team` is the column with the ranker that picked each item, as team-draft interleaving logs it. `columns` name other
+    columns by role, as arguments of `read_log`.
+    """
+    if isinstance(log, Log):
+        raise OptionError("interleaved lists are read from a table or files", hint="pass the source of the log")
+    named = {**columns, "features": [], "categorical": [team]}
+    read = read_log(log, where=where, on_duplicates=on_duplicates, **named)
+    names = np.array(["", *read.vocabularies[team].to_pylist()], object)
+    teams = names[read.features[:, 0].astype(np.int64)].tolist()
+    return evaluate_interleaving(read, teams, label=label or default_label(read.actions))
 
 
 def _check_names(names: Sequence[str]) -> None:

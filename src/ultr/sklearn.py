@@ -105,7 +105,7 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         steps: int | None = None,
         lr: float | None = None,
         select: str = AUTO,
-        held_out: float = 0.2,
+        held_out: float = 0.15,
         options: Mapping[str, Any] | None = None,
         device: str = "auto",
         random_state: int | np.random.RandomState | None = 0,

@@ -56,6 +56,7 @@ def shop(
         actions={"click": clicked.reshape(-1).astype(np.float32)},
         item_ids=pa.array(items.reshape(-1)) if "item" in columns else None,
         context={name: values for name, values in context.items() if name in columns},
+        relevance=beta.reshape(-1).astype(np.float32),
     )
 
 

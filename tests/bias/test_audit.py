@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from bias.worlds import THETA, small_log, with_rare_positions, world
 from ultr.bias import counts, logging_policy
-from ultr.bias.audit import audit, rows_of, summary
-from ultr.bias.identification import CARE, IDENTIFIED, NOT
+from ultr.bias.audit import audit, rows_of, summary, with_click_models
+from ultr.bias.click_models import ModelQuality, QualityReport
+from ultr.bias.identification import CARE, CONDITIONAL, IDENTIFIED, NOT, Refutation
 from ultr.errors import DataError
 from ultr.log import read_log
 from worlds.shop import FEATURES, shop
@@ -40,9 +41,14 @@ def strict_json(report) -> dict:
     return json.loads(json.dumps(report.to_json(), allow_nan=False))
 
 
-def test_lists_in_random_order_identify_examination():
-    report = audit(world("random"), bootstrap=40)
-    assert report.verdict.status == IDENTIFIED
+def test_lists_in_random_order_identify_examination_if_the_log_says_so():
+    log = world("random")
+    marked = replace(log, context={**log.context, "randomised": pa.array(np.ones(3000, bool))})
+    assert audit(marked, bootstrap=20).verdict.status == IDENTIFIED
+    report = audit(log, bootstrap=40)
+    assert report.verdict.status == CONDITIONAL
+    names = ["halves of items", "shuffled", "halves of time", "position given the item", "other items"]
+    assert [(test.name, test.passed) for test in report.refutations] == [(name, True) for name in names]
     assert list(report.estimates) == ["harvest", "items"]
     assert all(covers(found) for found in report.estimates.values())
     assert [found.agree for found in report.agreements] == [True]
@@ -57,7 +63,7 @@ def test_lists_in_random_order_identify_examination():
 def test_different_rankers_and_swaps_identify_examination():
     log = world("rankers", features=3)
     report = audit(log, bootstrap=40)
-    assert report.verdict.status in (IDENTIFIED, CARE)
+    assert report.verdict.status in (CONDITIONAL, CARE)
     assert report.verdict.anchor == "items"
     assert all(covers(report.estimates[name]) for name in ("harvest", "items"))
     naive = report.rate / report.rate[0]
@@ -134,7 +140,7 @@ def test_bots_are_left_out_of_the_estimates():
     assert report.left_out == pytest.approx(number, abs=3)  # users may click everywhere too
     assert report.requests == 4000 - report.left_out
     assert 980 < report.sampled_requests < 1000
-    assert report.verdict.status == IDENTIFIED
+    assert report.verdict.status == CONDITIONAL
     assert covers(report.anchor, LONG / LONG[0])
     assert f"The estimates leave out {report.left_out} suspicious requests" in report.notes[0]
     assert "impossible click rates" in [pitfall.name for pitfall in report.pitfalls]
@@ -182,12 +188,11 @@ def test_features_that_explain_clicks_estimate_examination_in_random_order():
     assert all(-1 < value < 0 for value in held.values())
 
 
-def test_requests_in_random_order_are_used_unless_items_are_more_precise():
+def test_requests_in_random_order_are_used_before_items():
     log = world("random")
     marks = np.arange(3000) % 2 == 0
     log = replace(log, context={**log.context, "randomised": pa.array(marks)})
-    report = audit(log, bootstrap=30)
-    assert report.verdict.anchor == "items"  # they are twice the rows, and agree
+    assert audit(log, bootstrap=30).verdict.anchor == "randomised"
     report = audit(replace(log, item_ids=pa.array(np.arange(log.rows))), bootstrap=30)
     assert report.verdict.anchor == "randomised"
     assert report.verdict.status == IDENTIFIED
@@ -252,22 +257,46 @@ def test_the_requests_needed_do_not_follow_from_positions_nearly_never_shown(lon
     report, _ = long_lists
     few = audit(read_log(shop(800, bots=0).log, features=[], item="", query=""), bootstrap=20)
     assert 0 < few.verdict.requests_needed < 10_000
-    assert f"show about {few.verdict.requests_needed:,} requests in random order" in few.verdict.to_be_safe
+    assert f"show about {few.verdict.requests_needed:,} requests in random order" in few.verdict.next_step
     assert report.verdict.requests_needed <= 3 * few.verdict.requests_needed
 
 
-def test_what_to_do_follows_the_segments_that_are_less_sure(long_lists):
+def test_the_next_step_follows_the_segments_that_are_less_sure(long_lists):
     report = long_lists[0]
-    sure = replace(report, verdict=replace(report.verdict, status=IDENTIFIED, to_be_safe="nothing more is needed"))
-    weak = replace(report, verdict=replace(report.verdict, status=CARE, to_be_safe="show more"))
-    assert summary(replace(sure, segments={"web": sure}))["to be safe"] == "nothing more is needed"
-    assert summary(replace(sure, segments={"web": sure, "app": weak}))["to be safe"] == "for segment 'app', show more"
-    assert summary(replace(weak, segments={"app": weak}))["to be safe"] == "show more"
+    sure = replace(report, verdict=replace(report.verdict, status=IDENTIFIED, next_step="none"))
+    weak = replace(report, verdict=replace(report.verdict, status=CARE, next_step="show more"))
+    assert summary(replace(sure, segments={"web": sure}))["next step"] == "none"
+    assert summary(replace(sure, segments={"web": sure, "app": weak}))["next step"] == "for segment 'app', show more"
+    assert summary(replace(weak, segments={"app": weak}))["next step"] == "show more"
 
 
-def test_a_summary_has_the_bias_the_verdict_the_positions_and_what_to_do(long_lists):
-    words = summary(long_lists[0])
-    assert list(words) == ["how biased", "verdict", "positions", "to be safe"]
+def quality(**likelihood):
+    models = (ModelQuality(name, value, value, 1.5, 1.5, 1.0, 3, 0.1, {}) for name, value in likelihood.items())
+    return QualityReport("items", 700, 100, 200, tuple(models))
+
+
+def test_the_verdict_says_if_clicks_depend_on_each_other(long_lists):
+    report = long_lists[0]
+    reasons = with_click_models(report, quality(pbm=-0.33, ubm=-0.32, dbn=-0.31)).verdict.reasons
+    assert reasons[:-1] == report.verdict.reasons
+    assert "The click model dbn predicts held-out clicks better than the position-based model (by 6.1%)" in reasons[-1]
+    assert "an average" in reasons[-1]
+    for same in (None, quality(pbm=-0.33, ubm=-0.329), quality(ubm=-0.32, dbn=-0.31)):
+        assert with_click_models(report, same) == report
+
+
+def test_a_summary_has_the_bias_the_verdict_its_assumption_the_positions_and_the_next_step(long_lists):
+    report = long_lists[0]
+    words = summary(report)
+    assert list(words) == ["how biased", "verdict", "positions", "next step"]
+    tested = replace(
+        report, refutations=(Refutation("shuffled", True, 0, "."), Refutation("other items", False, 1, "."))
+    )
+    of_others = "failed: other items; passed: shuffled (of estimates from items, which are not used)"
+    assert summary(tested)["tests"] == of_others
+    by_items = summary(replace(tested, verdict=replace(report.verdict, assumption="chance decides")))
+    assert list(by_items) == ["how biased", "verdict", "assumption", "tests", "positions", "next step"]
+    assert (by_items["assumption"], by_items["tests"]) == ("chance decides", "failed: other items; passed: shuffled")
     assert re.match(
         r"compared with position 1, users look 0\.\d\d times as often at 2, 0\.\d\d at 3", words["how biased"]
     )

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from ultr.bias import identification
 from ultr.bias.identification import (
     CARE,
+    CONDITIONAL,
     IDENTIFIED,
     NORMAL,
     NOT,
     Agreement,
     Estimate,
+    Refutation,
     _requests_needed,
     estimate,
     links,
@@ -151,12 +153,14 @@ def test_positions_without_links_are_separate_groups():
 RATE = 0.3 * THETA
 
 
-def judge(estimates, agreements=(), *, explained=None, explain_clicks=False, impressions=(100, 100, 100, 100)):
+def judge(
+    estimates, agreements=(), *, explained=None, explain_clicks=False, impressions=(100, 100, 100, 100), refutations=()
+):
     named = {result.name: result for result in estimates}
     shown = np.array(impressions, float)
     options = {"explained": explained, "features_explain_clicks": explain_clicks, "no_links": "the log has no item ids"}
-    options["pool"] = np.arange(4)
-    best = next((name for name in ("randomised", "items", "harvest") if name in named), None)
+    options |= {"pool": np.arange(4), "refutations": refutations}
+    best = next((name for name in ("randomised", "swaps", "items", "harvest") if name in named), None)
     return verdict(named, list(agreements), best=best, impressions=shown, requests=100, rate=RATE, **options)
 
 
@@ -181,21 +185,64 @@ def test_known_propensities_are_preferred():
     assert "known" in found.reasons[0]
 
 
-def test_random_order_is_preferred_to_items_that_recur():
-    found = judge([precise("randomised"), precise("harvest"), precise("items")])
-    assert (found.status, found.anchor) == (IDENTIFIED, "randomised")
-    assert "random order" in found.reasons[0]
+@pytest.mark.parametrize(("name", "what"), [("randomised", "random order"), ("swaps", "drawn at random")])
+def test_random_order_and_swaps_identify_without_an_assumption(name, what):
+    found = judge([precise(name), precise("harvest"), precise("items")])
+    assert (found.status, found.anchor, found.assumption) == (IDENTIFIED, name, "")
+    assert (found.next_step, found.requests_needed) == ("none", 0)
+    assert what in found.reasons[0]
 
 
-def test_precise_harvesting_identifies():
-    found = judge([precise("harvest"), precise("items")])
-    assert (found.status, found.anchor) == (IDENTIFIED, "items")
-    assert found.reasons == ("Items were shown at several positions.",)
+PASSED = Refutation("other items", True, 0.01, "They agree.")
+
+
+def test_items_identify_under_an_assumption():
+    found = judge([precise("harvest"), precise("items")], refutations=[PASSED])
+    assert (found.status, found.anchor) == (CONDITIONAL, "items")
+    assert found.assumption == "an item's position does not depend on its relevance to this request"
+    assert found.reasons == ("Items were shown at several positions.", "No test of the assumption failed.")
+    assert found.requests_needed > 0
+    assert "ultr explore LOG" in found.next_step
+    assert f"{found.requests_needed:,} requests in random order" in found.next_step
+
+
+def test_agreement_of_estimates_from_the_same_counts_is_no_check():
+    alike = Agreement("harvest", "items", 0.01, 3, agree=True)
+    assert judge([precise("harvest"), precise("items")], [alike]).status == CONDITIONAL
+
+
+def test_a_test_that_could_not_be_run_is_not_passed():
+    reasons = judge([precise("items")]).reasons
+    assert "No test of the assumption could be run" in reasons[1]
+    assert not any("failed" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(("severe", "status"), [(False, CARE), (True, NOT)])
+def test_a_failed_test_of_items_lowers_the_status_and_is_named(severe, status):
+    failed = Refutation("halves of time", False, 0.2, "They differ.", severe)
+    found = judge([precise("items")], refutations=[PASSED, failed])
+    assert (found.status, found.anchor) == (status, "items")
+    assert "The test 'halves of time' failed: They differ." in found.reasons
+    assert "ultr explore" in found.next_step
+
+
+def test_tests_of_items_do_not_concern_random_requests():
+    failed = [Refutation(name, False, 0.5, "No.", True) for name in ("other items", "random requests")]
+    found = judge([precise("randomised"), precise("items")], refutations=failed)
+    assert (found.status, found.reasons) == (IDENTIFIED, ("Some requests were in random order.",))
+
+
+def test_a_declared_random_order_that_is_not_random_needs_care():
+    failed = Refutation("random order", False, 0.4, "The correlation is 0.400.")
+    assert judge([precise("swaps"), precise("items")], refutations=[failed]).status == IDENTIFIED
+    found = judge([precise("randomised"), precise("items")], refutations=[failed])
+    assert found.status == CARE
+    assert "--randomised" in found.next_step
 
 
 def test_wide_intervals_at_rarely_shown_positions_do_not_matter():
     found = judge([wide(at=(3,))], impressions=(100, 100, 100, 10))
-    assert found.status == IDENTIFIED
+    assert found.status == CONDITIONAL
 
 
 def test_harvesting_with_wide_intervals_needs_care():
@@ -209,10 +256,9 @@ def test_disagreement_of_interventions_needs_care_and_that_of_features_does_not(
     found = judge([precise("harvest"), precise("items")], [apart])
     assert found.status == CARE
     assert "The estimates items and harvest differ, by 40% on average." in found.reasons
-    assert found.requests_needed == 0  # the estimates are precise
-    assert "--query" in found.to_be_safe
+    assert "--query" in found.next_step
     other = Agreement("harvest", "regression", 0.4, 3, agree=False)
-    assert judge([precise("harvest"), features("regression")], [other]).status == IDENTIFIED
+    assert judge([precise("harvest"), features("regression")], [other]).status == CONDITIONAL
 
 
 def test_interventions_that_cover_few_impressions_are_not_an_anchor():
@@ -235,7 +281,8 @@ def test_features_alone_never_identify(explained, explain_clicks):
     found = judge([features("strata"), features("regression")], **options)
     assert (found.status, found.advice) == (NOT, "show some requests in random order first")
     assert found.anchor == ("strata" if explained > 0.02 or explain_clicks else None)
-    assert all(what in found.to_be_safe for what in ("--randomised", "--item", "--propensities"))
+    assert all(what in found.next_step for what in ("ultr explore", "--randomised", "--item", "--propensities"))
+    assert bool(found.assumption) == (found.anchor is not None)
 
 
 def test_the_reason_says_how_much_of_the_order_features_explain():

@@ -33,7 +33,9 @@ FAST = ("--bootstrap", 20)
 def test_a_verdict_is_printed_with_its_reasons(ultr, path):
     done = ultr("bias", path, *FAST, "--verbose")
     assert done.returncode == 0, done.stderr
-    assert "verdict: identified - correct for position bias. Items were shown at several positions." in done.stderr
+    verdict = "identified under an assumption - correct for position bias if the assumption holds."
+    assert f"verdict: {verdict} Items were shown at several positions. No test of the" in done.stderr
+    assert "test 'other items' passed: " in done.stderr
     assert "harvest and items agree" in done.stderr
     assert "items shown at several positions link all positions" in done.stderr
     assert "Examination relative to position 1" in done.stdout
@@ -42,20 +44,34 @@ def test_a_verdict_is_printed_with_its_reasons(ultr, path):
         assert heading in done.stdout
 
 
-def test_a_result_is_five_lines(ultr, path):
+def test_a_result_is_a_few_lines(ultr, path):
     done = ultr("bias", path, *FAST)
     lines = done.stderr.splitlines()
     assert done.stdout == ""
-    assert [line.split(":")[0] for line in lines[1:]] == ["how biased", "verdict", "positions", "to be safe"]
+    names = ["how biased", "verdict", "assumption", "tests", "positions", "next step"]
+    assert [line.split(":")[0] for line in lines[1:]] == names
     assert "compared with position 1, users look 0." in lines[1]
-    assert "1 to 5 known to within 30% (100.0% of rows)" in lines[3]
-    assert lines[4] == "to be safe: nothing more is needed"
+    assert lines[3] == "assumption: an item's position does not depend on its relevance to this request"
+    assert lines[4] == "tests: passed: halves of items, shuffled, halves of time, position given the item, other items"
+    assert "1 to 5 known to within 30% (100.0% of rows)" in lines[5]
+    assert "ultr explore" in lines[6]
+
+
+def test_nothing_is_left_to_do_if_the_order_was_random(ultr, tmp_path):
+    log = world("random", requests=2000)
+    log = replace(log, item_ids=None, context={"randomised": pa.array(np.ones(2000, bool))})
+    write_log(log, tmp_path / "log.parquet")
+    lines = ultr("bias", tmp_path / "log.parquet", *FAST).stderr.splitlines()
+    assert lines[2] == "verdict: identified - correct for position bias. Some requests were in random order."
+    assert lines[-1] == "next step: none"
 
 
 def test_json_goes_to_stdout_alone(ultr, path):
     done = ultr("bias", path, *FAST, "--json", "--seed", 3)
     report = json.loads(done.stdout)
-    assert report["verdict"]["status"] == "identified"
+    assert report["verdict"]["status"] == "identified under an assumption"
+    assert report["verdict"]["assumption"].startswith("an item's position does not depend")
+    assert {"name", "passed", "value", "text", "severe"} == set(report["refutations"][0])
     assert report["positions"] == [1, 2, 3, 4, 5]
     np.testing.assert_allclose(report["estimates"]["harvest"]["theta"], THETA / THETA[0], rtol=0.3)
     assert json.loads(ultr("bias", path, *FAST, "--json", "--seed", 3).stdout) == report
@@ -132,7 +148,7 @@ def test_suspicious_requests_are_left_out_unless_they_are_kept(ultr, tmp_path):
     write_log(replace(log, actions={"click": clicks.astype(np.float32)}), tmp_path / "log.parquet")
     done = ultr("bias", tmp_path / "log.parquet", *FAST, "--models", "pbm", "--verbose")
     assert "note: The estimates leave out 25 suspicious requests (--keep-suspicious keeps them)." in done.stderr
-    assert "verdict: identified - " in done.stderr
+    assert "verdict: identified under an assumption - " in done.stderr
     assert "Click models on 400 held-out requests" not in done.stdout  # a fifth of all 2,000 requests
     kept = ultr("bias", tmp_path / "log.parquet", *FAST, "--keep-suspicious", "--verbose")
     assert "estimates leave out" not in kept.stderr
@@ -172,7 +188,8 @@ def test_segments_are_printed_and_written_separately(ultr, tmp_path):
     assert f"next: ultr train {path} --segment segment --bias {out} --label click --out run" in done.stderr
     for name in ("desk", "phone"):
         assert f"Segment '{name}' (1,000 requests)" in done.stdout
-        assert f"segment '{name}' (1,000 requests): identified; compared with position 1" in done.stderr
+        what = "identified under an assumption; compared with position 1"
+        assert f"segment '{name}' (1,000 requests): {what}" in done.stderr
     propensities = read_propensities(out / "propensities.csv")
     assert set(propensities) == {f"{k}{name}" for k in range(1, 6) for name in ("", "@desk", "@phone")}
     assert max(propensities.values()) == pytest.approx(0.7)
@@ -278,7 +295,7 @@ def test_a_broken_file_is_not_an_internal_error(ultr, tmp_path):
 def test_examination_of_a_search_engine_is_identified(ultr, real_data):
     done = ultr("bias", real_data("yandex-clicks") / "impressions.csv.gz", "--bootstrap", 40, "--json")
     report = json.loads(done.stdout)
-    assert report["verdict"]["status"] == "identified"
+    assert report["verdict"]["status"] in ("identified under an assumption", "identified with care")
     assert report["verdict"]["anchor"] == "items"
     found = {(a["first"], a["second"]): a["agree"] for a in report["agreements"]}
     assert found["harvest", "items"]

@@ -12,10 +12,10 @@ import pytest
 
 from conftest import make_shown_log
 from lists_folder import write_lists
-from ultr.cli.evaluate import verdicts
+from ultr.bias.examination import SOURCES
 from ultr.datasets.users import User, simulate_log
-from ultr.evaluation.comparing import LOGGED_RANKING, RankerComparison, RankerValue, other_examinations
-from ultr.evaluation.scores import Mean, PairedTest, holm
+from ultr.evaluation.comparing import LOGGED_RANKING
+from ultr.evaluation.scores import holm
 from ultr.log import sampling, write_log
 from ultr.log.shards import Shards
 from ultr.training.config import make_config
@@ -48,7 +48,7 @@ def test_runs_and_score_columns_are_compared_next_to_the_logged_ranking(ultr, he
     names = [str(here / "a"), str(here / "b"), "production_score"]
     assert list(found["rankers"]) == [LOGGED_RANKING, *names]
     assert (found["requests"], found["against"], found["warnings"]) == (200, LOGGED_RANKING, [])
-    assert found["examination"]["source"] == "estimated from the log"
+    assert found["examination"]["source"] == SOURCES["strata"]
     assert set(found["examination"]["theta"]) == {str(k) for k in range(1, 13)}
     values = [found["rankers"][name][REWARD] for name in names]
     assert all(value["low"] < value["mean"] < value["high"] for value in values)
@@ -61,77 +61,36 @@ def test_runs_and_score_columns_are_compared_next_to_the_logged_ranking(ultr, he
     assert title in " ".join(done.stdout.split())
     assert "p over requests" in done.stdout
     assert "one examination for all rankers: 1 0.5 0.333" in done.stderr
-    assert "(as given)" in done.stderr
+    assert "(known propensities)" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("metric", "difference", "p", "expected"),
-    [
-        ("ndcg@10", 0.1, 0.01, "is better than it by ndcg@10 (+25.0%, 95% interval +20.0% to +30.0%)"),
-        ("arp", 0.1, 0.01, "is worse than it by arp (+25.0%, 95% interval +20.0% to +30.0%)"),
-        ("ndcg@10", -0.1, 0.01, "is worse than it by ndcg@10 (-16.7%, 95% interval -20.0% to -13.3%)"),
-        (
-            "ndcg@10",
-            0.1,
-            0.2,
-            "is not clearly better or worse than it by ndcg@10 (+25.0%, 95% interval +20.0% to +30.0%)",
-        ),
-    ],
-)
-def test_a_sentence_says_whether_a_ranker_is_better(metric, difference, p, expected):
-    test = PairedTest(difference, difference - 0.02, difference + 0.02, 0.01, 10)
-    reference = RankerValue(Mean(0.5 - difference, 0.0, 1.0, 10))
-    judged = RankerComparison(
-        {"it": {metric: reference}, "new": {metric: RankerValue(Mean(0.5, 0, 1, 10), None, test, p)}}, "it", 10
-    )
-    assert list(verdicts(judged)) == [f"new {expected}"]
-    of_truth = list(verdicts(replace(judged, confirmed=False)))
-    assert of_truth == [f"new {expected}"]  # true labels need no examination
-
-
-def test_a_verdict_on_a_guess_says_so():
-    test = PairedTest(0.1, 0.08, 0.12, 0.01, 10)
-    old, new = RankerValue(Mean(0.4, 0, 1, 10)), RankerValue(Mean(0.5, 0, 1, 10), 9.0, test, 0.01)
-    (said,) = verdicts(RankerComparison({"it": {REWARD: old}, "new": {REWARD: new}}, "it", 10, confirmed=False))
-    assert said.startswith("new is probably better than it by off-policy-reward@10 (+25.0%")
-    assert "this log cannot confirm" in said
-    milder = RankerComparison({"it": {REWARD: old}, "new": {REWARD: replace(new, mean=Mean(0.45, 0, 1, 10))}}, "it", 10)
-    judged = RankerComparison(
-        {"it": {REWARD: old}, "new": {REWARD: new}}, "it", 10, {"1": 1.0, "2": 0.25}, confirmed=False
-    )
-    (said,) = verdicts(judged, {"half": milder})
-    assert said.startswith("new is probably better")
-    assert said.endswith("so the interval is too narrow; it would be +28.6% with half the position bias")
-    worse = replace(new, mean=Mean(0.3, 0, 1, 10), difference=PairedTest(-0.1, -0.12, -0.08, 0.01, 10))
-    (said,) = verdicts(judged, {"half": milder, "twice": replace(milder, rankers={"it": {}, "new": {REWARD: worse}})})
-    assert said.startswith("new is perhaps better")
-    assert said.endswith("; it would be +28.6% with half and -25.0% with twice the position bias")
-    assert other_examinations(judged) == {
-        "half": {"1": 1.0, "2": 0.5},
-        "one and a half times": {"1": 1.0, "2": 0.125},
-    }
-    assert not other_examinations(replace(judged, known=True))
-    assert not other_examinations(replace(judged, confirmed=True))
-
-
-def test_more_and_less_position_bias_are_tried_if_the_log_cannot_confirm_it(ultr, here):
-    arguments = ("evaluate", here / "a", here / "new.parquet", "--json")
-    found = json.loads(ultr(*arguments).stdout)
+def test_the_first_line_is_a_decision_and_the_exit_code_may_follow_it(ultr, here):
+    arguments = ("evaluate", here / "a", here / "new.parquet")
+    done = ultr(*arguments)
+    said = next(line for line in done.stderr.splitlines() if "by off-policy-reward@10" in line or "clicks" in line)
+    assert said.startswith(f"{here / 'a'}: ")
+    assert "half to one and a half times this bias" in done.stderr  # the log has nothing but features
+    found = json.loads(ultr(*arguments, "--json").stdout)
     assert found["examination"]["confirmed"] is False
-    assert set(found["with_other_bias"]) == {"half", "one and a half times"}
-    for power, other in zip((0.5, 1.5), found["with_other_bias"].values(), strict=True):
-        theta = {place: value**power for place, value in found["examination"]["theta"].items()}
-        assert other["examination"]["theta"] == pytest.approx(theta)
-        assert other["rankers"][str(here / "a")][REWARD]["mean"] != found["rankers"][str(here / "a")][REWARD]["mean"]
-    assert json.loads(ultr(*arguments, "--propensities", here / "theta.csv").stdout)["with_other_bias"] == {}
+    decision = found["decisions"][str(here / "a")]
+    assert said == f"{here / 'a'}: {decision['action']}: {decision['reason']}"
+    assert 0 <= decision["worse"] <= 1
+    assert ultr(*arguments, "--fail-unless", "deploy").returncode == 3
+    assert ultr(*arguments, "--json", "--fail-unless", "test").returncode == 3 * (
+        not decision["action"].startswith("test")
+    )
+    known = json.loads(ultr(*arguments, "--propensities", here / "theta.csv", "--json").stdout)
+    assert known["examination"]["confirmed"] is True
+    wide, narrow = (each["rankers"][str(here / "a")][REWARD] for each in (found, known))
+    assert wide["high"] - wide["low"] > narrow["high"] - narrow["low"]
+    assert "--fail-unless must be deploy or test" in ultr(*arguments, "--fail-unless", "best").stderr
 
 
-def test_requests_that_a_run_was_trained_on_are_left_out(ultr, here):
+def test_requests_that_a_run_was_trained_on_or_chosen_by_are_left_out(ultr, here):
     done = ultr("evaluate", here / "a", here / "b", "--data", here / "log.parquet", "--json")
     found = json.loads(done.stdout)
-    assert found["requests"] == 40
-    assert f"warning: {here}/b was trained on 160 of the 200 requests." in done.stderr
-    assert "All rankers are evaluated on the other 40 requests." in found["warnings"]
+    assert found["requests"] == 20
+    assert "180 of the 200 requests trained a run or chose its step" in done.stderr
 
 
 def test_score_columns_need_no_run_and_no_features(ultr, here, tmp_path):
@@ -234,4 +193,4 @@ def test_only_lists_are_streamed(ultr, here):
     failed = ultr("evaluate", here / "a", here / "new.parquet", "--stream", "yes")
     assert (failed.returncode, "only prepared lists can be streamed" in failed.stderr) == (2, True)
     failed = ultr("evaluate", here / "a", here / "new.parquet", "--stream", "maybe")
-    assert (failed.returncode, "--stream must be auto, yes or no, got maybe" in failed.stderr) == (2, True)
+    assert (failed.returncode, "stream must be auto, yes or no, got maybe" in failed.stderr) == (2, True)

@@ -82,7 +82,7 @@ def test_unknown_positions_have_the_lowest_examination(model):
 
 
 def test_off_policy_metrics_need_a_model(log):
-    with pytest.raises(DataError, match="train again with training.select=off-policy-reward@10"):
+    with pytest.raises(DataError, match=r"train again with training\.select=off-policy-reward@10"):
         evaluate_requests(log, np.zeros(log.rows), ["off-policy-reward@10"], label="click")
     with pytest.raises(OptionError, match="reward@k, dcg@k and gain@k"):
         make_config("x", select="off-policy-ndcg@10")

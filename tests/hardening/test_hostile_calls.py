@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
@@ -103,6 +104,7 @@ def audited(**arguments: Any) -> Any:
 
 
 TABLE = make_log().to_table()
+TEAMS = TABLE.append_column("team", pa.array([str(i % 2) for i in range(TABLE.num_rows)]))
 ARRAYS = {
     "X": np.arange(24.0).reshape(8, 3),
     "y": np.arange(8) % 2,
@@ -188,7 +190,7 @@ CASES: dict[str, Case] = {
         lambda **a: model().score_features(**a), lambda: {"features": np.ones((6, 3))}, {"features": arrays(6, 3)}
     ),
     "load_model": Case(lambda run: ultr.load_model(run).feature_names, lambda: {"run": a_run()}, {"run": PATHS}),
-    "load_run": Case(lambda folder: ultr.load_run(folder).selected, lambda: {"folder": a_run()}, {"folder": PATHS}),
+    "load_run": Case(lambda folder: ultr.load_run(folder).value, lambda: {"folder": a_run()}, {"folder": PATHS}),
     "plot_bias": Case(
         ultr.plot_bias,
         lambda: {"source": estimator(), "truth": {1: 0.5}},
@@ -251,6 +253,13 @@ CASES: dict[str, Case] = {
         evaluated,
         lambda: {"log": TABLE, "metrics": "ndcg@3", "against": None, "label": None, "propensities": None},
         {"log": framed(), "metrics": TEXTS | st.lists(TEXTS, max_size=2), "propensities": KNOWN},
+        examples=8,
+        long=200,
+    ),
+    "interleaving": Case(
+        lambda **arguments: json.dumps(ultr.interleaving(**arguments).to_json(), allow_nan=False),
+        lambda: {"log": TEAMS, "team": "team", "label": None},
+        {"log": framed(), "team": TEXTS, "label": TEXTS},
         examples=8,
         long=200,
     ),

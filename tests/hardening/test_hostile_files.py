@@ -44,6 +44,7 @@ from hardening.hostile import (
 )
 from hardening.hostile_cases import CASES, LARGE, PROPENSITIES, TEXTS, Case, run_cases
 from ultr import cli
+from ultr.bias.explore import SwapTable
 from ultr.bias.propensities import read_bias_theta, read_propensities
 from ultr.datasets.users import Dwell, read_dwell_times
 from ultr.errors import UltrError
@@ -98,6 +99,10 @@ def is_bias(_done: SimpleNamespace, out: Path) -> None:
     values = pa.csv.read_csv(table)["propensity"].to_pylist() if table.exists() else [1]
     assert values, "a table has rows"
     assert all(0 < value <= 1 for value in values), values
+
+
+def is_swaps(_done: SimpleNamespace, out: Path) -> None:
+    assert abs(sum(SwapTable.read(out).probabilities) - 1) < 1e-9
 
 
 def is_run(_done: SimpleNamespace, out: Path) -> None:
@@ -165,6 +170,8 @@ OF_LOGS: dict[str, Command] = {
     ),
     "bias": Command(lambda f, o, h: ("bias", f, "--out", o, "--bootstrap", 10, "--sample", 1000), is_bias, "bias"),
     "bias --json": Command(lambda f, o, h: ("bias", f, "--bootstrap", 10, "--json"), prints_json),
+    "explore": Command(lambda f, o, h: ("explore", f, "--out", o), is_swaps, "swaps.csv"),
+    "explore --json": Command(lambda f, o, h: ("explore", f, "--json"), prints_json),
     "train": Command(lambda f, o, h: ("train", f, "--out", o, *NETWORK), is_run, "run"),
     "train pointwise": Command(
         lambda f, o, h: ("train", f, "--out", o, "--method", "pointwise", "--ranker", "linear", *SMALL), is_run, "run"

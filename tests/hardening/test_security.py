@@ -184,6 +184,7 @@ ALL = [
     ["simulate", "synthetic", "--out", "simulated.parquet", "--sessions", "200"],
     ["prepare", "simulated.parquet", "--out", "lists"],
     ["bias", "simulated.parquet", "--out", "bias", "--bootstrap", "10"],
+    ["explore", "simulated.parquet", "--out", "swaps.csv"],
     ["train", "lists", "--out", "em", *SMALL],
     ["train", "lists", "--out", "both", "--set", "hidden=4", "--set", "rounds=3", *FEW_STEPS],
     ["train", "simulated.parquet", "--out", "lightgbm", "--ranker", "lightgbm", *FEW_STEPS],

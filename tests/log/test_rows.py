@@ -35,7 +35,7 @@ def table(**changes):
 
 
 def test_a_repeated_position_is_an_error_that_names_the_option_and_the_count():
-    with pytest.raises(ColumnError, match=r"position 2 twice in request 'a' \(1 such rows in all\).*--on-duplicates"):
+    with pytest.raises(ColumnError, match=r"position 2 twice in request 'a' \(1 such rows in all\).*on_duplicates"):
         read_log(table())
 
 

@@ -104,7 +104,7 @@ def test_a_feed_with_one_query_for_all_is_split_and_learned_from():
     log, _ = simulate_log(make_shown_log(requests=60, features=4), User(), seed=0)
     feed = replace(log, relevance=None, context={"query": pa.array(["home"] * 60)})
     run_data = split_log(feed, make_config(label="click"))
-    assert (len(run_data.validation), len(run_data.train)) == (12, 48)
+    assert (len(run_data.validation), len(run_data.test), len(run_data.train)) == (9, 6, 45)
     assert len(recovered_score(feed).score) == feed.rows
 
 

@@ -111,7 +111,7 @@ def test_a_run_is_a_table_in_notebooks(runs):
     run = ultr.load_run(runs["em"])
     assert run.name == runs["em"].name
     html = run._repr_html_()
-    assert run.selected[0] in html
+    assert run.value[0] in html
     assert "pairwise-em" in html
 
 

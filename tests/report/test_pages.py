@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+from dataclasses import asdict, replace
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +20,9 @@ from hypothesis import strategies as st
 
 from bias.worlds import with_rare_positions, world
 from pages import plots_of
-from ultr.bias.examination import SOURCES
-from ultr.bias.identification import NORMAL
 from ultr.errors import AbsentError, DataError, OptionError, OutputError, UltrError
-from ultr.evaluation.off_policy import compare_values, load_off_policy_model
-from ultr.evaluation.scores import holm, mean_with_interval
+from ultr.evaluation.off_policy import compare_values, load_off_policy_model, off_policy_value
+from ultr.evaluation.scores import Mean, holm, mean_with_interval
 from ultr.log import write_log
 from ultr.rankers.model import load_model
 from ultr.report import write_bias_page, write_comparison_page, write_report
@@ -34,6 +33,7 @@ from ultr.report.runs import _names
 from ultr.report.runs import answer as answer_of
 from ultr.training.comparing.results import Comparison, Row, Setting, with_tests
 from ultr.training.data import load_run_data
+from ultr.training.examining import examination_of
 from ultr.training.folder import read_config, read_metrics
 from ultr.training.outcome import LOGGED, RunOutcome, read_outcome
 from ultr.utils.jsonfiles import read_json, write_json
@@ -71,6 +71,9 @@ def changed(runs, tmp_path):
     return change
 
 
+ABOUT = {"means": {}, "against_logged": {}, "decisions": {}, "confirmed": True, "split": {"name": "test"}}
+
+
 def test_every_section_is_there(six):
     titles = re.findall(r"<h2>(.*?)</h2>", six)
     assert titles == ["Summary", "Data", "Learning", "Metrics", "Bias", "Features", "Rankings", "Configuration"]
@@ -86,9 +89,9 @@ def test_plotly_accepts_every_plot(six):
 def test_the_page_begins_with_an_answer_in_words(runs, tmp_path):
     page = write_report([runs["plain"], runs["em"]], tmp_path / "page.html", names=["old one", "new one"]).read_text()
     assert "<title>old one and new one" in page
-    words = [page.index(each) for each in ("Is it better?", "Which run is best?", "How sure?", "What to do?")]
+    words = [page.index(each) for each in ("Decision: ", "Is it better?", "Which run is best?", "How sure?", "What to do?")]
     assert words == sorted(words)
-    assert words[-1] < page.index("on validation, at step")  # before the cards
+    assert words[-1] < page.index("on test, at step")  # before the cards
     for names in (["one"], ["same", "same"]):
         with pytest.raises(OptionError, match="a name of its own"):
             write_report([runs["plain"], runs["em"]], tmp_path / "other.html", names=names)
@@ -103,16 +106,16 @@ def test_the_page_begins_with_an_answer_in_words(runs, tmp_path):
     ],
 )
 def test_the_answer_follows_from_the_difference_to_the_logged_ranking(shift, answer, do):
-    rng, metric = np.random.default_rng(0), "off-policy-gain@10"
+    rng, metric = np.random.default_rng(0), "off-policy-reward@10"
     logged = 1 + rng.normal(0, 0.01, 400)
     logged += 1 - logged.mean()
     results = {metric: logged + shift + rng.permutation(np.linspace(-0.1, 0.1, 400)), LOGGED + metric: logged}
-    outcome = RunOutcome({}, [], np.ones(400), np.zeros(400), results)
+    outcome = RunOutcome(ABOUT, [], np.ones(400), np.zeros(400), results)
     bias = {"theta_from": "1,000 requests in random order", "theta_standard_error": 0.3}
     run = SimpleNamespace(
         name="new",
         folder=Path("my run"),
-        selected=(metric, 1.2, 5),
+        value=(metric, 1.2, 5),
         outcome=outcome,
         bias=bias,
         warnings=["few clicks"],
@@ -121,13 +124,17 @@ def test_the_answer_follows_from_the_difference_to_the_logged_ranking(shift, ans
     assert notes.notes[0].startswith(f"Is it better? {answer}")
     assert do in notes.notes[-1]
     assert notes.good == (shift == 0.2)
-    for words in ("over 400 validation requests", f"{bias['theta_from']} (standard error 30%)", "the warning below"):
+    for words in ("over 400 test requests", f"{bias['theta_from']} (standard error 30%)", "the warning below"):
         assert words in notes.notes[1]
-    run.bias = {"theta_from": SOURCES["strata"]}  # from features alone
+    run.outcome = replace(outcome, about={**ABOUT, "confirmed": False})
     notes = answer_of([run], None)
     verdict = answer.replace("Yes.", "Probably, if the estimated examination is right.")
     assert notes.notes[0].startswith(f"Is it better? {verdict}")
-    assert "the log cannot confirm it" in notes.notes[1]
+    assert "nothing confirms it" in notes.notes[1]
+    decision = {"action": "test it on a part of the users", "reason": "it is better", "worse": 0.01, "requests": None}
+    run.outcome = replace(outcome, about={**ABOUT, "decisions": {metric: decision}})
+    assert answer_of([run], None).notes[0] == "Decision: test it on a part of the users: it is better."
+    run.outcome = replace(outcome, about={**ABOUT, "confirmed": False})
     run.decisions = SimpleNamespace(label="click")
     notes = answer_of([run, run], "new and new have different labels")
     question = "Is new better than the logged ranking?"
@@ -147,36 +154,55 @@ def test_the_page_shows_the_metrics_of_the_run(six, runs):
     assert f"plain minus em</th><td>{between.difference:+.4f}</td>" in six
 
 
-def test_intervals_have_the_error_of_clipping():
-    rng, metric = np.random.default_rng(0), "off-policy-gain@10"
-    results = {metric: rng.normal(1.2, 1, 400), LOGGED + metric: rng.normal(1, 1, 400)}
-    plain = RunOutcome({}, [], np.ones(400), np.zeros(400), results)
-    means = {name: values.mean() for name, values in results.items()}
-    for shift in (0.0, 0.5):
-        about = {"unclipped": {**means, metric: means[metric] + shift}}
-        wide = RunOutcome(about, [], np.ones(400), np.zeros(400), results)
-        for before, after in (
-            (plain.mean(metric), wide.mean(metric)),
-            (plain.test(metric, plain, LOGGED + metric), wide.test(metric, wide, LOGGED + metric)),
-        ):
-            margin = (before.high - before.low) / 2
-            assert (after.high - after.low) / 2 == pytest.approx(np.hypot(margin, NORMAL * shift))
-
-
 def test_a_report_has_the_intervals_of_evaluate(runs):
-    """`ultr evaluate` has a θ of its own; here both have that of the run."""
+    """`ultr evaluate` has a θ of its own; here both have that of the run. Nothing confirms it."""
     run = runs["em"]
-    outcome, model, metric = read_outcome(run), load_off_policy_model(run / "off-policy"), "off-policy-gain@10"
+    outcome, metric = read_outcome(run), "off-policy-gain@10"
     data = load_run_data(read_config(run))
-    log = data.validation
-    how = {"label": data.label, "segments": data.segments}
-    new = model.value(log, load_model(run).score(log), metric, **how)
-    old = model.value(log, data.logged_scores(), metric, **how)
-    expected, found = compare_values(new, old), outcome.test(metric, outcome, LOGGED + metric)
-    values = [(test.difference, test.low, test.high) for test in (found, expected)]
-    assert values[0] == pytest.approx(values[1])
-    assert found.p == pytest.approx(expected.p)
-    assert outcome.mean(metric).high == pytest.approx(new.high)
+    scores = load_model(run).score(data.test)
+    model, examination = load_off_policy_model(run / "off-policy"), examination_of(run)[1]
+    theta = model.theta_of(examination.positions)
+    draws = [dict(zip(examination.positions, each, strict=True)) for each in examination.draws(30)]
+    expected = []
+    for power in (1.0, 0.5, 1.5):
+        values = [
+            off_policy_value(
+                data.test,
+                each,
+                theta={k: t**power for k, t in theta.items()},
+                label=data.label,
+                kind="gain",
+                direct=model.direct(data.test) * [theta[k] ** (1 - power) for k in data.test.positions],
+                replicates=[{k: t**power for k, t in draw.items()} for draw in draws],
+            )
+            for each in (scores, data.logged_scores(data.test))
+        ]
+        expected.append((values[0], compare_values(*values)))
+    assert not outcome.confirmed
+    found, mean = outcome.test(metric, outcome, LOGGED + metric), outcome.mean(metric)
+    assert found.difference == pytest.approx(expected[0][1].difference)
+    differences = [(test.difference, test.high - test.difference) for _, test in expected]
+    means = [(value.value, value.high - value.value) for value, _ in expected]
+    for interval, under in ((found, differences), (mean, means)):
+        margins = [min(margin, under[0][1]) for _, margin in under]
+        assert interval.low == pytest.approx(min(v - m for (v, _), m in zip(under, margins, strict=True)))
+        assert interval.high == pytest.approx(max(v + m for (v, _), m in zip(under, margins, strict=True)))
+
+
+def test_a_difference_of_two_runs_has_the_errors_of_both():
+    rng, metric = np.random.default_rng(0), "off-policy-gain@10"
+    results = {metric: rng.normal(1.2, 1, 400)}
+    plain = RunOutcome(ABOUT, [], np.ones(400), np.zeros(400), results)
+    mean, other = (
+        plain.mean(metric),
+        RunOutcome(ABOUT, [], np.ones(400), np.zeros(400), {metric: rng.normal(1, 1, 400)}),
+    )
+    wide = Mean(mean.mean, mean.mean - 0.3, mean.mean + 0.3, 400)
+    one = replace(plain, about={**ABOUT, "means": {metric: asdict(wide)}})
+    before, after = (each.test(metric, other, metric) for each in (plain, one))
+    more = 0.3**2 - ((mean.high - mean.low) / 2) ** 2
+    half = (before.high - before.low) / 2
+    assert (after.high - after.low) / 2 == pytest.approx(np.sqrt(half**2 + more), rel=1e-3)
 
 
 def test_p_values_of_a_page_are_corrected_for_the_number_of_tests(runs, tmp_path):
@@ -532,9 +558,12 @@ def test_curves_by_position_do_not_fold_back(ultr, tmp_path):
     text = (tmp_path / "bias" / "bias.html").read_text()
     assert "95% intervals cover sampling error only" in text
     assert "how biased: compared with position 1" in text
+    assert "position does not depend on its relevance to this request" in text
+    assert "After positions were shuffled within requests" in text
     report = json.loads((tmp_path / "bias" / "bias.json").read_text())
     for estimate in report["estimates"].values():  # as in files of older versions, which do not pool rare positions
         estimate["low"][5:], estimate["high"][5:] = [None] * 36, [None] * 36
+    del report["refutations"], report["verdict"]["assumption"]
     text = write_bias_page(report, tmp_path / "older.html", source="log").read_text()
     figure = plots_of(text)[0]
     assert figure["layout"]["xaxis"]["categoryarray"] == [str(k) for k in range(1, 42)]

@@ -37,6 +37,7 @@ from ultr.serving.export import check_parity, code, export_run, onnx_bytes
 from ultr.serving.exported import is_exported, load_exported, onnx_scores, onnx_session
 from ultr.serving.onnx_graphs import NotInOnnxError, _from_lightgbm, _from_xgboost, trees_to_onnx
 from ultr.training.config import make_config
+from ultr.training.outcome import value_of_run
 from ultr.training.run import run_training
 from ultr.utils.jsonfiles import load_json, write_json
 
@@ -555,11 +556,10 @@ print(onnx_scores(exported.session(), np.ones((2, 3, 4))).shape)
 def test_the_card_has_the_results_of_the_run(runs, folders):
     card = (folders["mlp"] / "README.md").read_text()
     about = json.loads((runs["mlp"] / "model" / "model.json").read_text())
-    best = max(
-        float(json.loads(x)["feedback-ndcg@10"]) for x in (runs["mlp"] / "metrics.jsonl").read_text().split("\n")[:-1]
-    )
+    metric, value, _ = value_of_run(runs["mlp"])
     assert f"fingerprint `{about['data']}`" in card
-    assert f"best `feedback-ndcg@10` on validation: {best:.4f}, at step" in card
+    assert metric == "feedback-ndcg@10"
+    assert f"`{metric}` on test: {value:.4f}, at step" in card
     assert "logged feedback, with its position bias" in card
     assert re.search(r"^\| `2` \| 0\.5000 \|", card, re.M)  # θ of the propensities in the configuration
     assert "2. `colour`: a category, codes 1 to 3" in card

@@ -78,7 +78,7 @@ def test_streamed_lists_and_simulated_users_train_a_network_alone():
 
 
 def test_the_decisions_are_read_back_equal(tmp_path):
-    found = Decisions("click", ("mlp",), (8, 4), "device", True, ("a note",))
+    found = Decisions("click", ("mlp",), (8, 4), "device", ("phone", "desk"), True, ("a note",))
     found.save(tmp_path)
     assert Decisions.load(tmp_path) == found
 

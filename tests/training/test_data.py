@@ -48,14 +48,16 @@ def test_the_data_that_was_not_used_for_longest_is_dropped_when_it_is_too_large(
 
 
 def test_train_validation_and_test_requests_of_a_log_are_disjoint():
-    parts = load_run_data(quick("", test=0.3), feedback_log(80))
+    parts = load_run_data(quick("", held_out=0.2, test=0.3), feedback_log(80))
     ids = [set(part.request_ids.to_pylist()) for part in (parts.train, parts.validation, parts.test)]
     assert [len(each) for each in ids] == [40, 16, 24]
     assert len(set.union(*ids)) == 80
-    other = load_run_data(quick("", test=0.3, seed=1), feedback_log(80))
+    other = load_run_data(quick("", held_out=0.2, test=0.3, seed=1), feedback_log(80))
     assert set(other.test.request_ids.to_pylist()) == ids[2]  # the same for all seeds
     assert set(other.validation.request_ids.to_pylist()) != ids[1]
-    assert load_run_data(quick(""), feedback_log(80)).test is None
+    assert load_run_data(quick("", test=0.0), feedback_log(80)).test is None
+    usual = load_run_data(quick(""), feedback_log(80))
+    assert (len(usual.train), len(usual.validation), len(usual.test)) == (60, 12, 8)
 
 
 def test_a_log_needs_more_requests_than_are_held_out():

@@ -297,7 +297,7 @@ def test_all_requests_come_about_equally_often(sizes):
 
 
 def test_a_batch_from_shards_needs_a_list_for_each_part(shards):
-    with pytest.raises(OptionError, match="at least 8 lists, got 7; raise network.batch"):
+    with pytest.raises(OptionError, match=r"at least 8 lists, got 7; raise network\.batch"):
         Stream(shards, batch=7, seed=0)
     assert len(Stream(shards, batch=8, seed=0)(0)) == 8
 

@@ -44,49 +44,55 @@ def test_hashes_depend_on_the_id_and_on_the_features(folder):
     assert len(set(request_hashes(empty).tolist())) == 2
 
 
-def test_runs_are_compared_on_requests_that_none_was_trained_on(folder):
+def used_by(folder, name):
+    data = load_run_data(read_config(folder / name))
+    return [set(part.request_ids.to_pylist()) for part in (data.train, data.validation, data.test)]
+
+
+def test_runs_are_compared_on_requests_that_none_was_trained_on_or_chosen_by(folder):
     log = read_log(folder / "log.parquet")
-    trained = []
-    for seed in (0, 1):
-        data = load_run_data(read_config(folder / f"run-{seed}"))
-        trained.append(np.isin(log.request_ids, data.train.request_ids))
-    fresh, warnings = fresh_requests({f"run-{i}": (folder / f"run-{i}", log) for i in (0, 1)}, None)
-    np.testing.assert_array_equal(fresh, ~trained[0] & ~trained[1])
-    assert 0 < fresh.sum() < 20
-    text = "\n".join(warnings)
-    assert "run-0 was trained on 80 of the 100 requests." in text
-    assert f"on the other {fresh.sum()} requests." in text
-    assert f"{fresh.sum()} of the test requests selected the best step of run-1" in text
-    unselected, warnings = fresh_requests({"run-0": (folder / "run-0", log)}, None, unselected=True)
-    assert (unselected.all(), len(warnings)) == (True, 1)  # all others selected its best step
+    (trained, chose, tested), (_, _, other_tested) = (used_by(folder, f"run-{seed}") for seed in (0, 1))
+    assert tested == other_tested  # no seed can choose a setting by them
+    assert (len(trained), len(chose), len(tested)) == (75, 15, 10)
+    fresh = fresh_requests({f"run-{i}": (folder / f"run-{i}", log) for i in (0, 1)}, None)
+    assert set(log.request_ids.filter(pa.array(fresh.mask)).to_pylist()) == tested
+    assert fresh.chosen_on is None
+    assert fresh.warnings == [
+        "90 of the 100 requests trained a run or chose its step. All rankers are evaluated on the other 10 requests."
+    ]
 
 
 def test_new_requests_need_no_warning_even_if_their_ids_are_the_same(folder):
     log = simulate_log(make_shown_log(requests=30, features=4, seed=9), User())[0]
-    fresh, warnings = fresh_requests({"run": (folder / "run-0", log)}, None)
-    assert fresh.all()
-    assert not warnings
+    fresh = fresh_requests({"run": (folder / "run-0", log)}, None)
+    assert fresh.mask.all()
+    assert (fresh.warnings, fresh.chosen_on) == ([], None)
 
 
-def test_a_warning_says_if_all_requests_were_trained_on_or_if_it_is_not_known(folder, tmp_path):
+def test_requests_that_trained_a_run_or_chose_its_step_cannot_judge(folder, tmp_path):
     log = read_log(folder / "log.parquet")
-    trained = log.select(np.isin(request_hashes(log), read_outcome(folder / "run-0").used["trained"]))
-    fresh, warnings = fresh_requests({"run": (folder / "run-0", trained)}, None)
-    assert fresh.all()
-    assert "No other requests are left, so the values of the runs are too high" in warnings[-1]
+    used = read_outcome(folder / "run-0").used
+    trained, chose = (np.isin(request_hashes(log), used[name]) for name in ("trained", "selected"))
+    fresh = fresh_requests({"run": (folder / "run-0", log.select(trained))}, None)
+    assert fresh.mask.all()
+    assert "the requests trained the run" in fresh.chosen_on
+    part = log.select(trained | chose)
+    fresh = fresh_requests({"run": (folder / "run-0", part)}, None)
+    np.testing.assert_array_equal(fresh.mask, chose[trained | chose])
+    assert "the requests chose the best step of a run" in fresh.chosen_on
     unknown = shutil.copytree(folder / "run-0", tmp_path / "unknown")
     (unknown / "outcome" / USED).unlink()
-    fresh, warnings = fresh_requests({"unknown": (unknown, log)}, None)
-    assert fresh.all()
-    assert warnings == [warnings[0]]
-    assert warnings[0].startswith("unknown does not record the requests it was trained on")
+    fresh = fresh_requests({"unknown": (unknown, log)}, None)
+    assert fresh.mask.all()
+    assert len(fresh.warnings) == 1
+    assert fresh.warnings[0].startswith("unknown does not record the requests it was trained on")
 
 
 def test_the_splits_of_the_training_data_say_what_a_run_was_trained_on(folder):
     log = read_log(folder / "log.parquet")
     fingerprint = read_outcome(folder / "run-0").about["data"]["fingerprint"]
     runs = {"run": (folder / "run-0", log)}
-    fresh, warnings = fresh_requests(runs, Split(fingerprint, "test"))
-    assert (fresh.all(), warnings) == (True, [])
-    assert "No other requests are left" in fresh_requests(runs, Split(fingerprint, "train"))[1][-1]
-    assert "selected the best step of run" in fresh_requests(runs, Split(fingerprint, "validation"))[1][0]
+    fresh = fresh_requests(runs, Split(fingerprint, "test"))
+    assert (fresh.mask.all(), fresh.warnings, fresh.chosen_on) == (True, [], None)
+    assert "trained the run" in fresh_requests(runs, Split(fingerprint, "train")).chosen_on
+    assert "chose the best step" in fresh_requests(runs, Split(fingerprint, "validation")).chosen_on

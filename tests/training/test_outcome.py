@@ -23,6 +23,7 @@ from ultr.rankers.networks import FeatureEncoder
 from ultr.training.combining import Ranker
 from ultr.training.config import Config
 from ultr.training.data import split_log
+from ultr.training.examining import Examined
 from ultr.training.folder import read_metrics
 from ultr.training.outcome import (
     COMPARED_ITEMS,
@@ -113,16 +114,17 @@ def run(log, config, tmp_path_factory):
     return run_training(config, tmp_path_factory.mktemp("outcomes") / "run", source=log)
 
 
-def test_the_mean_over_requests_is_the_metric_of_the_best_step(run, log, config):
+def test_test_requests_judge_the_run_and_did_not_choose_its_step(run, log, config):
     outcome = read_outcome(run)
     best = max(line[config.selection] for line in read_metrics(run))
-    assert np.average(outcome.results[config.selection], weights=outcome.weights) == pytest.approx(best, rel=1e-5)
     name, value, step = value_of_run(run)
-    assert (name, value) == (config.selection, pytest.approx(best, rel=1e-5))
-    assert step in [line["step"] for line in read_metrics(run) if line[name] == best]
-    held_out = split_log(log, config).validation
+    assert step in [line["step"] for line in read_metrics(run) if line[config.selection] == best]
+    assert (config.selection, name, outcome.split) == ("off-policy-gain@10", "off-policy-reward@10", "test")
+    assert value == np.average(outcome.results[name], weights=outcome.weights) != pytest.approx(best, rel=1e-3)
+    held_out = split_log(log, config).test
     assert outcome.requests == [str(i) for i in held_out.request_ids.to_pylist()]
-    assert set(outcome.results) == {config.selection, LOGGED + config.selection}
+    metrics = (config.selection, name)
+    assert set(outcome.results) == {*metrics, *(LOGGED + metric for metric in metrics)}
 
 
 def test_facts_are_those_of_the_log(run, log, config):
@@ -135,10 +137,10 @@ def test_facts_are_those_of_the_log(run, log, config):
 
 
 def test_a_ranking_equal_to_the_logged_one_has_no_changes(log, config, tmp_path):
-    chosen = config.with_options(select=FEEDBACK)
+    chosen = config.with_options(select=FEEDBACK, test=0.0)
     data = split_log(log, chosen)
-    ranker = Ranker(make_ranker("linear", FeatureEncoder(3)), data.logged_scores() * 3 - 5)
-    judge(chosen, data, ranker, None, [], tmp_path)
+    ranker = Ranker(make_ranker("linear", FeatureEncoder(3)), data.logged_scores(data.validation) * 3 - 5)
+    judge(chosen, data, ranker, Examined(), [], tmp_path)
     outcome = read_outcome(tmp_path)
     assert np.nanmin(outcome.agreement) == 1
     assert outcome.about["moves"]["first_kept"] == 1

@@ -37,7 +37,7 @@ from ultr.methods import METHODS, bias_model
 from ultr.rankers.combined import Blend
 from ultr.rankers.model import load_model
 from ultr.training.config import TrainingOptions
-from ultr.training.data import Decisions
+from ultr.training.data import Decisions, load_run_data
 from ultr.training.folder import current_folder, part_of, read_config, read_metrics
 from ultr.training.loop import Listeners
 from ultr.training.run import run_training
@@ -106,7 +106,7 @@ def test_the_ranker_is_the_sum_of_its_parts_with_their_shares(default, log):
     summed = {kind: within(model.score(rows), rows) for kind, model in parts.items()}
     by_scores = np.linalg.lstsq(np.stack(list(summed.values()), axis=1), whole, rcond=None)[0]
     np.testing.assert_allclose(sum(w * s for w, s in zip(by_scores, summed.values(), strict=True)), whole, atol=1e-4)
-    held_out = read_log(log).select(np.isin(rows.request_ids, validation_ids(default)))
+    held_out = load_run_data(read_config(default)).validation
     spreads = [np.sqrt(np.mean(within(model.score(held_out), held_out) ** 2)) for model in parts.values()]
     np.testing.assert_allclose(by_scores * spreads, list(shares.values()), rtol=1e-3)
 
@@ -114,10 +114,6 @@ def test_the_ranker_is_the_sum_of_its_parts_with_their_shares(default, log):
 def within(values: np.ndarray, log) -> np.ndarray:
     """Return scores minus their mean in the request."""
     return values - (np.bincount(log.request_of_row, values) / log.lengths)[log.request_of_row]
-
-
-def validation_ids(run: Path) -> list[str]:
-    return pq.read_table(run / "outcome" / "requests.parquet")["request"].to_pylist()
 
 
 def test_machine_options_do_not_change_which_rankers_are_trained(default, log, tmp_path):

@@ -194,7 +194,7 @@ def test_trees_of_a_bias_model_are_loaded_too(log, tmp_path):
         ({"tree_parameters": {"num_leafs": 3}}, "no parameter 'num_leafs'; did you mean"),
         ({"tree_parameters": {"num_leaves": 1}}, r"LightGBM: Check failed.*num_leaves"),
         ({"ranker": "xgboost", "tree_parameters": {"max_depth": "abc"}}, r"XGBoost: Invalid Parameter.*max_depth"),
-        ({"method": "lambdarank"}, "whole numbers up to 30.*labels=buckets"),
+        ({"method": "lambdarank"}, "whole numbers up to 30.*method.labels to buckets"),
         ({"stream": "yes"}, "only prepared lists can be streamed"),
     ],
 )

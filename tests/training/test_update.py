@@ -167,9 +167,9 @@ def test_requests_of_yesterdays_training_stay_training_requests(network, days, t
         trained, _ = used_requests(network, getattr(run_data, name))
         assert not trained.any()
     trained, selected = used_requests(network, run_data.train)
-    assert (int(trained.sum()), int(selected.sum())) == (240, 0)  # those of the first day, of which 60 were held out
-    assert int(used_requests(network, run_data.validation)[1].sum()) == 60
-    assert (len(run_data.train), len(run_data.validation), len(run_data.test)) == (240 + 180, 60 + 60, 60)
+    assert (int(trained.sum()), int(selected.sum())) == (225, 0)  # those of the first day that it was trained on
+    assert int(used_requests(network, run_data.validation)[1].sum()) == 45
+    assert sum(map(len, (run_data.train, run_data.validation, run_data.test))) == 600
 
 
 # --- A window of days -------------------------------------------------------------------------------------------------

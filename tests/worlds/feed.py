@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+from scipy.special import ndtr
 
 from worlds.world import World, positions, ranked, sigmoid
 
 FEATURES = ("affinity", "freshness", "creator_followers", "duration", "language_match", "watched_before")
 TOPICS = ("news", "music", "sport", "games", "food", "travel", "science", "comedy", "film", "crafts")
+LONG, STAYS, STAYS_AFTER_LONG = 0.6, 0.93, 0.82  # viewers go on less often after a video that they watched for long
+SPREAD, LEAST, BY_MISTAKE = 0.12, 0.02, 0.05  # of the share of a video that is watched
 
 
-def feed(requests: int, *, seed: int = 0) -> World:
+def feed(requests: int, *, seed: int = 0) -> World:  # noqa: PLR0915 - a recipe, read from top to bottom
     rng = np.random.default_rng([11, seed])
     viewers, videos = 3000, 4000
     taste = rng.normal(size=(viewers, 6))
@@ -56,7 +59,7 @@ def feed(requests: int, *, seed: int = 0) -> World:
     request, video, interest, share = request[order], video[order], interest[order], share[order]
     affinity, fresh, before = affinity[order], fresh[order], before[order]
     position = positions(lengths)
-    watched = np.clip(share + rng.normal(0, 0.12, len(request)), 0.02, 1)
+    watched = np.clip(share + rng.normal(0, SPREAD, len(request)), LEAST, 1)
     opens = rng.random(len(request)) < interest
     starts = np.cumsum(lengths) - lengths
     seen, opened, chance = np.zeros(len(request), bool), np.zeros(len(request), bool), np.zeros(len(request))
@@ -66,12 +69,12 @@ def feed(requests: int, *, seed: int = 0) -> World:
         here = np.flatnonzero(lengths > k)
         rows = starts[here] + k
         seen[rows], chance[rows] = going[here], reached[here]
-        by_mistake = rng.random(len(rows)) < 0.06 * np.exp(-k / 3)
+        by_mistake = rng.random(len(rows)) < _mistake(k)
         opened[rows] = seen[rows] & (opens[rows] | by_mistake)
-        stays = np.where(opened[rows] & (watched[rows] > 0.6), 0.82, 0.93)
+        stays = np.where(opened[rows] & (watched[rows] > LONG), STAYS_AFTER_LONG, STAYS)
         going[here] &= rng.random(len(rows)) < stays
         reached[here] *= stays
-    ratio = np.where(opened, np.where(opens, watched, 0.05), 0.0)
+    ratio = np.where(opened, np.where(opens, watched, BY_MISTAKE), 0.0)
     table = {
         "session": request,
         "viewer": viewer[request],
@@ -87,4 +90,29 @@ def feed(requests: int, *, seed: int = 0) -> World:
         "watched_before": before,
         "topic": np.array(TOPICS)[topic[video]],
     }
-    return World(pa.table(table), FEATURES, ("topic",), interest * share, chance, lengths)
+
+    def expected(position: np.ndarray) -> np.ndarray:
+        """Return the expected watch ratio: whether viewers come to a video depends on those above it."""
+        opened = interest + (1 - interest) * _mistake(position - 1)
+        stays = STAYS - (STAYS - STAYS_AFTER_LONG) * opened * ndtr((share - LONG) / SPREAD)
+        order = np.lexsort((position, request))
+        reached = np.empty(len(request))
+        logs = np.concatenate(([0.0], np.cumsum(np.log(stays[order]))))[:-1]
+        reached[order] = np.exp(logs - np.repeat(logs[starts], lengths))
+        return reached * (interest * _mean_watched(share) + (opened - interest) * BY_MISTAKE)
+
+    return World(pa.table(table), FEATURES, ("topic",), interest * share, chance, lengths, expected)
+
+
+def _mistake(k: np.ndarray | int) -> np.ndarray:
+    """Return the probability that a viewer opens the video at place k, from 0, by mistake."""
+    return np.asarray(0.06 * np.exp(-k / 3))
+
+
+def _mean_watched(share: np.ndarray) -> np.ndarray:
+    """Return the mean of a normal share, clipped to `LEAST` and 1."""
+    low, high = (LEAST - share) / SPREAD, (1 - share) / SPREAD
+    below, above = ndtr(low), ndtr(-high)
+    density = np.exp(-(low**2) / 2) - np.exp(-(high**2) / 2)
+    inside = share * (1 - below - above) + SPREAD * density / np.sqrt(2 * np.pi)
+    return np.asarray(LEAST * below + above + inside)

@@ -71,7 +71,11 @@ def shop(requests: int, *, seed: int = 0, random_share: float = 0.02, bots: floa
     features = {name: values[order] for name, values in of_row.items()}
     features |= {name: values[product] for name, values in of_product.items()}
     position = positions(lengths)
-    seen = np.where(mobile[request], position**-0.9, 1 / (1 + 0.1 * (position - 1)))
+
+    def looks(position: np.ndarray) -> np.ndarray:
+        return np.where(mobile[request], position**-0.9, 1 / (1 + 0.1 * (position - 1)))
+
+    seen = looks(position)
     click = (rng.random(len(request)) < seen) & (rng.random(len(request)) < attraction)
     bot = (rng.random(requests) < bots)[request]
     click = np.where(bot, rng.random(len(request)) < 0.6, click)
@@ -85,4 +89,4 @@ def shop(requests: int, *, seed: int = 0, random_share: float = 0.02, bots: floa
         "click": click.astype(np.int64),
         **{name: features[name] for name in FEATURES},
     }
-    return World(pa.table(table), FEATURES, (), attraction, seen, lengths)
+    return World(pa.table(table), FEATURES, (), attraction, seen, lengths, lambda shown: looks(shown) * attraction)

@@ -45,3 +45,14 @@ def test_viewers_of_the_feed_watch_only_what_they_see():
     place = positions(world.lengths)
     assert (world.examination[place == 1] == 1).all()
     assert (np.diff([world.examination[place == k].mean() for k in range(1, 6)]) < 0).all()
+
+
+@pytest.mark.parametrize(("make", "label"), [(shop, "click"), (feed, "watch_ratio")])
+def test_the_reward_of_the_logged_order_is_the_mean_feedback(make, label):
+    world = make(20_000, seed=4, **({"bots": 0.0} if make is shop else {}))
+    place = positions(world.lengths)
+    request = np.repeat(np.arange(len(world.lengths)), world.lengths)
+    feedback = np.bincount(request, np.asarray(world.log[label]) * (place <= 10))
+    error = feedback.std() / np.sqrt(len(feedback))
+    assert abs(world.reward(-place.astype(float)) - feedback.mean()) < 4 * error
+    assert world.reward(world.truth) > world.reward(-place.astype(float))

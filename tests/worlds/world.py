@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,14 @@ class World:
     truth: np.ndarray  # what a row is worth if it is seen
     examination: np.ndarray  # the true probability that the row was seen
     lengths: np.ndarray  # rows by request
+    expected: Callable[[np.ndarray], np.ndarray]  # from positions of the rows, in any order: their expected feedback
+
+    def reward(self, scores: np.ndarray, k: int = 10) -> float:
+        """Return the expected feedback on the first k rows of the ranking by `scores`, as a mean over requests."""
+        request = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        position = np.empty(len(scores), np.int64)
+        position[np.lexsort((-scores, request))] = positions(self.lengths)
+        return float(self.expected(position)[position <= k].sum() / len(self.lengths))
 
     def ndcg(self, scores: np.ndarray, k: int = 10) -> float:
         """Return the mean NDCG@k over requests of the ranking by `scores`, with the truth as gain."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,16 +28,17 @@ from ultr.bias.counts import (
 )
 from ultr.bias.estimators import SCALE, SMALLEST, best_source, items_comparable, largest_one, pools
 from ultr.bias.identification import (
-    CARE,
-    IDENTIFIED,
+    ASSUMPTIONS,
     INTERVALS,
     NO_ITEM_IDS,
     NOT,
     PRECISE,
+    STATUSES,
     TUNED,
     Agreement,
     Estimate,
     HeldOut,
+    Refutation,
     Verdict,
     agreement,
     estimate,
@@ -45,13 +46,18 @@ from ultr.bias.identification import (
     verdict,
 )
 from ultr.bias.logging_policy import recovered_score, strata_of
+from ultr.bias.refutation import Evidence, refutations
 from ultr.checks.pitfalls import Pitfall, find_pitfalls, suspicious_requests
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.labels import Label
+from ultr.log.splits import codes
 from ultr.rankers import FeatureEncoder
 from ultr.utils.arguments import Seed, Within, checked
 from ultr.utils.display import facts_html, table_html
+
+if TYPE_CHECKING:
+    from ultr.bias.click_models import QualityReport
 
 # --- Result -----------------------------------------------------------------------------------------------------------
 # The result of an audit: estimates of examination, a verdict, and a summary of both in a few sentences.
@@ -81,6 +87,7 @@ class BiasReport:
     pool: np.ndarray = field(default_factory=lambda: np.arange(0))  # of each position; those of a pool share one θ
     notes: tuple[str, ...] = ()
     segments: Mapping[str, BiasReport] = field(default_factory=dict)
+    refutations: tuple[Refutation, ...] = ()  # tests of the assumption of estimates from items (`bias.refutation`)
 
     @property
     def anchor(self) -> Estimate | None:
@@ -118,6 +125,7 @@ class BiasReport:
             rows.append([str(position), f"{self.impressions[i]:,.0f}", f"{self.rate[i]:.2%}", *cells])
         table = table_html(["position", "shown", "rate", *names], rows, f"θ relative to position {self.reference}")
         facts = {"verdict": f"{self.verdict.status}: {self.verdict.advice}", "requests": f"{self.requests:,}"}
+        facts |= {"assumption": self.verdict.assumption} if self.verdict.assumption else {}
         warnings = [f"{p.name}: {p.what}; {p.hint}" for p in self.pitfalls]
         return facts_html("Position bias", facts, [*self.verdict.reasons, *warnings]) + table
 
@@ -138,6 +146,7 @@ class BiasReport:
             "intervals": INTERVALS,
             "left_out": self.left_out,
             "agreements": [asdict(test) for test in self.agreements],
+            "refutations": [asdict(test) for test in self.refutations],
             "links": self.links,
             "order_explained_by_features": self.explained,
             "sampled_requests": self.sampled_requests,
@@ -161,28 +170,36 @@ def _estimate_json(result: Estimate) -> dict[str, Any]:
 
 
 def summary(report: BiasReport) -> dict[str, str]:
-    """Return sentences by name: how biased, verdict, positions, to be safe."""
+    """Return sentences by name: how biased, verdict, assumption and its tests (if any), positions, next step."""
     verdict = report.verdict
     reasons = " ".join(verdict.reasons)
-    return {
-        "how biased": _how_biased(report),
-        "verdict": f"{verdict.status} - {verdict.advice}. {reasons}",
-        "positions": _positions(report),
-        "to be safe": _to_be_safe(report),
-    }
+    sentences = {"how biased": _how_biased(report), "verdict": f"{verdict.status} - {verdict.advice}. {reasons}"}
+    if verdict.assumption:
+        sentences["assumption"] = verdict.assumption
+    if report.refutations:
+        sentences["tests"] = _tests(report)
+    return {**sentences, "positions": _positions(report), "next step": _next_step(report)}
 
 
-def _to_be_safe(report: BiasReport) -> str:
-    """Return what would make the verdict safe, or those of the segments that are less sure than all requests together.
+def _tests(report: BiasReport) -> str:
+    """Return which tests of the assumption about items failed."""
+    failed = [each.name for each in report.refutations if not each.passed]
+    passed = [each.name for each in report.refutations if each.passed]
+    parts = [f"{what}: {', '.join(names)}" for what, names in (("failed", failed), ("passed", passed)) if names]
+    of_items = "" if report.verdict.assumption else " (of estimates from items, which are not used)"
+    return "; ".join(parts) + of_items
+
+
+def _next_step(report: BiasReport) -> str:
+    """Return what would make the verdict surer, or those of the segments that are less sure than all requests together.
 
     A ranker uses the examination of each segment.
     """
-    order = (IDENTIFIED, CARE, NOT)
-    surest = order.index(report.verdict.status)
-    weaker = {name: each for name, each in report.segments.items() if order.index(each.verdict.status) > surest}
+    surest = STATUSES.index(report.verdict.status)
+    weaker = {name: each for name, each in report.segments.items() if STATUSES.index(each.verdict.status) > surest}
     if not weaker:
-        return report.verdict.to_be_safe
-    return "; ".join(f"for segment '{name}', {each.verdict.to_be_safe}" for name, each in list(weaker.items())[:2])
+        return report.verdict.next_step
+    return "; ".join(f"for segment '{name}', {each.verdict.next_step}" for name, each in list(weaker.items())[:2])
 
 
 @dataclass(frozen=True)
@@ -221,7 +238,7 @@ def _how_biased(report: BiasReport) -> str:
     if not known:
         return "unknown: only one position has an estimate"
     times = times_as_often({str(report.positions[i]): float(anchor.theta[i]) for i in known})
-    if_right = ", if the estimate from features is right" if report.verdict.status == NOT else ""
+    if_right = f", if {ASSUMPTIONS[anchor.name]}" if report.verdict.status == NOT and anchor.name in ASSUMPTIONS else ""
     return f"compared with position {report.reference}, users look {times}{if_right}"
 
 
@@ -266,6 +283,7 @@ MAX_FEATURES = 1_000  # most features in the regression of relevance; its work g
 BUCKETS = 20  # groups of rows with similar predicted relevance, in which the regression is validated
 MAX_SEGMENTS = 10  # the segments with the most requests are audited separately
 MAX_REPLICATES = 10_000  # of the bootstrap
+CLEAR_MODEL = 0.01  # a click model is better than the position-based one if its log-likelihood is by this share of it
 CLEAR_GAIN = 1e-3  # features explain clicks if they raise the held-out log-likelihood by this share of it
 
 
@@ -277,6 +295,7 @@ class AuditOptions:
     bootstrap: int
     seed: int
     described: Log | None = None  # rows with numbers that show whether items are the same, if there are no features
+    segment: np.ndarray | None = None  # [requests] code of the segment of each request in memory
 
 
 @checked
@@ -307,6 +326,8 @@ def audit(
     if not keep_suspicious:
         log, sample, left_out = without_suspicious(log, sample, label)
     clicked = _clicked(log, label)
+    if "segment" in log.context:
+        options = replace(options, segment=codes(_segment_names(log)[0]))
 
     def count(part: Log, clicked: np.ndarray) -> LogCounts:
         counts = log_counts(impressions(part, clicked, seed=seed), seed=seed)
@@ -334,6 +355,7 @@ def audit_counts(
     """Return the results and a verdict as `audit` does, from the counts of a log and of each of its segments."""
     known = {str(slot): theta for slot, theta in (known or {}).items()}
     report, reports = _audit(whole, sample, known, options), {}
+    options = replace(options, segment=None)
     for name, counts in segments:
         if not counts.clicks.any():
             continue
@@ -349,6 +371,26 @@ def with_pitfalls(report: BiasReport, pitfalls: list[Pitfall], left_out: int) ->
     note = f"The estimates leave out {left_out:,} suspicious requests (--keep-suspicious keeps them)."
     notes = (note, *report.notes) if left_out else report.notes
     return replace(report, pitfalls=pitfalls, left_out=left_out, notes=notes)
+
+
+def with_click_models(report: BiasReport, quality: QualityReport | None) -> BiasReport:
+    """Return a report whose verdict says if a click model without one curve predicts held-out clicks better.
+
+    The gain in likelihood must be clear (`CLEAR_MODEL`): a model with more parameters may win by chance.
+    """
+    models = () if quality is None else quality.models
+    likelihood = {each.model: each.log_likelihood for each in models if each.modelled == 1}
+    if "pbm" not in likelihood:
+        return report
+    best = max(likelihood, key=likelihood.__getitem__)
+    gain = likelihood[best] / likelihood["pbm"] - 1  # both are negative
+    if -gain < CLEAR_MODEL:
+        return report
+    reason = (
+        f"The click model {best} predicts held-out clicks better than the position-based model (by {-gain:.1%}): "
+        "whether users look at a position also depends on their other clicks, and the curve is an average over these."
+    )
+    return replace(report, verdict=replace(report.verdict, reasons=(*report.verdict.reasons, reason)))
 
 
 def largest_segments(counts: list[dict[str, Any]]) -> list[str]:
@@ -414,6 +456,7 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
     pairs = [(a, b) for i, a in enumerate(estimates.values()) for b in list(estimates.values())[i + 1 :]]
     tests = [agreement(a, b, positions, shown=shown, pool=pool) for a, b in pairs]
     agreements = [test for test in tests if test is not None]
+    refuted = _refutations(log, view, weights, sample, options)
     return BiasReport(
         label=options.label,
         requests=log.requests,
@@ -436,6 +479,7 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
             no_links=no_links,
             pool=pool,
             suspicious=log.suspicious,
+            refutations=refuted,
         ),
         pitfalls=[],
         links=graph,
@@ -443,7 +487,29 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
         sampled_requests=0 if sample is None else len(sample),
         pool=pool,
         notes=tuple(notes),
+        refutations=refuted,
     )
+
+
+def _refutations(
+    log: LogCounts, view: _View, weights: np.ndarray, sample: Log | None, options: AuditOptions
+) -> tuple[Refutation, ...]:
+    counts = log.sources["items"].in_pools(view.pool) if "items" in log.sources else None
+    if counts is None:
+        return ()
+    shown, clicked = (np.bincount(view.pool, each) for each in (log.shown, log.clicked))
+    evidence = Evidence(
+        counts,
+        log.seen,
+        view.pool,
+        shown,
+        clicked / shown,
+        weights,
+        segment=options.segment,
+        sample=sample,
+        sample_clicked=None if sample is None else _clicked(sample, options.label),
+    )
+    return tuple(refutations(evidence, view.estimates, np.unique(view.pool, return_index=True)[1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -475,9 +541,10 @@ def _count_estimates(
     fitted = {name: np.bincount(view.pool, log.shown * got.theta) / of_pool for name, got in view.estimates.items()}
     sources = {name: counts.in_pools(view.pool) for name, counts in log.sources.items()}
     graph = None
-    if (counts := sources.get("randomised")) is not None:
-        view.add("randomised", estimators.position_based(counts, weights))
-        fitted["randomised"] = estimators.position_based(counts, training)[0]
+    for name in ("randomised", "swaps"):
+        if (counts := sources.get(name)) is not None:
+            view.add(name, estimators.position_based(counts, weights))
+            fitted[name] = estimators.position_based(counts, training)[0]
     if (counts := sources.get("items")) is not None:
         if counts.share < 1:
             used = f"a random {counts.share:.1%} of the items that were clicked and shown at several positions"

@@ -27,10 +27,11 @@ from ultr.bias.counts import (
     compared_clicks,
     counted_items,
     counted_random,
+    counted_swaps,
     impressions,
     log_counts,
 )
-from ultr.bias.estimators import POOL_CLICKS, ConditionalFit, best_source, fit_conditional, items_comparable
+from ultr.bias.estimators import POOL_CLICKS, RANDOM, ConditionalFit, best_source, fit_conditional, items_comparable
 from ultr.checks.pitfalls import suspicious_requests
 from ultr.log import Log, read_log
 from ultr.log.columns import Columns, as_data_error, combined, resolve_columns
@@ -45,6 +46,7 @@ LEVEL = 0.001  # of the test, for all columns together
 MATERIAL = float(np.log(1.15))  # typical difference of log θ between two values that matters
 FEATURES = 8  # features that show whether an item is the same one when it occurs again
 SHOWN_POSITION = 5  # position of which messages tell θ, if it was tested
+COUNTED = {"randomised": counted_random, "swaps": counted_swaps, "items": counted_items}  # by source of evidence
 # A column of whole numbers is tested only if it has one of these names: other numbers are measures or ids.
 CODED = frozenset(("device", "platform", "os", "client", "app", "browser", "surface", "page_type", "layout"))
 
@@ -179,7 +181,7 @@ class _Comparison:
 
 def _compare(seen: Impressions, value: np.ndarray, source: str) -> _Comparison | None:
     """Test whether θ differs between the values of requests; None if fewer than two positions can be compared."""
-    count = counted_random if source == "randomised" else counted_items
+    count = COUNTED[source]
     counts = [each for v in range(int(value.max()) + 1) if (each := count(_part(seen, value == v))) is not None]
     if len(counts) <= value.max():
         return None
@@ -215,6 +217,7 @@ def _part(seen: Impressions, requests: np.ndarray) -> Impressions:
         group=seen.group[requests],
         items=None if seen.items is None else seen.items[rows],
         randomised=None if seen.randomised is None else seen.randomised[requests],
+        production=None if seen.production is None else seen.production[rows],
     )
 
 
@@ -304,7 +307,7 @@ def segment_candidates(
     else:
         head = as_table(source)
         roles = resolve_columns(head.schema, where="the table", **named)
-    if not (roles.actions and (roles.item or "randomised" in roles.context)):
+    if not (roles.actions and (roles.item or {*RANDOM} & roles.context.keys())):
         return roles, []
     with as_data_error(source, "a log"):
         return roles, _candidates(head.slice(0, FIRST_ROWS), roles, time)

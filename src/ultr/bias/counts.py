@@ -17,6 +17,7 @@ from scipy import sparse
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.splits import codes
+from ultr.log.swaps import CONTROL, checked_swaps, production_positions
 from ultr.log.table import SHIFT
 
 GROUPS = 200  # random groups of requests, which the bootstrap draws
@@ -37,6 +38,8 @@ class Impressions:
     items: np.ndarray | None  # [rows] codes of items; an item has another code under another query
     randomised: np.ndarray | None  # [requests] True if shown in random order
     by_query: bool = False  # whether codes of items differ by query
+    production: np.ndarray | None = None  # [rows] position of the item before swaps; -1 if the row is not compared
+    swapped_requests: int = 0  # requests whose drawn arm is a swap
 
     def of_rows(self, values: np.ndarray) -> np.ndarray:
         """Return values [rows] from values [requests]: each row has the value of its request."""
@@ -71,6 +74,7 @@ def impressions(log: Log, clicked: np.ndarray, *, seed: int = 0, most_positions:
     group = np.empty(len(log), np.int32)
     group[order] = np.arange(len(log)) % groups
     marked = log.context.get("randomised")
+    production, swapped_requests = _before_swaps(log)
     return Impressions(
         positions,
         np.searchsorted(positions, shown_positions).astype(np.int32),
@@ -81,7 +85,18 @@ def impressions(log: Log, clicked: np.ndarray, *, seed: int = 0, most_positions:
         item_codes(log),
         None if marked is None else marked.to_numpy(zero_copy_only=False),
         queries_recur(log),
+        production,
+        swapped_requests,
     )
+
+
+def _before_swaps(log: Log) -> tuple[np.ndarray | None, int]:
+    """Return the position of each row's item before swaps (-1: not compared), and how many requests have a swap."""
+    if "swaps" not in log.context:
+        return None, 0
+    production, compared = production_positions(log)
+    swapped = pc.not_equal(checked_swaps(log.context["swaps"]), CONTROL)
+    return np.where(compared, production, -1), pc.sum(swapped).as_py() or 0
 
 
 def queries_recur(log: Log) -> bool:
@@ -122,6 +137,11 @@ def count_cells(strata: np.ndarray, places: np.ndarray, shown: np.ndarray, click
     ids, cells = np.unique(strata.astype(np.int64) * width + places, return_inverse=True)
     sums = (np.bincount(cells, rows, len(ids)) for rows in (shown, clicked))
     return Cells(ids // width, ids % width, (int(strata.max(initial=-1)) + 1, width), *sums)
+
+
+def pooled(cells: Cells, pool: np.ndarray) -> Cells:
+    """Return cells by pool of positions; `pool` has the pool of each position."""
+    return count_cells(cells.strata, pool[cells.places], cells.shown, cells.clicked, width=int(pool[-1]) + 1)
 
 
 def compared_clicks(cells: Cells, unit: float) -> np.ndarray:
@@ -202,11 +222,32 @@ def counted_random(seen: Impressions) -> Counts | None:
     """
     if seen.randomised is None or not seen.clicked[rows := seen.of_rows(seen.randomised)].any():
         return None
+    return counted(seen, seen.of_rows(_position_sets(seen))[rows], rows)
+
+
+def _position_sets(seen: Impressions) -> np.ndarray:
+    """Return a number for each request, equal for requests with the same positions, whatever their segments."""
     in_list = np.unique(seen.positions & ((1 << SHIFT) - 1), return_inverse=True)[1]
     key = np.random.default_rng(0).random(len(seen.positions))[in_list]
     positions = np.bincount(seen.of_rows(np.arange(len(seen.lengths))), key[seen.place], len(seen.lengths))
-    strata = np.unique(positions, return_inverse=True)[1]
-    return counted(seen, seen.of_rows(strata)[rows], rows)
+    return np.unique(positions, return_inverse=True)[1]
+
+
+def counted_swaps(seen: Impressions) -> Counts | None:
+    """Count an experiment with swaps by the position before the swap; None if no clicked rows can be compared.
+
+    A stratum has the items that production ranks at one position, in requests with the same positions. Chance decides
+    whether an item is shown there or at another position, so its relevance does not depend on where it is shown.
+    """
+    if seen.production is None or not seen.swapped_requests:
+        return None
+    rows = np.flatnonzero(seen.production >= 0)
+    if not seen.clicked[rows].any():
+        return None
+    before = seen.production[rows]
+    sets = seen.of_rows(_position_sets(seen))[rows]
+    strata = np.unique(sets * (int(before.max()) + 1) + before, return_inverse=True)[1]
+    return counted(seen, strata, rows)
 
 
 def counted_items(seen: Impressions, *, seed: int = 0) -> Counts | None:
@@ -244,6 +285,7 @@ class LogCounts:
     has_items: bool
     by_query: bool = False  # whether queries recur, so that an item is another one under another query
     random_requests: int = 0  # requests in random order
+    swapped_requests: int = 0  # requests whose drawn arm is a swap
     suspicious: int = 0  # suspicious requests among these
     seen: Impressions | None = field(default=None, repr=False)  # the rows, if they are in memory
 
@@ -255,7 +297,11 @@ class LogCounts:
 def log_counts(seen: Impressions, *, seed: int = 0) -> LogCounts:
     """Count the rows of a log by position, and for each source of evidence."""
     width, weights = len(seen.positions), seen.row_weights()
-    sources = {"randomised": counted_random(seen), "items": counted_items(seen, seed=seed)}
+    sources = {
+        "randomised": counted_random(seen),
+        "swaps": counted_swaps(seen),
+        "items": counted_items(seen, seed=seed),
+    }
     return LogCounts(
         positions=seen.positions,
         shown=np.bincount(seen.place, weights, width),
@@ -268,6 +314,7 @@ def log_counts(seen: Impressions, *, seed: int = 0) -> LogCounts:
         has_items=seen.items is not None,
         by_query=seen.by_query,
         random_requests=0 if seen.randomised is None else int(seen.randomised.sum()),
+        swapped_requests=seen.swapped_requests,
         seen=seen,
     )
 

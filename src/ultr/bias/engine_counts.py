@@ -24,7 +24,7 @@ from scipy import sparse
 from ultr.bias.audit import AuditOptions, BiasReport, audit_counts, largest_segments, with_pitfalls, without_requests
 from ultr.bias.counts import CELLS, MAX_AUDITED_POSITIONS, Counts, LogCounts, check_positions
 from ultr.checks.pitfalls import find_pitfalls
-from ultr.errors import ColumnError, LabelError
+from ultr.errors import ColumnError, LabelError, OptionError
 from ultr.log import Log, read_log
 from ultr.log.columns import Columns, missing_note, resolve_columns
 from ultr.log.conditions import parse_conditions
@@ -133,6 +133,9 @@ class _Work:
         if columns.position is None:
             hint = "name it with --position"
             raise ColumnError("found no column with the position of each item", where=self.where, hint=hint)
+        if "swaps" in columns.context:
+            what, hint = "an engine does not compare swaps", "leave out --engine, or pass --swaps '' to ignore them"
+            raise OptionError(what, got=f"column '{columns.context['swaps']}'", hint=hint)
         conditions = [condition.column for condition in parse_conditions(self.chosen.where, self.source.schema.names)]
         self.source.check([*columns.used, *conditions], columns)
         return columns

@@ -5,6 +5,7 @@ Each returns θ [replicates, positions] up to a factor, for bootstrap replicates
 | name         | assumption                                                                                  |
 |--------------|---------------------------------------------------------------------------------------------|
 | `randomised` | requests in random order: items have the same mean relevance at every position              |
+| `swaps`      | requests with drawn swaps: an item is equally relevant at both positions                    |
 | `harvest`    | items shown at several positions: two positions are compared by the items shown at both     |
 | `items`      | items shown at several positions: each has one relevance, which is fitted together with θ   |
 | `strata`     | features: items with similar scores of the logging ranker are equally relevant              |
@@ -127,9 +128,12 @@ class ConditionalFit:
     moved: float  # the largest change of log θ in the last iteration
     information: np.ndarray  # [positions, positions] of log θ, given the clicks of each stratum
     anchor: int  # the most clicked position
+    spread: np.ndarray | None = None  # the covariance of log θ, if it is not that of the information
 
     def covariance(self) -> np.ndarray:
         """Return the covariance of log θ relative to the anchor [positions, positions]; 0 without an estimate."""
+        if self.spread is not None:
+            return self.spread
         free = np.flatnonzero(np.isfinite(self.theta) & (np.arange(len(self.theta)) != self.anchor))
         covariance = np.zeros_like(self.information)
         covariance[np.ix_(free, free)] = linalg.pinvh(self.information[np.ix_(free, free)])
@@ -393,49 +397,121 @@ def _one_step(
 # | source       | rows that are compared           | valid if                                                      |
 # |--------------|----------------------------------|---------------------------------------------------------------|
 # | `randomised` | of requests marked as randomised | their order was random                                        |
+# | `swaps`      | of a position in production      | chance decided which requests had swaps (`ultr explore`)      |
 # | `items`      | of an item, or of a query's item | the relevance of an item does not depend on where it is shown |
 #
-# Both leave relevance free in each stratum (`estimators.fit_conditional`). In a log whose queries recur, an item is
+# All leave relevance free in each stratum (`estimators.fit_conditional`). In a log whose queries recur, an item is
 # another one under another query: a ranker moves items between queries because of their relevance. `ultr bias`,
-# training and the judge use the same choice (`best_source`). Strata of the logging score remain if it finds nothing.
+# training and `ultr evaluate` use the same choice (`best_source`). Strata of the logging score remain if it finds
+# nothing. Items are precise, and may be wrong; random requests are right, and may be few. If a log has both, `merged`
+# moves the estimate of the items towards that of the random requests, by how far the two are apart. Without item ids,
+# training does the same with strata of the logging score.
 
+RANDOM = ("randomised", "swaps")  # sources in which chance decided the order
 MOST = 0.5  # a source must link positions with more than this share of the impressions
+SURE = 2.0  # standard errors by which items and random requests must differ before items count as biased
+MORE = 4.0  # items are used next to random requests, which they may include, if they have this many times the clicks
 IMPRECISE = 0.5  # a source whose standard error is larger is not used; strata may be off by as much
-CONTRADICTION = 2.576  # items contradict the requests in random order at this many standard errors (level 1%)
 SAME_FEATURES = 0.5  # items have one relevance if at least this share of their repeated rows has the same features
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """An estimate of examination from one source, with its standard error."""
+    """The rows that estimate examination, from one source of evidence, and those that may make it more precise."""
 
     name: str
-    fit: ConditionalFit
     error: float  # standard error of log θ: its root mean square over impressions
     cells: Cells  # the rows that are compared, by stratum and position
     text: str  # the evidence in words, such as "1,000 requests in random order"
+    others: Cells | None = None  # rows whose more precise estimate the requests in random order correct
 
 
-def best_source(log: LogCounts) -> Source | None:
-    """Return the estimate of the best source, or None if no source estimates most of the positions.
+def best_source(log: LogCounts, *, most_error: float = IMPRECISE) -> Source | None:
+    """Return the best source of evidence, or None if no source estimates most of the positions.
 
-    The more precise source is used. But if items contradict the requests in random order, their relevance depends on
-    where they were shown, and the requests in random order are used.
+    Requests in random order come first, if they are precise enough; items then only make them more precise (`merged`).
     """
     sources, shown = log.sources, log.shown
     cells = {name: counts.weighted(np.ones(counts.shown.shape[1])) for name, counts in sources.items()}
     fits = {name: fit_conditional(each) for name, each in cells.items()}
-    linked = {name: fit for name, fit in fits.items() if _links_most(fit, shown)}
-    if not linked:
+    errors = {name: standard_error(fit, shown) for name, fit in fits.items() if _links_most(fit, shown)}
+    usable = {name: error for name, error in errors.items() if error <= most_error}
+    if not usable:
         return None
-    errors = {name: _standard_error(fit, shown) for name, fit in linked.items()}
-    name = min(errors, key=errors.__getitem__)
-    precise = errors.get("randomised", np.inf) <= IMPRECISE
-    if len(linked) > 1 and precise and _differ(linked["items"], linked["randomised"], log.rate):
-        name = "randomised"
-    if errors[name] > IMPRECISE:
+    name = min(usable, key=lambda name: (name not in RANDOM, usable[name]))
+    others = cells["items"] if name in RANDOM and "items" in errors else None
+    if others is not None and others.clicked.sum() < MORE * cells[name].clicked.sum():
+        others = None
+    return Source(name, usable[name], cells[name], _described(name, sources[name], log), others)
+
+
+def merged(random: ConditionalFit, items: ConditionalFit, rate: np.ndarray) -> ConditionalFit:
+    """Return the estimate from requests in random order, made more precise by items, whose bias is estimated.
+
+    A ranker that moves items by their relevance lets θ fall too fast (or too slowly) wherever the click rate falls: the
+    bias of items is s times the change of the log click rate between neighbouring positions. Items weigh as much as
+    their variance with that bias, where s² is what the difference of the two estimates has beyond `SURE` standard
+    errors. The covariance has the whole s², or its sampling error if that is larger: random requests cannot exclude a
+    smaller bias.
+    """
+    if (found := slope_apart(random, items, rate)) is None:
+        return random
+    slope, error = found
+    both, falls, (of_random, of_items), (step, of_item_steps) = _common(random, items, rate)
+    square, bias, apart = slope**2, np.outer(falls, falls), of_item_steps - step
+    probable = of_items + max(0.0, square - SURE**2 * error) * bias
+    weight = of_random @ np.linalg.pinv(of_random + probable, hermitian=True)
+    other = np.eye(len(step)) - weight
+    covariance = other @ of_random @ other.T + weight @ (of_items + max(square, error) * bias) @ weight.T
+    return _from_neighbours(random, items, both, step + weight @ apart, covariance)
+
+
+def slope_apart(a: ConditionalFit, b: ConditionalFit, rate: np.ndarray) -> tuple[float, float] | None:
+    """Return how much more b falls than a, as a share of the fall of the log click rate, and the variance of the share.
+
+    Return None if fewer than two positions have both estimates.
+    """
+    both, falls, covariances, steps = _common(a, b, rate)
+    if len(both) < 2:
         return None
-    return Source(name, linked[name], errors[name], cells[name], _described(name, sources[name], log))
+    precision = np.linalg.pinv(sum(covariances), hermitian=True)
+    variance = 1 / max(float(falls @ precision @ falls), 1e-12)
+    return float(falls @ precision @ (steps[1] - steps[0])) * variance, variance
+
+
+def _common(
+    a: ConditionalFit, b: ConditionalFit, rate: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], list[np.ndarray]]:
+    """Return the positions that two fits estimate, and, between neighbours of these, the changes of the log click rate,
+    and the covariances and the changes of log θ of both.
+
+    Clicks determine only ratios of θ: differences between neighbouring positions do not depend on its scale.
+    """
+    both = np.flatnonzero(np.isfinite(a.theta) & np.isfinite(b.theta))
+    falls = np.diff(np.log(np.maximum(rate[both], 1e-12)))
+    covariances = [_neighbours(fit.covariance()[np.ix_(both, both)]) for fit in (a, b)]
+    return both, falls, covariances, [np.diff(np.log(fit.theta[both])) for fit in (a, b)]
+
+
+def _neighbours(covariance: np.ndarray) -> np.ndarray:
+    """Return the covariance of differences between neighbouring positions."""
+    return np.asarray(np.diff(np.diff(covariance, axis=0), axis=1))
+
+
+def _from_neighbours(
+    random: ConditionalFit, items: ConditionalFit, both: np.ndarray, steps: np.ndarray, covariance: np.ndarray
+) -> ConditionalFit:
+    """Return an estimate from the differences of log θ between the positions `both`; items estimate the others."""
+    sums = np.tril(np.ones((len(both), len(steps))), -1)
+    anchor = int(np.flatnonzero(both == items.anchor)[0]) if items.anchor in both else 0
+    sums = sums - sums[anchor]
+    log_theta = np.log(items.theta) - np.log(items.theta[both[anchor]])
+    estimated = np.isfinite(log_theta)
+    places = np.arange(len(log_theta))
+    log_theta[estimated] += np.interp(places[estimated], both, sums @ steps - log_theta[both])
+    nearest = np.abs(places[:, None] - both).argmin(1)
+    spread = (sums @ covariance @ sums.T)[np.ix_(nearest, nearest)]
+    return ConditionalFit(np.exp(log_theta), random.moved, random.information, int(both[anchor]), spread)
 
 
 def _links_most(fit: ConditionalFit, shown: np.ndarray) -> bool:
@@ -446,31 +522,16 @@ def _links_most(fit: ConditionalFit, shown: np.ndarray) -> bool:
 def _described(name: str, counts: Counts, log: LogCounts) -> str:
     if name == "randomised":
         return f"{log.random_requests:,} requests in random order"
+    if name == "swaps":
+        return f"{log.swapped_requests:,} requests with swapped positions"
     one_query = " for the same query" if log.by_query else ""
     return f"{counts.clicked.sum():,.0f} clicks on items shown at several positions{one_query}"
 
 
-def _standard_error(fit: ConditionalFit, shown: np.ndarray) -> float:
+def standard_error(fit: ConditionalFit, shown: np.ndarray) -> float:
     """Return the root mean square, over impressions, of the standard error of log θ relative to the anchor."""
     linked = np.isfinite(fit.theta)
     return float(np.sqrt(np.average(fit.covariance().diagonal()[linked], weights=shown[linked])))
-
-
-def _differ(items: ConditionalFit, randomised: ConditionalFit, rate: np.ndarray) -> bool:
-    """Test whether θ from items falls with the click rate of positions faster or slower than in random order.
-
-    A ranker that moves items by their relevance lets θ fall too fast, wherever the click rate falls. So this one slope
-    is tested, with more power than any difference. Some clicks count in both estimates. Their difference then varies
-    less than is assumed, and the test errs towards False.
-    """
-    both = np.flatnonzero(np.isfinite(items.theta) & np.isfinite(randomised.theta))
-    # Clicks determine only ratios of θ: differences between neighbouring positions do not depend on its scale.
-    covariance = (items.covariance() + randomised.covariance())[np.ix_(both, both)]
-    precision = np.linalg.pinv(np.diff(np.diff(covariance, axis=0), axis=1), hermitian=True)
-    change = np.diff(np.log(items.theta[both] / randomised.theta[both]))
-    direction = np.diff(np.log(rate[both])) @ precision
-    information = float(direction @ np.diff(np.log(rate[both])))
-    return information > 0 and abs(float(direction @ change)) > CONTRADICTION * np.sqrt(information)
 
 
 def items_comparable(sample: Log | None, *, by_query: bool) -> bool:

@@ -15,9 +15,10 @@ neighbours (`estimators.pools`). Memory depends on strata and positions, not on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +31,25 @@ from ultr.bias.counts import (
     impressions,
     item_codes,
     log_counts,
+    pooled,
     weight_unit,
 )
-from ultr.bias.estimators import Source, best_source, fit_conditional, fit_trust, items_comparable, largest_one, pools
+from ultr.bias.estimators import (
+    IMPRECISE,
+    MORE,
+    RANDOM,
+    ConditionalFit,
+    Source,
+    best_source,
+    fill_gaps,
+    fit_conditional,
+    fit_trust,
+    items_comparable,
+    largest_one,
+    merged,
+    pools,
+    standard_error,
+)
 from ultr.bias.logging_policy import logging_score, strata_of
 from ultr.datasets.users import User
 from ultr.errors import DataError
@@ -41,19 +58,21 @@ from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
 
+LARGEST_MOVE = 3.0  # of log θ in a draw
 MAX_TRAINED_POSITIONS = 5_000  # a bias model has tables with an entry for each pair of positions
 SOURCES = {
     "strata": "features alone (rows with similar scores of the logging ranker)",
     "items": "items that occur in several requests",
     "known": "known propensities",
 }
+CONFIRMED = ("known", *RANDOM)  # evidence that does not rest on how production orders items
 FORMAT = 1
 BY_POSITION = ("theta", "zeta", "impressions", "clicks")  # the arrays of an Examination
 
 
 @dataclass(frozen=True, eq=False)
 class Examination:
-    """θ_k = P(c>0 | relevant, k) and ζ_k = P(c>0 | irrelevant, k) by position id, and the counts behind them.
+    """θ_k = P(c>0 | relevant, k) and ζ_k = P(c>0 | irrelevant, k) by position id, with the evidence and its error.
 
     Clicks determine only ratios of θ. By convention its largest value, among those with enough clicks, is 1.
     """
@@ -67,6 +86,34 @@ class Examination:
     strata: int
     source: str = SOURCES["strata"]  # the evidence that was used, in words
     error: float | None = None  # the relative standard error of θ if it is not from strata, which may have a bias
+    evidence: str = "strata"  # the name of the source
+    covariance: np.ndarray | None = None  # of log θ [positions, positions], which draws come from; None: 0
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether θ is known, or chance decided an order: if not, it rests on how production orders items."""
+        return self.evidence in CONFIRMED
+
+    def draws(self, number: int, *, seed: int = 0) -> np.ndarray:
+        """Return θ [number, positions] as it may be, given its sampling error; empty if θ has none."""
+        if self.covariance is None:
+            return np.empty((0, len(self.positions)))
+        root = np.linalg.eigh(self.covariance)
+        normal = np.random.default_rng(seed).normal(size=(number, len(self.positions)))
+        moved = normal * np.sqrt(np.maximum(root.eigenvalues, 0)) @ root.eigenvectors.T
+        return np.asarray(self.theta * np.exp(np.clip(moved, -LARGEST_MOVE, LARGEST_MOVE)))
+
+    def at(self, slots: Sequence[str], wanted: Mapping[int, str]) -> Examination | None:
+        """Return the estimate of other position ids; `slots` are the texts of its positions, `wanted` those by id.
+
+        Return None if one of them is missing.
+        """
+        if not set(wanted.values()) <= set(slots):
+            return None
+        found = [slots.index(slot) for slot in wanted.values()]
+        values = {name: getattr(self, name)[found] for name in BY_POSITION}
+        covariance = None if self.covariance is None else self.covariance[np.ix_(found, found)]
+        return replace(self, positions=tuple(wanted), **values, covariance=covariance)
 
     def by_position(self) -> dict[int, float]:
         return dict(zip(self.positions, self.theta.tolist(), strict=True))
@@ -75,12 +122,15 @@ class Examination:
     def known(theta: Mapping[int, float]) -> Examination:
         """Return known examination by position id."""
         values, zeros = np.array(list(theta.values())), np.zeros(len(theta))
-        return Examination(tuple(theta), values, zeros, zeros, zeros, moved=0.0, strata=0, source=SOURCES["known"])
+        known: dict[str, Any] = {"source": SOURCES["known"], "evidence": "known"}
+        return Examination(tuple(theta), values, zeros, zeros, zeros, moved=0.0, strata=0, **known)
 
     def save(self, path: Path) -> None:
         values = {name: getattr(self, name).tolist() for name in BY_POSITION}
-        others = {name: getattr(self, name) for name in ("moved", "strata", "source", "error")}
-        write_json(path, {"format": FORMAT, "positions": list(self.positions), **values, **others})
+        others = {name: getattr(self, name) for name in ("moved", "strata", "source", "error", "evidence")}
+        covariance = None if self.covariance is None else self.covariance.tolist()
+        content = {"positions": list(self.positions), **values, **others, "covariance": covariance}
+        write_json(path, {"format": FORMAT, **content})
 
     @staticmethod
     def load(path: Path) -> Examination:
@@ -91,7 +141,11 @@ class Examination:
             values = {name: np.array(content[name], np.float64) for name in BY_POSITION}
             if any(value.shape != (len(positions),) for value in values.values()):
                 raise ValueError("the numbers of values and positions differ")
-            error = content["error"]
+            error, covariance = content["error"], content["covariance"]
+            if covariance is not None:
+                covariance = np.array(covariance, np.float64)
+                if covariance.shape != 2 * (len(positions),) or not np.isfinite(covariance).all():
+                    raise ValueError("the covariance must have a finite number for each pair of positions")
             return Examination(
                 positions,
                 **values,
@@ -99,6 +153,8 @@ class Examination:
                 strata=int(content["strata"]),
                 source=str(content["source"]),
                 error=None if error is None else float(error),
+                evidence=str(content["evidence"]),
+                covariance=covariance,
             )
 
 
@@ -131,39 +187,84 @@ def estimate_examination(
         passes = max(1, -(-sessions // len(log)))
         clicked = shown * _simulated_clicks(log, label, user, passes, seed, device)
         shown = shown * passes
-    best = _best_source(log, clicked > 0, seed) if theta_from == "auto" and user is None and not trust else None
-    if best is not None:
-        source, error, cells = best.text, best.error, best.cells
-    else:
-        source, error = SOURCES["items" if theta_from == "items" else "strata"], None
+
+    def by_strata() -> Cells:
         strata = _items(log) if theta_from == "items" else _strata(log, clicked, seed, device)
-        cells = count_cells(strata, places, shown, clicked, width=len(ids))
+        return count_cells(strata, places, shown, clicked, width=len(ids))
+
+    name = "items" if theta_from == "items" else "strata"
+    text, error, covariance = SOURCES[name], None, None
+    best = None
+    if theta_from == "auto" and user is None and not trust:
+        best = _best_source(log, clicked > 0, seed, by_strata)
+    cells = by_strata() if best is None else best.cells
     unit = 1.0 if log.weights is None else weight_unit(float(log.weights.mean()))
-    cells, pool, clicks_behind = _pooled(cells, ids, unit)
+    pool, clicks_behind = _pools([cells] if best is None or best.others is None else [cells, best.others], ids, unit)
+    shown_at, clicks_at = (np.bincount(places, rows, len(ids)) for rows in (shown, clicked))
     if trust:
-        fit = fit_trust(cells)
+        fit = fit_trust(pooled(cells, pool))
         theta, zeta, moved = fit.theta[pool], fit.zeta[pool], fit.moved
     else:
-        conditional = fit_conditional(cells)
+        conditional = fit_conditional(pooled(cells, pool))
+        if best is not None and best.others is not None:
+            conditional = _merged(conditional, pooled(best.others, pool))
         theta = largest_one(conditional.theta, clicks_behind)[pool]
-        zeta, moved = np.zeros(len(ids)), conditional.moved
-    shown_at, clicks_at = (np.bincount(places, rows, len(ids)) for rows in (shown, clicked))
-    return Examination(tuple(ids.tolist()), theta, zeta, shown_at, clicks_at, moved, cells.size[0], source, error)
+        zeta, moved, covariance = np.zeros(len(ids)), conditional.moved, _of_pools(conditional, pool)
+    if best is not None and covariance is not None:
+        name, text = best.name, best.text
+        error = float(np.sqrt(np.average(covariance.diagonal(), weights=shown_at)))
+    return Examination(
+        tuple(ids.tolist()), theta, zeta, shown_at, clicks_at, moved, cells.size[0], text, error, name, covariance
+    )
 
 
-def _pooled(cells: Cells, ids: np.ndarray, unit: float) -> tuple[Cells, np.ndarray, np.ndarray]:
-    """Return cells by pool of positions (`estimators.pools`), the pool of each position, and the clicks of pools."""
-    clicks = compared_clicks(cells, unit)
+def _pools(evidence: Sequence[Cells], ids: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pool of each position (`estimators.pools`), and the clicks behind the θ of each pool."""
+    clicks = np.sum([compared_clicks(cells, unit) for cells in evidence], axis=0)
     pool = pools(clicks, ids)
-    width = int(pool[-1]) + 1
-    pooled = count_cells(cells.strata, pool[cells.places], cells.shown, cells.clicked, width=width)
-    return pooled, pool, np.bincount(pool, clicks)
+    return pool, np.bincount(pool, clicks)
 
 
-def _best_source(log: Log, clicked: np.ndarray, seed: int) -> Source | None:
+def _merged(random: ConditionalFit, others: Cells) -> ConditionalFit:
+    shown, clicked = (np.bincount(others.places, values, others.size[1]) for values in (others.shown, others.clicked))
+    return merged(random, fit_conditional(others), clicked / np.maximum(shown, 1e-12))
+
+
+def _of_pools(fit: ConditionalFit, pool: np.ndarray) -> np.ndarray:
+    """Return the covariance of log θ by position; a pool without an estimate has that of the nearest one.
+
+    Positions of a pool have one θ, though θ falls within it: by its slope there, times the distance to the middle.
+    """
+    estimated = np.flatnonzero(np.isfinite(fit.theta))
+    nearest = estimated[np.abs(np.arange(len(fit.theta))[:, None] - estimated).argmin(1)][pool]
+    covariance = fit.covariance()[np.ix_(nearest, nearest)]
+    places = np.arange(len(pool))
+    middle = np.bincount(pool, places) / np.bincount(pool)
+    if len(middle) < 2:
+        return covariance
+    slope = np.gradient(np.log(fill_gaps(fit.theta)), middle)[pool]
+    return covariance + np.diag((slope * (places - middle[pool])) ** 2)
+
+
+def _best_source(log: Log, clicked: np.ndarray, seed: int, by_strata: Callable[[], Cells]) -> Source | None:
+    """Return the best evidence of a log; None if it is that of its features (`by_strata`).
+
+    Features make an estimate from requests in random order more precise if the items of the log cannot. It may then be
+    good enough, though these requests are too few on their own.
+    """
     seen = impressions(log, clicked, seed=seed, most_positions=MAX_TRAINED_POSITIONS)
     comparable = items_comparable(log, by_query=seen.by_query)
-    return best_source(log_counts(seen if comparable else replace(seen, items=None), seed=seed))
+    counts = log_counts(seen if comparable else replace(seen, items=None), seed=seed)
+    some = best_source(counts, most_error=np.inf)
+    if some is not None and some.name in RANDOM:
+        if some.others is None and log.feature_names:
+            others = by_strata()
+            some = replace(some, others=others) if others.clicked.sum() > MORE * some.cells.clicked.sum() else some
+        fit = fit_conditional(some.cells)
+        fit = fit if some.others is None else _merged(fit, some.others)
+        if standard_error(fit, counts.shown) <= IMPRECISE:
+            return some
+    return best_source(counts)
 
 
 def _items(log: Log) -> np.ndarray:

@@ -1,9 +1,12 @@
-"""Check how well a log determines examination: intervals, agreement of estimators, links of positions, a verdict."""
+"""Check how well a log determines examination: intervals, agreement of estimators, links of positions, a verdict.
+
+The verdict has three parts: the evidence, the assumption that makes it evidence, and the tests of this assumption.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,9 +24,12 @@ MARGIN = 1.25  # the suggested number of requests in random order is this many t
 MOST_IMPRESSIONS = 0.9  # share of the impressions that must be at positions with a precise estimate
 MIN_LINK_CLICKS = 10.0  # two positions are linked if each has this many clicks on the items they share
 SOME_ORDER = 0.02  # features that explain less of the order than this say nothing about it
-IDENTIFIED, CARE, NOT = "identified", "identified with care", "not identified"
+IDENTIFIED, CONDITIONAL = "identified", "identified under an assumption"
+CARE, NOT = "identified with care", "not identified"
+STATUSES = (IDENTIFIED, CONDITIONAL, CARE, NOT)  # the surest first
 ADVICE = {
     IDENTIFIED: "correct for position bias",
+    CONDITIONAL: "correct for position bias if the assumption holds",
     CARE: "correct for position bias with care",
     NOT: "show some requests in random order first",
 }
@@ -31,18 +37,38 @@ INTERVALS = "95% intervals cover sampling error only; they do not cover wrong as
 OTHERWISE = "known examination (--propensities) may do as well"
 NO_ITEM_IDS = "the log has no item ids"
 ITEM_IDS = "ids of items that were shown at several positions (--item) may do as well"
-INTERVENED = ("known", "randomised", "items", "harvest")  # most trusted first; only these can identify examination
+RANDOMISED = ("known", "randomised", "swaps")  # sources without an assumption about why items stand where they do
+INTERVENED = ("known", "randomised", "swaps", "items", "harvest")  # most trusted first; these can identify examination
 EVIDENCE = {
     "known": "The propensities are known.",
     "randomised": "Some requests were in random order.",
+    "swaps": "Some requests had swapped positions, drawn at random.",
     "items": "Items were shown at several positions.",
     "harvest": "Items were shown at several positions.",
 }
 CHECKS = {
     "known": "check that the known propensities are those of this log",
     "randomised": "check that the requests that --randomised marks were in random order",
+    "swaps": "check that the column of --swaps has the drawn arm of each request, and that the service applied it",
     "items": "name the query with --query if items were shown for different queries",
 }
+
+
+_OF_ITEMS = "an item's position does not depend on its relevance to this request"
+_OF_FEATURES = "nothing but these features and chance decided the order"
+ASSUMPTIONS = {"items": _OF_ITEMS, "harvest": _OF_ITEMS, "strata": _OF_FEATURES, "regression": _OF_FEATURES}
+EXPLORE = "plan random swaps of positions with ultr explore LOG, which cost the least"
+
+
+@dataclass(frozen=True)
+class Refutation:
+    """The result of a test that fails if the assumption of an estimate is wrong; a passed test proves nothing."""
+
+    name: str
+    passed: bool
+    value: float  # the number that was tested: a difference of estimates, or a share
+    text: str  # a sentence with the number
+    severe: bool = False  # whether the estimate is likely to be far off
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,13 +183,14 @@ def links(wins: np.ndarray, positions: np.ndarray, pool: np.ndarray) -> dict[str
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a log: how well it identifies examination, why, and what would make the decision safe."""
+    """The verdict on a log: how well it identifies examination, under which assumption, and what to do next."""
 
     status: str
     anchor: str | None  # name of the estimator to use
     reasons: tuple[str, ...]  # full sentences
     requests_needed: int  # requests in random order that would identify examination; 0 if it is identified
-    to_be_safe: str = ""  # what to do before relying on the estimate
+    next_step: str = "none"
+    assumption: str = ""  # what the estimate is right under; empty if chance or the user decided the order
 
     @property
     def advice(self) -> str:
@@ -183,59 +210,98 @@ def verdict(
     no_links: str,
     pool: np.ndarray,
     suspicious: int = 0,
+    refutations: Sequence[Refutation] = (),
 ) -> Verdict:
     """Return a verdict on estimates of examination; `no_links` says why items give no estimate, if they do not.
 
     Positions of one `pool` have one estimate.
 
-    Only known propensities, random order and items at several positions can identify examination; of the last two,
-    `best` is the better one (`estimators.best_source`). Features alone cannot: the rest of the order may be chance, or
-    may follow something that also makes items better. These two cases look the same in a log. `suspicious` is the
-    number of suspicious requests behind the estimates.
+    Only known propensities, random order and random swaps identify examination (`RANDOMISED`). Items at several
+    positions do so under an assumption, which `refutations` test; of all these, `best` is the best one
+    (`estimators.best_source`). Features alone cannot: the rest of the order may be chance, or may follow something that
+    also makes items better. These two cases look the same in a log. `suspicious` is the number of suspicious requests
+    behind the estimates.
     """
     share = impressions / impressions.sum()
     candidates = [name for name in ("known", best) if name is not None and name in estimates]
     anchor = next((name for name in candidates if share[np.isfinite(estimates[name].theta)].sum() > 0.5), None)
-    reasons, remedies = [], []
-    few = False  # whether more requests in random order would help
+    found = _Findings(IDENTIFIED)
+    few = anchor not in RANDOMISED  # whether more requests in random order would help
     if anchor is not None:
         precise = float(share[estimates[anchor].half_width <= PRECISE].sum())
-        status, few = (IDENTIFIED, False) if precise >= MOST_IMPRESSIONS else (CARE, True)
-        reasons.append(EVIDENCE[anchor])
-        if few:
+        found.add(EVIDENCE[anchor], CONDITIONAL if few else IDENTIFIED)
+        if precise < MOST_IMPRESSIONS:
+            few = True
             where = f"at positions where examination is known to within {PRECISE:.0%}"
-            reasons.append(f"Only {precise:.0%} of the impressions are {where}.")
-        apart = [a for a in agreements if anchor in (a.first, a.second) and {a.first, a.second} <= {*INTERVENED}]
-        if differ := [a for a in apart if not a.agree]:
-            status, worst = CARE, max(differ, key=lambda a: a.typical)
-            other = worst.second if worst.first == anchor else worst.first
-            reasons.append(f"The estimates {anchor} and {other} differ, by {worst.typical:.0%} on average.")
-            remedies.append(CHECKS["items" if {anchor, other} <= {"items", "harvest"} else anchor])
+            found.add(f"Only {precise:.0%} of the impressions are {where}.", CARE)
+        _compare(found, anchor, agreements)
+        _refute(found, anchor, refutations)
         if suspicious:
-            status = CARE
-            reasons.append(f"The estimates use {suspicious:,} suspicious requests (see the warnings).")
-            remedies.append("leave out --keep-suspicious")
+            found.add(f"The estimates use {suspicious:,} suspicious requests (see the warnings).", CARE)
+            found.remedies.append("leave out --keep-suspicious")
     elif explained is None or (explained < SOME_ORDER and not features_explain_clicks):
-        status = NOT
-        reasons.append(_sentence(*_missing(estimates, no_links), "no features explain clicks"))
+        found.add(_sentence(*_missing(estimates, no_links), "no features explain clicks"), NOT)
     else:
-        status, anchor = NOT, _best_of_features(estimates)
+        anchor = _best_of_features(estimates)
         share_explained = f"features explain {max(0, explained):.0%} of the logged order"
-        reasons += [
-            _sentence(share_explained, *_missing(estimates, no_links)),
-            "Higher positions may be seen more or may hold better items; this log cannot separate the two.",
-            "Estimates from features are right only if nothing but these features and chance decided the order.",
-        ]
-    theta = estimates[anchor].theta if anchor is not None else rate / rate.max()
+        found.add(_sentence(share_explained, *_missing(estimates, no_links)), NOT)
+        found.add("Higher positions may be seen more or may hold better items; this log cannot separate the two.")
+        found.add(f"Estimates from features are right only if {_OF_FEATURES}.")
     needed = 0
-    if few or status == NOT:
+    if few:
+        theta = estimates[anchor].theta if anchor is not None else rate / rate.max()
         needed = _requests_needed(theta, rate, impressions, requests, pool)
         many = f"about {needed:,} requests in random order ({_size(needed / requests)})"
         random = many if needed else "some requests in random order"
-        remedies.insert(0, f"show {random}, and mark them with the column of --randomised")
-        remedies += [ITEM_IDS] if status == NOT and no_links == NO_ITEM_IDS else []
-        remedies += [OTHERWISE] if status == NOT else []
-    return Verdict(status, anchor, tuple(reasons), needed, "; ".join(remedies) or "nothing more is needed")
+        found.remedies.insert(0, f"{EXPLORE}, or show {random}, marked by the column of --randomised")
+    if found.status == NOT:
+        found.remedies += [ITEM_IDS] * (no_links == NO_ITEM_IDS) + [OTHERWISE]
+    assumption = ASSUMPTIONS.get(anchor or "", "")
+    next_step = "; ".join(found.remedies) or "none"
+    return Verdict(found.status, anchor, tuple(found.reasons), needed, next_step, assumption)
+
+
+@dataclass
+class _Findings:
+    """The status of a verdict so far, the reasons for it, and what would help."""
+
+    status: str
+    reasons: list[str] = field(default_factory=list)
+    remedies: list[str] = field(default_factory=list)
+
+    def add(self, reason: str, status: str = IDENTIFIED) -> None:
+        """Add a reason; the status is the least sure one of all reasons."""
+        self.reasons.append(reason)
+        self.status = max(self.status, status, key=STATUSES.index)
+
+
+def _compare(found: _Findings, anchor: str, agreements: list[Agreement]) -> None:
+    """Add the estimates that differ from the anchor; items that differ from random requests are a refutation."""
+    others = RANDOMISED if anchor in ("randomised", "swaps") else INTERVENED
+    differ = [
+        each for each in agreements if anchor in (each.first, each.second) and {each.first, each.second} <= {*others}
+    ]
+    differ = [each for each in differ if not each.agree]
+    if differ:
+        worst = max(differ, key=lambda each: each.typical)
+        other = worst.second if worst.first == anchor else worst.first
+        found.add(f"The estimates {anchor} and {other} differ, by {worst.typical:.0%} on average.", CARE)
+        found.remedies.append(CHECKS["items" if {anchor, other} <= {"items", "harvest"} else anchor])
+
+
+def _refute(found: _Findings, anchor: str, refutations: Sequence[Refutation]) -> None:
+    """Add the results of the tests of an estimate. The order of random requests is tested too, where it is declared."""
+    if anchor in RANDOMISED:
+        refutations = [each for each in refutations if anchor == "randomised" and each.name == "random order"]
+    elif not refutations:
+        found.add("No test of the assumption could be run, because there are too few clicks or replicates.")
+    failed = [each for each in refutations if not each.passed]
+    for each in failed:
+        found.add(f"The test '{each.name}' failed: {each.text}", NOT if each.severe else CARE)
+    if failed and anchor in RANDOMISED:
+        found.remedies.append(CHECKS[anchor])
+    if refutations and not failed and anchor not in RANDOMISED:
+        found.add("No test of the assumption failed.")
 
 
 def _size(ratio: float) -> str:

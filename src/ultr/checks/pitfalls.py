@@ -209,7 +209,7 @@ def find_bots(view: _View) -> Iterable[Pitfall]:
         share = view.weights[bots] @ view.clicks_of[bots] / (view.weights @ view.clicks_of)
         many = f"{bots.sum():,} requests have more than {BOT_SHARE:.0%} of their items clicked"
         what = f"{many}; they have {share:.1%} of all clicks"
-        hint = "leave them out (data.drop_suspicious=true; ultr prepare --drop-suspicious), and check that one click is not counted for the whole list"
+        hint = "leave them out (drop_suspicious), and check that one click is not counted for the whole list"
         yield Pitfall("impossible click rates", what, hint)
 
 

@@ -50,6 +50,7 @@ def bias(
     query: options.QueryColumn = None,
     segment: options.FoundSegment = None,
     randomised: options.RandomisedColumn = None,
+    swaps: options.SwapsColumn = None,
     on_duplicates: options.OnDuplicates = "error",
     where: options.Where = None,
     propensities: Annotated[
@@ -186,7 +187,7 @@ class _Audit:
 
     def in_memory(self, source: str, label: str | None, models: list[str], reading: dict[str, Any]) -> _Found:
         from ultr.api import described_rows
-        from ultr.bias.audit import audit, without_suspicious
+        from ultr.bias.audit import audit, with_click_models, without_suspicious
         from ultr.log.labels import click_label
         from ultr.log.sampling import read_for_audit
 
@@ -202,9 +203,10 @@ class _Audit:
             settings["described"] = described_rows(source, whole, reading)
         with words.status("estimating examination ..."):
             report = audit(whole, label=label, sample=sampled, keep_suspicious=self.keep_suspicious, **settings)
-        return _Found(report, quality, sampled, whole.actions, whole.rows, whole.notes)
+        return _Found(with_click_models(report, quality), quality, sampled, whole.actions, whole.rows, whole.notes)
 
     def on_engine(self, source: str, label: str | None, models: list[str], settings: dict[str, Any]) -> _Found:
+        from ultr.bias.audit import with_click_models
         from ultr.bias.engine_counts import count_on_engine
         from ultr.log.prepare.options import Preparation
 
@@ -221,7 +223,9 @@ class _Audit:
         with words.status("estimating examination ..."):
             report = counts.report(known=self.known, bootstrap=self.bootstrap, seed=self.seed)
         sampled = counts.sample if counts.sample.feature_names else None
-        return _Found(report, quality, sampled, counts.sample.actions, counts.rows, counts.notes)
+        return _Found(
+            with_click_models(report, quality), quality, sampled, counts.sample.actions, counts.rows, counts.notes
+        )
 
     def _click_models(self, log: Log, models: list[str], label: str) -> QualityReport:
         from ultr.bias.click_models import compare_click_models
@@ -260,6 +264,9 @@ def _print_details(report: BiasReport) -> None:
     words.print(INTERVALS, soft_wrap=True)
     for note in report.notes:
         words.print(f"note: {plain(note)}", soft_wrap=True)
+    for refutation in report.refutations:
+        result = "passed" if refutation.passed else "failed"
+        words.print(f"test '{refutation.name}' {result}: {plain(refutation.text)}", soft_wrap=True)
     for test in report.agreements:
         result = "agree within sampling error" if test.agree else "differ"
         where = f"difference {test.typical:.0%} on average over impressions, largest at position {test.position}"

@@ -64,6 +64,7 @@ def compare(
     actions: options.ActionColumns = None,
     query: options.QueryColumn = None,
     randomised: options.RandomisedColumn = None,
+    swaps: options.SwapsColumn = None,
     segment: options.FoundSegment = None,
     device: shared.DeviceOption = None,
     settings: shared.SetOption = None,

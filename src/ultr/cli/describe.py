@@ -50,6 +50,7 @@ def describe(
     query: options.QueryColumn = None,
     segment: options.SegmentColumn = None,
     randomised: options.RandomisedColumn = None,
+    swaps: options.SwapsColumn = None,
     relevance: options.RelevanceColumn = None,
     on_duplicates: options.OnDuplicates = "error",
     where: options.Where = None,

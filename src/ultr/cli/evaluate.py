@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -16,12 +16,11 @@ from ultr.cli.options import free_path, named_columns, plain, print_next, print_
 from ultr.errors import OptionError
 
 SHOWN_POSITIONS = 20  # positions whose examination is printed, at most
-GUESS = "this log cannot confirm how often users look at each position, so the interval is too narrow"
-NO_OTHERS: Mapping[str, RankerComparison] = {}
-SIGNIFICANT = 0.05  # a p value below this makes a difference clear
+RANGE = "nothing confirms how often users look, so intervals are those of half to one and a half times this bias"
+UNMET = 3  # exit code if a decision is not the one of --fail-unless
 
 if TYPE_CHECKING:
-    from ultr.evaluation.comparing import RankerComparison, RankerValue
+    from ultr.evaluation.comparing import RankerComparison
 
 
 def evaluate(
@@ -44,6 +43,13 @@ def evaluate(
         str | None,
         typer.Option(
             help="The run or score column that the others are tested against.", show_default="the logged ranking"
+        ),
+    ] = None,
+    team: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A column with the ranker that picked each item of interleaved lists: compare these rankers.",
         ),
     ] = None,
     metrics: Annotated[
@@ -79,6 +85,7 @@ def evaluate(
     query: options.QueryColumn = None,
     segment: options.SegmentColumn = None,
     randomised: options.RandomisedColumn = None,
+    swaps: options.SwapsColumn = None,
     relevance: options.RelevanceColumn = None,
     on_duplicates: Annotated[
         str | None,
@@ -91,24 +98,38 @@ def evaluate(
     ] = "auto",
     data_dir: options.DataDir = None,
     device: options.Device = "auto",
+    fail_unless: Annotated[
+        str | None,
+        typer.Option(help="Exit with code 3 unless the decision on each ranker is deploy (or test: test or deploy)."),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Compare runs and score columns on the same requests, next to the logged ranking.
+    """Compare runs and score columns on the same requests, next to the logged ranking, and say what to do.
 
-    For each, print the mean of each metric over requests with its 95% interval, and the difference to the logged
-    ranking (or to --against). p values are from paired tests over requests, corrected by Holm's method for the number
-    of rankers. Off-policy metrics use one estimate of examination for all rankers. Requests that a run was trained on
-    are left out. Intervals do not include errors of examination. The columns of a log have the names of the training
-    log, unless options name others.
+    The first line is a decision: deploy, test, collect more requests, or do not deploy. Then, for each ranker, the mean
+    of each metric over requests with its 95% interval, and the difference to the logged ranking (or to --against).
+    p values are from paired tests over requests, corrected by Holm's method for the number of rankers. Off-policy
+    metrics use one estimate of examination for all rankers, and intervals have its error. If neither chance nor known
+    propensities confirm it, they are those of half to one and a half times the position bias. Requests that a run was
+    trained on, or that chose its step, are left out. Columns have the names of the training log, unless options name
+    others.
     """
     from ultr import api
     from ultr.bias.propensities import read_propensities
 
+    if fail_unless not in (None, "deploy", "test"):
+        raise OptionError("--fail-unless must be deploy or test", got=fail_unless)
     folders = list(runs or [])
     if data is None:
         if not folders:
             raise OptionError("there is no data to evaluate on", hint="pass a log with --data")
         data = folders.pop()
+    if team is not None:
+        if folders or score_column or fail_unless:
+            what = "--team compares the rankers of a log, so runs, --score-column and --fail-unless are of no use"
+            raise OptionError(what, hint="pass only the log")
+        _evaluate_teams(data, team, label, where, on_duplicates, named_columns(locals()), as_json=as_json)
+        return
     known = None if propensities is None else read_propensities(propensities)
     columns = named_columns(locals())
     with words.status(plain(f"reading {data} and scoring it ...")):
@@ -135,49 +156,58 @@ def evaluate(
     print_warnings(found.warnings)
     if as_json:
         print(json.dumps({"data": data, **found.to_json()}))
+    else:
+        print_comparison(found.comparison, data)
+        if folders:
+            print_next("report", *folders, out=free_path("report.html"))
+    if fail_unless is not None and not _decided(found.comparison, fail_unless):
+        raise typer.Exit(UNMET)
+
+
+def _evaluate_teams(
+    data: str,
+    team: str,
+    label: str | None,
+    where: list[str] | None,
+    on_duplicates: str | None,
+    columns: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    """Compare the rankers of interleaved lists, and print a decision on each pair, and a table."""
+    from ultr import api
+
+    rows: dict[str, Any] = {"where": where or (), "on_duplicates": on_duplicates or "error"}
+    with words.status(plain(f"reading {data} ...")):
+        found = api.interleaving(data, team, label=label, **rows, **columns)
+    print_warnings(found.warnings)
+    if as_json:
+        print(json.dumps({"data": data, **found.to_json()}))
         return
-    print_comparison(found.comparison, data, found.with_other_bias)
-    if folders:
-        print_next("report", *folders, out=free_path("report.html"))
+    for test in found.tests:
+        words.print(plain(f"{test.first}: {test.decision}"), soft_wrap=True)
+    title = f"{data}: {found.requests:,} requests with interleaved lists; feedback: {found.label}"
+    table = Table(title=plain(title), title_justify="left")
+    for heading in ("ranker", "against"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("requests", "wins", "losses", "share of wins", "95% interval", "feedback", "95% interval", "p"):
+        table.add_column(heading, justify="right")
+    for test in found.tests:
+        difference = test.difference
+        counts = [f"{count:,}" for count in (test.requests, test.wins, test.losses)]
+        share = [f"{test.share:.1%}", f"{test.low:.1%} to {test.high:.1%}"]
+        change = [f"{difference.difference:+.4f}", f"{difference.low:+.4f} to {difference.high:+.4f}"]
+        table.add_row(plain(test.first), plain(test.second), *counts, *share, *change, f"{test.holm:.2g}")
+    print_table(table)
 
 
-def verdicts(found: RankerComparison, others: Mapping[str, RankerComparison] = NO_OTHERS) -> Iterator[str]:
-    """Yield a sentence for each ranker that is compared: whether it is better by the first metric, and by how much.
+def _decided(found: RankerComparison, least: str) -> bool:
+    """Return whether the decision on every ranker is `deploy`, or at least `test`."""
+    from ultr.evaluation.comparing import DEPLOY, TEST
 
-    `others` are comparisons with less and more position bias, if the log cannot confirm the estimate.
-    """
-    from ultr.evaluation.scores import OFF_POLICY
-    from ultr.training.examining import less_is_better
-
-    metric = next(iter(next(iter(found.rankers.values()))))
-    for name, values in found.rankers.items():
-        test, holm = values[metric].difference, values[metric].holm
-        if test is None or holm is None:
-            continue
-        sign = -1 if less_is_better(metric) else 1
-        than = "better than" if sign * test.difference > 0 else "worse than"
-        verdict = than if holm < SIGNIFICANT else "not clearly better or worse than"
-        guessed = not found.confirmed and metric.startswith(OFF_POLICY)
-        with_bias = {bias: other.rankers[name][metric] for bias, other in others.items() if guessed}
-        if guessed and holm < SIGNIFICANT:
-            signs = {each.difference.difference > 0 for each in with_bias.values() if each.difference is not None}
-            verdict = f"{'probably' if signs <= {test.difference > 0} else 'perhaps'} {verdict}"
-        size = ""
-        if change := _changes(values[metric]):
-            size = f" ({change[0]}, 95% interval {change[1]} to {change[2]})"
-        changes = [f"{shown[0]} with {bias}" for bias, other in with_bias.items() if (shown := _changes(other))]
-        guess = f"; {GUESS}" if guessed else ""
-        guess += f"; it would be {' and '.join(changes)} the position bias" if changes else ""
-        yield f"{name} is {verdict} {found.against} by {metric}{size}{guess}"
-
-
-def _changes(value: RankerValue) -> tuple[str, ...]:
-    """Return the difference to the reference and its interval, in % of the reference; empty if that is 0."""
-    test = value.difference
-    reference = 0.0 if test is None else value.mean.mean - test.difference
-    if test is None or reference <= 0:
-        return ()
-    return tuple(f"{each / reference:+.1%}" for each in (test.difference, test.low, test.high))
+    accepted = (DEPLOY,) if least == "deploy" else (DEPLOY, TEST)
+    decisions = [found.decision(name) for name in found.rankers if name != found.against]
+    return all(decision is not None and decision.action in accepted for decision in decisions)
 
 
 def _theta_text(theta: Mapping[str, float]) -> str:
@@ -193,10 +223,13 @@ def _theta_text(theta: Mapping[str, float]) -> str:
     return "; ".join(texts)
 
 
-def print_comparison(found: RankerComparison, data: str, others: Mapping[str, RankerComparison] = NO_OTHERS) -> None:
-    """Print a table with a row for each metric and ranker, and what it says in words (see `verdicts`)."""
+def print_comparison(found: RankerComparison, data: str) -> None:
+    """Print the decision on each ranker, and a table with a row for each metric and ranker."""
+    for name in found.rankers:
+        if (decision := found.decision(name)) is not None:
+            words.print(plain(f"{name}: {decision}"), soft_wrap=True)
     if found.theta:
-        how = "as given" if found.known else "each request has an estimate from others; check it with ultr bias"
+        how = found.evidence if found.confirmed else f"{found.evidence}; {RANGE}"
         words.print(plain(f"one examination for all rankers: {_theta_text(found.theta)} ({how})"), soft_wrap=True)
     tested = any(value.difference for values in found.rankers.values() for value in values.values())
     title = f"{data}: {found.requests:,} requests"
@@ -215,8 +248,6 @@ def print_comparison(found: RankerComparison, data: str, others: Mapping[str, Ra
                 cells += [f"{test.difference:+.4f}", f"{test.low:+.4f} to {test.high:+.4f}", f"{value.holm:.2g}"]
             table.add_row(metric, plain(name), *cells)
     print_table(table)
-    for sentence in verdicts(found, others):
-        words.print(plain(sentence), soft_wrap=True)
     clicks = [
         f"{value.effective_clicks:,.0f} ({plain(name)}, {metric})"
         for name, values in found.rankers.items()

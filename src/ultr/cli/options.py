@@ -88,6 +88,10 @@ RandomisedColumn = Annotated[
         "--randomised", metavar="NAME", help="Mark of requests shown in random order.", rich_help_panel=COLUMNS
     ),
 ]
+SwapsColumn = Annotated[
+    str | None,
+    typer.Option("--swaps", metavar="NAME", help="Drawn arm of ultr explore, such as 1-3.", rich_help_panel=COLUMNS),
+]
 RelevanceColumn = Annotated[
     str | None,
     typer.Option("--relevance", metavar="NAME", help="True labels, if they are known.", rich_help_panel=COLUMNS),
@@ -112,10 +116,14 @@ Master = Annotated[
     typer.Option("--master", help="Spark master, e.g. local[4]; default: the environment variable SPARK_MASTER."),
 ]
 SOURCES = "files, folders (also with date=.../ partitions), 'patterns*.parquet' or URLs (s3:// gs:// hdfs:// file://)"
+LOG_COLUMNS = (
+    *("request", "position", "item", "query", "segment", "randomised", "swaps"),
+    *("actions", "features", "categorical"),
+)
 # The column options of each command that a `next:` line may name.
 CARRIED = {
-    "bias": ("request", "position", "item", "query", "segment", "randomised", "actions", "features", "categorical"),
-    "train": ("request", "position", "item", "query", "segment", "randomised", "actions", "features", "categorical"),
+    "bias": LOG_COLUMNS,
+    "train": LOG_COLUMNS,
     "score": ("request", "position", "item", "features"),
 }
 

@@ -42,6 +42,7 @@ def prepare(
     query: options.QueryColumn = None,
     segment: options.SegmentColumn = None,
     randomised: options.RandomisedColumn = None,
+    swaps: options.SwapsColumn = None,
     events: Annotated[
         str | None, typer.Option(help="A separate table of actions, to join to the log by request and item.")
     ] = None,

@@ -45,7 +45,7 @@ def _print_importance(folder: Path) -> None:
 
     if not (folder / "model").is_dir() or not (run := load_run(folder, folder.name)).importance:
         return
-    table = Table(title=f"Importance of features in {folder}: fall of {run.selected[0]}", title_justify="left")
+    table = Table(title=f"Importance of features in {folder}: fall of {run.selection}", title_justify="left")
     has_gain = run.importance[0].gain is not None
     for heading in ("feature", "fall", "95% interval", *(("gain",) if has_gain else ())):
         table.add_column(heading, justify="left" if heading == "feature" else "right")

@@ -43,6 +43,7 @@ def train(
     query: options.QueryColumn = None,
     segment: options.FoundSegment = None,
     randomised: options.RandomisedColumn = None,
+    swaps: options.SwapsColumn = None,
     settings: shared.SetOption = None,
     config_file: shared.ConfigOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run, with its options.")] = False,

@@ -102,7 +102,10 @@ ConfigOption = Annotated[
 ]
 # The parameters of commands that are options of `Config`, by short name; some name columns.
 OPTIONS = ("data", "label", "method", "ranker", "users", "propensities", "bias", "steps", "seed", "device", "where")
-COLUMNS = ("request", "position", "item", "features", "categorical", "actions", "query", "segment", "randomised")
+COLUMNS = (
+    *("request", "position", "item", "features", "categorical", "actions"),
+    *("query", "segment", "randomised", "swaps"),
+)
 NAMES = frozenset((*OPTIONS, *COLUMNS))
 PROPENSITIES = "examination.propensities"
 TABLES = ("trees.parameters.", "simulation.options.")  # paths in these tables have values of any type

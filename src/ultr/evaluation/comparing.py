@@ -1,8 +1,12 @@
-"""Compare several rankers on the same test requests of a log, under one θ.
+"""Compare several rankers on the same test requests of a log, under one θ, and say what to do.
 
 A ranker that is evaluated under another θ, or on other requests, can get a higher value for that reason alone. Here θ
 and the direct model come from requests that are not test requests. Where there are too few of these, the test requests
 are halved: each half is evaluated by a model of the other half (*cross-fitting*).
+
+Intervals have the errors of the requests and of θ: values are computed again under draws of θ. If neither known
+propensities nor chance confirm θ, no standard error tells how wrong it may be. Then the intervals are those of all θ
+that are plausible, `POWERS` of the estimate, together. A test shows if one curve θ does not describe the users.
 """
 
 from __future__ import annotations
@@ -14,17 +18,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from ultr.bias.examination import SOURCES, Examination, estimate_examination
+from ultr.bias.counts import queries_recur
+from ultr.bias.examination import Examination, estimate_examination
+from ultr.bias.identification import NORMAL
 from ultr.bias.propensities import theta_by_id
 from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError, nearest
-from ultr.evaluation.off_policy import OffPolicy, check_finite, compare_values, fit_off_policy_model
+from ultr.evaluation.misfit import TRUSTS, misfit
+from ultr.evaluation.off_policy import (
+    OffPolicy,
+    OffPolicyModel,
+    OffPolicyValue,
+    check_finite,
+    compare_values,
+    fit_off_policy_model,
+)
 from ultr.evaluation.scores import (
+    FEEDBACK,
     OFF_POLICY,
     Mean,
     PairedTest,
     ScoreMetrics,
     holm,
+    less_is_better,
     mean_with_interval,
     paired_test,
     parse_any_metric,
@@ -32,12 +48,23 @@ from ultr.evaluation.scores import (
 from ultr.log import Log
 from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.log.sampling import LogParts
-from ultr.log.splits import split_by_query
+from ultr.log.splits import codes, split_by_query
 from ultr.log.table import slot
+from ultr.utils.jsonfiles import finite
 
 LOGGED_RANKING = "the logged ranking"
-OTHER_BIAS = {"half": 0.5, "one and a half times": 1.5}  # name -> power of θ
+# The powers of θ that are plausible, the estimate first: if it is confirmed; if nothing confirms it; if users trust
+# high positions, where they click on worse items too; if they stop at a click, so that the order may not matter at all.
+POWERS = ((1.0,), (1.0, 0.5, 1.5), (1.0, 0.2, 1.5), (1.0, 0.0, 1.5))
+CONFIRMED, PLAUSIBLE, TRUSTED, STOPPED = range(4)
+DRAWS = 30  # of θ, whose spread is its error
 FOLD = 1 << 40  # position ids of two halves that have different models differ by this number
+SIGNIFICANT = 0.05  # a p value below this makes a difference clear
+PROBABLE = 0.1  # a ranker that is worse with a lower probability is worth a test
+FEW_CLICKS = 30.0  # with fewer effective clicks nothing is decided
+MOST_REQUESTS = 100  # times the test requests: nobody collects more
+DEPLOY, TEST, UNCLEAR, REJECT = "deploy", "test it on a part of the users", "not enough evidence", "do not deploy"
+DECISIONS = {"deploy": DEPLOY, "test": TEST, "unclear": UNCLEAR, "reject": REJECT}  # names in options
 
 
 @dataclass(frozen=True)
@@ -48,6 +75,20 @@ class RankerValue:
     effective_clicks: float | None = None  # see `OffPolicyValue`; None for metrics that are not estimated off policy
     difference: PairedTest | None = None  # minus the reference; None for the reference itself
     holm: float | None = None  # the p value, corrected by Holm's method for the number of rankers that are tested
+    worse: float | None = None  # the probability that it is worse than the reference, under the worst plausible θ
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with a ranker, and why."""
+
+    action: str  # one of `DECISIONS`
+    reason: str
+    worse: float  # the probability that it is worse than the reference
+    requests: int | None = None  # about the number of test requests that would decide; None: no number would
+
+    def __str__(self) -> str:
+        return f"{self.action}: {self.reason}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,27 +99,76 @@ class RankerComparison:
     against: str
     requests: int
     theta: Mapping[str, float] = field(default_factory=dict)  # by position; empty if no metric needs it
-    known: bool = False  # whether θ was given, or else estimated from the log
-    confirmed: bool = True  # whether the log can confirm θ: not if it was estimated from features alone
+    evidence: str = "true labels"  # that θ comes from, in words
+    confirmed: bool = True  # whether chance or the user confirms θ: if not, intervals are those of all plausible θ
+    chosen_on: str | None = None  # why these requests do not judge: they trained a ranker, or chose its step
+
+    def decision(self, ranker: str) -> Decision | None:
+        """Return what to do with a ranker, by the first metric; None for the reference, or if the metric is biased."""
+        metric, value = next(iter(self.rankers[ranker].items()))
+        test = value.difference
+        if test is None or value.worse is None or value.holm is None or metric.startswith(FEEDBACK):
+            return None
+        sign = -1 if less_is_better(metric) else 1
+        low, high = sorted((sign * test.low, sign * test.high))
+        better, clear = sign * test.difference > 0, value.holm < SIGNIFICANT
+        confirmed = self.confirmed or not metric.startswith(OFF_POLICY)
+        about = f"{_change(value.mean.mean, test)} by {metric} against {self.against}"
+        doubt = "" if confirmed else f", and only {self.evidence} say how often users look"
+        if self.chosen_on is not None:
+            return Decision(UNCLEAR, self.chosen_on, value.worse)
+        if not np.isfinite((low, high)).all():
+            return Decision(UNCLEAR, "one request, or one query, gives no interval", value.worse)
+        if value.effective_clicks is not None and value.effective_clicks < FEW_CLICKS:
+            few = f"the test requests have the information of {value.effective_clicks:.0f} clicks"
+            needed = _rounded(self.requests * FEW_CLICKS / max(value.effective_clicks, 1))
+            return Decision(UNCLEAR, f"{few}; it needs about {needed:,} requests", value.worse, needed)
+        if high < 0 and clear:
+            return Decision(REJECT, f"it is worse: {about}", value.worse)
+        if low > 0 and clear:
+            return Decision(DEPLOY if confirmed else TEST, f"it is better: {about}{doubt}", value.worse)
+        if better and value.worse < PROBABLE:
+            return Decision(TEST, f"it is probably better: {about}{doubt}", value.worse)
+        many = requests_needed(test, self.requests)
+        if many is None or (not confirmed and low < 0 < high and value.worse > 0.5):
+            return Decision(UNCLEAR, f"no difference was found: {about}{doubt}", value.worse)
+        return Decision(UNCLEAR, f"{about}{doubt}; it needs about {many:,} requests", value.worse, many)
 
     def to_json(self) -> dict[str, Any]:
         rankers = {
             name: {metric: {**asdict(value), **asdict(value.mean)} for metric, value in values.items()}
             for name, values in self.rankers.items()
         }
-        how = "given" if self.known else "estimated from the log"
-        examination = {"theta": dict(self.theta), "source": how, "confirmed": self.confirmed} if self.theta else None
-        return {"requests": self.requests, "against": self.against, "examination": examination, "rankers": rankers}
+        decisions = {name: asdict(found) for name in self.rankers if (found := self.decision(name)) is not None}
+        about = {"theta": dict(self.theta), "source": self.evidence, "confirmed": self.confirmed}
+        content = {
+            "requests": self.requests,
+            "against": self.against,
+            "decisions": decisions,
+            "examination": about if self.theta else None,
+            "rankers": rankers,
+        }
+        return dict(finite(content))
 
 
-def other_examinations(found: RankerComparison) -> dict[str, dict[str, float]]:
-    """Return θ with less and with more position bias than estimated, by name; empty if the log confirms the estimate.
+def _change(value: float, test: PairedTest) -> str:
+    """Return the difference of a value to the reference and its interval, in % of the reference if it is above 0."""
+    reference = value - test.difference
+    numbers = (test.difference, test.low, test.high)
+    texts = [f"{each / reference:+.1%}" if reference > 0 else f"{each:+.4g}" for each in numbers]
+    return f"{texts[0]} ({texts[1]} to {texts[2]})"
 
-    A comparison under each of them shows how much the first one depends on what the log cannot confirm.
-    """
-    if found.known or found.confirmed:
-        return {}
-    return {name: {slot: value**power for slot, value in found.theta.items()} for name, power in OTHER_BIAS.items()}
+
+def requests_needed(test: PairedTest, requests: int) -> int | None:
+    """Return about how many requests make the interval as narrow as the difference is; None if nobody collects them."""
+    enough = requests * (max(test.high - test.low, 0.0) / 2 / max(abs(test.difference), 1e-12)) ** 2
+    return None if enough > MOST_REQUESTS * requests else _rounded(enough)
+
+
+def _rounded(number: float) -> int:
+    """Return a number rounded up to two digits."""
+    digits = 10.0 ** max(0, np.floor(np.log10(max(number, 1))) - 1)
+    return int(np.ceil(number / digits - 1e-9) * digits)
 
 
 def logged_scores(log: Log) -> np.ndarray | None:
@@ -96,18 +186,22 @@ def compare_rankers(
     label: str = DEFAULT_LABEL,
     test: np.ndarray | None = None,
     known: Mapping[str, float] | None = None,
+    others: Sequence[tuple[Sequence[str], Examination]] = (),
     segments: Sequence[str] = (),
     user: User | None = None,
     against: str | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
     parts: LogParts | None = None,
+    chosen_on: str | None = None,
 ) -> RankerComparison:
     """Compare rankers by their scores [rows], on the requests of a log or on those that the mask `test` [requests] has.
 
     The logged ranking is evaluated next to them, if the log has positions. The others are tested against it, or against
     the ranker `against`. All have one θ: `known`, examination by position (`3`, or `3@phone`), or else the estimate of
-    the log. `user` is the simulated user of reward@k. `parts` has the features, if those of the log are not in memory.
+    the log; or, if nothing confirms that, the first of `others` that is confirmed, each with the texts of its
+    positions. `user` is the simulated user of reward@k. `parts` has the features, if those of the log are not in
+    memory. `chosen_on` says why the requests cannot judge.
     """
     chosen = np.ones(len(log), bool) if test is None else test
     rows, on = np.repeat(chosen, log.lengths), log.select(chosen)
@@ -119,34 +213,112 @@ def compare_rankers(
     against = against or next(iter(scores))
     if against not in scores:
         raise OptionError(f"'{against}' is not among the rankers", hint=nearest(against, scores))
-    parts = parts or LogParts.of(log)
-    models = _CrossFitted(log, parts, chosen, label, known, segments, seed, device) if _off_policy(metrics) else None
+    groups = codes(on.context["query"]) if queries_recur(on) else None
+    models = None
+    if any(metric.startswith(OFF_POLICY) for metric in metrics):
+        parts = parts or LogParts.of(log)
+        models = _CrossFitted(log, parts, chosen, label, known, others, segments, groups, seed, device)
     values: dict[str, dict[str, RankerValue]] = {name: {} for name in scores}
     for metric in metrics:
-        if models is not None and _off_policy([metric]):
-            estimator = models.estimator(metric)
-            found = {name: estimator(each) for name, each in scores.items()}
-            check_finite({metric: np.concatenate([value.per_request for value in found.values()])})
-            by_ranker = {
-                name: RankerValue(Mean(value.value, value.low, value.high, len(on)), value.effective_clicks)
-                for name, value in found.items()
-            }
-            tests = {name: compare_values(value, found[against]) for name, value in found.items()}
+        if models is not None and metric.startswith(OFF_POLICY):
+            by_ranker, tests = off_policy_values(models.estimators(metric), scores, metric, against)
         else:
             measure = ScoreMetrics(on, metric, user=user, label=label, device=device)
             plain = {name: check_finite(measure(each))[metric] for name, each in scores.items()}
-            by_ranker = {name: RankerValue(mean_with_interval(each, on.weights)) for name, each in plain.items()}
-            tests = {name: paired_test(each, plain[against], on.weights) for name, each in plain.items()}
-        del tests[against]
-        corrected = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
-        for name, value in by_ranker.items():
-            values[name][metric] = replace(value, difference=tests.get(name), holm=corrected.get(name))
-    theta, confirmed = ({}, True) if models is None else (models.theta_by_slot, models.confirmed)
-    return RankerComparison(values, against, len(on), theta, known is not None, confirmed)
+            by_ranker = {
+                name: RankerValue(mean_with_interval(each, on.weights, groups=groups)) for name, each in plain.items()
+            }
+            tests = {name: [paired_test(v, plain[against], on.weights, groups=groups)] for name, v in plain.items()}
+        for name, value in tested_values(by_ranker, tests, metric, against).items():
+            values[name][metric] = value
+    found = RankerComparison(values, against, len(on), chosen_on=chosen_on)
+    if models is None:
+        return found
+    return replace(found, theta=models.theta_by_slot, evidence=models.evidence, confirmed=models.confirmed)
 
 
-def _off_policy(metrics: Sequence[str]) -> bool:
-    return any(metric.startswith(OFF_POLICY) for metric in metrics)
+def off_policy_values(
+    estimators: Sequence[OffPolicy], scores: Mapping[str, np.ndarray], metric: str, against: str
+) -> tuple[dict[str, RankerValue], dict[str, list[PairedTest]]]:
+    """Return the value of each ranker, and its tests against one of them under each plausible θ."""
+    found = {name: [estimator(each) for estimator in estimators] for name, each in scores.items()}
+    check_finite({metric: np.concatenate([each.per_request for under in found.values() for each in under])})
+    tests = {
+        name: _with_error_of_first([compare_values(a, b) for a, b in zip(under, found[against], strict=True)])
+        for name, under in found.items()
+    }
+    return {name: RankerValue(_mean(under), under[0].effective_clicks) for name, under in found.items()}, tests
+
+
+def tested_values(
+    values: Mapping[str, RankerValue], tests: Mapping[str, Sequence[PairedTest]], metric: str, against: str
+) -> dict[str, RankerValue]:
+    """Return the values of rankers with their differences to one of them, tested under each plausible θ."""
+    tests = {name: each for name, each in tests.items() if name != against}
+    together = {name: under_all(each) for name, each in tests.items()}
+    corrected = dict(zip(together, holm([test.p for test in together.values()]), strict=True))
+    sign = -1 if less_is_better(metric) else 1
+    worse = {name: max(_worse(test, sign) for test in each) for name, each in tests.items()}
+    return {
+        name: replace(value, difference=together.get(name), holm=corrected.get(name), worse=worse.get(name))
+        for name, value in values.items()
+    }
+
+
+def _mean(under: Sequence[OffPolicyValue]) -> Mean:
+    """Return the first of several values, with the interval that has all of theirs; errors are as in their tests."""
+    most = under[0].high - under[0].value
+    margins = [min(most, value.high - value.value) for value in under]
+    low = min(value.value - margin for value, margin in zip(under, margins, strict=True))
+    high = max(value.value + margin for value, margin in zip(under, margins, strict=True))
+    return Mean(under[0].value, low, high, len(under[0].per_request))
+
+
+def _with_error_of_first(tests: Sequence[PairedTest]) -> list[PairedTest]:
+    """Return tests under several θ, with at most the error of the first.
+
+    With more position bias than the estimate has, the errors of a few rare clicks would hide what the others show.
+    """
+    from scipy.special import ndtr
+
+    most = tests[0].high - tests[0].difference
+    limited = [tests[0]]
+    for test in tests[1:]:
+        margin = min(most, test.high - test.difference)
+        p = float(2 * ndtr(-NORMAL * abs(test.difference) / max(margin, 1e-300)))
+        low, high = test.difference - margin, test.difference + margin
+        limited.append(replace(test, low=low, high=high, p=p))
+    return limited
+
+
+def under_all(tests: Sequence[PairedTest]) -> PairedTest:
+    """Return the first of several tests with the interval that has all of theirs; p is 1 if their signs differ."""
+    low, high = min(test.low for test in tests), max(test.high for test in tests)
+    one_sign = len({np.sign(test.difference) for test in tests}) == 1
+    return replace(tests[0], low=low, high=high, p=max(test.p for test in tests) if one_sign else 1.0)
+
+
+def _worse(test: PairedTest, sign: int) -> float:
+    """Return the probability that the difference is below 0 (above, if `sign` is -1), given its interval."""
+    from scipy.special import ndtr
+
+    error = (test.high - test.low) / (2 * NORMAL)
+    return float(ndtr(-sign * test.difference / max(error, 1e-300))) if error < np.inf else 0.5
+
+
+def doubt_about(
+    log: Log, examination: Examination, model: OffPolicyModel, *, label: str, segments: Sequence[str]
+) -> tuple[Examination, int]:
+    """Return which `POWERS` of an estimate are plausible, by a test on the requests that it was fitted to.
+
+    If one curve does not describe the users, the examination that is returned says so, and is not confirmed.
+    """
+    theta = model.theta_of(np.unique(log.shown_positions("a test of examination")).tolist(), segments)
+    why = misfit(log, np.asarray(Label(label)(log.actions)) > 0, theta, model.direct(log))
+    if why is None:
+        return examination, CONFIRMED if examination.confirmed else PLAUSIBLE
+    doubted = replace(examination, evidence="misfit", source=f"{examination.source}, but {why}")
+    return doubted, TRUSTED if why == TRUSTS else STOPPED
 
 
 class _CrossFitted:
@@ -159,39 +331,108 @@ class _CrossFitted:
         chosen: np.ndarray,
         label: str,
         known: Mapping[str, float] | None,
+        others: Sequence[tuple[Sequence[str], Examination]],
         segments: Sequence[str],
+        groups: np.ndarray | None,
         seed: int,
         device: torch.device | str,
     ) -> None:
         positions = log.shown_positions("an off-policy metric")
         ids = np.unique(positions).tolist()
+        slots = {position: slot(position, segments) for position in ids}
         given = None if known is None else Examination.known(theta_by_id(known, tuple(ids), tuple(segments)))
-        theta: dict[int, float] = {}
-        sources = set[str]()
-        by_slot: dict[str, list[float]] = {}
+        other = next((at for names, each in others if each.confirmed and (at := each.at(names, slots))), None)
         places, direct = positions.copy(), np.zeros(log.rows)
+        self._theta: dict[int, float] = {}
+        draws: list[dict[int, float]] = [{} for _ in range(DRAWS)]
+        used: list[Examination] = []
+        doubt = CONFIRMED
         for number, part in enumerate(_parts(log, chosen, seed)):
             in_part = np.isin(np.arange(len(log)), part)
-            others = parts.sample(~in_part, seed=seed)
-            examination = given or estimate_examination(others, Label(label), seed=seed, device=device)
-            model = fit_off_policy_model(others, label=label, examination=examination, segments=segments, seed=seed)
-            sources.add(examination.source)
+            rest = parts.sample(~in_part, seed=seed)
+            own = given or estimate_examination(rest, Label(label), seed=seed, device=device)
+            examination = other if other is not None and not own.confirmed else own
+            model = fit_off_policy_model(rest, label=label, examination=examination, segments=segments, seed=seed)
+            doubted, why = doubt_about(rest, examination, model, label=label, segments=segments)
+            used.append(doubted)
+            doubt = max(doubt, why)
             of_part = np.repeat(in_part, log.lengths)
             places[of_part] += number * FOLD
             direct[of_part] = parts.mapped(model.direct, in_part)
-            for position, value in model.theta_of(ids, segments).items():
-                theta[number * FOLD + position] = value
-                by_slot.setdefault(slot(position, segments), []).append(value)
+            theta = model.theta_of(ids, segments)
+            self._theta |= {number * FOLD + position: value for position, value in theta.items()}
+            same = 0 if examination is other else number  # one examination of a run has the same error in both halves
+            for draw, moved in zip(draws, drawn(examination, theta, same), strict=False):
+                draw |= {number * FOLD + position: value for position, value in moved.items()}
         rows = np.repeat(chosen, log.lengths)
         self._log, self._direct = replace(log, positions=places).select(chosen), direct[rows]
-        self._label, self._theta, self._device = label, theta, device
-        self.confirmed = SOURCES["strata"] not in sources
-        self.theta_by_slot = {name: float(np.mean(values)) for name, values in by_slot.items()}
+        self._label, self._device, self._groups = label, device, groups
+        self._draws = [draw for draw in draws if len(draw) == len(self._theta)]
+        self._doubt = doubt
+        self.confirmed = doubt == CONFIRMED
+        self.evidence = next((each.source for each in used if not each.confirmed), used[0].source)
+        self.theta_by_slot = {
+            name: float(np.mean([self._theta[number * FOLD + position] for number in range(len(used))]))
+            for position, name in slots.items()
+        }
 
-    def estimator(self, metric: str) -> OffPolicy:
-        kind, k = parse_any_metric(metric)
-        options: dict[str, Any] = {"theta": self._theta, "label": self._label, "direct": self._direct}
-        return OffPolicy(self._log, kind=kind, k=k or 10, device=self._device, **options)
+    def estimators(self, metric: str) -> list[OffPolicy]:
+        """Return the estimators of a metric under each plausible θ; the first is that of the estimate."""
+        return plausible_estimators(
+            self._log,
+            metric,
+            self._theta,
+            self._direct,
+            draws=self._draws,
+            doubt=self._doubt,
+            label=self._label,
+            groups=self._groups,
+            device=self._device,
+        )
+
+
+def plausible_estimators(
+    log: Log,
+    metric: str,
+    theta: Mapping[int, float],
+    direct: np.ndarray,
+    *,
+    draws: Sequence[Mapping[int, float]],
+    doubt: int,
+    **options: Any,
+) -> list[OffPolicy]:
+    """Return the estimators of a metric under each plausible θ by position id; the first is that of the estimate.
+
+    The `doubt` about θ says which `POWERS` of it are plausible; `draws` have its sampling error. `options` are those of
+    `OffPolicy`.
+    """
+    kind, k = parse_any_metric(metric)
+    ids, place = np.unique(log.shown_positions("an off-policy metric"), return_inverse=True)
+    old = np.array([theta[position] for position in ids.tolist()])[place]
+    return [
+        OffPolicy(
+            log,
+            theta=_power(theta, power),
+            kind=kind,
+            k=k or 10,
+            direct=direct * old ** (1 - power),  # the expected label where it was shown stays the same
+            replicates=[_power(draw, power) for draw in draws],
+            **options,
+        )
+        for power in POWERS[doubt]
+    ]
+
+
+def drawn(examination: Examination, theta: Mapping[int, float], seed: int = 0) -> list[dict[int, float]]:
+    """Return draws of θ by position id, from the estimate that `theta` comes from; none if it has no error."""
+    by_id = {position: i for i, position in enumerate(examination.positions)}
+    changes = examination.draws(DRAWS, seed=seed) / examination.theta
+    factors = [{position: float(change[i]) for position, i in by_id.items()} for change in changes]
+    return [{position: value * factor.get(position, 1.0) for position, value in theta.items()} for factor in factors]
+
+
+def _power(theta: Mapping[int, float], power: float) -> dict[int, float]:
+    return {position: value**power for position, value in theta.items()}
 
 
 def _parts(log: Log, chosen: np.ndarray, seed: int) -> list[np.ndarray]:

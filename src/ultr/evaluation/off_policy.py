@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,7 +46,6 @@ from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation.scores import (
     OFF_POLICY,
-    Mean,
     PairedTest,
     ScoreMetrics,
     mean_with_interval,
@@ -96,6 +95,7 @@ class OffPolicyValue:
     effective_clicks: float  # (Σ f u)² / Σ (f u)² of rows with c > 0: equally weighted clicks with the same information
     clipped: float  # share of the first k places whose w is above M
     coverage: float  # share of the first k places that have an item; the others count 0
+    groups: np.ndarray | None = None  # of requests that were not drawn independently
 
     def _repr_html_(self) -> str:
         facts = {
@@ -156,6 +156,7 @@ class OffPolicy:
         direct: np.ndarray | None = None,
         zeta: ByPosition | None = None,
         replicates: Sequence[ByPosition] = (),
+        groups: np.ndarray | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         for name, choices, what in ((kind, KINDS, "kind of value"), (estimator, ESTIMATORS, "estimator")):
@@ -164,6 +165,7 @@ class OffPolicy:
         if k < 1 or not clip > 0:
             raise OptionError("k must be at least 1, and clip must be above 0", got=f"k={k}, clip={clip}")
         self._log, self._kind, self._k, self._estimator = log, kind, k, estimator
+        self._groups = groups
         self._most = np.inf if estimator == "ips" else float(clip)
         self._rows = rows = _Rows(log, _labels(log, label, zeta), kind, k, zeta, torch.device(device))
         self._expected = None  # the expected label at the old place, whatever θ is, so replicates share it
@@ -181,15 +183,16 @@ class OffPolicy:
         here = rows.at(self._theta, places)
         contributions, used = rows.estimate(self._estimator, here, places, most, self._expected)
         per_request = rows.by_request(contributions).cpu().numpy()
-        mean = mean_with_interval(per_request, log.weights)
+        mean = mean_with_interval(per_request, log.weights, groups=self._groups)
         values = np.array([self._value(self._estimator, rows.at(one, places), places) for one in self._replicates])
         unclipped = rows.mean(rows.estimate("ips", here, places, np.inf, None)[0])
         margin = margin_of(mean.high - mean.mean, mean.mean - unclipped, values - mean.mean)
         clicked, top = torch.where(rows.c > 0, rows.weight * used, 0.0), rows.weight * (here.target > 0)
-        evidence = {
+        evidence: dict[str, Any] = {
             "effective_clicks": float(clicked.sum() ** 2 / (clicked @ clicked).clamp(min=TINY)),
             "clipped": float(top @ (here.target > most * here.old).double() / top.sum().clamp(min=TINY)),
             "coverage": rows.mean(rows.top.double()) / self._k,
+            "groups": self._groups,
         }
         interval = mean.mean, mean.mean - margin, mean.mean + margin
         return OffPolicyValue(
@@ -215,7 +218,7 @@ def compare_values(a: OffPolicyValue, b: OffPolicyValue) -> PairedTest:
     if of_a != of_b:
         what = "two values can be compared only if kind, k, requests and replicates are the same"
         raise DataError(what, got=f"{of_a} and {of_b}")
-    test = paired_test(a.per_request, b.per_request, a.weights)
+    test = paired_test(a.per_request, b.per_request, a.weights, groups=a.groups)
     return widened_test(test, a.unclipped - b.unclipped, a.replicates - b.replicates)
 
 
@@ -419,12 +422,6 @@ def widened_test(test: PairedTest, unclipped: float, replicates: Sequence[float]
     margin = margin_of(test.high - test.difference, test.difference - unclipped, moved)
     p = float(2 * ndtr(-NORMAL * abs(test.difference) / max(margin, TINY)))
     return PairedTest(test.difference, test.difference - margin, test.difference + margin, p, test.requests)
-
-
-def widened_mean(mean: Mean, unclipped: float) -> Mean:
-    """Return the mean of an off-policy value with the error of clipping in its interval."""
-    margin = margin_of(mean.high - mean.mean, mean.mean - unclipped, np.zeros(0))
-    return Mean(mean.mean, mean.mean - margin, mean.mean + margin, mean.requests)
 
 
 def margin_of(of_requests: float, changed: float, moved: np.ndarray) -> float:

@@ -72,6 +72,10 @@ def parse_any_metric(text: str) -> tuple[str, int | None]:
     return name, k
 
 
+def less_is_better(metric: str) -> bool:
+    return metric.removeprefix(FEEDBACK) == "arp"
+
+
 @checked
 def evaluate_scores(
     log: Log,
@@ -175,30 +179,44 @@ def _required(user: User | None, on_feedback: bool) -> User:
 
 
 @checked
-def mean_with_interval(values: np.ndarray, weights: np.ndarray | None = None, *, confidence: float = 0.95) -> Mean:
+def mean_with_interval(
+    values: np.ndarray,
+    weights: np.ndarray | None = None,
+    *,
+    confidence: float = 0.95,
+    groups: np.ndarray | None = None,
+) -> Mean:
     """Return the (weighted) mean over requests, with a Student-t interval for requests drawn independently.
 
-    The interval of a single request is infinite, because its standard error is unknown.
+    Those of a group, such as a query, are drawn together: `groups` has the number of the group of each request, from 0.
+    The interval of a single request or group is infinite, because its standard error is unknown.
     """
-    mean, error = _mean_and_error(_bounded(values), weights)
-    margin = error * _t_quantile(len(values), confidence)
+    mean, error, n = _mean_and_error(_bounded(values), weights, groups)
+    margin = error * _t_quantile(n, confidence)
     return Mean(mean, mean - margin, mean + margin, len(values))
 
 
 @checked
 def paired_test(
-    a: np.ndarray, b: np.ndarray, weights: np.ndarray | None = None, *, confidence: float = 0.95
+    a: np.ndarray,
+    b: np.ndarray,
+    weights: np.ndarray | None = None,
+    *,
+    confidence: float = 0.95,
+    groups: np.ndarray | None = None,
 ) -> PairedTest:
-    """Test whether two rankers differ, by a paired t-test of their metrics `a` and `b` [requests]."""
+    """Test whether two rankers differ, by a paired t-test of their metrics `a` and `b` [requests].
+
+    `groups` are as for `mean_with_interval`.
+    """
     if np.shape(a) != np.shape(b):
         raise DataError("a and b must be values of the same requests", got=f"shapes {np.shape(a)} and {np.shape(b)}")
     from scipy.special import stdtr  # scipy.stats takes a second to import
 
-    mean, error = _mean_and_error(_bounded(a) - _bounded(b), weights)
-    n = len(a)
+    mean, error, n = _mean_and_error(_bounded(a) - _bounded(b), weights, groups)
     margin = error * _t_quantile(n, confidence)
     p = float(2 * stdtr(max(1, n - 1), -abs(mean) / error)) if error else float(mean == 0)
-    return PairedTest(mean, mean - margin, mean + margin, p, n)
+    return PairedTest(mean, mean - margin, mean + margin, p, len(a))
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -223,8 +241,10 @@ def _bounded(values: np.ndarray) -> np.ndarray:
     return values
 
 
-def _mean_and_error(values: np.ndarray, weights: np.ndarray | None) -> tuple[float, float]:
-    """Return the weighted mean and its standard error, which is infinite for a single value."""
+def _mean_and_error(
+    values: np.ndarray, weights: np.ndarray | None, groups: np.ndarray | None
+) -> tuple[float, float, int]:
+    """Return the weighted mean, its standard error (infinite for one group of values), and the number of groups."""
     weights = np.ones_like(values) if weights is None else weights.astype(np.float64)
     if values.ndim != 1 or not len(values) or weights.shape != values.shape:
         raise DataError("a mean needs one value and one weight per request", got=f"{values.shape} and {weights.shape}")
@@ -235,11 +255,15 @@ def _mean_and_error(values: np.ndarray, weights: np.ndarray | None) -> tuple[flo
     weights = np.ldexp(weights, -np.frexp(weights.max())[1])
     exponent = int(np.frexp(np.abs(values).max())[1])
     values = np.ldexp(values, -exponent)
-    n, mean = len(values), float(np.average(values, weights=weights))
+    mean = float(np.average(values, weights=weights))
+    moved = weights * (values - mean)
+    if groups is not None:
+        moved = np.bincount(groups, moved)[np.bincount(groups) > 0]
+    n = len(moved)
     if n < 2:
-        return float(np.ldexp(mean, exponent)), np.inf
-    error = np.sqrt(np.sum((weights * (values - mean)) ** 2) * n / (n - 1)) / weights.sum()
-    return float(np.ldexp(mean, exponent)), float(np.ldexp(error, exponent))
+        return float(np.ldexp(mean, exponent)), np.inf, n
+    error = np.sqrt(np.sum(moved**2) * n / (n - 1)) / weights.sum()
+    return float(np.ldexp(mean, exponent)), float(np.ldexp(error, exponent)), n
 
 
 def _t_quantile(n: int, confidence: float) -> float:

@@ -29,6 +29,7 @@ from ultr.log.columns import (
     without_missing,
 )
 from ultr.log.conditions import filter_rows, parse_conditions, seconds
+from ultr.log.swaps import checked_swaps
 from ultr.log.table import Log
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12  # sums of squared weights within these bounds do not overflow
@@ -304,13 +305,15 @@ def _request_weights(weights: np.ndarray, offsets: np.ndarray, name: str, where:
 def _request_context(
     column: pa.ChunkedArray, role: str, name: str, order: np.ndarray | None, offsets: np.ndarray, where: object
 ) -> Any:
-    """Return one value per request of a column whose role is query, segment or randomised.
+    """Return one value per request of a column whose role is query, segment, randomised or swaps.
 
     Return None for a query column with several values in one request, because it does not hold queries.
     """
     values = combined(column)
     if role == "randomised":
         values = pa.array(numeric(column, name, role, where) != 0)
+    if role == "swaps":
+        values = checked_swaps(values, where=f"{where}: column '{name}'")
     try:
         codes = pc.fill_null(values.dictionary_encode().indices, -1).to_numpy(zero_copy_only=False)
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:

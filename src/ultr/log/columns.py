@@ -32,8 +32,9 @@ NAMES = {
     "query": "query query_id qid query_text",
     "segment": "",
     "randomised": "randomised randomized is_randomised is_randomized random_order",
+    "swaps": "swap swaps",
 }
-CONTEXT = ("query", "segment", "randomised")  # roles with one value per request
+CONTEXT = ("query", "segment", "randomised", "swaps")  # roles with one value per request
 SEVERAL = ("actions", "features", "categorical")  # roles that several columns may have
 ROLES = (*NAMES, *SEVERAL)
 ACTIONS = (
@@ -57,7 +58,7 @@ class Columns:
     relevance: str | None
     weight: str | None
     item: str | None
-    context: Mapping[str, str]  # query, segment or randomised -> its column, if the table has one
+    context: Mapping[str, str]  # a role in CONTEXT -> its column, if the table has one
     absent: Mapping[str, str] = field(default_factory=dict)  # role -> its column in training, if the table lacks it
 
     @property

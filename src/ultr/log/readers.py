@@ -121,6 +121,7 @@ def read_log(
     query: str | None = None,
     segment: str | None = None,
     randomised: str | None = None,
+    swaps: str | None = None,
     missing: Missing = "keep",
     on_duplicates: OnDuplicates = "error",
     where: Sequence[str] = (),
@@ -137,7 +138,7 @@ def read_log(
 
     - Rankers learn a vector for each value of a `categorical` column.
     - A request may have a `query` (requests with the same query have the same items), a `segment`, a mark that its
-      order was `randomised`, and a `time`.
+      order was `randomised`, the drawn arm of an experiment with `swaps` (such as `1-3`), and a `time`.
     - NaN in features is a missing value; it is an error with `missing="reject"`. Missing actions are 0.
     - If two rows of a request have the same item or position, this is an error. With `on_duplicates="first"` the first
       row is kept; with "sum" it also gets the actions of the others.
@@ -158,6 +159,7 @@ def read_log(
         "query": query,
         "segment": segment,
         "randomised": randomised,
+        "swaps": swaps,
     }
     reading = Reading(missing, on_duplicates, tuple(where), time)
     if not isinstance(source, Source) and not is_files(source):

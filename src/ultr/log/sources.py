@@ -124,7 +124,7 @@ class Source:
         if dates:
             return self, dates[0]
         if len({file.number for file in self.files}) < 2:
-            hint = "pass days as several logs in their order, as folders date=2026-11-01/, or name the column of the times"
+            hint = "pass days as several logs in their order, as folders date=2026-11-01/, or name the column of times"
             raise OptionError("the days of the log are not known, so weights cannot decay", got=self.name, hint=hint)
         days = [{**file.partitions, DAY: str(date.fromordinal(1 + file.number))} for file in self.files]
         files = tuple(replace(file, partitions=each) for file, each in zip(self.files, days, strict=True))

@@ -87,10 +87,10 @@ def queries_of(log: Log) -> np.ndarray:
         if np.bincount(query, minlength=1).max() <= max(1, LARGEST_QUERY * len(log)):
             return query
     by_id = np.unique(codes(log.request_ids), return_inverse=True)[1]
-    if not log.features.shape[1]:
+    if not log.features.size:
         return by_id
     alike = np.unique(sums_of_hashes(log), return_inverse=True)[1]
-    if np.bincount(alike).max() > max(1, MOST_ALIKE * len(log)):
+    if np.bincount(alike, minlength=1).max() > max(1, MOST_ALIKE * len(log)):
         return by_id
     return _joined(by_id, alike)
 

@@ -23,7 +23,10 @@ ACTIONS_KEY = b"ultr.actions"
 CATEGORICAL_KEY = b"ultr.categorical"
 ROW_GROUP_BYTES = 64 << 20  # size of a Parquet row group, about
 # The columns of a written log that are not actions.
-RESERVED = {"request", "item", "position", "relevance", "weight", "features", "query", "segment", "randomised"}
+RESERVED = {
+    *("request", "item", "position", "relevance", "weight", "features"),
+    *("query", "segment", "randomised", "swaps"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +49,7 @@ class Log:
     weights: np.ndarray | None = None  # [requests] float32, None if every weight is 1
     item_ids: Any = None  # [rows] Arrow array of any type
     vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> values; code is index + 1
-    context: Mapping[str, Any] = field(default_factory=dict)  # query, segment, randomised: [requests] Arrow array
+    context: Mapping[str, Any] = field(default_factory=dict)  # query, segment, ...: [requests] Arrow array
     columns: Mapping[str, Any] = field(default_factory=dict)  # role -> its column (or columns) of the source
     unused_columns: tuple[str, ...] = ()  # columns of the source that were not read
     notes: tuple[str, ...] = ()  # changes made on reading, such as missing actions that count as 0

@@ -184,7 +184,9 @@ def lightgbm_error(error: Exception) -> UltrError:
     if "num_features" in str(error):
         hint = "check that features vary, and that there are enough rows for two leaves (min_data_in_leaf)"
         return DataError("LightGBM found no feature to split rows by", hint=hint)
-    return OptionError(f"LightGBM: {' '.join(str(error).split())}", hint="check trees.parameters and the options of the method")
+    return OptionError(
+        f"LightGBM: {' '.join(str(error).split())}", hint="check trees.parameters and the options of the method"
+    )
 
 
 def lightgbm_data(rows: TreeRows) -> Any:
@@ -280,7 +282,9 @@ class XGBoost(Booster):
                 callbacks=[After()],
             )
         except xgboost.core.XGBoostError as error:
-            raise OptionError(f"XGBoost: {_message(error)}", hint="check trees.parameters and the options of the method") from error
+            raise OptionError(
+                f"XGBoost: {_message(error)}", hint="check trees.parameters and the options of the method"
+            ) from error
 
     @classmethod
     def load(cls, path: Path, categorical: tuple[int, ...] = ()) -> Booster:

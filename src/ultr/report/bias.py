@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ultr.bias.identification import INTERVALS
+from ultr.bias.identification import IDENTIFIED, INTERVALS
 from ultr.report.page import Card, Cards, Folded, Grid, Heading, Notes, Part, Plot, Section, Table, Text
 from ultr.report.plots import bar_plot, heat_map, line_plot
 
@@ -196,8 +196,9 @@ def _relative(values: Sequence[float | None]) -> list[float | None]:
 def log_sections(report: Mapping[str, Any]) -> list[Section]:
     """Return the sections of a bias report (`BiasReport.to_json`), for the log and its segments."""
     verdict = report["verdict"]
+    assumption = verdict.get("assumption")
     cards = [
-        Card("verdict", verdict["status"], [verdict["advice"]]),
+        Card("verdict", verdict["status"], [verdict["advice"], *([f"assumption: {assumption}"] if assumption else [])]),
         Card("requests", f"{report['requests']:,}", [f"feedback: {report['label']} > 0"]),
     ]
     if (explained := report["order_explained_by_features"]) is not None:
@@ -209,7 +210,7 @@ def log_sections(report: Mapping[str, Any]) -> list[Section]:
             Card("random requests needed", f"{verdict['requests_needed']:,}", ["to identify θ where most rows are"])
         )
     sentences = [f"{name}: {text}" for name, text in report.get("summary", {}).items()]
-    good = verdict["status"] == "identified"
+    good = verdict["status"] == IDENTIFIED
     parts: list[Part] = [Notes(sentences or verdict["reasons"], good=good), Cards(cards)]
     parts.append(estimates_plot(report))
     parts.append(_estimates_table(report))
@@ -282,6 +283,10 @@ def _identification(report: Mapping[str, Any]) -> list[Part]:
     if likelihoods:
         rows = [[name, f"{value:.5f}"] for name, value in likelihoods.items()]
         parts.append(Table(["estimator", "held-out log-likelihood"], rows))
+    if tests := report.get("refutations"):
+        rows = [[each["name"], "passed" if each["passed"] else "failed", each["text"]] for each in tests]
+        caption = "Tests that fail if the assumption of estimates from items is wrong. To pass them proves nothing."
+        parts.append(Table(["test", "result", "why"], rows, caption))
     if report["agreements"]:
         rows = [
             [

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ultr.evaluation.comparing import LOGGED_RANKING
+from ultr.evaluation.scores import less_is_better
 from ultr.report.page import Card, Cards, Notes, Part, Plot, Section, Table, Text
 from ultr.report.plots import dot_plot
 from ultr.report.runs import Run, bias_of_runs, change_text, learning_section, load_run
 from ultr.training.comparing.plan import run_folder
 from ultr.training.comparing.results import FORMAT, Setting
-from ultr.training.examining import less_is_better
 from ultr.training.folder import MODEL
 from ultr.utils.jsonfiles import check_format, read_json
 

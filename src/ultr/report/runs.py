@@ -16,7 +16,7 @@ from ultr.bias.propensities import BIAS_FILE
 from ultr.errors import AbsentError
 from ultr.evaluation.comparing import LOGGED_RANKING
 from ultr.evaluation.importance import FeatureImportance
-from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, Mean, PairedTest, holm
+from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, Mean, PairedTest, holm, less_is_better
 from ultr.log import Log, read_log
 from ultr.rankers.model import Model, load_model
 from ultr.report.bias import bias_section
@@ -24,10 +24,9 @@ from ultr.report.page import Card, Cards, Code, Folded, Grid, Heading, Notes, Pa
 from ultr.report.plots import drop_plot, heat_map, histogram, interval_plot, line_plot
 from ultr.training.config import Config, flat, train_command
 from ultr.training.data import Decisions, columns_for_run
-from ultr.training.examining import VALUES, best_evaluation, less_is_better
+from ultr.training.examining import VALUES, best_evaluation
 from ultr.training.folder import CONFIG, MODEL, read_config, read_metrics
 from ultr.training.outcome import LOGGED, RunOutcome, read_outcome, value_of_run
-from ultr.training.summary import NOT_CONFIRMED
 from ultr.utils.arguments import checked
 from ultr.utils.display import facts_html
 from ultr.utils.jsonfiles import read_json
@@ -66,9 +65,14 @@ class Run:
         return self.model.score(data, device=device)
 
     @cached_property
-    def selected(self) -> tuple[str, float, int]:
-        """The name of the selection metric, its value for the saved model, and the best step."""
+    def value(self) -> tuple[str, float, int]:
+        """The name of the metric that judges the run, its value for the saved model, and the best step."""
         return value_of_run(self.folder)
+
+    @cached_property
+    def selection(self) -> str:
+        """The name of the metric that chose the best step."""
+        return best_evaluation(self.folder)[0]
 
     def best(self, kind: str) -> tuple[float, int]:
         """Return the best value of the selection metric that a ranker had in training, and its step."""
@@ -104,10 +108,10 @@ class Run:
         return facts["by_position"]["positions"], facts["true_theta"]
 
     def _repr_html_(self) -> str:
-        metric, value, _ = self.selected
+        metric, value, _ = self.value
         users = f", users {self.config.users}" if self.config.users else ""
         facts = {
-            f"{metric} on validation": f"{value:.4f}",
+            f"{metric} on {self.outcome.split}": f"{value:.4f}",
             "method, ranker": self.about,
             "data": f"{self.data}{users}",
             "label": self.decisions.label,
@@ -165,8 +169,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
 # --- The answer -------------------------------------------------------------------------------------------------------
 # The answer at the top of a report, in words: is the new ranker better, by how much, how sure, and what to do.
 
-UNSURE = 0.2  # standard error of θ above which an off-policy estimate is called uncertain
-
 
 def answer(runs: Sequence[Run], why_not: str | None) -> Notes | None:
     """Return the answer for runs; `why_not` says why they cannot be compared with each other, if they cannot.
@@ -174,7 +176,7 @@ def answer(runs: Sequence[Run], why_not: str | None) -> Notes | None:
     The best run is compared with the logged ranking, or with the next best run if there is no logged ranking. Return
     None if neither can be compared.
     """
-    metric = runs[0].selected[0]
+    metric = runs[0].value[0]
     evaluated = [run for run in runs if metric in run.outcome.results]
     if not evaluated:
         return None
@@ -197,7 +199,9 @@ def answer(runs: Sequence[Run], why_not: str | None) -> Notes | None:
     means = f"{metric}: {_mean(best, metric):.4f} instead of {before:.4f}"
     change = change_text(against.difference, before)
     what = f"With {best.name}, {_quantity(metric)} is {change} than with {other} ({means})."
-    sentences = [f"Is it better? {verdict}. {what}"]
+    decision = best.outcome.decision(metric)
+    sentences = [] if decision is None else [f"Decision: {decision}."]
+    sentences.append(f"Is it better? {verdict}. {what}")
     if len(ranked) > 1 and other == LOGGED_RANKING:
         test = _test(best, ranked[1], metric)
         change = change_text(test.difference, _mean(ranked[1], metric))
@@ -221,7 +225,7 @@ def _verdict(run: Run, metric: str, against: PairedTest) -> tuple[str, bool, boo
 
 def _against_logged_text(run: Run) -> str | None:
     """Return a sentence that compares a run with the logged ranking, by its own label, metric and examination."""
-    metric = run.selected[0]
+    metric = run.value[0]
     if (against := against_logged(run, metric)) is None:
         return None
     before = _mean(run, LOGGED + metric)
@@ -248,7 +252,7 @@ def _mean(run: Run, name: str) -> float:
 
 def _quantity(metric: str) -> str:
     name, _, first = metric.removeprefix(OFF_POLICY).removeprefix(FEEDBACK).partition("@")
-    if name not in ("reward", "gain"):
+    if name != "reward":
         return "the quality of the ranking"
     return f"the expected feedback on the first {first} items" if first else "the expected feedback"
 
@@ -264,7 +268,7 @@ def _relative(difference: float, before: float) -> str:
 
 def _how_sure(run: Run, metric: str, test: PairedTest, before: float) -> str:
     low, high = (_relative(value, before) for value in (test.low, test.high))
-    parts = [f"The 95% interval is {low} to {high}, over {test.requests:,} validation requests, which chose the step"]
+    parts = [f"The 95% interval is {low} to {high}, over {test.requests:,} {run.outcome.split} requests"]
     if metric.startswith(OFF_POLICY):
         bias: Mapping[str, Any] = run.bias or {}
         error = bias.get("theta_standard_error")
@@ -273,11 +277,9 @@ def _how_sure(run: Run, metric: str, test: PairedTest, before: float) -> str:
         parts.append(f"it is an estimate from logged feedback, and depends on the estimated examination{source}")
         if not _is_confirmed(run, metric):
             parts.append(
-                "the log cannot confirm it, because it has no random order and no items that can be compared across "
-                "positions, so the interval is too narrow: show some requests in random order (ultr bias says how many)"
+                "nothing confirms it, so the interval is that of half to one and a half times this position bias: "
+                "plan an experiment with ultr explore"
             )
-        if error is not None and error > UNSURE:
-            parts.append("examination is uncertain, so the true interval is wider")
     elif metric.startswith(FEEDBACK):
         parts.append("it uses logged feedback with its position bias, and favours the logged ranking")
     if run.warnings:
@@ -287,8 +289,8 @@ def _how_sure(run: Run, metric: str, test: PairedTest, before: float) -> str:
 
 
 def _is_confirmed(run: Run, metric: str) -> bool:
-    """Return whether the log can confirm the examination that a metric depends on: not if it is from features alone."""
-    return not (metric.startswith(OFF_POLICY) and (run.bias or {}).get("theta_from") in NOT_CONFIRMED)
+    """Return whether chance or the user confirms the examination that a metric depends on."""
+    return run.outcome.confirmed or not metric.startswith(OFF_POLICY)
 
 
 def _what_to_do(run: Run, *, better: bool, worse: bool) -> str:
@@ -314,7 +316,7 @@ def ranking_section(runs: Sequence[Run]) -> Section:
     caption = "Kendall's τ by request: 1 is the same order, 0 is unrelated, -1 is reversed."
     agreement = {name: outcome.agreement for name, outcome in outcomes.items()}
     parts: list[Part] = [
-        Text(f"The new ranking of the validation requests, compared with {LOGGED_RANKING}."),
+        Text(f"The new ranking of the requests that judge a run, compared with {LOGGED_RANKING}."),
         histogram("Agreement", agreement, np.linspace(-1, 1, 21), x="τ", caption=caption),
         Table(
             ["run", "mean τ", "same first item", "same order of all items"],
@@ -400,15 +402,15 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
 def _summary(runs: Sequence[Run]) -> Section:
     cards = []
     for run in runs:
-        metric, value, step = run.selected
-        lines = [f"{metric} on validation" + ("" if len(run.decisions.rankers) > 1 else f", at step {step:,}")]
+        metric, value, step = run.value
+        lines = [f"{metric} on {run.outcome.split}" + ("" if len(run.decisions.rankers) > 1 else f", at step {step:,}")]
         if (test := against_logged(run, metric)) is not None:
             p = f" (p = {test.p:.2g} over requests)" if len(runs) == 1 else ""
             lines.append(f"{test.difference:+.4f} compared with {LOGGED_RANKING}{p}")
         lines += [run.about, f"label: {run.decisions.label}"]
         cards.append(Card(run.name, f"{value:.4f}", lines))
-    metrics = list(dict.fromkeys(run.selected[0] for run in runs))
-    why_not = _difference(runs, metrics[0]) if len(metrics) == 1 else "the runs were selected by different metrics"
+    metrics = list(dict.fromkeys(run.value[0] for run in runs))
+    why_not = _difference(runs, metrics[0]) if len(metrics) == 1 else "the runs have different metrics"
     words = answer(runs, why_not)
     parts: list[Part] = [] if words is None else [words]
     parts += [Cards(cards), Grid([_interval_plot(runs, m) for m in metrics if _means(runs, m)])]
@@ -480,7 +482,7 @@ def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
             lambda a: "{least:,} to {most:,}, {mean:.1f} on average".format(**a["data"]["items"])
         ),
         "features": cells(lambda a: f"{a['data']['features']:,}"),
-        "validation requests": cells(lambda a: f"{a['validation']['requests']:,}"),
+        "requests that judge": cells(lambda a: f"{a['split']['requests']:,} ({a['split']['name']})"),
         "fingerprint": cells(lambda a: a["data"]["fingerprint"][:24]),
     }
 
@@ -497,8 +499,8 @@ def learning_section(runs: Sequence[Run]) -> Section:
     """Return a section with the learning curves of runs, one for each of their rankers."""
     rankers = [(_ranker_name(run, kind, runs), run, kind) for run in runs for kind in run.decisions.rankers]
     plots, names = [], [name for name, _, _ in rankers]
-    for metric in dict.fromkeys(run.selected[0] for run in runs):
-        lines = {name: run.curve(kind, metric) for name, run, kind in rankers if run.selected[0] == metric}
+    for metric in dict.fromkeys(run.selection for run in runs):
+        lines = {name: run.curve(kind, metric) for name, run, kind in rankers if run.selection == metric}
         caption = "On validation requests. The model of the best step is used."
         plots.append(line_plot(metric, lines, x="step", y=metric, caption=caption, order=names))
     curves = {name: run.curve(kind, "loss") for name, run, kind in rankers}
@@ -508,7 +510,7 @@ def learning_section(runs: Sequence[Run]) -> Section:
     rows = []
     for name, run, kind in rankers:
         value, step = run.best(kind)
-        rows.append([name, run.selected[0], f"{value:.4f}", f"{step:,}", _end(run, kind)])
+        rows.append([name, run.selection, f"{value:.4f}", f"{step:,}", _end(run, kind)])
     return Section("Learning", [Grid(plots), Table(["ranker", "selected by", "best", "at step", "stopped"], rows)])
 
 
@@ -551,14 +553,15 @@ def _metrics(runs: Sequence[Run]) -> Section:
                 )
             )
             parts.append(Code(_evaluate_command(runs)))
-    selected = "The step of each run was selected on these requests, so its selection metric is slightly too good."
-    parts.append(Text(" ".join([*_explanations(metrics), selected])))
+    chosen = "The step of a run was chosen on these requests, so its selection metric is slightly too good."
+    selected = [chosen] if any(run.outcome.split == "validation" for run in runs) else []
+    parts.append(Text(" ".join([*_explanations(metrics), *selected])))
     return Section("Metrics", parts)
 
 
 def _interval_plot(runs: Sequence[Run], metric: str) -> Plot:
     rows = {name: (m.mean, m.low, m.high) for name, m in _means(runs, metric).items()}
-    return interval_plot(metric, rows, x=metric, caption="Mean over validation requests, 95% interval.")
+    return interval_plot(metric, rows, x=metric, caption="Mean over the requests that judge a run, 95% interval.")
 
 
 def _difference(runs: Sequence[Run], metric: str) -> str | None:
@@ -626,7 +629,7 @@ def _features(runs: Sequence[Run]) -> list[Section]:
     for run in runs:
         if not run.importance:
             continue
-        metric = run.selected[0]
+        metric = run.selection
         rows = {each.feature: (each.drop, each.low, each.high) for each in run.importance}
         title = "Importance" if len(runs) == 1 else run.name
         caption = f"Fall of {metric} if the values of a feature are permuted on validation requests, 95% interval."

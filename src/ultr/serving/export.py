@@ -115,10 +115,12 @@ def _data(run: Path, config: Config, about: Mapping[str, Any]) -> list[str]:
     path = run / FOLDER / "outcome.json"
     if path.is_file():
         outcome = read_json(path)
-        training, held_out = outcome["data"], outcome["validation"]
+        training, held_out = outcome["data"], outcome["split"]
         sample = " (a sample of the training data)" if training.get("sample") else ""
         lines.append(f"- training: {training['requests']:,} requests with {training['rows']:,} items{sample}")
-        lines.append(f"- held-out validation: {held_out['requests']:,} requests with {held_out['rows']:,} items")
+        lines.append(
+            f"- judged on {held_out['name']}: {held_out['requests']:,} requests with {held_out['rows']:,} items"
+        )
     if (learn_from := config.simulation.learn_from) != "feedback":
         lines.append(f"- trained on {learn_from}, as an upper bound: logs do not contain it")
     return lines
@@ -163,10 +165,12 @@ def _parts(run: Path, config: Config, decisions: Decisions, shares: Mapping[str,
 def _quality(run: Path, decisions: Decisions) -> list[str]:
     select, value, step = value_of_run(run)
     at_step = "" if len(decisions.rankers) > 1 else f", at step {step:,}, which was selected"
-    lines = ["## Quality", "", f"- best {code(select)} on validation: {_number(value)}{at_step}"]
+    split = read_json(run / FOLDER / "outcome.json")["split"]["name"] if (run / FOLDER).is_dir() else "validation"
+    lines = ["## Quality", "", f"- {code(select)} on {split}: {_number(value)}{at_step}"]
     source = next((words for start, words in FROM_METRIC.items() if select.startswith(start)), None)
     if source is not None:
-        lines += [f"- computed from {source}", "- slightly too high, because these requests selected the step"]
+        lines.append(f"- computed from {source}")
+        lines += [] if split == "test" else ["- slightly too high, because these requests selected the step"]
     if (run / "test.json").is_file():
         for name, value in read_json(run / "test.json").items():
             lines.append(f"- on test: {code(name)} {_number(value)}")

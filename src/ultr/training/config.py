@@ -87,6 +87,7 @@ class ColumnOptions(Section):
     actions: Names = Field(None, description="feedback, comma-separated")
     query: str | None = Field(None, description="query; requests of one query show the same items")
     randomised: str | None = Field(None, description="mark of requests shown in random order")
+    swaps: str | None = Field(None, description="drawn arm of an experiment with swaps, such as 1-3")
     segment: str | None = Field(None, description="examination is estimated for each value; none: do not look for one")
     relevance: str | None = Field(None, description="true label, if it is known")
     weight: str | None = Field(None, description="weight of the request")
@@ -107,8 +108,8 @@ class DataOptions(Section):
     split: Literal["random", "time"] = Field("random", description="requests to hold out: random ones, or the last")
     time: str | None = Field(None, description="column with the time, for split=time and decay")
     decay: Positive | None = Field(None, description="half-life of the weights of requests, in days")
-    validation: Share = Field(0.2, gt=0, description="share of requests that choose steps, rounds and shares")
-    test: Share = Field(0.0, description="share of requests for the final test")
+    validation: Share = Field(0.15, gt=0, description="share of requests that choose steps, rounds and shares")
+    test: Share = Field(0.1, description="share of requests that only judge the run")
     missing: Literal["mean", "error"] = Field(
         "mean", description="missing features of networks: mean and mark, or error"
     )
@@ -124,7 +125,8 @@ class DataOptions(Section):
     @model_validator(mode="after")
     def _check(self) -> DataOptions:
         if (self.split == "time" or self.decay is None) and (self.split == "time") != (self.time is not None):
-            raise ValueError("a split by time needs both split=time and the column of the times (data.time)")
+            what = "a split by time needs both split=time and the column of the times (data.time)"
+            raise ValueError(f"{what}; set both, or neither")
         if self.validation + self.test >= 1:
             raise ValueError(f"the shares of validation ({self.validation:g}) and test ({self.test:g}) must be below 1")
         return self
@@ -556,8 +558,8 @@ def _option_error(error: ValidationError) -> OptionError:
         names = [option.path for option in all_options()]
         return OptionError(f"there is no option '{path}'", hint=nearest(path, names))
     if not path or isinstance(cause, ValueError):
-        text = str(cause) if cause is not None else problem["msg"]
-        return OptionError(f"'{path}': {text}" if path and "'" not in text else text)
+        text, _, hint = (str(cause) if cause is not None else problem["msg"]).partition("; ")
+        return OptionError(f"'{path}': {text}" if path and "'" not in text else text, hint=hint or None)
     short = path.removesuffix(".auto").rsplit(".", 1)[-1]
     got = repr(problem["input"])[:200]
     return OptionError(f"'{short}' must be {requirement(error)}", got=got, hint=f"ultr options {path} describes it")

@@ -75,7 +75,7 @@ class Data:
     user: User | None = None  # simulated user for metrics such as reward@10
     feeding_user: User | None = None  # simulated user who gives new feedback at each training step
     label: str = DEFAULT_LABEL
-    test: Log | None = None  # requests of a log that are held out for the final test
+    test: Log | None = None  # requests that chose nothing, which judge the run
     segment: str | None = None  # column of the segments
     found_segment: Segment | None = None  # if the log decided on the segment
     segments: tuple[str, ...] = ()  # names of the segments; examination is estimated for each
@@ -85,11 +85,10 @@ class Data:
     suspicious: Any = None  # ids of the requests that `drop_suspicious` left out, as an Arrow array; None: not dropped
     initial: Callable[[np.ndarray], np.ndarray] | None = None  # features -> scores that simulated users saw items by
 
-    def logged_scores(self) -> np.ndarray | None:
-        """Return scores of the validation rows that reproduce the logged order; None if there is no logged order."""
-        log, initial = self.validation, self.initial
+    def logged_scores(self, log: Log) -> np.ndarray | None:
+        """Return scores of the rows of a log that reproduce the logged order; None if there is no logged order."""
         scores = logged_scores(log)
-        return initial(log.features) if scores is None and initial is not None else scores
+        return self.initial(log.features) if scores is None and self.initial is not None else scores
 
     def feed(self, options: TrainingOptions, lists: ListBatches | None = None) -> Feeding:
         """Return the source of training batches; `lists` are the training requests, if the device has them."""
@@ -126,6 +125,7 @@ class Decisions:
     rankers: tuple[str, ...]
     hidden: tuple[int, ...] | None = None  # sizes of the layers of the network
     segment: str | None = None
+    segments: tuple[str, ...] = ()  # its values, in the order of position ids
     streamed: bool = False
     notes: tuple[str, ...] = field(default=())  # why a part of the default is left out, in sentences
 
@@ -148,6 +148,7 @@ class Decisions:
                 tuple(map(str, content["rankers"])),
                 None if hidden is None else tuple(map(int, hidden)),
                 content["segment"],
+                tuple(map(str, content["segments"])),
                 bool(content["streamed"]),
                 tuple(map(str, content["notes"])),
             )
@@ -163,7 +164,7 @@ def decide(config: Config, data: Data) -> Decisions:
         hidden = HIDDEN if endless or data.train.rows >= SMALL_LOG else HIDDEN_OF_SMALL_LOG
         hidden = hidden if start is None else start.hidden or hidden
     notes = () if note is None else (note,)
-    return Decisions(data.label, rankers, hidden, data.segment, data.stream is not None, notes)
+    return Decisions(data.label, rankers, hidden, data.segment, data.segments, data.stream is not None, notes)
 
 
 def _choose_rankers(config: Config, data: Data, start: Decisions | None) -> tuple[tuple[str, ...], str | None]:
@@ -411,7 +412,8 @@ def _read_lists(config: Config, streamed: bool | None) -> Data:
     rows = min(PART_SAMPLE_ROWS, PART_SAMPLE_BYTES // shards.row_bytes)
     held_out = Shards(config.data.source, "validation", decay=config.data.decay)
     validation = sample_log(held_out.sample(MAX_VALIDATION_ROWS, 0), MAX_VALIDATION_ROWS)
-    test = Shards(config.data.source, "test").sample(rows, 0) if config.data.test else None
+    tested = config.data.test and "test" in about.splits
+    test = Shards(config.data.source, "test").sample(rows, 0) if tested else None
     if streamed is None:
         stream = config.data.stream
         streamed = stream == "yes" or (stream == "auto" and not fits_in_memory(shards))
@@ -491,7 +493,7 @@ def split_log(log: Log, config: Config, found: Segment | None = None) -> Data:
         in_groups(sample_log(log.select(held_out), MAX_VALIDATION_ROWS)),
         f"{len(log)}-{log.rows}",
         label=label,
-        test=in_groups(log.select(tested)) if options.test else None,
+        test=in_groups(log.select(tested)) if len(tested) else None,
         segment=segment or None,
         found_segment=found,
         segments=segments,

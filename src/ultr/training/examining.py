@@ -22,11 +22,12 @@ from ultr.bias.propensities import read_bias_theta, theta_by_id
 from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError
 from ultr.evaluation.off_policy import OffPolicyModel, evaluate_requests, fit_off_policy_model, load_off_policy_model
-from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, ScoreMetrics
+from ultr.evaluation.scores import OFF_POLICY, ScoreMetrics, less_is_better
 from ultr.log import Log
 from ultr.log.labels import Label
+from ultr.log.table import slot
 from ultr.training.config import Config
-from ultr.training.data import Data, cached_run_data
+from ultr.training.data import Data, Decisions, cached_run_data
 from ultr.training.folder import EXAMINATION, read_config, read_metrics, wait_for_lock
 from ultr.utils.display import begin_stage
 from ultr.utils.distributed import barrier, choose_device, is_main
@@ -156,11 +157,15 @@ def common_values(config: Config, shared: Path) -> OffPolicyModel:
     return share_values(config.with_options(seed=0), shared)
 
 
+def examination_of(run: Path) -> tuple[tuple[str, ...], Examination] | None:
+    """Return the examination of a run, and the texts of its positions; None if it did not estimate it."""
+    if not (run / EXAMINATION).is_file():
+        return None
+    examination, segments = Examination.load(run / EXAMINATION), Decisions.load(run).segments
+    return tuple(slot(position, segments) for position in examination.positions), examination
+
+
 # --- The best step ----------------------------------------------------------------------------------------------------
-
-
-def less_is_better(metric: str) -> bool:
-    return metric.removeprefix(FEEDBACK) == "arp"
 
 
 def best_evaluation(run: Path, kind: str | None = None) -> tuple[str, dict[str, Any]]:

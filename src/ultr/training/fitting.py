@@ -173,13 +173,14 @@ def load_fitted(folder: Path, inputs: FitInputs) -> Fitted | None:
     if is_main():
         _delete_checkpoints(folder)
     ranker, content = load_model(folder).ranker, read_json(folder / REPORT)
-    return Fitted(inputs, ranker, content["options"], validation_scores(ranker, inputs.data), content["bias"])
+    return Fitted(inputs, ranker, content["options"], scores_of(ranker, inputs.data.validation), content["bias"])
 
 
-def validation_scores(ranker: nn.Module, data: Data) -> np.ndarray:
+def scores_of(ranker: nn.Module, log: Log) -> np.ndarray:
+    """Return the scores of the rows of a log, computed where the ranker is."""
     ranker.eval()
     device = next((parameter.device for parameter in ranker.parameters()), "cpu")
-    return score_rows(ranker, data.validation.features, device=device)
+    return score_rows(ranker, log.features, device=device)
 
 
 def first_batches(feed: Any) -> Iterable[Lists]:

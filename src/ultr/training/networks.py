@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ultr.bias.logging_policy import share_logging_score
+from ultr.evaluation.scores import less_is_better
 from ultr.lists import ListBatches
 from ultr.methods import Method, make_method
 from ultr.methods.base import HeldOutRows
@@ -20,8 +21,8 @@ from ultr.rankers import scores_on_device
 from ultr.training.biases import BiasStage
 from ultr.training.checking import check_pairs
 from ultr.training.config import TrainingOptions, patience_for
-from ultr.training.examining import Examined, evaluator, less_is_better
-from ultr.training.fitting import FitInputs, Fitted, first_batches, load_fitted, start_from, validation_scores
+from ultr.training.examining import Examined, evaluator
+from ultr.training.fitting import FitInputs, Fitted, first_batches, load_fitted, scores_of, start_from
 from ultr.training.folder import (
     append_metrics,
     has_checkpoint,
@@ -179,7 +180,7 @@ class NetworkFit:
         method.eval()
         ranker = method.serving().eval()
         report = method.bias(first_batches(self.feed)) if is_main() else None
-        scores = validation_scores(ranker, self.inputs.data)
+        scores = scores_of(ranker, self.inputs.data.validation)
         ranker = ranker.cpu()  # where the other parts of a sum are
         fitted = Fitted(self.inputs, ranker, method.inputs.ranker_options, scores, report)
         fitted.save(self.folder)

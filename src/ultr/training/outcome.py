@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,23 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
+from ultr.bias.examination import Examination
+from ultr.bias.identification import NORMAL
 from ultr.checks.pitfalls import Pitfall
 from ultr.datasets import DATASETS, load_dataset
 from ultr.errors import DataError
+from ultr.evaluation.comparing import (
+    CONFIRMED,
+    LOGGED_RANKING,
+    PLAUSIBLE,
+    Decision,
+    RankerComparison,
+    doubt_about,
+    drawn,
+    off_policy_values,
+    plausible_estimators,
+    tested_values,
+)
 from ultr.evaluation.importance import REPEATS, FeatureImportance, permutation_importance, rows_to_score, tree_gains
 from ultr.evaluation.metrics import MAX_GRADE
 from ultr.evaluation.off_policy import (
@@ -23,10 +37,9 @@ from ultr.evaluation.off_policy import (
     evaluate_requests,
     load_off_policy_model,
     request_metrics,
-    widened_mean,
     widened_test,
 )
-from ultr.evaluation.scores import OFF_POLICY, Mean, PairedTest, mean_with_interval, paired_test
+from ultr.evaluation.scores import OFF_POLICY, Mean, PairedTest, less_is_better, mean_with_interval, paired_test
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.log.sampling import LogParts, sample_log
@@ -39,7 +52,8 @@ from ultr.rankers.model import load_model
 from ultr.training.combining import Ranker
 from ultr.training.config import Config
 from ultr.training.data import OUTCOME, USED, Data, Decisions, read_used, used_requests
-from ultr.training.examining import VALUES, best_evaluation, less_is_better
+from ultr.training.examining import VALUES, Examined, best_evaluation
+from ultr.training.fitting import scores_of
 from ultr.training.folder import read_config
 from ultr.utils.arguments import Seed, checked
 from ultr.utils.distributed import choose_device
@@ -80,9 +94,9 @@ def feature_importance(
 def importance_of_run(config: Config, data: Data, ranker: nn.Module, values: OffPolicyModel | None) -> dict[str, Any]:
     """Return the importance of features on validation requests, for the outcome of a run; empty if it is not estimated.
 
-    It is estimated for logs. Runs of a comparison and of simulated users are many, and nobody looks at their features.
+    It is estimated for logs. Runs with simulated users are many, and nobody looks at their features.
     """
-    if config.users is not None or config.data.test or not data.validation.feature_names:
+    if config.users is not None or not data.validation.feature_names:
         return {}
     options: dict[str, Any] = {"label": data.label, "model": values, "segments": data.segments}
     found = _importance(config, data.validation, ranker, options, most=SAVED)
@@ -128,6 +142,8 @@ def _importance(
 
 FORMAT = 1
 FOLDER, REQUESTS = OUTCOME, "requests.parquet"  # folder of the outcome in a run, and a file in it
+THE_RUN = "the run"
+CHOSE_STEP = "these requests chose the best step, so the value of the run is too high"
 LOGGED = "logged "  # prefix of the metrics of the logged ranking
 SHOWN_POSITIONS = 50  # statistics by position cover only the first positions
 DEEPEST = 20  # moves between ranks are counted for the ranks from 1 to this one
@@ -150,29 +166,60 @@ class RunOutcome:
 
     def mean(self, name: str) -> Mean:
         """Return the mean of a metric, a key of `results`, with its interval."""
-        mean = mean_with_interval(self.results[name], self.weights)
-        without = self.about.get("unclipped", {}).get(name)
-        return mean if without is None else widened_mean(mean, without)
+        known = self.about["means"].get(name)
+        return mean_with_interval(self.results[name], self.weights) if known is None else Mean(**known)
 
     def test(self, name: str, other: RunOutcome, other_name: str) -> PairedTest:
-        """Return a paired test of a metric against one of the same requests, of this outcome or of another run's."""
+        """Return a paired test of a metric against one of the same requests, of this outcome or of another run's.
+
+        Two runs may have different estimates of examination, so that of two runs has the errors of both.
+        """
+        if other is self and other_name == LOGGED + name and name in self.about["against_logged"]:
+            return PairedTest(**self.about["against_logged"][name])
         test = paired_test(self.results[name], other.results[other_name], self.weights)
-        a, b = self.about.get("unclipped", {}).get(name), other.about.get("unclipped", {}).get(other_name)
-        return test if a is None or b is None else widened_test(test, a - b)
+        more = np.sqrt(self._more_than_requests(name) + other._more_than_requests(other_name)) / NORMAL
+        return test if not more else widened_test(test, test.difference - more)
+
+    def _more_than_requests(self, name: str) -> float:
+        """Return the square of the half-width of an interval, without the part that is the error of the requests."""
+        whole, part = self.mean(name), mean_with_interval(self.results[name], self.weights)
+        return max(0.0, (whole.high - whole.low) ** 2 - (part.high - part.low) ** 2) / 4
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether chance or the user confirms the examination of off-policy metrics."""
+        return bool(self.about["confirmed"])
+
+    def decision(self, metric: str) -> Decision | None:
+        """Return what to do with the ranker instead of the logged ranking, by an off-policy metric."""
+        found = self.about["decisions"].get(metric)
+        return None if found is None else Decision(**found)
+
+    @property
+    def split(self) -> str:
+        """Which requests judge the run: test, or validation if there are none, which chose its step."""
+        return str(self.about["split"]["name"])
 
 
 def judge(
     config: Config,
     data: Data,
     ranker: Ranker,
-    values: OffPolicyModel | None,
+    examined: Examined,
     findings: Sequence[Pitfall],
     out: Path,
+    *,
+    compared: bool = False,
 ) -> None:
-    """Evaluate the ranker of a run and the logged ranking on each validation request, and write the outcome."""
-    scores = ranker.scores
-    log, logged = data.validation, data.logged_scores()
-    metrics = [config.selection]
+    """Evaluate the ranker of a run and the logged ranking on each test request, and write the outcome.
+
+    Without test requests, such as with simulated users, it is that of the validation requests, which chose the step.
+    The importance of features is not estimated for runs that are `compared`: they are many.
+    """
+    log = data.validation if data.test is None else data.test
+    scores = ranker.scores if data.test is None else scores_of(ranker.ranker, log)
+    logged = data.logged_scores(log)
+    metrics, values = list(dict.fromkeys((judging_metric(config.selection), config.selection))), examined.values
     if log.relevance is not None and log.relevance.max() <= MAX_GRADE:
         metrics += [name for name in ("ndcg@10", *(("reward@10",) if data.user else ())) if name not in metrics]
 
@@ -188,25 +235,18 @@ def judge(
             device=choose_device(config.machine.device),
         )
 
-    def unclipped(scores: np.ndarray) -> dict[str, float]:
-        """Return off-policy metrics with weights that are not clipped, by which intervals are wider."""
-        how: dict[str, Any] = {"label": data.label, "segments": data.segments}
-        names = [name for name in metrics if name.startswith(OFF_POLICY)]
-        return {} if values is None else {name: values.value(log, scores, name, **how).unclipped for name in names}
-
     columns: dict[str, Any] = {"request": as_texts(log.request_ids), "weight": _weights(log), **evaluate(scores)}
     about: dict[str, Any] = {
         "format": FORMAT,
         "data": _facts(data),
-        "validation": {"requests": len(log), "rows": log.rows},
+        "split": {"name": "validation" if data.test is None else "test", "requests": len(log), "rows": log.rows},
         "metrics": metrics,
-        "unclipped": unclipped(scores),
-        "importance": importance_of_run(config, data, ranker.ranker, values),
+        **_off_policy(config, data, log, scores, logged, metrics, examined, compared=compared),
+        "importance": {} if compared else importance_of_run(config, data, ranker.ranker, values),
         "warnings": [asdict(finding) for finding in findings],
     }
     if logged is not None:
         columns |= {LOGGED + name: values for name, values in evaluate(logged).items()}
-        about["unclipped"] |= {LOGGED + name: value for name, value in unclipped(logged).items()}
         before, after = ranks(log, logged), ranks(log, scores)
         columns["agreement"] = agreements(log, before, after)
         about["moves"] = _moves(before, after)
@@ -216,6 +256,66 @@ def judge(
         if data.stream is None:  # streamed requests are not in memory
             save_tensors(folder / USED, {name: _hashes(log) for name, log in _used(data).items()})
         write_json(folder / "outcome.json", {**about, "sum": file_checksum(folder / REQUESTS)})
+
+
+def _off_policy(
+    config: Config,
+    data: Data,
+    log: Log,
+    scores: np.ndarray,
+    logged: np.ndarray | None,
+    metrics: Sequence[str],
+    examined: Examined,
+    *,
+    compared: bool,
+) -> dict[str, Any]:
+    """Return the means of off-policy metrics, with tests against the logged ranking and what these decide.
+
+    Intervals have the error of θ; metrics by request have the error of the requests only.
+    """
+    means, tests, decisions = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    model, examination = examined.values, examined.examination
+    metrics = [metric for metric in metrics if metric.startswith(OFF_POLICY)]
+    if model is None or not metrics:
+        return {"means": means, "against_logged": tests, "decisions": decisions, "confirmed": False}
+    theta = model.theta_of(np.unique(log.shown_positions(metrics[0])).tolist(), data.segments)
+    if examination is None:  # of users without bias
+        examination = replace(Examination.known(theta), evidence="strata", source="features")
+    doubt = CONFIRMED if examination.confirmed else PLAUSIBLE
+    if data.feeding_user is None and not compared:
+        examination, doubt = doubt_about(data.train, examination, model, label=data.label, segments=data.segments)
+    confirmed = doubt == CONFIRMED
+    for metric in metrics:
+        estimators = plausible_estimators(
+            log,
+            metric,
+            theta,
+            model.direct(log),
+            draws=drawn(examination, theta),
+            doubt=doubt,
+            label=data.label,
+            device=choose_device(config.machine.device),
+        )
+        rankers = {THE_RUN: scores} if logged is None else {LOGGED_RANKING: logged, THE_RUN: scores}
+        found, paired = off_policy_values(estimators, rankers, metric, next(iter(rankers)))
+        means[metric] = asdict(found[THE_RUN].mean)
+        if logged is None:
+            continue
+        values = tested_values(found, paired, metric, LOGGED_RANKING)
+        means[LOGGED + metric] = asdict(found[LOGGED_RANKING].mean)
+        if (against := values[THE_RUN].difference) is not None:
+            tests[metric] = asdict(against)
+        comparison = RankerComparison(
+            {name: {metric: value} for name, value in values.items()},
+            LOGGED_RANKING,
+            len(log),
+            evidence=examination.source,
+            confirmed=confirmed,
+            chosen_on=CHOSE_STEP if data.test is None else None,
+        )
+        if (decision := comparison.decision(THE_RUN)) is not None:
+            decisions[metric] = asdict(decision)
+    return {"means": means, "against_logged": tests, "decisions": decisions, "confirmed": confirmed}
 
 
 def read_outcome(run: Path) -> RunOutcome | None:
@@ -245,15 +345,21 @@ def read_outcome(run: Path) -> RunOutcome | None:
 
 
 def value_of_run(run: Path) -> tuple[str, float, int]:
-    """Return the selection metric of a finished run, its value for the saved model, and the step with the best one.
+    """Return the metric that judges a finished run, its value for the saved model, and the step with the best one.
 
-    The value is that of the validation requests. It differs from that of the step if the model is a sum of rankers.
+    The value is that of the requests that judge the run, and differs from that of the step.
     """
-    name, line = best_evaluation(run)
+    selection, line = best_evaluation(run)
     outcome = read_outcome(run)
+    name = judging_metric(selection)
     if outcome is None or name not in outcome.results:
-        return name, float(line[name]), int(line["step"])
+        return selection, float(line[selection]), int(line["step"])
     return name, float(np.average(outcome.results[name], weights=outcome.weights)), int(line["step"])
+
+
+def judging_metric(selection: str) -> str:
+    """Return the metric that judges a ranker whose step another one chose: the reward, which people understand."""
+    return selection.replace(f"{OFF_POLICY}gain", f"{OFF_POLICY}reward")
 
 
 def _used(data: Data) -> dict[str, Log]:
@@ -389,8 +495,8 @@ def _example_requests(agreement: np.ndarray) -> list[tuple[int, str]]:
     return list(reasons.items())
 
 
-# --- Requests that no run was trained on ------------------------------------------------------------------------------
-# The requests of a log on which several runs can be compared: those that none of them was trained on.
+# --- Test requests ----------------------------------------------------------------------------------------------------
+# The requests of a log on which several runs can be compared: those that no run was trained on, or chose its step by.
 
 
 @dataclass(frozen=True)
@@ -410,45 +516,43 @@ def split_of(data: str, name: str, data_dir: str | Path | None) -> Split | None:
     return None
 
 
-def fresh_requests(
-    runs: Mapping[str, tuple[Path, Log | LogParts]], split: Split | None, *, unselected: bool = False
-) -> tuple[np.ndarray, list[str]]:
-    """Return a mask of the requests of a log on which rankers can be compared, and warnings.
+@dataclass(frozen=True, eq=False)
+class FreshRequests:
+    """The requests of a log on which rankers are compared."""
 
-    `runs` maps the name of a run to its folder and to the log, whole or in parts, with the features of its model. The
-    mask has the requests that no run was trained on, or all requests if there are none such. With `unselected`, those
-    that selected the best step of a run are left out too, and there are no warnings about requests that are left out.
+    mask: np.ndarray  # [requests]
+    warnings: list[str]
+    chosen_on: str | None = None  # why they cannot judge: they trained a run, or chose its step
+
+
+def fresh_requests(runs: Mapping[str, tuple[Path, Log | LogParts]], split: Split | None) -> FreshRequests:
+    """Return the requests of a log on which rankers can be compared.
+
+    `runs` maps the name of a run to its folder and to the log, whole or in parts, with the features of its model. They
+    are those that no run was trained on, and that chose nothing; without such requests, those that only chose a step,
+    or else all: these cannot judge.
     """
     count = len(next(iter(runs.values()))[1])
-    fresh, warnings, partly = np.ones(count, bool), [], []
-    chosen_on: dict[str, np.ndarray] = {}
+    trained, chose, warnings = np.zeros(count, bool), np.zeros(count, bool), list[str]()
     for name, (folder, log) in runs.items():
-        trained, selected = _masks(folder, log, split)
-        if trained is None or selected is None:
+        for_training, for_choice = _masks(folder, log, split)
+        if for_training is None or for_choice is None:
             warnings.append(
                 f"{name} does not record the requests it was trained on, because its lists were streamed. If it was "
                 "trained on these requests, its value is too high."
             )
             continue
-        if unselected:
-            fresh &= ~(trained | selected)
-            continue
-        chosen_on[name] = selected
-        if trained.any():
-            fresh &= ~trained
-            partly.append(f"{name} was trained on {int(trained.sum()):,} of the {count:,} requests.")
+        trained |= for_training
+        chose |= for_choice
+    fresh = ~(trained | chose)
     if not fresh.any():
-        hint = "pass requests that no run was trained on"
-        warnings += [*partly, f"No other requests are left, so the values of the runs are too high; {hint}."]
-        return np.ones(count, bool), warnings
-    if partly:
-        warnings += [*partly, f"All rankers are evaluated on the other {int(fresh.sum()):,} requests."]
-    for name, selected in chosen_on.items():
-        if both := int((selected & fresh).sum()):
-            warnings.append(
-                f"{both:,} of the test requests selected the best step of {name}, so its value is slightly too high."
-            )
-    return fresh, warnings
+        which = "trained the run" if trained.all() else "chose the best step of a run"
+        why = f"the requests {which}, so its value is too high; pass others with --data"
+        return FreshRequests(trained if trained.all() else ~trained, warnings, why)
+    if not fresh.all():
+        used = f"{count - int(fresh.sum()):,} of the {count:,} requests trained a run or chose its step."
+        warnings.append(f"{used} All rankers are evaluated on the other {int(fresh.sum()):,} requests.")
+    return FreshRequests(fresh, warnings)
 
 
 def _masks(folder: Path, log: Log | LogParts, split: Split | None) -> tuple[np.ndarray | None, np.ndarray | None]:

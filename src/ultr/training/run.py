@@ -133,15 +133,15 @@ def _train(plan: Plan, run: Path, shared: Path | None, listeners: Listeners) -> 
         plan.decisions.save(run)
     examined = examine(plan.config, plan.data, run, shared, needed=plan.needs_examination)
     fits = [fit.fit(fit_folder(run, fit.inputs.kind), run, examined, shared, listeners) for fit in plan.fits]
-    finish(plan, run, examined, fits)
+    finish(plan, run, examined, fits, compared=listeners.on_finding is None)
 
 
-def finish(plan: Plan, run: Path, examined: Examined, fits: Sequence[Fitted]) -> None:
-    """Combine the fits of a run, judge the ranker, and write the run."""
+def finish(plan: Plan, run: Path, examined: Examined, fits: Sequence[Fitted], *, compared: bool) -> None:
+    """Combine the fits of a run, judge the ranker, and write the run; those of a comparison have shorter outcomes."""
     if is_main():
         begin_stage("writing the results")
         ranker = combine(fits, plan.data, examined.examination)
-        judge(plan.config, plan.data, ranker, examined.values, plan.findings, run)
+        judge(plan.config, plan.data, ranker, examined, plan.findings, run, compared=compared)
         write_bias_report(plan.config, plan.data, fits, ranker, run)
         if plan.data.suspicious is not None:
             write_suspicious(run, plan.data.suspicious)

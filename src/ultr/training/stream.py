@@ -155,7 +155,9 @@ class Stream:
         keyed: bool | None = None,
     ) -> None:
         if batch < PARTS:
-            raise OptionError(f"streaming needs batches of at least {PARTS} lists", got=batch, hint="raise network.batch")
+            raise OptionError(
+                f"streaming needs batches of at least {PARTS} lists", got=batch, hint="raise network.batch"
+            )
         if not shards.manifest.actions:
             hint = "run ultr prepare again, and name the feedback columns with --actions"
             raise DataError("the lists have no actions to learn from", hint=hint)
@@ -287,5 +289,7 @@ def divide(shards: Shards, count: int) -> list[list[Piece]]:
             parts[smallest].append(piece)
             requests[smallest] += piece.requests
     if not min(requests):
-        raise DataError(f"streaming needs at least {count} training requests", got=len(shards), hint="set data.stream=no")
+        raise DataError(
+            f"streaming needs at least {count} training requests", got=len(shards), hint="set data.stream=no"
+        )
     return parts

@@ -10,7 +10,7 @@ import numpy as np
 
 from ultr.bias.audit import times_as_often
 from ultr.bias.examination import SOURCES
-from ultr.bias.identification import NOT
+from ultr.bias.identification import INTERVENED
 from ultr.bias.propensities import BIAS_FILE, read_bias_file, write_bias_file
 from ultr.log.table import slot
 from ultr.methods import thresholds
@@ -62,7 +62,7 @@ def _origin_of_theta(config: Config) -> dict[str, Any]:
     if not isinstance(verdict, dict) or verdict.get("anchor") in (None, "known"):
         return {}
     by_bias = f"the estimate '{verdict['anchor']}' of ultr bias"
-    return {"theta_from": FEATURES_ALONE if verdict.get("status") == NOT else by_bias}
+    return {"theta_from": by_bias if verdict["anchor"] in INTERVENED else FEATURES_ALONE}
 
 
 def _sentences(report: Mapping[str, Any], config: Config, data: Data) -> dict[str, str]:

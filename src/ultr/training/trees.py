@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ultr.errors import DataError, OptionError
+from ultr.evaluation.scores import less_is_better
 from ultr.lists import ListBatches
 from ultr.methods import make_tree_method
 from ultr.methods.boosted_bias import fit_boosted
@@ -26,7 +27,7 @@ from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, LightGBM, TreeRan
 from ultr.rankers.tree_objective import kernels
 from ultr.training.biases import Beginning, BiasStage, held_out_requests, some_batches
 from ultr.training.checking import check_pairs
-from ultr.training.examining import Examined, evaluator, less_is_better
+from ultr.training.examining import Examined, evaluator
 from ultr.training.feed import Feed
 from ultr.training.fitting import FitInputs, Fitted, first_batches, load_fitted, start_trees
 from ultr.training.folder import CHECKPOINTS, append_metrics, newest_checkpoint, rewind_metrics, write_checkpoint

@@ -24,7 +24,7 @@ from ultr.training.run import run_training
 from ultr.utils.files import check_output, sync_folder, take_name
 from ultr.utils.jsonfiles import read_json
 
-TEST = 0.2  # share of the requests of a new log that the gate compares the two rankers on
+TEST = 0.2  # least share of the requests of a new log that the gate compares the two rankers on
 PARTS = 5  # an update has this part of the steps of the first training
 CANDIDATE = ".candidate"  # end of the name of a new run until it is accepted
 
@@ -118,7 +118,7 @@ def update_config(
         "bias": str(run / BIAS_FILE) if keeps_theta else None,
         "decay": decay,
         "time": time or (config.data.time if config.data.split == "time" else None),
-        "test": 0.0 if is_lists(data) else config.data.test or TEST,
+        "test": 0.0 if is_lists(data) else max(config.data.test, TEST),
         "stream": "auto",
     }
     given = {name: value for name, value in training.items() if value is not None}
@@ -150,8 +150,8 @@ def compare_runs(old: Path, new: Path, config: Config, metric: str) -> tuple[Ran
     source, folder = config.data.source, config.data.folder
     log, _ = read_data(source, split="test", data_dir=folder, columns=columns)
     views = {name: (run, model.view(log)) for name, (run, model) in models.items()}
-    test, warnings = fresh_requests(views, split_of(source, "test", folder), unselected=True)
-    rows, some = np.repeat(test, log.lengths), log.select(test)
+    fresh = fresh_requests(views, split_of(source, "test", folder))
+    rows, some = np.repeat(fresh.mask, log.lengths), log.select(fresh.mask)
     scores = {name: np.zeros(log.rows) for name in models}
     for name, (_, model) in models.items():
         scores[name][rows] = model.score(some)
@@ -162,9 +162,10 @@ def compare_runs(old: Path, new: Path, config: Config, metric: str) -> tuple[Ran
         scores,
         [metric],
         label=Decisions.load(new).label,
-        test=test,
+        test=fresh.mask,
+        chosen_on=fresh.chosen_on,
         known=config.examination.propensities,
         segments=segments,
         against="the old run",
     )
-    return comparison, warnings
+    return comparison, fresh.warnings

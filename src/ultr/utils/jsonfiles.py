@@ -6,6 +6,7 @@ A checksum detects damage by disks, networks and interrupted copies. It does not
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -72,6 +73,15 @@ def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
 
 def _reject_constant(constant: str) -> None:
     raise ValueError(f"it contains {constant}")
+
+
+def finite(content: Any) -> Any:
+    """Return content with None instead of numbers that are not finite, which JSON does not have."""
+    if isinstance(content, dict):
+        return {name: finite(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def write_json(path: Path, content: Any) -> None:

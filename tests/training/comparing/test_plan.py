@@ -93,7 +93,7 @@ def test_a_setting_that_diverges_is_not_chosen_and_not_tried_again(tmp_path, no_
     assert result.rows[0].setting.lr == 0.01
     diverged = sorted(path.parent.name for path in tmp_path.glob("out/runs/*/lr-1e*38/*/diverged.json"))
     assert diverged == [f"seed-{FIRST_TUNING_SEED + i}" for i in range(2)]
-    with pytest.raises(DivergedError, match="lower network.lr"):  # a tested run
+    with pytest.raises(DivergedError, match=r"lower network\.lr"):  # a tested run
         compare(BASE, ["pointwise"], tmp_path / "other", rates=rates[:1], **options)
     no_training()
     assert compare(BASE, ["pointwise"], tmp_path / "out", rates=rates, **options).to_json() == result.to_json()

@@ -37,6 +37,7 @@ class Preparation:
     query: str | None = None
     segment: str | None = None
     randomised: str | None = None
+    swaps: str | None = None
     events: str | Path | None = None
     event_request: str | None = None
     event_item: str | None = None

@@ -19,7 +19,7 @@ import numpy as np
 
 from ultr.checks.pitfalls import Pitfall
 from ultr.errors import OptionError, UltrError, UnfinishedError, nearest
-from ultr.evaluation.scores import mean_with_interval
+from ultr.evaluation.scores import less_is_better, mean_with_interval
 from ultr.log.labels import DEFAULT_LABEL
 from ultr.methods import METHODS, Method, parse_options, thresholds
 from ultr.rankers.networks import HIDDEN
@@ -38,7 +38,7 @@ from ultr.training.comparing.tasks import (
 from ultr.training.comparing.workers import OnDone, Workers, default_jobs
 from ultr.training.config import AUTO, Config, MethodOptions, is_trees, make_config
 from ultr.training.data import decide, load_run_data
-from ultr.training.examining import best_evaluation, less_is_better
+from ultr.training.examining import best_evaluation
 from ultr.training.fitting import CLICKS_ONLY, notes_of
 from ultr.training.folder import MODEL, read_metrics
 from ultr.utils.files import output_errors
@@ -384,7 +384,7 @@ def _with_defaults(base: Config) -> Config:
         options["ranker"] = "mlp"
     if base.users is not None and "sessions" not in base.simulation.model_fields_set:
         options["sessions"] = SESSIONS
-    if base.users is None and not base.data.test:
+    if base.users is None and "test" not in base.data.model_fields_set:
         options["test"] = TEST_SHARE
     return base.with_options(**options)
 

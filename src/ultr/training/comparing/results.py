@@ -11,8 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ultr.errors import DataError
 from ultr.evaluation.comparing import LOGGED_RANKING
-from ultr.evaluation.scores import Mean, PairedTest, holm, mean_with_interval, paired_test
-from ultr.training.examining import less_is_better
+from ultr.evaluation.scores import Mean, PairedTest, holm, less_is_better, mean_with_interval, paired_test
 from ultr.utils.display import table_html
 
 FORMAT = 1

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from ultr.bias.logging_policy import share_logging_score
 from ultr.errors import OutputError
+from ultr.evaluation.scores import less_is_better
 from ultr.lists import ListBatches
 from ultr.log import Log
 from ultr.methods.bias_model import BiasModel
 from ultr.training.biases import BIAS, HELD_OUT_SHARE, BiasTraining, bias_training, save_bias
 from ultr.training.config import BIAS_TRAINING, Config, TrainingOptions
-from ultr.training.examining import Examined, examine, less_is_better
+from ultr.training.examining import Examined, examine
 from ultr.training.feed import FeedStack
 from ultr.training.folder import MODEL, find_folder, fit_folder, has_checkpoint, wait_for_lock
 from ultr.training.gpu.stack import Stack
@@ -145,7 +146,7 @@ def train_together(runs: Sequence[Run], shared: Path, later: Sequence[Config] = 
     ):
         fits[number].record(progress)
     for run, found in zip(runs, examined, strict=True):
-        finish(run.plan, run.folder, found, [run.fit.finish()])
+        finish(run.plan, run.folder, found, [run.fit.finish()], compared=True)
 
 
 def _steps(
