@@ -546,3 +546,12 @@ def test_features_without_information_do_not_explain_clicks_by_overfitting():
     report = audit(log, bootstrap=10)
     assert report.verdict.status == NOT
     assert report.estimates["regression"].held_out < report.estimates["strata"].held_out + 0.01
+
+
+def test_training_uses_the_examination_that_the_report_shows():
+    """The curve of bias.json, which `ultr train --bias` reads, is that of the recommended estimate."""
+    log = world("random", requests=600)
+    report = audit(replace(log, context={"randomised": pa.array(np.ones(600, bool))}), bootstrap=20)
+    shown = report.anchor.theta / np.nanmax(report.anchor.theta)
+    found = np.array(list(report.propensities().values()))
+    np.testing.assert_allclose(found / found.max(), shown)

@@ -310,14 +310,6 @@ def test_suspicious_requests_in_the_estimates_need_care():
     assert "The estimates use 1,200 suspicious requests (see the warnings)." in found.reasons
 
 
-def test_precision_is_about_the_number_of_clicks():
-    clicks = np.random.default_rng(0).poisson([1000, 400, 50], (2001, 3))
-    found = estimate("randomised", np.column_stack([np.full(2001, 1000.0), clicks[:, 1:]]), 0)
-    np.testing.assert_allclose(found.precision[1:], [400, 50], rtol=0.1)
-    assert found.precision[0] > 1e6
-    assert estimate("randomised", np.array([[1.0, 0.5]]), 0).precision.max() < 1
-
-
 def test_no_estimates_identify_nothing():
     found = judge([])
     assert (found.status, found.anchor) == (NOT, None)

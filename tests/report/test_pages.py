@@ -89,7 +89,9 @@ def test_plotly_accepts_every_plot(six):
 def test_the_page_begins_with_an_answer_in_words(runs, tmp_path):
     page = write_report([runs["plain"], runs["em"]], tmp_path / "page.html", names=["old one", "new one"]).read_text()
     assert "<title>old one and new one" in page
-    words = [page.index(each) for each in ("Decision: ", "Is it better?", "Which run is best?", "How sure?", "What to do?")]
+    words = [
+        page.index(each) for each in ("Decision: ", "Is it better?", "Which run is best?", "How sure?", "What to do?")
+    ]
     assert words == sorted(words)
     assert words[-1] < page.index("on test, at step")  # before the cards
     for names in (["one"], ["same", "same"]):

@@ -97,23 +97,13 @@ class BiasReport:
     def propensities(self) -> dict[int, float]:
         """Return examination by position, at most 0.7; {} if no estimate is recommended.
 
-        Pools of positions with imprecise estimates share one with their neighbours (`estimators.pools`). It is
-        Σn / Σ(n/θ), where n is the precision of log θ, but at most the number of clicks. Where θ is unknown, it is
-        interpolated.
+        Where examination is unknown, it is interpolated.
         """
         if self.anchor is None or not np.isfinite(self.anchor.theta).any():
             return {}
-        theta, clicks = self.anchor.theta.copy(), np.full(len(self.positions), np.inf)
+        theta, clicks = self.anchor.theta, np.full(len(self.positions), np.inf)
         if self.verdict.anchor != "known":
-            first, of_pool = np.unique(self.pool, return_index=True)[1], np.bincount(self.pool, self.clicks)
-            theta, clicks = theta[first], np.full(len(first), np.inf)
-            precision = self.anchor.precision[first] if np.isfinite(self.anchor.low).any() else of_pool
-            estimated = np.isfinite(theta)
-            n = np.minimum(precision, np.maximum(of_pool, 1))[estimated]
-            joined = pools(n, self.positions[first][estimated])
-            theta[estimated] = (np.bincount(joined, n) / np.bincount(joined, n / theta[estimated]))[joined]
-            clicks[estimated] = np.bincount(joined, n)[joined]
-            theta, clicks = theta[self.pool], clicks[self.pool]
+            clicks = np.bincount(self.pool, self.clicks)[self.pool]
         scaled = np.maximum(SCALE * largest_one(theta, clicks), SMALLEST)
         return {int(k): float(v) for k, v in zip(self.positions, scaled, strict=True)}
 

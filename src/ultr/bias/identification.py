@@ -88,12 +88,6 @@ class Estimate:
         width = np.expm1((np.log(self.high) - np.log(self.low)) / 2)
         return np.where(np.isfinite(width), width, np.inf)
 
-    @property
-    def precision(self) -> np.ndarray:
-        """1 / Var(log θ) of each position: about the number of clicks behind θ. It is near 0 if θ has no interval."""
-        spread = (np.log(self.high) - np.log(self.low)) / (2 * NORMAL)
-        return np.where(np.isfinite(spread), 1 / np.maximum(spread, 1e-6) ** 2, 1e-6)
-
     def text(self, place: int) -> str:
         """Return θ of a position, by its index, with its interval if there is one."""
         theta, low, high = self.theta[place], self.low[place], self.high[place]

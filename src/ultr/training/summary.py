@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ultr.bias.audit import times_as_often
 from ultr.bias.examination import SOURCES
 from ultr.bias.identification import INTERVENED
@@ -117,6 +115,6 @@ def _would_help(report: Mapping[str, Any], config: Config, data: Data) -> str | 
         ids = "" if log.item_ids is not None else ", or the ids of items (--item), if items recur at other positions"
         return f"some requests in random order, marked in a column (--randomised){ids}: features alone cannot tell bias"
     if error is not None and error > IMPRECISE:
-        needed = int(np.ceil(len(log) * (error / IMPRECISE) ** 2 / 1000)) * 1000
-        return f"more requests: about {needed:,} in all for a standard error of {IMPRECISE:.0%}"
+        times = f"about {(error / IMPRECISE) ** 2:.2g} times as many, for a standard error of {IMPRECISE:.0%}"
+        return f"more requests, or more in random order if some are: {times}"
     return None
