@@ -21,7 +21,7 @@ from ultr.checks.pitfalls import Pitfall
 from ultr.errors import AbsentError, DataError, OptionError, nearest
 from ultr.evaluation.importance import REPEATS, FeatureImportance
 from ultr.evaluation.off_policy import off_policy_value
-from ultr.evaluation.scores import evaluate_scores
+from ultr.evaluation.scores import evaluate_scores, ranks
 from ultr.log import read_log
 from ultr.log.columns import Columns, resolve_columns
 from ultr.log.labels import Label, default_label
@@ -33,7 +33,7 @@ from ultr.training.config import AUTO, DEFAULT_METHOD, make_config
 from ultr.training.data import Decisions
 from ultr.training.folder import read_metrics
 from ultr.training.loop import Listeners, Progress
-from ultr.training.outcome import feature_importance, ranks, read_outcome
+from ultr.training.outcome import feature_importance, read_outcome
 from ultr.training.run import run_training
 from ultr.utils.arguments import as_seed, check_value
 from ultr.utils.display import facts_html

@@ -116,11 +116,11 @@ def test_without_confirmation_an_interval_has_those_of_less_and_more_position_bi
     found = compare_rankers(log, rankers, [METRIC], label="click")
     assert not found.confirmed
     value = found.rankers["first"][METRIC]
-    monkeypatch.setattr(comparing, "POWERS", 4 * ((1.0,),))
+    monkeypatch.setattr(comparing, "POWERS", 3 * ((1.0,),))
     alone = compare_rankers(log, rankers, [METRIC], label="click").rankers["first"][METRIC]
     assert alone.mean.mean == value.mean.mean
     assert value.mean.low <= alone.mean.low < alone.mean.high < value.mean.high
-    monkeypatch.setattr(comparing, "POWERS", 4 * ((0.5,),))
+    monkeypatch.setattr(comparing, "POWERS", 3 * ((0.5,),))
     less = compare_rankers(log, rankers, [METRIC], label="click").rankers["first"][METRIC]
     assert less.mean.low >= value.mean.low
     assert less.mean.high <= value.mean.high
@@ -130,7 +130,7 @@ def test_without_confirmation_an_interval_has_those_of_less_and_more_position_bi
 
 def test_the_error_of_examination_is_in_the_intervals():
     """Few requests in random order: nearly all of the error of a value is that of θ, which draws of it show."""
-    covered = widths = 0
+    covered = widths = alone = 0
     for seed in range(12):
         on, taste = world_with_random_requests(seed)
         truth = exact_value(on, taste)
@@ -140,8 +140,11 @@ def test_the_error_of_examination_is_in_the_intervals():
         without = compare_rankers(on, {"taste": taste}, [METRIC], label="click", seed=seed, known=with_error.theta)
         known = without.rankers["taste"][METRIC].mean
         covered += mean.low <= truth <= mean.high
+        by_chance = with_error.rankers["taste"][METRIC].random_order  # needs no examination
+        alone += by_chance.low <= truth <= by_chance.high
         widths += (mean.high - mean.low) / (known.high - known.low) / 12
     assert covered >= 10
+    assert alone >= 10
     assert widths > 1.5
 
 

@@ -17,6 +17,7 @@ from conftest import make_shown_log
 from runs import FEEDBACK, quick
 from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError
+from ultr.evaluation.scores import ranks
 from ultr.log import Log
 from ultr.rankers import make_ranker
 from ultr.rankers.networks import FeatureEncoder
@@ -32,7 +33,6 @@ from ultr.training.outcome import (
     _moves,
     agreements,
     judge,
-    ranks,
     read_outcome,
     value_of_run,
 )

@@ -248,6 +248,14 @@ def print_comparison(found: RankerComparison, data: str) -> None:
                 cells += [f"{test.difference:+.4f}", f"{test.low:+.4f} to {test.high:+.4f}", f"{value.holm:.2g}"]
             table.add_row(metric, plain(name), *cells)
     print_table(table)
+    alone = [
+        f"{plain(name)} {mean.mean:.4f} ({mean.low:.4f} to {mean.high:.4f})"
+        for name, values in found.rankers.items()
+        for value in values.values()
+        if (mean := value.random_order) is not None
+    ]
+    if alone:
+        words.print(f"from requests in random order alone, without examination: {', '.join(alone)}", soft_wrap=True)
     clicks = [
         f"{value.effective_clicks:,.0f} ({plain(name)}, {metric})"
         for name, values in found.rankers.items()

@@ -24,7 +24,7 @@ from ultr.bias.identification import NORMAL
 from ultr.bias.propensities import theta_by_id
 from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError, nearest
-from ultr.evaluation.misfit import TRUSTS, misfit
+from ultr.evaluation.misfit import misfit
 from ultr.evaluation.off_policy import (
     OffPolicy,
     OffPolicyModel,
@@ -44,6 +44,7 @@ from ultr.evaluation.scores import (
     mean_with_interval,
     paired_test,
     parse_any_metric,
+    ranks,
 )
 from ultr.log import Log
 from ultr.log.labels import DEFAULT_LABEL, Label
@@ -53,10 +54,10 @@ from ultr.log.table import slot
 from ultr.utils.jsonfiles import finite
 
 LOGGED_RANKING = "the logged ranking"
-# The powers of θ that are plausible, the estimate first: if it is confirmed; if nothing confirms it; if users trust
-# high positions, where they click on worse items too; if they stop at a click, so that the order may not matter at all.
-POWERS = ((1.0,), (1.0, 0.5, 1.5), (1.0, 0.2, 1.5), (1.0, 0.0, 1.5))
-CONFIRMED, PLAUSIBLE, TRUSTED, STOPPED = range(4)
+# The powers of θ that are plausible, the estimate first: if it is confirmed; if nothing confirms it; if one curve does
+# not describe the users, so that the order may not matter at all.
+POWERS = ((1.0,), (1.0, 0.5, 1.5), (1.0, 0.0, 1.5))
+CONFIRMED, PLAUSIBLE, MISFIT = range(3)
 DRAWS = 30  # of θ, whose spread is its error
 FOLD = 1 << 40  # position ids of two halves that have different models differ by this number
 SIGNIFICANT = 0.05  # a p value below this makes a difference clear
@@ -76,6 +77,7 @@ class RankerValue:
     difference: PairedTest | None = None  # minus the reference; None for the reference itself
     holm: float | None = None  # the p value, corrected by Holm's method for the number of rankers that are tested
     worse: float | None = None  # the probability that it is worse than the reference, under the worst plausible θ
+    random_order: Mean | None = None  # the value that requests in random order alone give, without examination
 
 
 @dataclass(frozen=True)
@@ -230,11 +232,32 @@ def compare_rankers(
             }
             tests = {name: [paired_test(v, plain[against], on.weights, groups=groups)] for name, v in plain.items()}
         for name, value in tested_values(by_ranker, tests, metric, against).items():
-            values[name][metric] = value
+            alone = in_random_order(on, scores[name], metric, label) if name != LOGGED_RANKING else None
+            values[name][metric] = replace(value, random_order=alone)
     found = RankerComparison(values, against, len(on), chosen_on=chosen_on)
     if models is None:
         return found
     return replace(found, theta=models.theta_by_slot, evidence=models.evidence, confirmed=models.confirmed)
+
+
+def in_random_order(log: Log, scores: np.ndarray, metric: str, label: str) -> Mean | None:
+    """Return the value of a ranker from the requests in random order alone; None if there are none, or fewer than two.
+
+    An item of n is at its place in the new ranking in one of n requests by chance, and its feedback there counts n
+    times. This needs no examination, and no model of users.
+    """
+    marked = log.context.get("randomised")
+    if marked is None or not metric.startswith(f"{OFF_POLICY}reward"):
+        return None
+    chosen = np.asarray(marked.to_numpy(zero_copy_only=False), bool)
+    if chosen.sum() < 2:
+        return None
+    rows, part = np.repeat(chosen, log.lengths), log.select(chosen)
+    place = np.arange(part.rows) - np.repeat(part.offsets[:-1], part.lengths)  # rows are sorted by position
+    k = parse_any_metric(metric)[1] or 10
+    counted = (ranks(part, scores[rows]) == place) & (place < k)
+    feedback = np.asarray(Label(label)(part.actions), np.float64) * counted * np.repeat(part.lengths, part.lengths)
+    return mean_with_interval(np.add.reduceat(feedback, part.offsets[:-1]), part.weights)
 
 
 def off_policy_values(
@@ -318,7 +341,7 @@ def doubt_about(
     if why is None:
         return examination, CONFIRMED if examination.confirmed else PLAUSIBLE
     doubted = replace(examination, evidence="misfit", source=f"{examination.source}, but {why}")
-    return doubted, TRUSTED if why == TRUSTS else STOPPED
+    return doubted, MISFIT
 
 
 class _CrossFitted:

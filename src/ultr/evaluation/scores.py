@@ -72,6 +72,14 @@ def parse_any_metric(text: str) -> tuple[str, int | None]:
     return name, k
 
 
+def ranks(log: Log, scores: np.ndarray) -> np.ndarray:
+    """Return the rank of each row in its request: 0 for the highest score; rows with equal scores keep their order."""
+    order = np.lexsort((-scores, log.request_of_row))
+    rank = np.empty(log.rows, np.int64)
+    rank[order] = np.arange(log.rows) - np.repeat(log.offsets[:-1], log.lengths)
+    return rank
+
+
 def less_is_better(metric: str) -> bool:
     return metric.removeprefix(FEEDBACK) == "arp"
 

@@ -39,7 +39,15 @@ from ultr.evaluation.off_policy import (
     request_metrics,
     widened_test,
 )
-from ultr.evaluation.scores import OFF_POLICY, Mean, PairedTest, less_is_better, mean_with_interval, paired_test
+from ultr.evaluation.scores import (
+    OFF_POLICY,
+    Mean,
+    PairedTest,
+    less_is_better,
+    mean_with_interval,
+    paired_test,
+    ranks,
+)
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.log.sampling import LogParts, sample_log
@@ -403,14 +411,6 @@ def _facts(data: Data) -> dict[str, Any]:
 
 
 # --- Changes of the ranking -------------------------------------------------------------------------------------------
-
-
-def ranks(log: Log, scores: np.ndarray) -> np.ndarray:
-    """Return the rank of each row in its request: 0 for the highest score; rows with equal scores keep their order."""
-    order = np.lexsort((-scores, log.request_of_row))
-    rank = np.empty(log.rows, np.int64)
-    rank[order] = np.arange(log.rows) - np.repeat(log.offsets[:-1], log.lengths)
-    return rank
 
 
 def agreements(log: Log, before: np.ndarray, after: np.ndarray) -> np.ndarray:
