@@ -68,7 +68,7 @@ def test_training_takes_theta_from_the_best_evidence_and_names_it(ultr, path, tm
         pytest.importorskip("lightgbm")
     bias, messages = trained(ultr, path, tmp_path / "run", *options)
     assert bias["theta_from"].endswith(BY_ITEMS)
-    assert 0.03 < bias["theta_standard_error"] < 0.2
+    assert 0.03 < bias["theta_standard_error"] < 0.5  # 32 requests in random order cannot exclude much
     assert error_of(np.array(bias["theta"])) < 0.15
     assert f"evidence: {bias['theta_from']}, with a standard error of " in messages
     assert "users: compared with position 1, they look 0." in messages

@@ -442,7 +442,10 @@ def best_source(log: LogCounts, *, most_error: float = IMPRECISE) -> Source | No
     others = cells["items"] if name in RANDOM and "items" in errors else None
     if others is not None and others.clicked.sum() < MORE * cells[name].clicked.sum():
         others = None
-    return Source(name, usable[name], cells[name], _described(name, sources[name], log), others)
+    text = _described(name, sources[name], log)
+    if others is not None:
+        text = f"{text}, and {_described('items', sources['items'], log)}"
+    return Source(name, usable[name], cells[name], text, others)
 
 
 def merged(random: ConditionalFit, items: ConditionalFit, rate: np.ndarray) -> ConditionalFit:

@@ -259,7 +259,8 @@ def _best_source(log: Log, clicked: np.ndarray, seed: int, by_strata: Callable[[
     if some is not None and some.name in RANDOM:
         if some.others is None and log.feature_names:
             others = by_strata()
-            some = replace(some, others=others) if others.clicked.sum() > MORE * some.cells.clicked.sum() else some
+            if others.clicked.sum() > MORE * some.cells.clicked.sum():
+                some = replace(some, others=others, text=f"{some.text}, and features")
         fit = fit_conditional(some.cells)
         fit = fit if some.others is None else _merged(fit, some.others)
         if standard_error(fit, counts.shown) <= IMPRECISE:

@@ -12,7 +12,7 @@ from ultr.log import Log
 
 SURE = 3.0  # standard errors by which the feedback must differ from what one curve predicts
 FEW_PAIRS = 0.8  # share of the expected pairs of clicks below which clicks of a request exclude one another
-STEEPER = 0.25  # difference of two curves, as a share of the fall of the click rate, that matters
+STEEPER = 0.18  # difference of two curves, as a share of the fall of the click rate, that matters
 STRATA = 20  # groups of rows with similar expected feedback
 STOPS = "users look less often below a click, so no curve of examination by position is right"
 TRUSTS = "clicks on worse items fall faster with position, as if users trusted high positions"
