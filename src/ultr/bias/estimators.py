@@ -409,7 +409,7 @@ def _one_step(
 
 RANDOM = ("randomised", "swaps")  # sources in which chance decided the order
 MOST = 0.5  # a source must link positions with more than this share of the impressions
-SURE = 1.0  # standard errors by which items and random requests must differ before items count as biased
+SURE = 1.4  # standard errors by which items and random requests must differ before items count as biased
 MORE = 4.0  # items are used next to random requests, which they may include, if they have this many times the clicks
 IMPRECISE = 0.5  # a source whose standard error is larger is not used; strata may be off by as much
 SAME_FEATURES = 0.5  # items have one relevance if at least this share of their repeated rows has the same features
