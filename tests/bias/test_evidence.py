@@ -58,7 +58,7 @@ def test_items_make_few_requests_in_random_order_more_precise_and_the_error_does
     found = estimated(log)
     assert " requests in random order, and " in found.source
     assert found.confirmed
-    assert error_of(found.theta) < 0.15
+    assert error_of(found.theta) < 0.2
     assert found.error > 0.15  # a hundred requests cannot exclude that items are off by so much
 
 
