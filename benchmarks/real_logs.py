@@ -1,6 +1,6 @@
 """Say what `ultr bias` finds in two real search logs, next to click rates within a relevance grade.
 
-    ULTR_DATA=DATA python benchmarks/real_logs.py [--bootstrap 200] [--out docs/results/real-logs.md]
+    ULTR_DATA=DATA python benchmarks/real_logs.py [--bootstrap 200] [--out docs/real-logs.md]
 
 `clara2` has a grade of each impression, which no estimate reads. Click rates of items with one grade fall with position
 because of examination, and because items of one grade still differ, in a way that production may know.
@@ -31,7 +31,7 @@ LEAST = 1000  # impressions of a grade whose click rates are shown
 UNGRADED = 9  # three rows have no grade
 INTRODUCTION = """# Two real search logs
 
-`ULTR_DATA=DATA python benchmarks/real_logs.py --out docs/results/real-logs.md` writes this page. Neither log has
+`ULTR_DATA=DATA python benchmarks/real_logs.py --out docs/real-logs.md` writes this page. Neither log has
 requests in random order, so no estimate here is confirmed. Examination is relative to position 1, with 95% intervals
 of the sampling error.
 """
