@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bias.shop import shop
 from bias.worlds import seen_in, small_log, world
 from ultr.bias import counts
 from ultr.bias.counts import counted, counted_items, counted_random, impressions, item_codes, replicates
@@ -182,3 +183,17 @@ def test_an_item_differs_by_query_only_if_queries_recur():
     distinct = item_codes(replace(log, context={"query": pa.array([6, 7, 8, 9])}))
     assert len(set(distinct.tolist())) == len(set(items.tolist()))
     assert not seen_in(replace(log, context={"query": pa.array([6, 7, 8, 9])})).by_query
+
+
+def test_impressions_of_some_requests_are_those_of_their_log():
+    log = shop(60)
+    log = replace(log, weights=np.linspace(1, 2, 60).astype(np.float32))
+    chosen = np.arange(60) % 3 == 0
+    clicked = log.actions["click"] > 0
+    whole, part = impressions(log, clicked).select(chosen), log.select(chosen)
+    expected = impressions(part, part.actions["click"] > 0)
+    for name in ("lengths", "weights", "randomised"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(expected, name))
+    np.testing.assert_array_equal(whole.positions[whole.place], expected.positions[expected.place])
+    np.testing.assert_array_equal(whole.row_weights(), expected.row_weights())
+    np.testing.assert_array_equal(whole.clicked, expected.clicked)

@@ -182,7 +182,7 @@ class _Comparison:
 def _compare(seen: Impressions, value: np.ndarray, source: str) -> _Comparison | None:
     """Test whether θ differs between the values of requests; None if fewer than two positions can be compared."""
     count = COUNTED[source]
-    counts = [each for v in range(int(value.max()) + 1) if (each := count(_part(seen, value == v))) is not None]
+    counts = [each for v in range(int(value.max()) + 1) if (each := count(seen.select(value == v))) is not None]
     if len(counts) <= value.max():
         return None
     compared = np.array([compared_clicks(_cells(each), 1.0) for each in counts]).min(0)
@@ -205,20 +205,6 @@ def _compare(seen: Impressions, value: np.ndarray, source: str) -> _Comparison |
     shown = np.bincount(seen.place, minlength=len(seen.positions))[places]
     positions = tuple(seen.positions[places].tolist())
     return _Comparison(positions, theta / theta[:, :1], p, _difference(fits, compared[places], shown))
-
-
-def _part(seen: Impressions, requests: np.ndarray) -> Impressions:
-    rows = seen.of_rows(requests)
-    return replace(
-        seen,
-        place=seen.place[rows],
-        clicked=seen.clicked[rows],
-        lengths=seen.lengths[requests],
-        group=seen.group[requests],
-        items=None if seen.items is None else seen.items[rows],
-        randomised=None if seen.randomised is None else seen.randomised[requests],
-        production=None if seen.production is None else seen.production[rows],
-    )
 
 
 def _cells(counts: Counts) -> Cells:

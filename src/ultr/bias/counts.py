@@ -41,6 +41,21 @@ class Impressions:
     production: np.ndarray | None = None  # [rows] position of the item before swaps; -1 if the row is not compared
     swapped_requests: int = 0  # requests whose drawn arm is a swap
 
+    def select(self, requests: np.ndarray) -> Impressions:
+        """Return the impressions of some requests, chosen by a mask."""
+        rows = self.of_rows(requests)
+        return replace(
+            self,
+            place=self.place[rows],
+            clicked=self.clicked[rows],
+            lengths=self.lengths[requests],
+            group=self.group[requests],
+            weights=None if self.weights is None else self.weights[requests],
+            items=None if self.items is None else self.items[rows],
+            randomised=None if self.randomised is None else self.randomised[requests],
+            production=None if self.production is None else self.production[rows],
+        )
+
     def of_rows(self, values: np.ndarray) -> np.ndarray:
         """Return values [rows] from values [requests]: each row has the value of its request."""
         return np.repeat(values, self.lengths)

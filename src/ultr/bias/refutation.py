@@ -301,19 +301,7 @@ def _sampled(seen: Impressions, segment: np.ndarray | None) -> tuple[Impressions
     if len(seen.place) <= ROWS:
         return seen, segment
     kept = np.random.default_rng(0).random(len(seen.lengths)) < ROWS / len(seen.place)
-    rows = seen.of_rows(kept)
-    part = replace(
-        seen,
-        place=seen.place[rows],
-        clicked=seen.clicked[rows],
-        lengths=seen.lengths[kept],
-        group=seen.group[kept],
-        weights=None if seen.weights is None else seen.weights[kept],
-        items=None if seen.items is None else seen.items[rows],
-        randomised=None if seen.randomised is None else seen.randomised[kept],
-        production=None,
-    )
-    return part, None if segment is None else segment[kept]
+    return seen.select(kept), None if segment is None else segment[kept]
 
 
 def _known_items(seen: Impressions) -> np.ndarray:

@@ -82,7 +82,7 @@ class RankerValue:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with a ranker, and why."""
+    """A decision on a ranker, with its reason."""
 
     action: str  # one of `DECISIONS`
     reason: str

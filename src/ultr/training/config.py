@@ -214,7 +214,7 @@ class TreeOptions(Section):
 
 
 class TrainingSection(Section):
-    """What concerns all rankers of a run."""
+    """Options of all rankers of a run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63 - 1)] = Field(0, description="random seed")
     select: str = Field(AUTO, description="metric that chooses the best step; auto: off-policy-gain@10 on a log")

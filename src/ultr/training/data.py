@@ -119,7 +119,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What the data decided where the user did not: an artefact of the run (decisions.json)."""
+    """Decisions that the data made where the user did not: an artefact of the run (decisions.json)."""
 
     label: str
     rankers: tuple[str, ...]

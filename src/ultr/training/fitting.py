@@ -1,4 +1,4 @@
-"""What the stage `fit` has in common for networks and trees: its inputs, and its artefact.
+"""The inputs and the artefact of the stage `fit`, which networks and trees have in common.
 
 run/fits/RANKER/model/       the trained ranker; the only ranker of a run is moved to run/model
 run/fits/RANKER/report.json  the bias that it estimated, for bias.json
