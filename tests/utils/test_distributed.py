@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,10 +22,12 @@ import ultr.utils.distributed
 from lists_folder import write_lists
 from runs import feedback_log, weights
 from ultr.cli import app
+from ultr.errors import ProcessError
 from ultr.log import read_log
 from ultr.rankers.model import load_model
 from ultr.training.data import Decisions
 from ultr.training.folder import current_folder, read_metrics
+from ultr.utils.distributed import process_group
 from utils.divided_training import CASES
 
 TESTS = Path(__file__).parents[1]
@@ -317,6 +319,26 @@ def test_a_killed_process_ends_the_others_soon(failed):
 def test_the_error_of_a_killed_process_says_how_to_resume(failed):
     _, done, _ = failed
     assert "--resume" in done.said
+
+
+@pytest.mark.parametrize(
+    ("rank", "fails", "left"),
+    [("0", True, signal.SIG_IGN), ("0", False, signal.SIG_DFL), ("1", True, signal.SIG_DFL)],
+)
+def test_a_process_that_fails_is_not_stopped_before_it_prints_its_error(rank, fails, left, monkeypatch):
+    """torchrun stops all processes when one fails; this must not come between the error and its message."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(ultr.utils.distributed, "_connect", lambda backend: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with suppress(ProcessError), process_group("cpu"):
+            if fails:
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == left
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.long

@@ -42,6 +42,8 @@ def process_group(device: str = "auto") -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if in_main_thread and os.environ["RANK"] == "0":  # torchrun stops it soon, and it has an error to print first
+            previous_handler = signal.SIG_IGN
         another_failed = isinstance(error, ProcessError)
         if is_main() and not another_failed and store is not None:
             store.set(ERROR_REPORTED, "yes")
