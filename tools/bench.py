@@ -15,6 +15,7 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SMALL = {
+    "averages": "--seeds 1 --sessions 300 --steps 10 --batches 32",
     "bias": "--replications 2 --requests 2000 --bootstrap 20",
     "click_models": "--models pbm",
     "daily": "--days 3 --requests 200 --window 2 --compare 1 --option=--steps=20 --option=--bias-steps=20",

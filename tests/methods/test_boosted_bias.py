@@ -16,8 +16,9 @@ from ultr.lists import Lists
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs
-from ultr.methods.bias_model import BiasModel
+from ultr.methods.bias_model import BiasModel, diagnosis
 from ultr.methods.boosted_bias import BoostedOutputs, _ensembles, fit_boosted
+from ultr.methods.pair_weights import PairWeights
 from ultr.rankers.boosters import TreeRows, binned, lightgbm_parameters
 
 REQUESTS, ITEMS, HELD = 3000, 8, 600
@@ -195,3 +196,64 @@ def test_positions_are_needed(log):
         fit_boosted(
             model, replace(log, positions=None), np.zeros(log.rows), held_out=[], categorical=(), rounds=1, seed=0
         )
+
+
+# --- Without trust in pairs -----------------------------------------------------------------------------------------
+
+
+def two_items() -> tuple[Log, float, tuple[float, float]]:
+    """Make a log of two items with the shares that a model with ε⁺ = 1 and ε⁻ = 0 expects; return its γ and β too."""
+    theta, beta, gamma = (0.8, 0.5), (0.8, 0.6), 0.7
+    first = theta[0] * theta[1] * gamma + theta[0] * (1 - theta[1]) * beta[0]  # P(c_1 > c_2), Eq. 13
+    second = theta[0] * theta[1] * (1 - gamma) + theta[1] * (1 - theta[0]) * beta[1]
+    less_first, less_second = theta[1] * beta[1] - second, theta[0] * beta[0] - first  # both positive, one of them less
+    shares = {
+        (2, 1): less_first,
+        (2, 0): first - less_first,
+        (1, 2): less_second,
+        (0, 2): second - less_second,
+        (0, 0): 1 - first - second,
+    }
+    assert min(shares.values()) > 0
+    counts = {labels: round(1000 * share) for labels, share in shares.items()}
+    labels = np.array([labels for labels, count in counts.items() for _ in range(count)], np.float32)
+    log = Log(
+        features=np.tile(np.array([[1.0], [-1.0]], np.float32), (len(labels), 1)),
+        offsets=np.arange(0, 2 * len(labels) + 1, 2),
+        request_ids=pa.array(range(len(labels))),
+        feature_names=("x",),
+        positions=np.tile([1, 2], len(labels)),
+        actions={"click": (labels > 0).ravel().astype(np.float32), "dwell": labels.ravel()},
+    )
+    return log, gamma, beta
+
+
+@pytest.mark.parametrize("kind", ["network", "trees"])
+def test_without_trust_in_pairs_the_tables_are_constant_and_gamma_has_its_closed_form(kind):
+    """γ = (P(c_1>c_2) - θ_1 (1-θ_2) β_1) / (θ_1 θ_2) solves Eq. 13 with ε⁺ = 1 and ε⁻ = 0."""
+    log, gamma, beta = two_items()
+    label = Label("dwell")
+    inputs = MethodInputs(label, 1, (1, 2), ranker="linear", propensities={1: 0.8, 2: 0.5})
+    torch.manual_seed(0)
+    model = PairWeights(inputs, loss="ipw", row_power=0.0).bias_model
+    lists = Lists.from_log(log)
+    if kind == "trees":
+        values = np.asarray(label(log.actions), np.float32)
+        fit_boosted(model.eval(), log, values, held_out=[lists], categorical=(), rounds=200, seed=0)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        for _ in range(600):
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.update(lists)
+            model.loss(lists).backward()
+            optimizer.step()
+    assert (model.plus == 1).all()
+    assert (model.minus == 0).all()
+    with torch.no_grad():
+        logit, _, preference = model.predictions(torch.tensor([[1.0], [-1.0]]))
+    assert logit.sigmoid().tolist() == pytest.approx(beta, abs=0.01)
+    assert float((preference[0] - preference[1]).sigmoid()) == pytest.approx(gamma, abs=0.01)
+    assert not {"plus", "minus"} & model.state_dict().keys()  # constants, so tables of another model do not load
+    report = diagnosis(model, [lists], weights=lambda lists, labels: torch.ones(len(lists), 2, 2), clip=10)
+    assert "eps_plus" not in report

@@ -20,7 +20,7 @@ from ultr.evaluation.metrics import batch_innermost, discounts_at, ranks_of
 from ultr.lists import Lists
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_method, parse_options
-from ultr.methods.bias_model import BiasModel
+from ultr.methods.bias_model import PAIR_SHARE, BiasModel
 from ultr.methods.losses import preferred_pairs
 from ultr.methods.pairwise_em import _click_log_likelihood
 from ultr.training.config import TrainingOptions
@@ -29,7 +29,8 @@ from ultr.training.loop import start, take_step, trained_networks
 FEATURES = 5
 LOSSES = [{"loss": loss, "weights": weights} for loss in ("ipw", "bayes-ipw", "opt") for weights in ("exact", "paper")]
 LOSSES += [{"loss": "posterior"}, {"loss": "opt-posterior"}, {"loss": "opt", "delta": "lambdaloss"}]
-LOSSES += [{"loss": "ipw", "weights": "exact", "trust": "clicks"}, {"variant": "released"}]
+LOSSES += [{"loss": "ipw", "weights": "exact", "trust": "clicks"}]
+LOSSES += [{"variant": "released"}, {"variant": "released", "loss": "ipw"}]
 
 
 def inputs(**changes) -> MethodInputs:
@@ -54,8 +55,9 @@ def ready(**options):
     model, generator = method.bias_model, torch.Generator().manual_seed(1)
     model.theta.copy_(torch.linspace(0.9, 0.2, 12))
     model.theta_minus.copy_(torch.linspace(0.8, 0.1, 12))
-    model.minus.copy_(0.05 + 0.3 * torch.rand(12, 12, generator=generator))
-    model.plus.copy_(0.6 + 0.3 * torch.rand(12, 12, generator=generator))
+    if method.trust == "pairs":
+        model.minus.copy_(0.05 + 0.3 * torch.rand(12, 12, generator=generator))
+        model.plus.copy_(0.6 + 0.3 * torch.rand(12, 12, generator=generator))
     if method.trust == "clicks":
         model.zeta.copy_(torch.linspace(0.3, 0.0, 12))
     return method
@@ -174,10 +176,9 @@ def test_on_clicks_bayes_ipw_differs_from_ipw_exactly_where_trust_differs_from_o
     clicked = lists.with_actions({**lists.actions, "dwell": torch.zeros_like(lists.actions["dwell"])})
     methods = [ready(loss=loss) for loss in ("bayes-ipw", "ipw")]
     sure = torch.rand(12, 12, generator=torch.Generator().manual_seed(2)) < 0.5  # pairs of positions with full trust
-    for method in methods:
-        model = method.bias_model
-        model.plus.copy_(torch.where(sure, 1.0, 0.8))
-        model.minus.copy_(torch.where(sure, 0.0, 0.2))
+    model = methods[0].bias_model
+    model.plus.copy_(torch.where(sure, 1.0, 0.8))
+    model.minus.copy_(torch.where(sure, 0.0, 0.2))
     bayes, ipw = (method.pair_weights(clicked, method.labels(clicked)) for method in methods)
     labels = methods[0].labels(clicked)
     assert set(labels.unique().tolist()) == {0.0, 1.0}
@@ -197,45 +198,122 @@ def test_bayes_ipw_is_ipw_without_trust_bias(weights, lists):
     assert torch.equal(bayes.loss(lists), ipw.loss(lists))
 
 
-@pytest.mark.parametrize("variant", ["standard", "released"])
-def test_joint_em_updates_theta_and_trust_by_the_sums_of_the_paper(variant, lists):
-    torch.manual_seed(0)
-    method = make_method("pairwise-em", inputs(), loss="opt", em="joint", variant=variant)
-    model, labels, place = method.bias_model, method.labels(lists), method.bias_model.index(lists.positions)
-    assert (model.theta == 0.9).all()
-    assert (model.theta_minus == (0.2 if variant == "released" else 0.9)).all()
+def ratios_of_the_paper(model, lists, kept) -> tuple[np.ndarray, ...]:
+    """Return the M-step of θ, θ⁻, ε⁺ and ε⁻ for the requests `kept` of a batch, in a loop; NaN if there are no data."""
+    labels, place = model.labels(lists), model.index(lists.positions)
+    theta, plus, minus = (values.double().numpy() for values in (model.theta, model.plus, model.minus))
     with torch.no_grad():
         logit, _, g = model.eval().predictions(lists.features)
-    beta = logit.sigmoid()
-    clicked, t = labels > 0, examined_though_zero(torch.tensor(0.9), beta)
-    kept = [u for u in range(len(lists)) if variant == "standard" or clicked[u].any()]
-    assert len(kept) == len(lists) or variant == "released"
+    beta = logit.double().sigmoid().numpy()
     examined, silent, sums = np.zeros((12, 2)), np.zeros((12, 2)), np.zeros((12, 12, 4))
     for u in kept:
         items = torch.nonzero(lists.where[u]).flatten().tolist()
         for i in items:
-            seen = 1.0 if clicked[u, i] else float(t[u, i])
-            examined[place[u, i]] += seen, 1
-            silent[place[u, i]] += (0, 0) if clicked[u, i] else (seen, 1)
+            k, clicked = int(place[u, i]), bool(labels[u, i] > 0)
+            seen = 1.0 if clicked else theta[k] * (1 - beta[u, i]) / (1 - theta[k] * beta[u, i])
+            examined[k] += seen, 1
+            silent[k] += (0, 0) if clicked else (seen, 1)
             for j in items:
                 if i == j:
                     continue
-                gamma = float((g[u, i] - g[u, j]).sigmoid())
-                right, wrong = 0.81 * 0.95 * gamma, 0.81 * 0.05 * (1 - gamma)
-                above = right + wrong + 0.9 * 0.1 * float(beta[u, i])
+                m = int(place[u, j])
+                gamma, both = float((g[u, i] - g[u, j]).sigmoid()), theta[k] * theta[m]
+                right, wrong = both * plus[k, m] * gamma, both * minus[k, m] * (1 - gamma)
+                above = right + wrong + theta[k] * (1 - theta[m]) * beta[u, i]
                 if labels[u, i] > labels[u, j]:
-                    sums[place[u, i], place[u, j]] += right / above, right / above, wrong / above, wrong / above
+                    sums[k, m] += right / above, right / above, wrong / above, wrong / above
                 else:
-                    missed, agreed = 0.81 * 0.05 * gamma, 0.81 * 0.95 * (1 - gamma)
-                    sums[place[u, i], place[u, j]] += 0, missed / (1 - above), 0, agreed / (1 - above)
+                    missed, agreed = both * (1 - plus[k, m]) * gamma, both * (1 - minus[k, m]) * (1 - gamma)
+                    sums[k, m] += 0, missed / (1 - above), 0, agreed / (1 - above)
+    pairs = (examined, silent, sums[..., :2], sums[..., 2:])
+    return tuple(np.divide(s[..., 0], s[..., 1], np.full(s.shape[:-1], np.nan), where=s[..., 1] > 0) for s in pairs)
+
+
+@pytest.mark.parametrize("variant", ["standard", "released"])
+def test_joint_em_updates_theta_and_trust_by_the_sums_of_the_paper(variant, lists):
+    torch.manual_seed(0)
+    method = make_method("pairwise-em", inputs(), loss="opt", em="joint", variant=variant)
+    model, clicked = method.bias_model, method.labels(lists) > 0
+    assert (model.theta == 0.9).all()
+    assert (model.theta_minus == (0.2 if variant == "released" else 0.9)).all()
+    kept = [u for u in range(len(lists)) if variant == "standard" or clicked[u].any()]
+    assert len(kept) == len(lists) or variant == "released"
+    theta, theta_minus, plus, _ = ratios_of_the_paper(model, lists, kept)
     method.train()
     with torch.no_grad():
         method.update(lists)
-    np.testing.assert_allclose(model.theta, (examined[:, 0] / examined[:, 1]).clip(max=1), rtol=1e-4)
-    np.testing.assert_allclose(model.theta_minus, silent[:, 0] / silent[:, 1], rtol=1e-4)
-    filled = sums[..., 1] > 0
-    plus = (sums[filled][:, 0] / sums[filled][:, 1]).clip(0.01, 0.99)
-    np.testing.assert_allclose(model.plus.numpy()[filled], plus, rtol=1e-3)
+    np.testing.assert_allclose(model.theta, theta.clip(max=1), rtol=1e-4)
+    np.testing.assert_allclose(model.theta_minus, theta_minus, rtol=1e-4)
+    filled = ~np.isnan(plus)
+    np.testing.assert_allclose(model.plus.numpy()[filled], plus[filled].clip(0.01, 0.99), rtol=1e-3)
+
+
+def test_printed_em_averages_the_ratios_of_batches(lists):
+    """Eq. 20: a parameter becomes (1-α) times itself plus α times the ratio of the batch, here with α = n^-0.6."""
+    torch.manual_seed(0)
+    method = make_method("pairwise-em", inputs(), loss="opt", em="printed").train()
+    model, first = method.bias_model, replace(lists, where=lists.where & (lists.positions <= 9))
+    few = torch.arange(len(lists))[:, None] < 4
+    second = replace(lists, where=lists.where & few & (lists.positions > 2))
+    expected = [values.double().numpy() for values in (model.theta, model.theta_minus, model.plus, model.minus)]
+    kept_empty = 0
+    for n, batch in enumerate((first, second), start=1):
+        ratios = ratios_of_the_paper(model, batch, range(len(lists)))
+        kept_empty += np.isnan(ratios[2]).sum()
+        alpha = n**-0.6
+        moved = [np.where(np.isnan(r), x, (1 - alpha) * x + alpha * r) for x, r in zip(expected, ratios, strict=True)]
+        plus = moved[2].clip(0.01, 0.99)
+        expected = [moved[0], moved[1], plus, np.minimum(moved[3].clip(0.01, 0.99), plus)]
+        method.train()
+        with torch.no_grad():
+            method.update(batch)
+        for values, wanted in zip((model.theta, model.theta_minus, model.plus, model.minus), expected, strict=True):
+            np.testing.assert_allclose(values, wanted, rtol=1e-4)
+    assert kept_empty > 0
+    averaged = make_method("pairwise-em", inputs(), loss="opt", em="joint")
+    averaged.load_state_dict({**method.state_dict(), "bias_model.updates": torch.zeros(())})
+    with torch.no_grad():
+        for batch in (first, second):
+            averaged.update(batch)
+    assert (averaged.bias_model.plus - model.plus).abs().max() > 0.05
+
+
+def test_printed_em_draws_the_targets_of_its_networks(lists, monkeypatch):
+    """The labels of h and g are drawn from P(r_i>0 | c_i) and P(r_i>r_j | c_i, c_j)."""
+    method = make_method("pairwise-em", inputs(), loss="opt", em="printed")
+    model, labels = method.bias_model.eval(), method.labels(lists)
+    model.plus.uniform_(0.5, 0.9)
+    model.minus.uniform_(0.1, 0.4)
+    assert method.draws
+    assert not make_method("pairwise-em", inputs(), loss="opt", em="joint").draws
+    assert not make_method("pairwise-em", inputs(), loss="opt", em="printed", targets="soft").draws
+    drawn = []
+    monkeypatch.setattr(torch, "bernoulli", lambda p: drawn.append(p) or p.round())
+    loss = float(model.loss(lists).detach())
+    with torch.no_grad():
+        logit, log_value, g = (values.double() for values in model.predictions(lists.features))
+    beta, value, total = logit.sigmoid(), log_value.exp(), 0.0
+    for u, i in lists.where.nonzero().tolist():
+        k, c, b = model.index(lists.positions[u, i]), float(labels[u, i]), float(beta[u, i])
+        theta = float(model.theta[k])
+        relevant = 1.0 if c > 0 else (1 - theta) * b / (1 - theta * b)
+        assert float(drawn[0][u, i]) == pytest.approx(relevant, rel=1e-4)
+        total -= math.log(b if round(relevant) else 1 - b)
+        total += c / float(value[u, i]) + float(log_value[u, i]) if c > 0 else 0.0
+        for j in lists.where[u].nonzero().flatten().tolist():
+            if i == j:
+                continue
+            m, gamma = model.index(lists.positions[u, j]), float((g[u, i] - g[u, j]).sigmoid())
+            plus, minus, other = float(model.plus[k, m]), float(model.minus[k, m]), float(model.theta[m])
+            above = theta * other * (plus * gamma + minus * (1 - gamma)) + theta * (1 - other) * b
+            if c > labels[u, j]:
+                preferred = (theta * other * plus * gamma + gamma * theta * (1 - other) * b) / above
+            else:
+                unseen = theta * (1 - other) * (1 - b) + 1 - theta
+                preferred = (theta * other * (1 - plus) * gamma + gamma * unseen) / (1 - above)
+            assert float(drawn[1][u, i, j]) == pytest.approx(preferred, rel=1e-3)
+            total -= PAIR_SHARE * math.log(gamma if round(preferred) else 1 - gamma)
+    assert loss == pytest.approx(total / len(lists), rel=1e-4)
 
 
 def test_joint_em_trains_three_networks_at_once(lists):

@@ -240,8 +240,9 @@ def tree_method(seed: int = 0, *, ranker: str = "lightgbm", truth: bool = False,
         return method
     model.theta.uniform_(0.005, 1)
     model.theta_minus.uniform_(0, 1)
-    model.plus.uniform_(0.3, 1)
-    model.minus.copy_(model.plus * torch.rand(size, size))
+    if method.pair_model().trust == "pairs":
+        model.plus.uniform_(0.3, 1)
+        model.minus.copy_(model.plus * torch.rand(size, size))
     if model.trust_in_clicks:
         model.zeta.copy_(model.theta * torch.rand(size))
     if model.scaled_values:

@@ -30,7 +30,6 @@ from ultr.bias.equations import (
     relevance_posterior,
     sums_by_cell,
     trust_terms,
-    updated,
 )
 from ultr.bias.examination import MAX_TRAINED_POSITIONS, Examination
 from ultr.errors import OptionError
@@ -38,7 +37,7 @@ from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
 from ultr.methods.base import MethodInputs
 from ultr.methods.losses import gaps, lambdaloss_weights, preferred_pairs, reduced
-from ultr.methods.position_model import PositionModel, average_with, means_of_all, numbers, sums_in_cells
+from ultr.methods.position_model import PositionModel, means_of_all, numbers, sums_in_cells
 from ultr.rankers import FeatureEncoder, make_ranker
 from ultr.rankers.feedback import LARGEST_LOG_VALUE
 from ultr.utils.distributed import summed
@@ -64,7 +63,8 @@ class BiasModel(PositionModel):
     """The model  P(c>0) = θ_k β(x) + ζ_k (1 - β(x)),  E[c | c>0] = ρ_k μ(x)  of items, and Eq. 13 of pairs.
 
     `scaled_values` lets the value of a click depend on position, by ρ. `pairs` learns ε⁺, ε⁻ and g of
-    `equations.pair_probability`, with γ_ij = sigmoid(g_i - g_j). The networks β, μ and g share all but the last layer.
+    `equations.pair_probability`, with γ_ij = sigmoid(g_i - g_j). Without `trust_in_pairs` it learns g alone, and ε⁺ = 1
+    and ε⁻ = 0 are constants. The networks β, μ and g share all but the last layer.
 
     `released` follows the code that the paper's authors released: separate networks like the ranker, θ⁻ starts at 0.2,
     g learns only from pairs with c_i > c_j, weighted as in LambdaLoss, and lists without a positive label are left out.
@@ -82,39 +82,37 @@ class BiasModel(PositionModel):
         self,
         inputs: MethodInputs,
         *,
-        scale: float | None = 1.0,
-        theta_from: str = "auto",
-        trust_in_clicks: bool = False,
         scaled_values: bool = False,
         pairs: bool = False,
+        trust_in_pairs: bool = True,
         sampled: bool = False,
         released: bool = False,
-        row_power: float = 1.0,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            inputs, scale=scale, theta_from=theta_from, trust_in_clicks=trust_in_clicks, row_power=row_power
-        )
+        super().__init__(inputs, **{"scale": 1.0, "row_power": 1.0, **options})
         self.scaled_values, self.pairs, self.sampled, self.released = scaled_values, pairs, sampled, released
+        self.trust_in_pairs = pairs and trust_in_pairs
         self.network = inputs.make_ranker(outputs=3) if released else _shared(inputs)  # logit of β, log of μ, g
         check_positions(size := len(self.index), MAX_TRAINED_POSITIONS)
         buffers = {
             "rho": torch.ones(size),
             "theta_minus": torch.full((size,), RELEASED_START) if released else self.theta.clone(),
-            "plus": torch.full((size, size), TRUST_PRIOR[0]),
-            "minus": torch.full((size, size), TRUST_PRIOR[1]),
             "item_sums": torch.zeros(4, size),
-            "pair_sums": torch.zeros(4, size * size if pairs else 0),
+            "pair_sums": torch.zeros(4, size * size if self.trust_in_pairs else 0),
             "held_out": torch.zeros(2),  # log-likelihood of clicks with β(x), and with one β for all
         }
         for name, value in buffers.items():
             self.register_buffer(name, value)
+        constant = pairs and not trust_in_pairs
+        for name, trust in zip(("plus", "minus"), (1.0, 0.0) if constant else TRUST_PRIOR, strict=True):
+            self.register_buffer(name, torch.full((size, size), trust), persistent=not constant)
 
     def weights_at(self, weights: Mapping[str, Tensor], places: Tensor) -> dict[str, Tensor]:
         """Return the weights of another bias model, whose positions at `places` are the positions of this one."""
         taken = {**weights, "index.ids": self.index.ids}
         for name in ("theta", "zeta", "sums", "impressions", "clicks", "shown", "rho", "theta_minus", "item_sums"):
             taken[name] = weights[name][..., places]
-        for name in ("plus", "minus"):
+        for name in {"plus", "minus"} & weights.keys():
             taken[name] = weights[name][places][:, places]
         if (sums := weights["pair_sums"]).numel():
             by_pair = sums.view(len(sums), *weights["plus"].shape)
@@ -141,7 +139,7 @@ class BiasModel(PositionModel):
         return self.sampled
 
     def settings(self) -> dict[str, Any]:
-        names = ("scaled_values", "pairs", "sampled", "released")
+        names = ("scaled_values", "pairs", "trust_in_pairs", "sampled", "released", "printed")
         return {**super().settings(), **{name: getattr(self, name) for name in names}}
 
     def labels(self, lists: Lists) -> Tensor:
@@ -213,7 +211,7 @@ class BiasModel(PositionModel):
         return pair, preferred_pairs(labels, where=lists.where), counts
 
     def update(self, lists: Lists) -> None:
-        """Average the statistics of a batch with those of earlier batches, and update θ⁻, ρ, θ, ε⁺ and ε⁻ from them."""
+        """Update θ⁻, ρ, θ, ε⁺ and ε⁻ from the statistics of a batch and of earlier batches."""
         if not (self.pairs or self.scaled_values or self.theta_learned):
             return  # no parameter of this model depends on these statistics
         labels, place = self.labels(lists), self.index(lists.shown_positions)
@@ -228,7 +226,7 @@ class BiasModel(PositionModel):
         parts = [(sums_in_cells((*examined, *values), place, weights, size), weights)]
         if self.theta_learned:
             parts.append((sums_in_cells(self.theta_terms(positive, place, beta), place, weights, size), weights))
-        if self.pairs:
+        if self.trust_in_pairs:
             pair, preferred, counts = self._pairs(lists, labels, place, beta, gaps(preference))
             counts, cells = counts * lists.weights[:, None, None], batch_innermost(place)
             cells = cells[..., :, None] * size + cells[..., None, :]
@@ -237,25 +235,22 @@ class BiasModel(PositionModel):
         self._average_in(means_of_all(*parts))
 
     def _average_in(self, means: list[Tensor]) -> None:
-        """Average the `means` of a batch with those before: of items, then of θ if regressed, then of pairs if used."""
+        """Update the parameters from the `means` of a batch: of items, of θ if it is learned, of pairs if they are."""
         self.updates += 1
-        average_with(self.item_sums, means[0], self.updates)
-        examined, zeros, value, predicted = self.item_sums
-        self.theta_minus.copy_(updated(examined, zeros, self.theta_minus))
+        self.theta_minus.copy_(self.ratio(self.item_sums[:2], means[0][:2], self.theta_minus))
         if self.scaled_values:
-            rho = updated(value, predicted, self.rho).clamp(0.01, 100)
+            rho = self.ratio(self.item_sums[2:], means[0][2:], self.rho).clamp(0.01, 100)
             self.rho.copy_(rho / rho.gather(0, self.theta.argmax(0, keepdim=True)))
         if self.theta_learned:
             self.regress(means[1])
-        if self.pairs:
-            average_with(self.pair_sums, means[-1], self.updates)
-            self.take_trust()
+        if self.trust_in_pairs:
+            sums, batch = (each.view(4, *self.plus.shape) for each in (self.pair_sums, means[-1]))
+            self.take_trust(self.ratio(sums[:2], batch[:2], self.plus), self.ratio(sums[2:], batch[2:], self.minus))
 
-    def take_trust(self) -> None:
-        """Set ε⁺ and ε⁻ from the averaged sums `pair_sums`; ε⁻ is at most ε⁺."""
-        right, all_right, wrong, all_wrong = self.pair_sums.view(4, *self.plus.shape)
-        self.plus.copy_(updated(right, all_right, self.plus).clamp(0.01, 0.99))
-        self.minus.copy_(torch.minimum(updated(wrong, all_wrong, self.minus).clamp(0.01, 0.99), self.plus))
+    def take_trust(self, plus: Tensor, minus: Tensor) -> None:
+        """Set ε⁺ and ε⁻, from 0.01 to 0.99; ε⁻ is at most ε⁺."""
+        self.plus.copy_(plus.clamp(0.01, 0.99))
+        self.minus.copy_(torch.minimum(minus.clamp(0.01, 0.99), self.plus))
 
     @torch.no_grad()
     def held_out_metrics(self, batches: list[Lists]) -> dict[str, Tensor]:
@@ -372,7 +367,7 @@ class Tally:
         both = preferred & lower_positive
         for row, chosen in zip(self.kinds, (both, preferred & ~lower_positive), strict=True):
             _add_weights(row, weights[chosen].double(), clip)
-        if model.pairs:
+        if model.trust_in_pairs:
             cells = batch_innermost(place)
             i, j = cells[..., :, None], cells[..., None, :]
             m = pair_trust(model.plus[i, j], model.minus[i, j], gaps(preference).sigmoid())
@@ -412,7 +407,7 @@ def diagnosis(
     }
     if model.scaled_values:
         report["rho"] = numbers(model.rho)
-    if model.pairs:
+    if model.trust_in_pairs:
         report |= {
             "eps_plus": _matrix(model.plus),
             "eps_minus": _matrix(model.minus),
@@ -436,7 +431,7 @@ def _warnings(model: BiasModel, report: dict[str, Any]) -> Iterable[tuple[str, s
         if kind["pairs"] > 100 and kind["effective_share"] < 0.05:
             few = f"a few pairs (labels: {name}) dominate"
             yield "weights uneven", f"{few}: the effective number of pairs is {kind['effective_share']:.1%} of all"
-    if model.pairs:
+    if model.trust_in_pairs:
         right, all_right, wrong, all_wrong = model.pair_sums
         reversed_ = (quotient(wrong, all_wrong) > quotient(right, all_right)) & (all_right > 0) & (all_wrong > 0)
         if bool(reversed_.any()):

@@ -293,14 +293,16 @@ class _EM:
         model.theta.copy_(new_theta)
 
     def _toward_preference(self, preference: Tensor, theta: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the E-step of pairs, update ε⁺ and ε⁻ from it, and return the derivatives of g."""
+        """Compute the E-step of pairs, update ε⁺ and ε⁻ if they are learned, and return the derivatives of g."""
         model = self.model
         tables = (table.double().numpy() for table in (model.plus, model.minus))
         gradient, curvature, sums = preference_step(
             preference.numpy(), self.offsets, self.requests, self.label.numpy(), theta.numpy(), beta.numpy(),
             self.place.numpy(), *tables,
         )  # fmt: skip
-        model.pair_sums.copy_(torch.from_numpy(sums).view(4, -1))
-        model.take_trust()
+        if model.trust_in_pairs:
+            right, all_right, wrong, all_wrong = by_pair = torch.from_numpy(sums).to(model.plus)
+            model.pair_sums.copy_(by_pair.view(4, -1))
+            model.take_trust(updated(right, all_right, model.plus), updated(wrong, all_wrong, model.minus))
         mean = max(curvature.mean(), 1e-12)
         return torch.from_numpy(gradient / mean), torch.from_numpy(curvature / mean)

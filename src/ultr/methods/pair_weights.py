@@ -47,7 +47,7 @@ class PairWeights(Learner):
     OPTIONS: ClassVar[Mapping[str, Any]] = {
         "loss": Literal["posterior", "opt-posterior", "opt", "bayes-ipw", "ipw"],
         "weights": Literal["paper", "exact"],
-        "em": Literal["staged", "joint", "oracle"],
+        "em": Literal["staged", "joint", "printed", "oracle"],
         "theta": Literal["auto", "strata", "items", "regression", "em", "oracle"],
         "scale": Scale,
         "row_power": AtLeastZero,
@@ -73,7 +73,7 @@ class PairWeights(Learner):
         scale: float | str = SCALE,
         row_power: float = 1.0,
         trust: str | None = None,
-        targets: str = "soft",
+        targets: str | None = None,
         delta: str | None = None,
         variant: str = "standard",
         max_weight: float | str | None = None,
@@ -108,9 +108,11 @@ class PairWeights(Learner):
             trust_in_clicks=self.trust == "clicks",
             scaled_values=self.trust == "values",
             pairs=not (self.by_value or inputs.truth) and (self.trust == "pairs" or self.weights == "paper"),
-            sampled=targets == "sampled",
+            trust_in_pairs=self.trust == "pairs",
+            sampled=(targets or ("sampled" if em == "printed" else "soft")) == "sampled",
             released=released,
             row_power=row_power,
+            printed=em == "printed",
         )
         self.bias_model.accumulator = self.accumulator
 
@@ -170,8 +172,6 @@ class PairWeights(Learner):
             weights = paper_weights(positive_j, theta_i, theta_j, model.theta_minus[j]) * quotient(plus, plus + minus)
         elif self.weights == "paper":
             gamma = gaps(preference).sigmoid()
-            if self.trust != "pairs":
-                plus, minus = torch.ones_like(plus), torch.zeros_like(minus)
             examined = pair_examined(model.theta_minus[j], plus, minus, gamma, beta[..., :, None])
             weights = paper_weights(positive_j, theta_i, theta_j, examined) * pair_trust(plus, minus, gamma)
         else:

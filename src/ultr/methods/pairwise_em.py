@@ -18,12 +18,7 @@ from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.anchor import anchor_of_log
-from ultr.methods.base import (
-    HeldOutRows,
-    Method,
-    MethodInputs,
-    at_least_single,
-)
+from ultr.methods.base import HeldOutRows, Method, MethodInputs, at_least_single
 from ultr.methods.bias_model import with_clicks
 from ultr.methods.losses import gaps, lambdarank_weights, pairwise_loss, preferred_pairs, reduced
 from ultr.methods.pair_weights import EXPECTED, PairWeights
@@ -46,11 +41,14 @@ class PairwiseEM(PairWeights, Method):
     The first three are the paper's (Eqs. 10 and 14-17), the others are not in it. Training has three stages: θ from the
     log (`theta`: by its best evidence with `auto`, else by `strata` of similar items or by `items`), the bias model
     until the held-out likelihood stops improving, then the ranker. `em=joint` trains all of it at once, as the paper
-    does, with θ by `em`. For experiments, `theta=oracle` knows θ of simulated users, and `em=oracle` θ and β.
+    does, with θ by `em`. `em=printed` does so with averages as printed: of the ratios of batches (Eq. 20), where
+    `joint` has the ratio of averaged sums. Its default is `targets=sampled`. For experiments, `theta=oracle` knows θ
+    of simulated users, and `em=oracle` θ and β.
 
     - `weights` of the first three are the `paper`'s, or `exact`: then the mean of the loss is right (see `equations`).
     - `trust` is in `pairs` of positions (ε⁺, ε⁻: the default with m_ij), `clicks` (irrelevant items are clicked with
-      probability ζ_k), `values` (scaled by ρ_k) or `none`.
+      probability ζ_k), `values` (scaled by ρ_k) or `none`. Without `pairs`, ε⁺ = 1 and ε⁻ = 0.
+    - `targets` of the networks β and g are the posteriors (`soft`), or draws from them (`sampled`).
     - `delta` is the ΔZ of opt: of `dcg` in f's order, or the weights of `lambdaloss`.
     - `final` is the score: f alone (`pairs`), or `blend`, the default of `posterior` and `opt-posterior`: f plus
       log(β μ), which a second network learns by the likelihood, each divided by its deviation within requests (see
@@ -85,7 +83,7 @@ class PairwiseEM(PairWeights, Method):
         inputs = self.inputs
         blends = self.by_value and not (self.joint or inputs.truth)
         if final == "blend" and not blends and not inputs.truth:
-            hint = "remove final=blend, or use loss=posterior without em=joint"
+            hint = "remove final=blend, or use loss=posterior with em=staged"
             what = f"final=blend cannot be used with loss={self.kind} and em={options.get('em') or 'staged'}"
             raise OptionError(what, hint=hint)
         if blends and final != "pairs":
@@ -120,20 +118,17 @@ class PairwiseEM(PairWeights, Method):
 
     @classmethod
     def has_bias_stage(cls, options: Mapping[str, Any]) -> bool:
-        return bool(options.get("em", "joint" if cls._is_released(options) else "staged") == "staged")
+        default = "joint" if options.get("variant") == "released" else "staged"
+        return bool(options.get("em", default) == "staged")
 
     @classmethod
     def has_dropout(cls, options: Mapping[str, Any]) -> bool:
-        return not cls._is_released(options)
+        return options.get("variant") != "released"
 
     @classmethod
     def limits_weights(cls, options: Mapping[str, Any]) -> bool:
         by_value = options.get("loss", "posterior") in ("posterior", "opt-posterior")
-        return super().limits_weights(options) and not (by_value or cls._is_released(options))
-
-    @staticmethod
-    def _is_released(options: Mapping[str, Any]) -> bool:
-        return options.get("variant") == "released"
+        return super().limits_weights(options) and not (by_value or options.get("variant") == "released")
 
     def train(self, mode: bool = True) -> PairwiseEM:
         super().train(mode)

@@ -94,10 +94,11 @@ class PositionModel(Learner):
         theta_from: str = "auto",
         trust_in_clicks: bool = False,
         row_power: float = 0.0,
+        printed: bool = False,
     ) -> None:
         super().__init__()
         self.inputs, self.scale, self.trust_in_clicks, self.row_power = inputs, scale, trust_in_clicks, row_power
-        self.theta_from = theta_from if inputs.propensities is None else "known"
+        self.theta_from, self.printed = theta_from if inputs.propensities is None else "known", printed
         self.evidence: dict[str, Any] = {}  # the parts of a report that say how θ was estimated, if it was
         self.index = PositionIndex(inputs.positions)
         size = len(self.index)
@@ -193,21 +194,30 @@ class PositionModel(Learner):
             return one, clicked, torch.where(positive, one, examined_though_zero(theta, beta)), one
         return one, clicked, *scoring_terms(positive, theta, beta)
 
+    def ratio(self, sums: Tensor, means: Tensor, previous: Tensor) -> Tensor:
+        """Average two means of a batch with `sums` of the batches before, and return the new value of their ratio.
+
+        If `printed`, it is instead  previous (1-α) + α (the ratio of the batch),  with α = n^-0.6 for the n-th batch
+        (Eq. 20). A cell without data keeps its value in both forms.
+        """
+        average_with(sums, means, self.updates)
+        if self.printed:
+            return torch.lerp(previous, updated(means[0], means[1], previous), self.updates.pow(-FORGET))
+        return updated(sums[0], sums[1], previous)
+
     def regress(self, means: Tensor) -> None:
         """Update θ from the means [terms, positions] of its terms; the caller has already increased `updates`."""
-        average_with(self.sums, means, self.updates)
-        shown, clicks, scored, expected = self.sums
         if self.theta_from == "em":
-            theta = updated(scored, expected, self.theta).clamp(SMALLEST, 1)
-            self.moved.copy_((theta / self.theta - 1).abs().max())
-            self.theta.copy_(theta)
-            return
-        warm = self.updates <= WARM_UP
-        theta = torch.where(warm, quotient(clicks, shown), updated(scored, expected, self.theta))
-        largest = torch.where(shown > 0, theta, 0.0).max()
-        scaled = quotient(theta, largest) * (self.scale or 1.0)  # clicks determine only ratios
-        theta = (torch.where(warm, scaled, theta) if self.scale is None else scaled).clamp(SMALLEST, 1)
-        theta = torch.where(shown > 0, theta, self.theta)
+            theta = self.ratio(self.sums[2:], means[2:], self.theta).clamp(SMALLEST, 1)
+        else:
+            average_with(self.sums, means, self.updates)
+            shown, clicks, scored, expected = self.sums
+            warm = self.updates <= WARM_UP
+            theta = torch.where(warm, quotient(clicks, shown), updated(scored, expected, self.theta))
+            largest = torch.where(shown > 0, theta, 0.0).max()
+            scaled = quotient(theta, largest) * (self.scale or 1.0)  # clicks determine only ratios
+            theta = (torch.where(warm, scaled, theta) if self.scale is None else scaled).clamp(SMALLEST, 1)
+            theta = torch.where(shown > 0, theta, self.theta)
         self.moved.copy_((theta / self.theta - 1).abs().max())
         self.theta.copy_(theta)
 

@@ -225,8 +225,6 @@ def pair_terms(pair_model: PairWeights, log: Log, labels: np.ndarray) -> PairTer
     }
     if pair_model.weights == "paper":
         kind = Kind.PAPER
-        if pair_model.trust != "pairs":
-            rows |= {"plus": torch.ones_like(model.plus), "minus": torch.zeros_like(model.minus)}
     else:
         kind = Kind.TRUSTED if pair_model.trust == "pairs" else Kind.PRODUCT
     arrays = {name: values.cpu().numpy() for name, values in rows.items()}

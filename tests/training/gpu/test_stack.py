@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pairwise-em loss=opt exact": {"loss": "opt", "weights": "exact"},
     "pairwise-em loss=opt-posterior": {"loss": "opt-posterior"},
     "pairwise-em em=joint": {"loss": "opt", "em": "joint"},
+    "pairwise-em em=printed": {"loss": "opt", "em": "printed", "targets": "soft"},
     "pairwise-em released": {"variant": "released"},
     "pairwise-em released staged": {"variant": "released", "em": "staged"},
     "pairwise-em trust=clicks": {"trust": "clicks"},
