@@ -53,10 +53,10 @@ def main() -> None:
                 model.update(Lists.from_log(log.select(drawn.integers(0, len(log), size))))
             found.append(float((model.plus - whole.plus)[seen].abs().mean()))
     for size in sizes:
-        joint, printed = (np.array(errors[size, each]) for each in (False, True))
+        joint, ratios = (np.array(errors[size, each]) for each in (False, True))
         print(
             f"batches of {size}: error of eps+ {joint.mean():.3f} ± {joint.std():.3f} (em=joint), "
-            f"{printed.mean():.3f} ± {printed.std():.3f} (em=printed), ratio {printed.mean() / joint.mean():.1f}"
+            f"{ratios.mean():.3f} ± {ratios.std():.3f} (em=printed), ratio {ratios.mean() / joint.mean():.1f}"
         )
 
 

@@ -25,6 +25,7 @@ USUAL = ("pairwise-em", "pairwise-em loss=opt", "pairwise-em em=joint", "pairwis
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VARIANTS: dict[str, dict[str, Any]] = {
     "pairwise-em loss=opt": {"loss": "opt"},
+    "pairwise-em loss=ipw": {"loss": "ipw"},
     "pairwise-em loss=bayes-ipw": {"loss": "bayes-ipw"},
     "pairwise-em loss=opt exact": {"loss": "opt", "weights": "exact"},
     "pairwise-em loss=opt-posterior": {"loss": "opt-posterior"},
@@ -36,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pairwise-em trust=values": {"trust": "values"},
     "pairwise-em theta=regression": {"theta": "regression"},
 }
-OWN_BIAS = ("released staged", "trust=clicks", "trust=values", "theta=regression")
+OWN_BIAS = ("loss=ipw", "released staged", "trust=clicks", "trust=values", "theta=regression")
 BIAS_MODELS = ("pairwise-em", *(f"pairwise-em {name}" for name in OWN_BIAS))
 
 
