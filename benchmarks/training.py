@@ -37,7 +37,7 @@ from ultr.log.labels import Label
 from ultr.methods import METHODS, MethodInputs, make_method
 from ultr.methods.base import Learner
 from ultr.methods.bias_model import BiasModel
-from ultr.methods.counterfactual import DoublyRobust
+from ultr.methods.counterfactual import IPW
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feed, FeedStack
@@ -155,8 +155,8 @@ def _networks(name: str, learner: Learner) -> tuple[nn.Module, nn.Module | None]
     trained = learner.get_submodule("ranker")
     if isinstance(learner, PairwiseEM):
         return trained, learner.bias_model.network
-    if isinstance(learner, DoublyRobust):
-        return trained, learner.positions.get_submodule("network")
+    if isinstance(learner, IPW) and isinstance(learner.positions, BiasModel):
+        return trained, learner.positions.network
     return trained, trained if name in ("regression-em", "pairwise-debias") else None
 
 

@@ -15,3 +15,4 @@ def fit_bias(method: Method, log: Log, options: TrainingOptions, user: User | No
         for _ in train(training.state, training.feed, training.evaluate, training.options, select="likelihood"):
             pass
         training.finish()
+    method.estimate_policy(log, seed=options.seed)

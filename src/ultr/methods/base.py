@@ -127,6 +127,7 @@ class Method(Learner):
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {}  # keyword options, each with its type
     CLICKS_ALONE: ClassVar[bool] = False  # True if every label above zero counts as 1
+    by_item = False  # whether `with_targets` adds what depends on item ids, which lists do not have
     anchored = False  # whether the ranker starts at a model of the log
     LEARNS_ALONE: ClassVar[bool] = False  # True if the ranker learns from requests with one item
 
@@ -160,6 +161,12 @@ class Method(Learner):
 
         If a `user` simulates the feedback, about `sessions` simulated sessions are used. An `examination` that the run
         has estimated is used where the method needs the best estimate of the log.
+        """
+
+    def estimate_policy(self, log: Log, *, seed: int) -> None:
+        """Estimate from the whole training log how the logging ranker shows items, after the bias stage.
+
+        It is also called if that stage is skipped, because the bias model was loaded.
         """
 
     def bias_learner(self) -> Learner | None:

@@ -1,4 +1,4 @@
-"""Strata of items that the logging ranker found equally good, for the loss of a method, and weights by stratum.
+"""Strata of items that the logging ranker found equally good, and their positions, for the loss of a method.
 
 The logging ranker is recovered from the log (`bias.logging_policy`). A stratum is a range of its score, less the mean
 score of the list: within a list, only differences of scores decide about positions.
@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ultr.bias.logging_policy import STRATA, logging_score, policy_network
-from ultr.lists import Lists
+from ultr.lists import ListBatches, Lists
 from ultr.log import Log
 from ultr.methods.base import MethodInputs, PositionIndex
 from ultr.rankers import FeatureEncoder, LinearRanker
 
 ROWS_IN_CELL = 20  # mean number of rows that a position of a stratum should have
 UNUSED = 1e30  # the edge of a stratum that no score reaches
+PRIOR_IMPRESSIONS = 10.0  # weight of the stratum in the positions of an item, in impressions
+PROPENSITY = "propensity of items"  # name of ρ among the actions of a log
 
 
 class LoggingStrata(nn.Module):
@@ -76,6 +78,51 @@ class LoggingStrata(nn.Module):
         places = self.index(torch.from_numpy(np.ascontiguousarray(positions)).to(self.index.ids.device))
         return np.searchsorted(self.edges.cpu().numpy(), score), places.cpu().numpy()
 
+    def count(self, log: Log, *, seed: int) -> np.ndarray:
+        """Call `fit`, and return the weighted number of rows [strata, positions]."""
+        stratum, place = self.fit(log, seed=seed)
+        shape = STRATA, len(self.index)
+        return np.asarray(
+            np.bincount(stratum * shape[1] + place, _row_weights(log), shape[0] * shape[1]).reshape(shape)
+        )
+
+
+class LoggingPositions(nn.Module):
+    """A module from lists and α by position to ρ = E[α_k | stratum], the mean over the positions of similar items."""
+
+    counts: Tensor
+
+    def __init__(self, inputs: MethodInputs) -> None:
+        super().__init__()
+        self.strata = LoggingStrata(inputs)
+        self.register_buffer("counts", torch.ones(STRATA, len(self.strata.index)))  # rows of the log
+
+    def fit(self, log: Log, *, seed: int) -> None:
+        self.counts.copy_(torch.from_numpy(self.strata.count(log, seed=seed)))
+
+    def forward(self, lists: Lists, alpha: Tensor) -> Tensor:
+        by_stratum = self.counts @ alpha / self.counts.sum(1).clamp(min=1e-9)
+        return by_stratum[self.strata(lists)]
+
+    @torch.no_grad()
+    def by_item(self, log: Log, items: np.ndarray, alpha: Tensor) -> np.ndarray:
+        """Return ρ of each row: that of its stratum, times the ratio of α and ρ over other impressions of the item.
+
+        `items` are codes 0, 1, ... of rows. The ratio is drawn to 1 as by `PRIOR_IMPRESSIONS` average impressions, so
+        that an item that occurs once has the ρ of its stratum.
+        """
+        batches, weights = ListBatches(log, device=alpha.device), _row_weights(log)
+        weights = weights / max(weights.mean(), 1e-9)
+        here, mean = np.zeros((2, log.rows))
+        for requests, lists in batches.by_length():
+            rows = batches.rows(requests, lists.where)[lists.where].cpu().numpy()
+            here[rows] = alpha[self.strata.index(lists.shown_positions)][lists.where].cpu().numpy()
+            mean[rows] = self(lists, alpha)[lists.where].cpu().numpy()
+        others = [np.bincount(items, weights * each)[items] - weights * each for each in (here, mean)]
+        prior = PRIOR_IMPRESSIONS * np.average(mean, weights=weights)
+        ratio = (others[0] + prior) / np.maximum(others[1] + prior, 1e-9)
+        return np.asarray(mean * ratio, np.float32)
+
 
 class LoggingWeights(nn.Module):
     """Weights of items that make the position independent of the stratum, as if positions were given by chance:
@@ -92,9 +139,7 @@ class LoggingWeights(nn.Module):
 
     def fit(self, log: Log, *, seed: int) -> None:
         """Estimate P(k | stratum) by the shares of rows in the log."""
-        stratum, place = self.strata.fit(log, seed=seed)
-        rows = np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths).astype(np.float64)
-        cells = np.bincount(stratum * self.table.shape[1] + place, rows, self.table.numel()).reshape(self.table.shape)
+        cells = self.strata.count(log, seed=seed)
         independent = cells.sum(1, keepdims=True) * cells.sum(0) / max(cells.sum(), 1e-9)
         ratios = np.divide(independent, cells, out=np.ones_like(cells), where=cells > 0).clip(max=self.max_weight)
         mean = (cells * ratios).sum() / max(cells.sum(), 1e-9)
@@ -102,6 +147,10 @@ class LoggingWeights(nn.Module):
 
     def forward(self, lists: Lists) -> Tensor:
         return self.table[self.strata(lists), self.strata.index(lists.shown_positions)]
+
+
+def _row_weights(log: Log) -> np.ndarray:
+    return np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths).astype(np.float64)
 
 
 def _fixed(module: nn.Module) -> nn.Module:

@@ -130,13 +130,9 @@ class PlackettLuce(IPW):
         ranks, discounts = ranks_of(-lists.shown_positions, where=lists.where), self.discounts(lists)
         return torch.where(lists.where, gains_at(discounts[..., None, :], ranks), 0.0)
 
-    def item_values(self, lists: Lists) -> Tensor:
-        """Return c/θ_k by item; 0 for padding."""
-        return self.weighted(lists).masked_fill(~lists.where, 0.0)
-
 
 class PLRank(PlackettLuce):
-    """Maximise E[Σ_i D(rank_i) c_i/θ_k], the IPW estimate of expected DCG, with D(r) = 1/log2(1 + r) for r <= `cutoff`.
+    """Maximise E[Σ_i D(rank_i) r̂_i], an estimate of expected DCG, with D(r) = 1/log2(1 + r) for r <= `cutoff`.
 
     With `discount=theta`, D(r) is θ of the r-th position of the list, which gives expected clicks.
     """
@@ -147,7 +143,7 @@ class PLRank(PlackettLuce):
         super().__init__(inputs, cutoff=cutoff, **options)
 
     def gains(self, lists: Lists, ranks: Tensor) -> tuple[Tensor, Tensor]:
-        gains = self.discounts(lists)[..., None, :] * self.item_values(lists)[..., None]
+        gains = self.discounts(lists)[..., None, :] * self.relevance(lists)[..., None]
         return gains, mean_gain(gains, ranks, lists)
 
 
@@ -176,7 +172,8 @@ class PRPO(PLRank):
     discount exceeds ε⁺ times the logged one, whatever its feedback. With `clip=1` no ranking is better than the logged
     one; a large `clip` gives `pl-rank`. An item that was logged below the cut-off never gains.
 
-    The paper applies f to any estimate r; here it is that of IPW.
+    r is the estimate r̂ by `estimator`. That of `ips` is never negative; that of `dr` is if a click was expected and did
+    not come, so that an item with this feedback loses no more by a higher rank than ε⁻ allows.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {
@@ -189,7 +186,7 @@ class PRPO(PLRank):
         self.clip = clip
 
     def gains(self, lists: Lists, ranks: Tensor) -> tuple[Tensor, Tensor]:
-        discounts, values = self.discounts(lists)[..., None, :], self.item_values(lists)[..., None]
+        discounts, values = self.discounts(lists)[..., None, :], self.relevance(lists)[..., None]
         logged = self.logged_discounts(lists)[..., None]
         above, below = torch.minimum(discounts, self.clip * logged), torch.maximum(discounts, logged / self.clip)
         gains = torch.where(values >= 0, above, below) * values
@@ -211,7 +208,7 @@ class SafeIPW(PlackettLuce):
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {
-        **PlackettLuce.OPTIONS,
+        **{name: kind for name, kind in PlackettLuce.OPTIONS.items() if name not in ("estimator", "trust")},
         "samples": Annotated[int, Field(ge=2)],
         "delta": Annotated[float, Field(gt=0, lt=1)],
     }
@@ -230,7 +227,7 @@ class SafeIPW(PlackettLuce):
         self.logged_requests.fill_(logged if user is None else sessions)
 
     def gains(self, lists: Lists, ranks: Tensor) -> tuple[Tensor, Tensor]:
-        discounts, values = self.discounts(lists)[..., None, :], self.item_values(lists)
+        discounts, values = self.discounts(lists)[..., None, :], self.relevance(lists)
         logged = self.logged_discounts(lists).clamp(min=LEAST_THETA)
         exposure, samples = gains_at(discounts, ranks), len(ranks)
         exposure = torch.where(lists.where, exposure, 0.0)

@@ -17,7 +17,7 @@ from ultr.bias.propensities import theta_by_id
 from ultr.datasets.users import User
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.base import ClickMethod, FeedbackMethod, Learner, MethodInputs, PositionIndex, as_limit
+from ultr.methods.base import FeedbackMethod, Learner, MethodInputs, PositionIndex
 from ultr.utils.distributed import summed
 
 WARM_UP = 20  # first updates, in which θ is the ratio of click rates, its starting value
@@ -268,14 +268,6 @@ class WithPositions(FeedbackMethod):
 
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
         return self.positions.report()
-
-
-class WeightedClicks(WithPositions, ClickMethod):
-    """A method that corrects clicks by θ and ζ, with weights of at most `max_weight`."""
-
-    def __init__(self, inputs: MethodInputs, positions: PositionModel, *, max_weight: float | str) -> None:
-        super().__init__(inputs)
-        self.positions, self.max_weight = positions, as_limit(max_weight)
 
 
 def numbers(values: Tensor) -> list[float]:

@@ -119,19 +119,22 @@ class NetworkFit:
             listeners.on_bias_progress,
             listeners.checkpoint_seconds,
         ).run(method)
+        if not has_checkpoint(folder):
+            if is_main():
+                method.estimate_policy(data.train, seed=config.seed)
+                if data.feeding_user is None and not self._first_weights:
+                    method.start_ranker(data.train, seed=config.seed)
+            copy_from_main(method.state_dict().values())
         if self._first_weights:  # the bias stage may have fitted parts of the ranker to the log
             method.serving().load_state_dict(self._first_weights)
-        elif data.feeding_user is None and not has_checkpoint(folder):
-            if is_main():
-                method.start_ranker(data.train, seed=config.seed)
-            copy_from_main(method.state_dict().values())
         resumed = load_checkpoint(folder, self.state)
         check_equal(self.state.step if resumed else -1, "the step to resume from")
         if is_main():
             rewind_metrics(run, inputs.kind, self.state.step if resumed else -1)
         self.folder, self.run, self.listeners = folder, run, listeners
         self.device = choose_device(config.machine.device)
-        if self.device.type == "cpu" and data.stream is None and data.feeding_user is None:
+        by_row = self.device.type == "cpu" or (method.by_item and lists is None)
+        if by_row and data.stream is None and data.feeding_user is None:
             data = replace(data, train=method.with_targets(data.train))
         self.feed = data.feed(inputs.options, lists)
         self._evaluate_scores = evaluator(config, data, examined.values, self.device)

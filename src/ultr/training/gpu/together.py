@@ -93,6 +93,7 @@ def can_train_together(runs: Sequence[Run]) -> bool:
     return (
         Stack.can_hold([run.fit.method for run in runs], options)
         and all(run.plan.data.stream is None for run in runs)
+        and not any(run.fit.method.by_item and run.log.item_ids is not None for run in runs)
         and all(run.log.actions.keys() == first.actions.keys() for run in runs)
         and min(len(run.log) for run in runs) * (1 - HELD_OUT_SHARE) > max(each.batch for each in options)
         and not any(has_checkpoint(run.of_fit) or (run.of_fit / MODEL).is_dir() for run in runs)
