@@ -112,7 +112,8 @@ class IPW(WithPositions, ClickMethod):
         """Return the propensity that feedback is divided by: α_k, or ρ by item or, without item ids, by stratum."""
         if self.policy is None:
             return self._alpha[self.positions.index(lists.shown_positions)]
-        return lists.actions[PROPENSITY] if PROPENSITY in lists.actions else self.policy(lists, self._alpha)
+        known = lists.actions.get(PROPENSITY)
+        return self.policy.propensity(lists, self._alpha) if known is None else known
 
     @torch.no_grad()
     def relevance(self, lists: Lists) -> Tensor:

@@ -78,31 +78,26 @@ class LoggingStrata(nn.Module):
         places = self.index(torch.from_numpy(np.ascontiguousarray(positions)).to(self.index.ids.device))
         return np.searchsorted(self.edges.cpu().numpy(), score), places.cpu().numpy()
 
-    def count(self, log: Log, *, seed: int) -> np.ndarray:
-        """Call `fit`, and return the weighted number of rows [strata, positions]."""
-        stratum, place = self.fit(log, seed=seed)
-        shape = STRATA, len(self.index)
-        return np.asarray(
-            np.bincount(stratum * shape[1] + place, _row_weights(log), shape[0] * shape[1]).reshape(shape)
-        )
-
 
 class LoggingPositions(nn.Module):
-    """A module from lists and α by position to ρ = E[α_k | stratum], the mean over the positions of similar items."""
+    """The positions at which the logging ranker shows the items of each stratum: rows of the log by both."""
 
     counts: Tensor
 
     def __init__(self, inputs: MethodInputs) -> None:
         super().__init__()
         self.strata = LoggingStrata(inputs)
-        self.register_buffer("counts", torch.ones(STRATA, len(self.strata.index)))  # rows of the log
+        self.register_buffer("counts", torch.ones(STRATA, len(self.strata.index)))
 
     def fit(self, log: Log, *, seed: int) -> None:
-        self.counts.copy_(torch.from_numpy(self.strata.count(log, seed=seed)))
+        """Count the rows of a log by stratum and position."""
+        stratum, place = self.strata.fit(log, seed=seed)
+        cells = np.bincount(stratum * self.counts.shape[1] + place, _row_weights(log), self.counts.numel())
+        self.counts.copy_(torch.from_numpy(cells.reshape(self.counts.shape)))
 
-    def forward(self, lists: Lists, alpha: Tensor) -> Tensor:
-        by_stratum = self.counts @ alpha / self.counts.sum(1).clamp(min=1e-9)
-        return by_stratum[self.strata(lists)]
+    def propensity(self, lists: Lists, alpha: Tensor) -> Tensor:
+        """Return ρ = E[α_k | stratum] of each item, given α by position."""
+        return (self.counts @ alpha / self.counts.sum(1).clamp(min=1e-9))[self.strata(lists)]
 
     @torch.no_grad()
     def by_item(self, log: Log, items: np.ndarray, alpha: Tensor) -> np.ndarray:
@@ -117,36 +112,29 @@ class LoggingPositions(nn.Module):
         for requests, lists in batches.by_length():
             rows = batches.rows(requests, lists.where)[lists.where].cpu().numpy()
             here[rows] = alpha[self.strata.index(lists.shown_positions)][lists.where].cpu().numpy()
-            mean[rows] = self(lists, alpha)[lists.where].cpu().numpy()
+            mean[rows] = self.propensity(lists, alpha)[lists.where].cpu().numpy()
         others = [np.bincount(items, weights * each)[items] - weights * each for each in (here, mean)]
         prior = PRIOR_IMPRESSIONS * np.average(mean, weights=weights)
         ratio = (others[0] + prior) / np.maximum(others[1] + prior, 1e-9)
         return np.asarray(mean * ratio, np.float32)
 
 
-class LoggingWeights(nn.Module):
+class LoggingWeights(LoggingPositions):
     """Weights of items that make the position independent of the stratum, as if positions were given by chance:
 
     w = min(P(k) / P(k | stratum), `max_weight`), divided by its mean over the rows of the log
     """
 
-    table: Tensor
-
     def __init__(self, inputs: MethodInputs, *, max_weight: float) -> None:
-        super().__init__()
-        self.strata, self.max_weight = LoggingStrata(inputs), max_weight
-        self.register_buffer("table", torch.ones(STRATA, len(self.strata.index)))
-
-    def fit(self, log: Log, *, seed: int) -> None:
-        """Estimate P(k | stratum) by the shares of rows in the log."""
-        cells = self.strata.count(log, seed=seed)
-        independent = cells.sum(1, keepdims=True) * cells.sum(0) / max(cells.sum(), 1e-9)
-        ratios = np.divide(independent, cells, out=np.ones_like(cells), where=cells > 0).clip(max=self.max_weight)
-        mean = (cells * ratios).sum() / max(cells.sum(), 1e-9)
-        self.table.copy_(torch.from_numpy(ratios / max(mean, 1e-9)))
+        super().__init__(inputs)
+        self.max_weight = max_weight
 
     def forward(self, lists: Lists) -> Tensor:
-        return self.table[self.strata(lists), self.strata.index(lists.shown_positions)]
+        shares = self.counts / self.counts.sum()
+        independent = shares.sum(1, keepdim=True) * shares.sum(0)
+        ratios = torch.where(shares > 0, independent / shares, 1.0).clamp(max=self.max_weight)
+        table = ratios / (shares * ratios).sum()
+        return table[self.strata(lists), self.strata.index(lists.shown_positions)]
 
 
 def _row_weights(log: Log) -> np.ndarray:
