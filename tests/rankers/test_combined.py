@@ -3,9 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import minimize
 
 from ultr.rankers import FeatureEncoder, make_ranker
-from ultr.rankers.combined import Combined, spread_within
+from ultr.rankers.combined import RIDGE, Combined, likely_weights, spread_within
 
 REQUESTS, ITEMS, FEATURES = 300, 6, 4
 
@@ -134,3 +135,97 @@ def test_the_first_output_alone_has_layers_of_its_own(held_out):
 def test_only_a_network_with_a_skip_can_start_at_a_line():
     with pytest.raises(ValueError, match="skip"):
         make(skip=False).ranker.start_at(torch.zeros(3, FEATURES), torch.zeros(3))
+
+
+# --- Weights by the conditional likelihood ----------------------------------------------------------------------------
+
+
+def feedback_of(scores, theta, request, *, levels=0.0, seed=0, mean=-2.0):
+    """Draw Poisson feedback with the mean θ exp(score + level of the request)."""
+    rng = np.random.default_rng(seed)
+    level = rng.normal(size=request.max() + 1) * levels
+    return rng.poisson(theta * np.exp(scores + level[request] + mean)).astype(float)
+
+
+def toy(*, requests=2000, items=8, columns=2, seed=0):
+    rng = np.random.default_rng(seed)
+    request = np.repeat(np.arange(requests), items)
+    return rng.normal(size=(len(request), columns)), request, rng.uniform(0.2, 1, len(request))
+
+
+def weights_of(columns, request, labels, theta):
+    return likely_weights(*map(torch.from_numpy, (columns, request, labels, np.log(theta)))).numpy()
+
+
+def test_weights_maximise_the_conditional_likelihood():
+    columns, request, theta = toy(requests=150, items=5, columns=3)
+    labels = feedback_of(columns @ [0.8, 0.3, -0.5], theta, request, levels=1.0)
+    dispersion = (labels**2).sum() / labels.sum()
+
+    def loss(weights):
+        value = 0.0
+        for number in range(request.max() + 1):
+            rows = request == number
+            scores = columns[rows] @ weights + np.log(theta[rows])
+            value -= (labels[rows] * (scores - np.log(np.exp(scores).sum()))).sum() / dispersion
+        return value + RIDGE / 2 * ((weights - weights.mean()) ** 2).sum()
+
+    best = minimize(loss, np.full(3, 0.1), bounds=[(0, None)] * 3, method="L-BFGS-B").x
+    np.testing.assert_allclose(weights_of(columns, request, labels, theta), best, atol=1e-3)
+    assert best[2] == 0
+
+
+@pytest.mark.parametrize(("truth", "low", "high"), [(1.0, 0.9, 1.0), (0.5, 0.4, 0.6), (0.0, 0.0, 0.1)])
+@pytest.mark.parametrize("levels", [0.0, 1.5])
+def test_shares_are_recovered_from_many_labels(truth, low, high, levels):
+    columns, request, theta = toy(requests=4000)
+    labels = feedback_of(columns @ [truth, 1 - truth], theta, request, levels=levels)
+    weights = weights_of(columns, request, labels, theta)
+    assert low <= weights[0] / weights.sum() <= high
+    assert weights.sum() == pytest.approx(1, abs=0.1)
+
+
+def test_the_level_of_a_request_does_not_matter():
+    """Of two rankers, the worse one knows how much feedback a request has, which no ranking needs."""
+    rng = np.random.default_rng(0)
+    columns, request, theta = toy(requests=3000)
+    truth, noise = columns.T
+    levels = rng.normal(size=request.max() + 1)[request] * 1.5
+    labels = rng.poisson(theta * np.exp(truth + levels - 3)).astype(float)
+    good, knows_levels = truth + 0.3 * noise, 0.2 * truth + noise
+    alone = weights_of(np.column_stack([good, knows_levels]), request, labels, theta)
+    with_levels = weights_of(np.column_stack([good, knows_levels + 3 * levels]), request, labels, theta)
+    np.testing.assert_allclose(with_levels, alone, atol=1e-6)
+    assert with_levels[0] > 5 * with_levels[1]
+
+    def wins(scores):  # the share of the feedback that is on the first item of each request
+        first = np.array([rows[scores[rows].argmax()] for rows in np.split(np.arange(len(scores)), len(scores) // 8)])
+        return np.exp(truth[first]).mean()
+
+    best = max(wins(good), wins(knows_levels))
+    assert wins(good * with_levels[0] + knows_levels * with_levels[1]) > 0.999 * best
+
+
+def test_few_labels_leave_equal_weights_and_none_leave_no_weight():
+    columns, request, theta = toy(requests=100)
+    labels = np.zeros(len(request))
+    assert not weights_of(columns, request, labels, theta).any()
+    labels[np.argmax(columns.sum(1))] = 1
+    weights = weights_of(columns, request, labels, theta)
+    assert weights[0] == pytest.approx(weights[1], rel=0.2)
+
+
+def test_a_ranker_in_the_wrong_direction_has_no_weight():
+    columns, request, theta = toy()
+    labels = feedback_of(columns[:, 0], theta, request)
+    wrong, right = -columns[:, 0] + 0.1 * columns[:, 1], columns[:, 0] + 2 * columns[:, 1]
+    weights = weights_of(np.column_stack([wrong, right]), request, labels, theta)
+    assert weights[0] == 0 < weights[1]
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e12])
+def test_weights_do_not_depend_on_the_scale_of_labels(scale):
+    columns, request, theta = toy()
+    labels = feedback_of(columns @ [0.7, 0.2], theta, request)
+    expected = weights_of(columns, request, labels, theta)
+    np.testing.assert_allclose(weights_of(columns, request, labels * scale, theta), expected, rtol=1e-6)

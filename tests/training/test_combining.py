@@ -16,7 +16,6 @@ from runs import FEEDBACK, KNOWN, Killed, feedback_log, kill, killed_at, quick, 
 from training.test_update import STILL, day, read
 from training.test_warm_start import config, write
 from ultr.errors import OptionError, UltrError
-from ultr.rankers.combined import likely_share
 from ultr.rankers.model import load_model
 from ultr.serving.export import export_run
 from ultr.training.config import make_config
@@ -117,41 +116,6 @@ def test_trees_that_fail_leave_the_network_for_the_next_attempt(both, log, tmp_p
     run = run_training(quick(log, **BOTH), tmp_path / "run", resume=True, listeners=steps_to(steps))
     assert {ranker for ranker, _ in steps} == {"lightgbm"}
     np.testing.assert_array_equal(scores(run, log), scores(both, log))
-
-
-@pytest.mark.parametrize(("truth", "low", "high"), [(1.0, 0.9, 1.0), (0.5, 0.35, 0.65), (0.0, 0.0, 0.1)])
-def test_the_share_is_recovered_from_many_labels(truth, low, high):
-    rng = np.random.default_rng(0)
-    first, second = rng.normal(size=(2, 20_000))
-    theta = rng.uniform(0.2, 1, 20_000)
-    labels = rng.poisson(theta * np.exp(truth * first + (1 - truth) * second - 2)).astype(float)
-    share = likely_share(*map(torch.from_numpy, (first, second, labels, np.log(theta))))
-    assert low <= share <= high
-
-
-def test_the_share_is_near_a_half_if_labels_tell_nothing():
-    first, second = torch.randn(2, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert likely_share(first, second, torch.zeros(200), torch.zeros(200)) == pytest.approx(0.5, abs=0.01)
-
-
-def test_a_ranker_in_the_wrong_direction_has_no_share():
-    rng = np.random.default_rng(0)
-    truth, noise = rng.normal(size=(2, 4000))
-    labels = rng.poisson(np.exp(truth - 2)).astype(float)
-    wrong, right = torch.from_numpy(-truth + 0.1 * noise), torch.from_numpy(truth + 2 * noise)
-    assert likely_share(wrong, right, torch.from_numpy(labels), torch.zeros(4000, dtype=torch.float64)) < 0.2
-
-
-@pytest.mark.parametrize("scale", [1e-6, 1e12])
-def test_the_share_does_not_depend_on_the_scale_of_labels(scale):
-    rng = np.random.default_rng(0)
-    first, second = rng.normal(size=(2, 4000))
-    labels = rng.poisson(np.exp(first - 2)).astype(float)
-    given = [torch.from_numpy(each) for each in (first, second)]
-    theta = torch.zeros(4000, dtype=torch.float64)
-    shares = [likely_share(*given, torch.from_numpy(labels * by), theta) for by in (1.0, scale)]
-    assert shares[0] == pytest.approx(shares[1], abs=1e-4)
-    assert shares[0] > 0.8
 
 
 # --- Updates ----------------------------------------------------------------------------------------------------------

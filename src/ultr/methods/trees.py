@@ -154,7 +154,9 @@ class TreePairwiseEM(TreeMethod):
             learned = (scores[0] / spreads[0] + scores[1] / spreads[1]) / 2
             of_anchor = score_rows(anchor, validation.features)
             of_anchor_spread = spread(of_anchor)
-            share, of_linear = self._shares(np.column_stack([learned, of_anchor / of_anchor_spread]), validation)
+            share, of_linear = self._shares(
+                np.column_stack([learned, of_anchor / of_anchor_spread]), request, validation
+            )
             weights = np.append(share * weights / 2, of_linear / of_anchor_spread)
             parts.append(Part(anchor, "linear"))
         blend = [replace(part, weight=float(weight)) for part, weight in zip(parts, weights, strict=True)]
@@ -171,11 +173,12 @@ class TreePairwiseEM(TreeMethod):
         ranker.start_at(torch.from_numpy(anchor.slopes[None]), torch.tensor([anchor.constant]))
         return ranker
 
-    def _shares(self, columns: np.ndarray, validation: Log) -> tuple[float, float]:
+    def _shares(self, columns: np.ndarray, request: torch.Tensor, validation: Log) -> tuple[float, float]:
         """Return the weights of two columns of scores, by the likelihood of the validation requests."""
         if (feedback := self.feedback(validation)) is None:
             return 1.0, 0.0
-        learned, linear = likely_weights(torch.from_numpy(columns).double(), *map(torch.from_numpy, feedback)).tolist()
+        found = likely_weights(torch.from_numpy(columns).double(), request, *map(torch.from_numpy, feedback))
+        learned, linear = found.tolist() if found.any() else (0.0, 1.0)
         return learned, linear
 
     def feedback(self, log: Log) -> tuple[np.ndarray, np.ndarray] | None:

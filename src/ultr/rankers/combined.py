@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -56,9 +57,7 @@ class Blend(nn.Module):
 # A ranker with several views of the same items: a score learned from pairs, the likelihood, and a linear anchor.
 
 ITERATIONS = 20  # of Newton's method
-RIDGE = 1.0  # of the weights of the terms
-LARGEST_LOG_RATE = 20.0
-SHARES = 21  # of one of two rankers in their sum, that are tried
+RIDGE = 1.0  # of the differences of the weights of the terms
 
 
 class Combined(nn.Module):
@@ -97,8 +96,7 @@ class Combined(nn.Module):
         """Set the weights from rows that were not learned from; `request` has the number of the request of each.
 
         f and log(β μ), each divided by its deviation within requests, have the same weight u. If the feedback of the
-        rows is known, u and the weight v of a are those with the largest likelihood: E[c] = θ exp(const + u s + v a),
-        neither below 0. So a network that has learned nothing that lasts leaves the order to its anchor.
+        rows is known, u and the weight v of a are the `likely_weights`; with none above 0, the order is the anchor's.
         """
         terms = self.terms(features)
         spreads = [spread_within(term, request) for term in terms]
@@ -106,65 +104,70 @@ class Combined(nn.Module):
         shares = torch.tensor([1.0, 0.0], dtype=torch.float64, device=features.device)
         if labels is not None and log_theta is not None and bool(terms[2].any()):
             columns = torch.stack([learned, terms[2] / spreads[2]], -1).double()
-            shares = likely_weights(columns, labels.double(), log_theta.double())
+            found = likely_weights(columns, request, labels.double(), log_theta.double())
+            shares = torch.where(found.any(), found, shares.flip(0))
         weights = torch.stack([shares[0] / spreads[0] / 2, shares[0] / spreads[1] / 2, shares[1] / spreads[2]])
         self.weights.copy_(weights)
 
 
-def likely_weights(columns: Tensor, labels: Tensor, log_theta: Tensor) -> Tensor:
-    """Return the weights of two columns, at least 0, by Poisson regression with the offset log θ."""
-    columns = columns - columns.mean(0)
-    both, value = _regressed(columns, labels, log_theta)
-    found, best = both, torch.where((both >= 0).all(), value, -torch.inf)
-    for i in range(2):
-        (slope,), value = _regressed(columns[:, i : i + 1], labels, log_theta)
-        value = torch.where(slope > 0, value, -torch.inf)
-        alone = torch.zeros_like(both)
-        alone[i] = slope
-        better = value > best
-        found, best = torch.where(better, alone, found), torch.where(better, value, best)
-    return torch.where(best > -torch.inf, found, torch.tensor([0.0, 1.0]).to(both))
+def likely_weights(columns: Tensor, request: Tensor, labels: Tensor, log_theta: Tensor) -> Tensor:
+    """Return the weights u >= 0 of scores [rows, columns] that make the feedback most likely, given each request.
 
-
-def likely_share(first: Tensor, second: Tensor, labels: Tensor, log_theta: Tensor) -> float:
-    """Return the share of the first of two columns in their sum: its mean under the likelihood of the labels.
-
-    All shares from 0 to 1 are equally likely before. E[c] = θ exp(const + u (share first + (1 - share) second)), with
-    the best const and the best u >= 0 for each share. A few labels leave the share near a half; many decide it.
+    The likelihood is that of which items of a request have the feedback, Σ c_i log(θ_i e^{u·s_i} / Σ_j θ_j e^{u·s_j}),
+    so the feedback that a request has in all does not matter: no ranking needs it. A normal prior pulls the weights
+    towards each other, so that few labels leave equal weights. All are 0 if no weights above 0 are better than none.
     """
-    if not bool((labels > 0).any()):
-        return 0.5
-    shares = torch.linspace(0, 1, SHARES, dtype=torch.float64)
-    _, without = _regressed(torch.zeros_like(first)[:, None], labels, log_theta)  # u = 0
-    values = []
-    for share in shares.tolist():
-        column = share * first + (1 - share) * second
-        (slope,), value = _regressed((column - column.mean())[:, None], labels, log_theta)
-        values.append(torch.where(slope > 0, value, without))
-    return float((torch.stack(values).cpu().softmax(0) * shares).sum())
+    found = columns.new_zeros(columns.shape[1])
+    best = _conditional(columns[:, :0], request, labels, log_theta)[1]
+    for count in range(columns.shape[1], 0, -1):
+        for used in combinations(range(columns.shape[1]), count):
+            weights, value = _conditional(columns[:, list(used)], request, labels, log_theta, of=columns.shape[1])
+            better = (weights >= 0).all() & (value > best)
+            all_weights = columns.new_zeros(columns.shape[1]).index_copy(
+                0, torch.tensor(used, device=columns.device), weights
+            )
+            found, best = torch.where(better, all_weights, found), torch.where(better, value, best)
+    return found
 
 
-def _regressed(columns: Tensor, labels: Tensor, log_theta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slopes of a Poisson regression by Newton's method, and its log-likelihood with them."""
-    inputs = torch.cat([torch.ones_like(columns[:, :1]), columns], -1)
-    labels = labels / labels.mean().clamp(min=torch.finfo(labels.dtype).tiny)  # the slopes do not depend on their scale
-    dispersion = labels.square().sum() / labels.sum().clamp(min=1e-9)
-    ridge = RIDGE * torch.diag(torch.tensor([0.0] + [1.0] * columns.shape[1]).to(inputs))
-    values = torch.zeros(inputs.shape[1]).to(inputs)
-    values[0] = (labels.sum().clamp(min=1e-9) / log_theta.exp().sum()).log()
+def _conditional(
+    columns: Tensor, request: Tensor, labels: Tensor, log_theta: Tensor, of: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of the columns, by Newton's method, and the log-likelihood with them less their penalty.
 
-    def mean() -> Tensor:
-        return (inputs @ values + log_theta).clamp(max=LARGEST_LOG_RATE).exp()
+    The penalty is RIDGE/2 times the squared deviation of the weights from their mean over all `of` columns; those that
+    are not among the `columns` have weight 0.
+    """
+    count, requests = columns.shape[1], len(request)
+    weights = columns.new_zeros(count)
+    penalty = RIDGE * (torch.eye(count) - 1 / max(1, of)).to(columns)
+    dispersion = labels.square().sum() / labels.sum().clamp(min=torch.finfo(labels.dtype).tiny)
+    labels = labels / dispersion.clamp(min=torch.finfo(labels.dtype).tiny)
 
-    for _ in range(ITERATIONS):
-        rate = mean()
-        slope = inputs.T @ (labels - rate) / dispersion - ridge @ values
-        curvature = (inputs * rate[:, None]).T @ inputs / dispersion + ridge
-        curvature = curvature + 1e-9 * torch.eye(len(values)).to(inputs)
-        values = values + torch.linalg.solve(curvature, slope).clamp(-2, 2)
-    rate = mean()
-    likelihood = (labels * rate.clamp(min=1e-30).log() - rate).sum() / dispersion - values @ ridge @ values / 2
-    return values[1:], likelihood
+    def by_request(values: Tensor) -> Tensor:
+        return values.new_zeros(requests, *values.shape[1:]).index_add(0, request, values)
+
+    totals = by_request(labels)
+
+    def fitted() -> tuple[Tensor, Tensor]:
+        scores = columns @ weights + log_theta
+        top = torch.full_like(scores, -torch.inf).scatter_reduce(0, request, scores, "amax")
+        rate = (scores - top[request]).exp()
+        sums = by_request(rate)
+        level = top + sums.clamp(min=1e-300).log()
+        likelihood = (labels * scores).sum() - torch.where(totals > 0, totals * level, 0.0).sum()
+        return rate / sums[request], likelihood - weights @ penalty @ weights / 2
+
+    share, value = fitted()
+    for _ in range(ITERATIONS if count else 0):
+        mean = by_request(share[:, None] * columns)
+        expected = totals[request] * share
+        slope = columns.T @ (labels - expected) - penalty @ weights
+        curvature = (columns * expected[:, None]).T @ columns - (mean * totals[:, None]).T @ mean + penalty
+        step = torch.linalg.solve(curvature + 1e-9 * torch.eye(count).to(columns), slope)
+        weights = weights + step.clamp(-2, 2)
+        share, value = fitted()
+    return weights, value
 
 
 def spread_within(scores: Tensor, request: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ultr.bias.examination import Examination
 from ultr.log.labels import Label
 from ultr.methods.base import PositionIndex
 from ultr.methods.position_model import LEAST_THETA
-from ultr.rankers.combined import Blend, Part, likely_share, spread_within
+from ultr.rankers.combined import Blend, Part, likely_weights, spread_within
 from ultr.training.config import is_trees
 from ultr.training.data import Data
 from ultr.training.fitting import Fitted
@@ -31,17 +31,15 @@ class Ranker:
 def combine(fits: Sequence[Fitted], data: Data, examination: Examination | None) -> Ranker:
     """Return the ranker of a run: its only fit, or the sum of a network and trees.
 
-    Scores are divided by their deviation within requests. The likelihood of the feedback on the validation rows decides
-    the shares; each is a half if no feedback is known.
+    Scores are divided by their deviation within requests. The likelihood of the feedback on the validation rows, given
+    each request, decides the shares; they are equal if no feedback is known.
     """
     if len(fits) == 1:
         return Ranker(fits[0].ranker, fits[0].scores)
     request = torch.from_numpy(np.ascontiguousarray(data.validation.request_of_row))
     spreads = [float(spread_within(torch.from_numpy(fit.scores), request)) for fit in fits]
-    one, other = (torch.from_numpy(fit.scores / spread).double() for fit, spread in zip(fits, spreads, strict=True))
-    feedback = _feedback(data, examination)
-    share = 0.5 if feedback is None else likely_share(one, other, *feedback)
-    shares = [share, 1 - share]
+    columns = np.column_stack([fit.scores / spread for fit, spread in zip(fits, spreads, strict=True)])
+    shares = _shares(torch.from_numpy(columns).double(), request, _feedback(data, examination))
     # Trees come first, as `Model` and the converters of a sum expect them.
     trees_first = sorted(zip(fits, shares, spreads, strict=True), key=lambda each: not is_trees(each[0].kind))
     parts = [
@@ -49,9 +47,17 @@ def combine(fits: Sequence[Fitted], data: Data, examination: Examination | None)
         for fit, weight, spread in trees_first
         for part in _parts(fit)
     ]
-    scores = share * one + (1 - share) * other
     kinds = (fit.kind for fit in fits)
-    return Ranker(Blend(parts), scores.numpy(), dict(zip(kinds, shares, strict=True)))
+    return Ranker(Blend(parts), columns @ shares, dict(zip(kinds, shares, strict=True)))
+
+
+def _shares(columns: Tensor, request: Tensor, feedback: tuple[Tensor, Tensor] | None) -> list[float]:
+    """Return the share of each column of scores in their sum."""
+    equal = [1 / columns.shape[1]] * columns.shape[1]
+    if feedback is None:
+        return equal
+    weights = likely_weights(columns, request, *feedback)
+    return (weights / weights.sum()).tolist() if weights.any() else equal
 
 
 def _parts(fit: Fitted) -> tuple[Part, ...]:
