@@ -57,8 +57,8 @@ def ours(library: str, log: Log, theta: dict[int, float], rounds: int) -> None:
         propensities=theta,
         binary=("click",),
     )
-    task = make_tree_method("direct", inputs).task(log)
-    how = Boosting(rounds, RATE, library_options=task.library_options or {})
+    (task,) = make_tree_method("direct", inputs).tasks(log)
+    how = Boosting(rounds, RATE, library_options=task.library_options)
     BOOSTERS[library].grow(task.rows, how, lambda *_: False)
 
 

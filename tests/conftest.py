@@ -42,7 +42,6 @@ SLOW = (
     "experiments/",
     "hardening/",
     "log/prepare/",
-    "methods/test_boosted_bias.py",
     "methods/test_contract.py",
     "methods/test_pairwise_em.py",
     "report/",

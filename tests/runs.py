@@ -29,7 +29,6 @@ QUICK: dict[str, Any] = {
     "network.batch": 16,
     "network.evaluate_every": 4,
     "trees.rounds": 8,
-    "trees.bias_rounds": 8,
     "trees.evaluate_every": 4,
     "trees.patience": 0,
 }

@@ -14,7 +14,7 @@ from ultr.errors import OptionError
 from ultr.training.config import flat
 from ultr.training.folder import read_config
 
-FEW = {"steps": 6, "bias_steps": 4, "trees.rounds": 6, "trees.evaluate_every": 3, "trees.bias_rounds": 3}
+FEW = {"steps": 6, "bias_steps": 4, "trees.rounds": 6, "trees.evaluate_every": 3}
 FEW_SET = tuple(word for name, value in FEW.items() for word in ("--set", f"{name}={value}"))
 
 

@@ -84,7 +84,7 @@ def test_unknown_positions_have_the_lowest_examination(model):
 def test_off_policy_metrics_need_a_model(log):
     with pytest.raises(DataError, match=r"train again with training\.select=off-policy-reward@10"):
         evaluate_requests(log, np.zeros(log.rows), ["off-policy-reward@10"], label="click")
-    with pytest.raises(OptionError, match="reward@k, dcg@k and gain@k"):
+    with pytest.raises(OptionError, match="reward@k, dcg@k, gain@k and likelihood"):
         make_config("x", select="off-policy-ndcg@10")
 
 
@@ -96,7 +96,7 @@ def test_runs_of_a_log_have_the_same_model_whatever_their_method(log, tmp_path):
     ]
     one, other = (read_json(run / "off-policy" / "model.json") for run in runs)
     assert one == other
-    assert all("off-policy-gain@10" in line for line in read_metrics(runs[0]))
+    assert all("off-policy-likelihood" in line for line in read_metrics(runs[0]))
 
 
 def test_feedback_selects_runs_with_users_unless_an_off_policy_metric_is_chosen(tmp_path, small_synthetic):

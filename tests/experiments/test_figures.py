@@ -124,7 +124,7 @@ def test_figure_3_tunes_every_method_at_every_eta(tmp_path, calls):
         assert plan.reference == "lambdarank"
         metric = "ndcg" if plan.base.label == "click" else "reward"
         assert plan.metrics == [f"{metric}@{k}" for k in (3, 5, 10)]
-        assert plan.base.selection == "off-policy-gain@10"
+        assert plan.base.selection == "off-policy-likelihood"
         assert (plan.seeds, plan.rates, plan.base.simulation.sessions) == (4, QUICK.rates, 5000)
         assert all(plan.choices(entry) == {"lr": [*QUICK.rates]} for entry in plan.entries)
     assert [p.out.relative_to(tmp_path / "runs" / "quick").as_posix() for p in plans[::5]] == [
@@ -143,7 +143,7 @@ def test_figure_4_tunes_every_method_at_every_delta(tmp_path, calls):
     for plan in plans:
         assert [entry.text for entry in plan.entries] == ENTRIES
         assert plan.base.simulation.user_options == {"eta": 1.0, "epsilon": 0.1}
-        assert plan.base.selection == "off-policy-gain@10"
+        assert plan.base.selection == "off-policy-likelihood"
         assert all(plan.choices(entry)["lr"] == list(FULL.rates) for entry in plan.entries)
     assert len({plan.out for plan in plans}) == 10
 

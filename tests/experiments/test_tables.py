@@ -622,7 +622,7 @@ def test_a_world_sets_the_configuration_of_its_runs(tmp_path, world, name, label
     assert plan.out == tmp_path / "runs" / "quick" / name
     assert plan.base.label == label
     assert plan.metrics == [f"{metric}@{k}" for k in (3, 5, 10)]
-    assert plan.base.selection == (f"{metric}@10" if world.select == TRUTH else "off-policy-gain@10")
+    assert plan.base.selection == (f"{metric}@10" if world.select == TRUTH else "off-policy-likelihood")
     data, simulation, network = plan.base.data, plan.base.simulation, plan.base.network
     assert (data.source, data.folder, plan.base.machine.device) == (world.data, "there", "cpu")
     assert (simulation.users, simulation.sessions, simulation.logging) == (world.users, world.sessions, world.logging)

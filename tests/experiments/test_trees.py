@@ -70,7 +70,7 @@ def test_all_rows_have_the_same_budget_and_less_with_quick(made):
         ("synthetic", 30_000),
     }
     assert {base.rankers for base in bases} == {("lightgbm",)}
-    assert {base.selection for base in bases} == {"off-policy-gain@10", "reward@10", "ndcg@10"}
+    assert {base.selection for base in bases} == {"off-policy-likelihood", "reward@10", "ndcg@10"}
     assert {tuple(plan.metrics) for plan in plans} == {
         tuple(f"{name}@{k}" for k in (3, 5, 10)) for name in ("reward", "ndcg")
     }

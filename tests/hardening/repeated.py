@@ -23,7 +23,7 @@ from ultr.training.config import make_config
 from ultr.training.run import run_training
 
 LOG = Path("log.parquet")
-FEW = {"network.steps": 6, "network.evaluate_every": 3, "batch": 16, "bias_steps": 6, "bias_rounds": 6, "rounds": 6}
+FEW = {"network.steps": 6, "network.evaluate_every": 3, "batch": 16, "bias_steps": 6, "rounds": 6}
 CONFIG = make_config(str(LOG), ranker="mlp", hidden=(8,), dropout=0.1, device="cpu", **FEW)
 LEAVES = {"min_data_in_leaf": 5}
 

@@ -170,7 +170,7 @@ for command in {commands!r}:
         assert not end.code, (command, end.code)
     print("DONE", command[0], file=sys.__stderr__)
 """
-FEW_STEPS = ["--steps", "3", "--set", "bias_steps=3", "--set", "bias_rounds=3", "--device", "cpu"]
+FEW_STEPS = ["--steps", "3", "--set", "bias_steps=3", "--device", "cpu"]
 SMALL = ["--ranker", "mlp", "--set", "hidden=4", "--set", "batch=16", *FEW_STEPS]
 COMPARED = ["--methods", "pointwise,lambdarank", "--seeds", "1", "--lrs", "0.1", "--jobs", "1"]
 FEW = [

@@ -87,7 +87,7 @@ def test_values_have_a_hurdle_and_clicks_a_probability():
     assert make_method("direct", inputs(label=Label("click"))).likelihood == "binary"
     assert make_method("direct", inputs(label=Label("click"), binary=())).likelihood == "hurdle"
     for ranker in ("lightgbm", "xgboost"):
-        assert make_tree_method("direct", inputs(ranker=ranker)).likelihood == "tweedie"
+        assert make_tree_method("direct", inputs(ranker=ranker)).likelihood == "hurdle"
         assert make_tree_method("direct", inputs(ranker=ranker, label=Label("click"))).likelihood == "poisson"
     for make, ranker in ((make_method, "mlp"), (make_tree_method, "lightgbm")):
         with pytest.raises(OptionError, match="true labels have none"):
@@ -114,7 +114,7 @@ def test_trees_are_those_of_the_library_with_the_logarithm_of_theta_as_offset(li
     label = Label(BOTH)(log.actions)
     scores = {}
     for ranker in ("lightgbm", "xgboost"):
-        task = make_tree_method("direct", inputs(ranker=ranker), likelihood=likelihood).task(log)
+        (task,) = make_tree_method("direct", inputs(ranker=ranker), likelihood=likelihood).tasks(log)
         np.testing.assert_allclose(task.rows.offset, offset, rtol=1e-6)
         grown = []
         how = Boosting(7, 0.1, library_options=task.library_options)
@@ -131,6 +131,27 @@ def test_trees_are_those_of_the_library_with_the_logarithm_of_theta_as_offset(li
     np.testing.assert_allclose(scores["xgboost"], margins, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("ranker", ["lightgbm", "xgboost"])
+def test_a_hurdle_has_trees_of_all_clicks_and_trees_of_the_values_of_clicked_rows(ranker):
+    log = log_of(requests=50)
+    label, weights = Label(BOTH)(log.actions), np.repeat(log.weights, log.lengths)
+    clicked = label > 0
+    method = make_tree_method("direct", inputs(ranker=ranker))
+    clicks, values = method.tasks(log)
+    np.testing.assert_array_equal(clicks.rows.label, clicked)
+    np.testing.assert_allclose(clicks.rows.offset, np.log([max(THETA[k], 0.01) for k in log.positions]), rtol=1e-6)
+    np.testing.assert_array_equal(values.rows.features, log.features[clicked])
+    np.testing.assert_allclose(values.rows.label, label[clicked])
+    np.testing.assert_allclose(values.rows.weights, weights[clicked])
+    assert values.rows.offset is None
+    objectives = {"lightgbm": ["poisson", "gamma"], "xgboost": ["count:poisson", "reg:gamma"]}[ranker]
+    assert [task.library_options["objective"] for task in (clicks, values)] == objectives
+    scores = np.random.default_rng(0).normal(size=log.rows)
+    expected = np.mean([c / np.exp(s) + s for c, s in zip(label, scores, strict=True) if c > 0])
+    assert values.loss(log, scores) == pytest.approx(expected)
+    assert len(method.tasks(replace(log, actions={name: 0 * each for name, each in log.actions.items()}))) == 1
+
+
 def test_trees_with_an_offset_rank_better_than_without():
     user = User(epsilon=0.02)
     shown = make_shown_log(requests=1500, features=FEATURES, seed=1)
@@ -138,7 +159,8 @@ def test_trees_with_an_offset_rank_better_than_without():
     theta = {k: float(user.theta(torch.tensor([k]))) for k in POSITIONS}
     correlations = []
     for known in (theta, dict.fromkeys(POSITIONS, 1.0)):
-        task = make_tree_method("direct", inputs(ranker="lightgbm", label=Label("click"), propensities=known)).task(log)
+        method = make_tree_method("direct", inputs(ranker="lightgbm", label=Label("click"), propensities=known))
+        (task,) = method.tasks(log)
         data = lightgbm.Dataset(task.rows.features, task.rows.label, init_score=task.rows.offset)
         trees = lightgbm.train({**lightgbm_parameters(0.1, 0, 0), **task.library_options}, data, 30)
         scores = trees.predict(log.features, raw_score=True)

@@ -99,7 +99,7 @@ def test_rounds_add_up(library, toy):
 def test_rounds_of_a_mean_add_up_too(library, toy):
     """Labels are far from zero: the base score must count once."""
     log = make_log(label=20 + toy[0].features[:, 0])
-    task = tree_method("pointwise", library).task(log)
+    (task,) = tree_method("pointwise", library).tasks(log)
     booster, features = grown(library, task.rows, library_options=task.library_options), toy[0].features
     parts = [booster.predict(features, first, last) for first, last in ((0, 3), (3, 8))]
     np.testing.assert_allclose(sum(parts), booster.predict(features), rtol=1e-5)
@@ -294,9 +294,9 @@ def tree_method(name: str, library: str, **options):
 def test_lightgbm_rejects_labels_that_are_not_whole_numbers():
     for label in (None, np.arange(REQUESTS * ITEMS) % 40):
         with pytest.raises(DataError, match=r"method\.labels to buckets or click"):
-            tree_method("lambdarank", "lightgbm").task(make_log(label))
+            tree_method("lambdarank", "lightgbm").tasks(make_log(label))
     levels = np.arange(REQUESTS * ITEMS) % 31
-    np.testing.assert_array_equal(tree_method("lambdarank", "lightgbm").task(make_log(levels)).rows.label, levels)
+    np.testing.assert_array_equal(tree_method("lambdarank", "lightgbm").tasks(make_log(levels))[0].rows.label, levels)
 
 
 @every_library
@@ -306,7 +306,7 @@ def test_a_library_ranks_by_its_own_objective(library, labels, correction):
     log = make_log(weights=np.linspace(0.5, 2, REQUESTS).astype(np.float32))
     if library == "lightgbm" and labels == "values":
         log = make_log(np.arange(REQUESTS * ITEMS) % 4 * (log.features[:, 0] > 0.4), weights=log.weights)
-    task = tree_method("lambdarank", library, labels=labels, correction=correction).task(log)
+    (task,) = tree_method("lambdarank", library, labels=labels, correction=correction).tasks(log)
     options, value = dict(task.library_options), log.actions["dwell"]
     assert task.objective is None
     assert options["objective"] == ("lambdarank" if library == "lightgbm" else "rank:ndcg")
@@ -324,14 +324,14 @@ def test_a_library_ranks_by_its_own_objective(library, labels, correction):
 
 def test_correction_needs_positions():
     with pytest.raises(DataError, match="--position"):
-        tree_method("lambdarank", "xgboost", correction="own").task(make_log(positions=False))
+        tree_method("lambdarank", "xgboost", correction="own").tasks(make_log(positions=False))
 
 
 @every_library
 def test_pointwise_trees_predict_the_label(library):
     weights = np.linspace(0.5, 2, REQUESTS).astype(np.float32)
     log = make_log(weights=weights)
-    task, label = tree_method("pointwise", library).task(log), log.actions["dwell"]
+    (task,), label = tree_method("pointwise", library).tasks(log), log.actions["dwell"]
     assert task.rows.lengths is None
     np.testing.assert_array_equal(task.rows.row_weights, np.repeat(weights, ITEMS))
     scores = grown(library, task.rows, library_options=task.library_options).predict(log.features)

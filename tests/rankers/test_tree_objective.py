@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from itertools import permutations
 
 import numpy as np
 import pyarrow as pa
@@ -12,11 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import binary_cross_entropy_with_logits
 
-import ultr.rankers
-from ultr.bias.equations import PairModel, pair_posterior, preference_target, sums_by_cell, trust_terms
-from ultr.errors import DataError, MissingExtraError
+from ultr.errors import DataError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.log.labels import Label
@@ -24,7 +19,7 @@ from ultr.methods import MethodInputs, make_tree_method
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.trees import pair_terms
 from ultr.rankers.boosters import BOOSTERS, Boosting
-from ultr.rankers.tree_objective import CURVATURE, Kind, PairTerms, PairwiseObjective, kernels, preference_step
+from ultr.rankers.tree_objective import CURVATURE, Kind, PairTerms, PairwiseObjective
 
 LENGTHS = (1, 2, 3, 17, 2)
 POSITIONS = (3, 7, 12, 40, 41, 99)
@@ -202,13 +197,6 @@ def test_threads_change_no_bit_of_the_derivatives(kind, threads):
         assert np.array_equal(a, b)
 
 
-def test_threads_change_no_bit_of_the_step_of_preferences(threads):
-    case = preferences(tuple(np.random.default_rng(0).integers(1, 20, 300)))
-    one, two = threads(lambda: preference_step(*case))
-    for a, b in zip(one, two, strict=True):
-        assert np.array_equal(a, b)
-
-
 # --- Comparison with torch ----------------------------------------------------------------------------------------
 
 
@@ -234,7 +222,7 @@ def tree_method(seed: int = 0, *, ranker: str = "lightgbm", truth: bool = False,
     """Make a method whose bias model has arbitrary values, as if it was trained."""
     torch.manual_seed(seed)
     inputs = MethodInputs(Label(), FEATURES, POSITIONS, ranker=ranker, truth=truth, feature_names=tuple("abc"))
-    method = make_tree_method("pairwise-em", inputs, **options)
+    method = make_tree_method("pairwise-em", inputs, final="pairs", **options)
     model, size = method.pair_model().bias_model, len(POSITIONS)
     if truth:
         return method
@@ -305,7 +293,7 @@ def unseen(log: Log) -> Log:
 def test_feedback_without_positions_is_rejected():
     method, log = tree_method(loss="ipw"), unseen(make_log([3, 2]))
     with pytest.raises(DataError, match="--position"):
-        method.task(log)
+        method.tasks(log)
 
 
 @pytest.mark.parametrize("options", [{"loss": "posterior"}, {"loss": "opt", "weights": "exact"}], ids=["value", "pair"])
@@ -313,7 +301,7 @@ def test_feedback_without_positions_is_rejected():
 def test_grown_trees_have_the_loss_of_torch_and_lower_it(ranker, options):
     log = make_log(np.random.default_rng(0).integers(1, 7, 400))
     method = tree_method(1, ranker=ranker, **options)
-    task, found = method.task(log), []
+    (task,), found = method.tasks(log), []
     # The bias model of seed 1 values clicked items more than others.
     # Leaves can be small, because only the training loss is checked.
     parameters = {"min_data_in_leaf": 5} if ranker == "lightgbm" else {"min_child_weight": 0.1}
@@ -326,66 +314,3 @@ def test_grown_trees_have_the_loss_of_torch_and_lower_it(ranker, options):
         assert task.objective.loss(scores) < 0.7 * task.objective.loss(np.zeros(log.rows))
     clicked, scored = log.actions["click"] > 0, np.asarray(scores)
     assert scored[clicked].mean() > scored[~clicked].mean() + 0.3
-
-
-# --- The E-step of pairs ------------------------------------------------------------------------------------------
-
-
-def preferences(lengths, seed: int = 0, places: int = 4) -> tuple:
-    rng = np.random.default_rng(seed)
-    rows = sum(lengths)
-    plus = rng.uniform(0.4, 1, (places, places))
-    return (
-        rng.normal(size=rows),
-        offsets_of(lengths),
-        rng.uniform(0.5, 2, len(lengths)),
-        rng.integers(0, 3, rows).astype(np.float64),
-        rng.uniform(0.05, 1, rows),
-        rng.uniform(0.01, 0.99, rows),
-        rng.integers(0, places, rows),
-        plus,
-        plus * rng.uniform(size=plus.shape),
-    )
-
-
-@given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=80), seed=st.integers(0, 10**6))
-@settings(max_examples=20)
-def test_the_step_of_preferences_equals_the_posterior_of_pairs(lengths, seed):
-    case = preferences(lengths, seed)
-    gradient, curvature, sums = preference_step(*case)
-    found = [
-        (q, *pair) for q, first in enumerate(case[1][:-1]) for pair in permutations(range(first, case[1][q + 1]), 2)
-    ]
-    if not found:
-        assert not np.concatenate([gradient, curvature, sums.ravel()]).any()
-        return
-    request, i, j = torch.tensor(found).unbind(1)
-    g, _, weights, label, theta, beta, place, plus, minus = map(torch.from_numpy, case)
-    g.requires_grad_()
-    gap, k, m, weight = g[i] - g[j], place[i], place[j], weights[request]
-    preferred, gamma = label[i] > label[j], gap.detach().sigmoid()
-    posterior = pair_posterior(PairModel(theta[i], theta[j], plus[k, m], minus[k, m], gamma, beta[i]))
-    target = preference_target(preferred, gamma, posterior)
-    (weight * binary_cross_entropy_with_logits(gap, target, reduction="none")).sum().backward()
-    np.testing.assert_allclose(gradient, g.grad, atol=1e-10)
-    bend = weight * gamma * (1 - gamma)
-    np.testing.assert_allclose(curvature, sums_by_cell(torch.cat([bend, bend]), torch.cat([i, j]), len(g)), atol=1e-10)
-    for n, term in enumerate(trust_terms(preferred, posterior)):
-        expected = sums_by_cell(weight * term, k * len(plus) + m, plus.numel())
-        np.testing.assert_allclose(sums[n].ravel(), expected, atol=1e-10)
-
-
-# --- Without numba ------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    given = terms()
-    kernels.cache_clear()
-    monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "ultr.rankers.tree_kernels", raising=False)
-    monkeypatch.delattr(ultr.rankers, "tree_kernels", raising=False)
-    with pytest.raises(MissingExtraError, match=r"ultr\[trees\]"):
-        kernels()
-    with pytest.raises(MissingExtraError, match=r"ultr\[trees\]"):
-        PairwiseObjective(given)
-    kernels.cache_clear()

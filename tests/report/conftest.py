@@ -13,7 +13,7 @@ from ultr.training.config import make_config
 from ultr.training.run import run_training
 
 QUICK = {"steps": 4, "batch": 16, "network.lr": 0.05, "network.evaluate_every": 2, "bias_steps": 20, "hidden": (4,)}
-TREES = {"trees.rounds": 4, "trees.evaluate_every": 2, "trees.bias_rounds": 4}
+TREES = {"trees.rounds": 4, "trees.evaluate_every": 2}
 RUNS = {
     "em": {"method": "pairwise-em", "ranker": "mlp"},
     "trust": {"method": "pairwise-em", "ranker": "mlp", "method_options": {"loss": "bayes-ipw"}},

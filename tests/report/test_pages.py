@@ -147,7 +147,7 @@ def test_the_answer_follows_from_the_difference_to_the_logged_ranking(shift, ans
 
 def test_the_page_shows_the_metrics_of_the_run(six, runs):
     outcome = read_outcome(runs["em"])
-    metric = "off-policy-gain@10"
+    metric = "off-policy-reward@10"
     mean, test = outcome.mean(metric), outcome.test(metric, outcome, LOGGED + metric)
     for text in (f"{mean.mean:.4f}", f"{mean.low:.4f} to {mean.high:.4f}", f"{test.difference:+.4f}"):
         assert f"<td>{text}</td>" in six
@@ -159,7 +159,7 @@ def test_the_page_shows_the_metrics_of_the_run(six, runs):
 def test_a_report_has_the_intervals_of_evaluate(runs):
     """`ultr evaluate` has a θ of its own; here both have that of the run. Nothing confirms it."""
     run = runs["em"]
-    outcome, metric = read_outcome(run), "off-policy-gain@10"
+    outcome, metric = read_outcome(run), "off-policy-reward@10"
     data = load_run_data(read_config(run))
     scores = load_model(run).score(data.test)
     model, examination = load_off_policy_model(run / "off-policy"), examination_of(run)[1]
@@ -173,7 +173,7 @@ def test_a_report_has_the_intervals_of_evaluate(runs):
                 each,
                 theta={k: t**power for k, t in theta.items()},
                 label=data.label,
-                kind="gain",
+                kind="reward",
                 direct=model.direct(data.test) * [theta[k] ** (1 - power) for k in data.test.positions],
                 replicates=[{k: t**power for k, t in draw.items()} for draw in draws],
             )
@@ -208,7 +208,7 @@ def test_a_difference_of_two_runs_has_the_errors_of_both():
 
 
 def test_p_values_of_a_page_are_corrected_for_the_number_of_tests(runs, tmp_path):
-    metric = "off-policy-gain@10"
+    metric = "off-policy-reward@10"
     a, b = (read_outcome(runs[name]) for name in ("em", "plain"))
     pairs = [(a, LOGGED + metric, a), (b, LOGGED + metric, b), (b, metric, a)]
     raw = [new.test(metric, old, name).p for new, name, old in pairs]
@@ -219,7 +219,7 @@ def test_p_values_of_a_page_are_corrected_for_the_number_of_tests(runs, tmp_path
 
 def test_the_importance_of_features_is_drawn(six, runs):
     found = read_outcome(runs["em"]).about["importance"]
-    assert found["metric"] == "off-policy-gain@10"
+    assert found["metric"] == "off-policy-likelihood"
     drops = [each["drop"] for each in found["features"]]
     assert len(drops) == 4
     assert drops == sorted(drops, reverse=True)
@@ -254,8 +254,8 @@ def test_true_examination_is_drawn_where_it_is_known(changed, tmp_path):
 def test_both_rankers_of_a_run_have_curves_and_their_best_step(six, runs):
     lines = [line for line in read_metrics(runs["both"]) if line["ranker"] == "lightgbm"]
     drawn = [trace for figure in plots_of(six) for trace in figure["data"] if trace.get("name") == "both: lightgbm"]
-    metric = "off-policy-gain@10"
-    assert [trace["x"] for trace in drawn] == [[line["step"] for line in lines]] * 2  # the metric, and the loss
+    metric = "off-policy-likelihood"
+    assert [trace["x"] for trace in drawn] == [[line["step"] for line in lines]]  # trees of the library have no loss
     assert drawn[0]["y"] == pytest.approx([line[metric] for line in lines], rel=1e-4)
     best = max(lines, key=lambda line: line[metric])
     row = f"both: lightgbm</th><td>{metric}</td><td>{best[metric]:.4f}</td><td>{best['step']}</td>"

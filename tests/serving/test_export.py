@@ -49,7 +49,6 @@ FAST = {"network.steps": 8, "bias_steps": 10, "batch": 16, "network.evaluate_eve
 FAST |= {
     "trees.rounds": 8,
     "trees.evaluate_every": 4,
-    "bias_rounds": 10,
     "select": "feedback-ndcg@10",
     "label": "click",
 }
@@ -66,7 +65,7 @@ def coloured_log(requests: int = 80, seed: int = 0, unknown: bool = False) -> Lo
 
 def make_run(folder: Path, ranker: str, **changes) -> Path:
     theta = {str(k): 1 / k for k in range(1, 20)}
-    config = make_config("log.parquet", ranker=ranker, propensities=theta, **FAST, **changes)
+    config = make_config("log.parquet", ranker=ranker, propensities=theta, **{**FAST, **changes})
     return run_training(config, folder, source=coloured_log())
 
 
@@ -75,8 +74,9 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     one_file = {"method_options": {"final": "pairs"}}
     runs = {ranker: make_run(folder / ranker, ranker, **one_file) for ranker in ("lightgbm", "xgboost")}
-    others = {"mlp": "mlp", "blend": "lightgbm", "both": "auto"}
-    return runs | {name: make_run(folder / name, ranker) for name, ranker in others.items()}
+    values = {"label": "click + dwell / 20", "select": "off-policy-likelihood"}
+    runs["blend"] = make_run(folder / "blend", "lightgbm", **values)
+    return runs | {name: make_run(folder / name, ranker) for name, ranker in (("mlp", "mlp"), ("both", "auto"))}
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +315,7 @@ def test_an_exported_folder_has_the_scores_of_its_run(ranker, runs, folders):
 def test_a_blend_is_one_onnx_model(runs, folders):
     exported, log = load_exported(folders["blend"]), coloured_log(seed=3)
     assert {path.name for path in exported.folder.iterdir()} == {"model.onnx", "model.json", "README.md"}
-    assert [part["link"] for part in exported.about["parts"]][:2] == ["identity", "log-sigmoid"]
+    assert [part["ranker"] for part in exported.about["parts"]] == ["lightgbm", "lightgbm"]
     assert exported.keeps_missing
     scores = onnx_scores(exported.session(threads=1), log.features[None])[0]
     np.testing.assert_allclose(scores, load_model(runs["blend"]).score(log), rtol=1e-5, atol=1e-5)

@@ -275,7 +275,7 @@ def test_each_kind_of_ranker_has_its_loop():
 
 
 def test_the_metric_that_selects_follows_from_the_data():
-    assert make_config("x").selection == "off-policy-gain@10"
+    assert make_config("x").selection == "off-policy-likelihood"
     assert make_config("x", users="pbm").selection == "feedback-ndcg@10"
     assert make_config("x", learn_from="truth").selection == "feedback-ndcg@10"
     assert make_config("x", select="ndcg@5").selection == "ndcg@5"

@@ -60,7 +60,7 @@ def test_a_run_reads_back_what_it_has_estimated(calls, tmp_path):
     np.testing.assert_array_equal(first.examination.theta, Examination.load(tmp_path / "examination.json").theta)
     data = load_run_data(quick(""), feedback_log())
     scores = torch.rand(data.validation.rows)
-    values = [evaluator(quick(""), data, each.values)(scores)["off-policy-gain@10"] for each in (first, second)]
+    values = [evaluator(quick(""), data, each.values)(scores)["off-policy-likelihood"] for each in (first, second)]
     assert float(values[0]) == pytest.approx(float(values[1]))
 
 

@@ -77,8 +77,9 @@ def names_next_to(run: Path) -> list[str]:
 
 @pytest.mark.parametrize("ranker", ["mlp", "lightgbm"])
 def test_a_killed_replacement_resumes_and_replaces_the_old_run(ranker, log, tmp_path):
+    known = {"propensities": KNOWN, "select": FEEDBACK}
     old, new = (
-        quick(log, ranker=ranker, seed=seed, propensities=KNOWN, select=FEEDBACK, **{"trees.rounds": 12})
+        quick(log, ranker=ranker, seed=seed, method_options={"final": "pairs"}, **{**known, "trees.rounds": 12})
         for seed in (1, 2)
     )
     expected = contents(run_training(new, tmp_path / "expected"))

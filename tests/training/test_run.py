@@ -71,7 +71,8 @@ def test_the_default_run_has_the_artefacts_of_all_stages(default):
         *("fits", "outcome", "bias.json", "model"),
     }
     of_fits = {tuple(name.split("/")[1:3]) for name in names if name.startswith("fits/")}
-    assert of_fits == {(kind, name) for kind in ("mlp", "lightgbm") for name in ("bias", "model", "report.json")}
+    of_both = {(kind, name) for kind in ("mlp", "lightgbm") for name in ("model", "report.json")}
+    assert of_fits == {*of_both, ("mlp", "bias")}
     decisions = Decisions.load(default)
     assert (decisions.rankers, decisions.ranker_name) == (("mlp", "lightgbm"), "mlp + lightgbm")
     assert read_config(default).rankers == "auto"
@@ -145,7 +146,7 @@ def test_a_run_killed_again_and_again_has_the_same_files(default, log, tmp_path,
         killed_at(8, "mlp"),
         "ultr.training.fitting.save_ranker",
         "ultr.training.trees.TreeFit.fit",
-        "ultr.training.trees.fit_boosted",
+        "ultr.training.trees.evaluator",
         killed_at(4, "lightgbm"),
         "ultr.training.run.combine",
         "ultr.training.run.judge",
@@ -192,7 +193,7 @@ def test_a_finished_fit_is_not_made_again(default, log, tmp_path, monkeypatch):
     [
         ("mlp", {"method": "pairwise-em"}, 6),
         ("mlp", {"method": "ipw-listwise"}, None),
-        ("lightgbm", {"method": "pairwise-em", "method_options": {"em": "trees"}}, None),
+        ("lightgbm", {"method": "pairwise-em", "method_options": {"final": "pairs"}}, 6),
         ("lightgbm", {"method": "direct"}, None),
     ],
 )

@@ -99,9 +99,9 @@ def test_examination_from_another_folder_keeps_its_origin(content, expected, wri
         assert written(REPORT, CONFIG.with_options(bias=str(path)))["theta_from"] == expected
 
 
-def test_segments_trust_and_the_choice_of_the_ranker_are_named(written):
+def test_segments_and_trust_are_named(written):
     places = [1, 2, (1 << SHIFT) + 1, (1 << SHIFT) + 2]
-    report = {**REPORT, "positions": places, "rho": [1, 0.9, 0.8, 0.8], "final": {"ranker": "blend"}}
+    report = {**REPORT, "positions": places, "rho": [1, 0.9, 0.8, 0.8]}
     content = written(report, data=replace(DATA, segments=("mobile", "desk@top")))
     assert content["positions"] == ["1@mobile", "2@mobile", "1@desk@top", "2@desk@top"]
     assert content["summary"]["users"] == (
@@ -109,7 +109,6 @@ def test_segments_trust_and_the_choice_of_the_ranker_are_named(written):
         "desk@top: compared with position 1, they look 0.50 times as often at 2"
     )
     assert content["summary"]["trust"].startswith("higher positions are trusted more")
-    assert content["summary"]["ranker"].startswith("the sum of")
 
 
 def test_the_shares_of_two_rankers_are_written(written):

@@ -22,7 +22,7 @@ from ultr.training.tracking import Board, Tracker, _key
 METRIC = "feedback-ndcg@10"
 FAST = ("--set", "hidden=8", "--steps", 12, "--set", "bias_steps=5", "--set", "batch=16", "--set", "network.lr=0.02")
 FAST += ("--set", "evaluate_every=4", "--set", f"select={METRIC}", "--device", "cpu", "--label", "click")
-TREES = ("--set", "trees.rounds=12", "--set", "trees.evaluate_every=4", "--set", "trees.bias_rounds=4")
+TREES = ("--set", "trees.rounds=12", "--set", "trees.evaluate_every=4")
 
 
 @pytest.fixture(scope="module")

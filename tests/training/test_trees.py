@@ -11,17 +11,17 @@ import pandas as pd
 import pytest
 import xgboost
 
-from runs import FEEDBACK, KNOWN, PLAIN, Killed, files_of, kill, killed_at, quick, scores, steps_to, write_feedback
+from runs import FEEDBACK, KNOWN, PLAIN, Killed, files_of, killed_at, quick, scores, steps_to, write_feedback
 from ultr.errors import DataError, OptionError, UltrError
 from ultr.log import read_log, write_log
+from ultr.methods.trees import leaves_for
 from ultr.rankers import score_rows
-from ultr.rankers.boosters import BOOSTERS
-from ultr.rankers.combined import Blend
+from ultr.rankers.boosters import BOOSTERS, TreeRanker
 from ultr.rankers.model import load_model
 from ultr.training.config import Config
 from ultr.training.data import decide, load_run_data
 from ultr.training.fitting import FitInputs
-from ultr.training.folder import read_config, read_metrics
+from ultr.training.folder import read_metrics
 from ultr.training.run import run_training
 from ultr.training.trees import TreeFit
 from ultr.utils.jsonfiles import read_json, write_json
@@ -37,7 +37,7 @@ def log(tmp_path_factory) -> Path:
 def config(log: object, ranker: str = "lightgbm", **options) -> Config:
     """Return the configuration of a fast run: examination is known unless a bias is named."""
     known = {} if "bias" in options else {"propensities": KNOWN}
-    return quick(log, **{"ranker": ranker, "rounds": 12, "bias_rounds": 10, "select": FEEDBACK, **known, **options})
+    return quick(log, **{"ranker": ranker, "rounds": 12, "select": FEEDBACK, **known, **options})
 
 
 @pytest.mark.parametrize("ranker", BOOSTERS)
@@ -47,9 +47,8 @@ def config(log: object, ranker: str = "lightgbm", **options) -> Config:
         ("pairwise-em", {"final": "pairs"}),
         ("pairwise-em", {"loss": "opt"}),
         ("pairwise-em", {"loss": "opt-posterior", "final": "pairs"}),
-        ("direct", {}),
+        ("direct", {"likelihood": "tweedie"}),
         ("pairwise-em", {"loss": "bayes-ipw"}),
-        ("pairwise-em", {"em": "trees", "loss": "bayes-ipw"}),
         ("lambdarank", {"labels": "buckets", "correction": "own"}),
         ("pointwise", {}),
     ],
@@ -86,7 +85,9 @@ def test_the_best_rounds_are_kept_and_patience_stops(log, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("ranker", BOOSTERS)
-@pytest.mark.parametrize(("method", "options"), [("pairwise-em", {}), ("lambdarank", {"labels": "click"})])
+@pytest.mark.parametrize(
+    ("method", "options"), [("pairwise-em", {"final": "pairs"}), ("lambdarank", {"labels": "click"})]
+)
 def test_a_killed_run_resumes_to_the_same_trees(ranker, method, options, log, tmp_path):
     chosen = config(log, ranker, method=method, method_options=options)
     whole = scores(run_training(chosen, tmp_path / "whole"), log)
@@ -113,53 +114,41 @@ def test_the_same_seed_gives_the_same_file(ranker, log, tmp_path):
 
 @pytest.fixture(scope="module")
 def blend(log, tmp_path_factory) -> Path:
-    return run_training(config(log, method_options={"anchor": "none"}), tmp_path_factory.mktemp("blend") / "run")
+    return run_training(config(log, select="auto"), tmp_path_factory.mktemp("blend") / "run")
 
 
-def test_a_blend_has_a_linear_part_by_default(log, tmp_path):
-    model, rows = load_model(run_training(config(log), tmp_path / "run")), read_log(log)
-    *trees, anchor = model.ranker.parts
-    assert (anchor.name, anchor.link) == ("linear", "identity")
-    assert len(trees) == 3
-    assert all(part.weight >= 0 for part in model.ranker.parts)
-    expected = sum(score_rows(Blend([part]), rows.features).astype(float) for part in model.ranker.parts)
+@pytest.mark.parametrize("ranker", BOOSTERS)
+@pytest.mark.parametrize("method", ["pairwise-em", "direct"])
+def test_trees_of_values_are_the_sum_of_trees_of_clicks_and_of_values(method, ranker, log, tmp_path):
+    run = run_training(config(log, ranker, method=method, select="auto"), tmp_path / "run")
+    model, rows = load_model(run), read_log(log)
+    clicks, values = model.ranker.parts
+    assert (clicks.weight, values.weight) == (1, 1)
+    expected = sum(score_rows(part.ranker, rows.features).astype(float) for part in (clicks, values))
     np.testing.assert_allclose(model.score(rows), expected, rtol=1e-4, atol=1e-5)
-    assert np.isfinite(model.score_features(np.full((2, len(model.feature_names)), np.nan, np.float32))).all()
+    assert [line["step"] for line in read_metrics(run)] == [4, 8, 12, 16, 20, 24]
 
 
-def test_the_ranker_is_the_sum_of_pairs_and_likelihood_each_divided_by_its_spread(blend, log):
-    model, rows = load_model(blend), read_log(log)
-    pairs, click, value = model.ranker.parts
-    assert [part.link for part in model.ranker.parts] == ["identity", "log-sigmoid", "identity"]
-    assert click.weight == value.weight
-    s = [score_rows(part.ranker, rows.features).astype(float) + part.shift for part in model.ranker.parts]
-    likelihood = -np.log1p(np.exp(-s[1])) + s[2]
-    np.testing.assert_allclose(model.score(rows), pairs.weight * s[0] + click.weight * likelihood, rtol=1e-4, atol=1e-5)
-    validation = load_run_data(read_config(blend)).validation
-    request = np.repeat(np.arange(len(validation)), validation.lengths)
-    for weight, ranker in ((pairs.weight, Blend([pairs])), (click.weight, Blend([click, value]))):
-        values = score_rows(ranker, validation.features).astype(float) / weight
-        means = np.bincount(request, values) / validation.lengths
-        assert weight == pytest.approx(1 / np.std(values - means[request]), rel=1e-3)
+def test_trees_of_a_binary_label_are_one_file(log, tmp_path):
+    run = run_training(config(log, label="click"), tmp_path / "run")
+    assert isinstance(load_model(run).ranker, TreeRanker)
+    assert (run / "model" / "lightgbm.txt").is_file()
 
 
-def test_the_final_ranker_can_be_chosen_on_validation_requests(log, tmp_path):
-    run = run_training(config(log, method_options={"final": "auto"}), tmp_path / "run")
-    final = read_json(run / "bias.json")["final"]
-    assert set(final["values"]) == {"pairs", "likelihood", "blend"}
-    assert final["values"][final["ranker"]] == max(final["values"].values())
+@pytest.mark.parametrize("options", [{"em": "staged"}, {"loss": "ipw"}, {"theta": "regression"}, {"trust": "values"}])
+def test_the_likelihood_has_no_options_of_pairs(options, log, tmp_path):
+    with pytest.raises(OptionError, match="final=likelihood learns from no pairs"):
+        run_training(config(log, method_options={**options, "final": "likelihood"}), tmp_path / "run")
 
 
-@pytest.mark.parametrize("options", [{"em": "network"}, {"loss": "ipw"}])
-def test_a_blend_needs_trees_of_relevance(options, log, tmp_path):
-    with pytest.raises(OptionError, match="final=blend needs trees"):
-        run_training(config(log, method_options={**options, "final": "blend"}), tmp_path / "run")
+@pytest.mark.parametrize(("clicks", "leaves"), [(0, 4), (10_000, 4), (100_000, 8), (1_000_000, 16), (10**8, 31)])
+def test_trees_have_more_leaves_the_more_clicks_there_are(clicks, leaves):
+    assert leaves_for(clicks) == leaves
 
 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"link": "exp"}, "must be one of"),
         ({"weight": float("inf")}, "finite"),
         ({"ranker": "mlp"}, "cannot be read"),
     ],
@@ -175,13 +164,6 @@ def test_a_damaged_part_of_a_blend_is_an_error(change, what, blend):
             load_model(blend)
     finally:
         path.write_bytes(content)
-
-
-def test_trees_of_a_bias_model_are_loaded_too(log, tmp_path):
-    options = {"em": "trees", "loss": "bayes-ipw"}
-    first = run_training(config(log, method_options=options), tmp_path / "first")
-    second = run_training(config(log, method_options=options, bias=str(first)), tmp_path / "second")
-    assert (first / "model" / "lightgbm.txt").read_bytes() == (second / "model" / "lightgbm.txt").read_bytes()
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
@@ -209,12 +191,12 @@ def test_a_log_without_pairs_is_an_error(log, tmp_path):
         run_training(config(log, loss="ipw", label="click * 0 + 1"), tmp_path / "run")
 
 
-@pytest.mark.parametrize("em", ["network", "trees"])
-def test_constant_features_are_an_error(em, log, tmp_path):
+@pytest.mark.parametrize("final", ["pairs", "likelihood"])
+def test_constant_features_are_an_error(final, log, tmp_path):
     rows = read_log(log)
     write_log(replace(rows, features=np.ones_like(rows.features)), tmp_path / "flat.parquet")
     with pytest.raises(DataError, match=r"no feature to split rows by.*check that features vary"):
-        run_training(config(tmp_path / "flat.parquet", method_options={"em": em}), tmp_path / "run")
+        run_training(config(tmp_path / "flat.parquet", method_options={"final": final}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -237,14 +219,14 @@ def test_a_changed_model_file_is_an_error(ranker, log, tmp_path):
         load_model(run)
 
 
-def test_a_changed_checkpoint_is_not_used(log, tmp_path, monkeypatch):
+def test_a_changed_checkpoint_is_not_used(log, tmp_path):
+    pairs = {"method_options": {"final": "pairs"}}
     with pytest.raises(Killed):
-        run_training(config(log), tmp_path / "run", listeners=killed_at(8))
+        run_training(config(log, **pairs), tmp_path / "run", listeners=killed_at(8))
     for file in (tmp_path / "run.partial").glob("fits/lightgbm/checkpoints/*/lightgbm.txt"):
         file.write_bytes(file.read_bytes()[:-20])
-    monkeypatch.setattr("ultr.training.trees.TreeFit._grow", kill)
     with pytest.raises(DataError, match="changed since it was written"):
-        run_training(config(log), tmp_path / "run", resume=True)
+        run_training(config(log, **pairs), tmp_path / "run", resume=True)
 
 
 # --- Missing values and categories ------------------------------------------------------------------------------------

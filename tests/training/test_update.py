@@ -33,7 +33,9 @@ def day(number: int, shops=("a", "b", "c"), requests: int = 300) -> pa.Table:
     """Return the log of a day; ids of requests are unique over all days."""
     content = table(list(shops), seed=number, requests=requests, falls=1)
     ids = pa.array(content["request"].to_numpy() + 10_000 * number)
-    return content.set_column(0, "request", ids).append_column("day", pa.array(np.full(len(ids), number)))
+    dwell = pa.array(content["click"].to_numpy() * np.exp(0.5 * content["f1"].to_numpy()))
+    content = content.set_column(0, "request", ids).append_column("dwell", dwell)
+    return content.append_column("day", pa.array(np.full(len(ids), number)))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def days(tmp_path_factory):
 
 
 def trees(path, ranker="lightgbm", **options) -> Config:
-    few = {"steps": 12, "evaluate_every": 4, "bias_rounds": 10, "lr": 0.1, "tree_parameters": {"max_depth": 3}}
+    few = {"steps": 12, "evaluate_every": 4, "lr": 0.1, "tree_parameters": {"max_depth": 3}}
     return config(path, ranker=ranker, method="pairwise-em").with_options(**few).with_options(**options)
 
 
@@ -54,7 +56,7 @@ def inputs_of(chosen: Config, data: Data) -> MethodInputs:
 
 @pytest.fixture(scope="module")
 def blend(days, tmp_path_factory):
-    return run_training(trees(days[1]), tmp_path_factory.mktemp("trees") / "blend")
+    return run_training(trees(days[1], label="click + dwell"), tmp_path_factory.mktemp("trees") / "blend")
 
 
 def read(path):
@@ -93,7 +95,7 @@ def test_all_parts_of_a_blend_get_further_rounds(blend, days, tmp_path):
 def test_an_update_drops_the_trees_of_earlier_updates_if_they_are_too_many(ranker, days):
     chosen = trees(days[1], ranker, method="pointwise")
     run_data, grown = load_run_data(chosen), []
-    task = make_tree_method("pointwise", inputs_of(chosen, run_data)).task(run_data.train)
+    (task,) = make_tree_method("pointwise", inputs_of(chosen, run_data)).tasks(run_data.train)
     how = Boosting(8, 0.3, library_options=task.library_options)
     BOOSTERS[ranker].grow(task.rows, how, lambda trees, _: bool(grown.append(trees)))
     booster, features = grown[-1], run_data.train.features
@@ -112,7 +114,7 @@ def test_rounds_that_are_added_have_the_derivatives_of_the_offset(ranker, days):
     method = make_tree_method("direct", inputs_of(chosen, run_data))
 
     def grow(rounds, extends, start=None):
-        task, grown = method.task(run_data.train, extends=extends), []
+        (task,), grown = method.tasks(run_data.train, extends=extends), []
         how = Boosting(rounds, 0.3, library_options=task.library_options)
         BOOSTERS[ranker].grow(task.rows, how, lambda trees, _: bool(grown.append(trees)), start=start)
         return grown[-1]

@@ -62,7 +62,6 @@ def train(
     words.quiet = os.environ.get("RANK", "0") != "0"  # of several processes, only the first prints messages
     with words.status("starting ..."):  # imports take seconds on a busy machine
         from ultr.datasets.base import cache_folder
-        from ultr.training.config import is_trees
         from ultr.training.data import Decisions
         from ultr.training.folder import read_config
         from ultr.training.loop import Listeners
@@ -90,9 +89,8 @@ def train(
                 tracker(progress)
 
         def show_bias(progress: Progress) -> None:
-            total = config.trees.bias_rounds if is_trees(progress.ranker) else config.network.bias_steps
             figure = f"held-out log-likelihood {progress.metrics['likelihood']:.4f}"
-            name = f"bias model of {progress.ranker}"
+            name, total = f"bias model of {progress.ranker}", config.network.bias_steps
             bar.update(task, description=name, completed=progress.step, total=total, figure=figure)
 
         listeners = Listeners(show_note, options.print_warning, show_bias, show)

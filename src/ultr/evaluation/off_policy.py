@@ -57,6 +57,7 @@ from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.log.sampling import sample_log
 from ultr.log.table import slot
 from ultr.rankers import FeatureEncoder, score_rows
+from ultr.rankers.combined import conditional_fit, spread_within
 from ultr.utils.arguments import Seed, checked
 from ultr.utils.display import facts_html
 from ultr.utils.files import atomic_path
@@ -220,6 +221,63 @@ def compare_values(a: OffPolicyValue, b: OffPolicyValue) -> PairedTest:
         raise DataError(what, got=f"{of_a} and {of_b}")
     test = paired_test(a.per_request, b.per_request, a.weights, groups=a.groups)
     return widened_test(test, a.unclipped - b.unclipped, a.replicates - b.replicates)
+
+
+@dataclass(frozen=True)
+class RequestValues:
+    """A value of each request."""
+
+    per_request: np.ndarray
+
+
+class Likelihood:
+    """How likely scores make the feedback of a log, given the feedback of each request and examination θ.
+
+    The value of a request is Σ c_i log(p_i / q_i), divided by the mean size of a label: p_i is the share θ_i e^(u s_i)
+    of the item in its request, and q_i is the same with u = 0, so 0 is the value of scores that tell nothing. u >= 0 is
+    the slope with the largest mean. It needs no ratios of θ, so it varies much less than the value of a ranking, which
+    it does not estimate: it chooses steps.
+    """
+
+    def __init__(
+        self, log: Log, *, theta: ByPosition, label: Label | str = DEFAULT_LABEL, device: torch.device | str = "cpu"
+    ) -> None:
+        def here(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.array(values, np.float64)).to(device)
+
+        weights = np.ones(len(log)) if log.weights is None else log.weights
+        labels = _labels(log, label, None)
+        self._weights, self._request = here(weights), torch.from_numpy(np.array(log.request_of_row)).to(device)
+        self._c = here(labels * np.repeat(weights, log.lengths))
+        self._size = here(np.array((labels**2).sum() / max(labels.sum(), TINY))).clamp(min=TINY)
+        ids, place = np.unique(_positions(log), return_inverse=True)
+        self._log_theta = here(np.log(np.maximum([theta[int(k)] for k in ids], TINY))[place])
+
+    def _by_request(self, values: Tensor) -> Tensor:
+        return torch.zeros_like(self._weights).index_add(0, self._request, values)
+
+    def _gains(self, scores: Tensor) -> Tensor:
+        """Return the value of each request, times its weight."""
+        scores = scores.double()
+        column = scores / spread_within(scores, self._request)
+        slope = conditional_fit(column[:, None], self._request, self._c, self._log_theta, of=1)[0].clamp(min=0)
+        gains = self._levels(column * slope) - self._levels(torch.zeros_like(column))
+        return gains / self._size + torch.where(scores.isnan().any(), torch.nan, 0.0)
+
+    def _levels(self, scores: Tensor) -> Tensor:
+        scores = scores + self._log_theta
+        top = torch.full_like(self._weights, -torch.inf).scatter_reduce(0, self._request, scores, "amax")
+        sums = self._by_request((scores - top[self._request]).exp()).clamp(min=TINY).log()
+        return self._by_request(self._c * (scores - (top + sums)[self._request]))
+
+    def __call__(self, scores: np.ndarray) -> RequestValues:
+        gains = self._gains(torch.from_numpy(np.array(scores)).to(self._c.device))
+        return RequestValues((gains / self._weights.clamp(min=TINY)).cpu().numpy())
+
+    def mean(self, scores: Tensor) -> Tensor:
+        """Return the mean value over requests of scores on the device; NaN if a score is NaN."""
+        mean: Tensor = self._gains(scores).sum() / self._weights.sum()
+        return mean
 
 
 class _Weights(NamedTuple):
@@ -452,12 +510,14 @@ class OffPolicyModel:
         label: str,
         segments: Sequence[str] = (),
         device: torch.device | str = "cpu",
-    ) -> OffPolicy:
-        """Return what estimates a metric of rankings of a log by scores: off-policy-reward@k, -dcg@k or -gain@k."""
+    ) -> OffPolicy | Likelihood:
+        """Return what estimates a metric of rankings by scores: off-policy-reward@k, -dcg@k, -gain@k or -likelihood."""
         kind, k = parse_any_metric(metric)
         if log.positions is None:
             raise DataError(f"'{metric}' needs the positions of items", hint="name their column with --position")
         theta = self.theta_of(np.unique(log.positions).tolist(), segments)
+        if kind == "likelihood":
+            return Likelihood(log, theta=theta, label=label, device=device)
         direct = _direct_values(self.direct, log)
         return OffPolicy(log, theta=theta, label=label, kind=kind, k=k or 10, direct=direct, device=device)
 
@@ -470,7 +530,9 @@ class OffPolicyModel:
         self, log: Log, scores: np.ndarray, metric: str, *, label: str, segments: Sequence[str] = ()
     ) -> OffPolicyValue:
         """Estimate a metric of the ranking of a log by scores [rows]."""
-        return self.estimator(log, metric, label=label, segments=segments)(scores)
+        estimator = self.estimator(log, metric, label=label, segments=segments)
+        assert isinstance(estimator, OffPolicy)  # noqa: S101 - the likelihood is not a value of a ranking
+        return estimator(scores)
 
     def save(self, folder: Path) -> None:
         encoder = self.direct.encoder
@@ -552,7 +614,7 @@ def request_metrics(
     """
     plain = [name for name in metrics if not name.startswith(OFF_POLICY)]
     of_labels = ScoreMetrics(log, plain, user=user, label=label, device=device, keep=keep) if plain else None
-    off_policy: dict[str, OffPolicy] = {}
+    off_policy: dict[str, OffPolicy | Likelihood] = {}
     for name in metrics:
         if name.startswith(OFF_POLICY):
             if model is None:

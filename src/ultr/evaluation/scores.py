@@ -20,6 +20,7 @@ from ultr.utils.display import facts_html
 
 FEEDBACK = "feedback-"  # names of metrics of the logged, biased feedback begin so
 OFF_POLICY = "off-policy-"  # names of metrics that `evaluation.judge` estimates from biased feedback begin so
+LIKELIHOOD = f"{OFF_POLICY}likelihood"  # of the feedback, given scores; it chooses steps
 LARGEST = 1e150  # squares of larger values may overflow
 CPU_ITEMS, GPU_ITEMS = 1 << 16, 1 << 20  # items with padding that are evaluated at once
 
@@ -63,11 +64,13 @@ class PairedTest:
 @checked
 def parse_any_metric(text: str) -> tuple[str, int | None]:
     """Return the metric and cut-off of a name such as `feedback-ndcg@10`, `off-policy-reward@10` or `ndcg@10`."""
+    if text == LIKELIHOOD:
+        return "likelihood", None
     bare = text.removeprefix(FEEDBACK).removeprefix(OFF_POLICY)
     off_policy = text.startswith(OFF_POLICY)
     name, k = parse_metric(bare, also=("gain",) if off_policy else ())
     if off_policy and (name not in ("reward", "dcg", "gain") or k is None):
-        what = "only reward@k, dcg@k and gain@k can be estimated from feedback (off policy)"
+        what = "only reward@k, dcg@k, gain@k and likelihood can be estimated from feedback (off policy)"
         raise OptionError(what, got=f"'{text}'", hint=f"use for example {OFF_POLICY}reward@10")
     return name, k
 
@@ -78,6 +81,13 @@ def ranks(log: Log, scores: np.ndarray) -> np.ndarray:
     rank = np.empty(log.rows, np.int64)
     rank[order] = np.arange(log.rows) - np.repeat(log.offsets[:-1], log.lengths)
     return rank
+
+
+def judging_metric(selection: str) -> str:
+    """Return the metric that judges a ranker whose step another one chose: the reward, which people understand."""
+    if selection == LIKELIHOOD:
+        return f"{OFF_POLICY}reward@10"
+    return selection.replace(f"{OFF_POLICY}gain", f"{OFF_POLICY}reward")
 
 
 def less_is_better(metric: str) -> bool:

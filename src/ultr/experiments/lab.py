@@ -12,7 +12,7 @@ import numpy as np
 from ultr.datasets import load_dataset
 from ultr.datasets.initial import Logging
 from ultr.errors import AbsentError, DataError, MissingExtraError
-from ultr.evaluation.scores import holm
+from ultr.evaluation.scores import LIKELIHOOD, holm
 from ultr.experiments.paper import CUTOFFS
 from ultr.report.page import Heading, Notes, Part, Section, Table, Text, write_page
 from ultr.training.comparing.plan import DEFAULT_RATES, LIMITS, LONGEST, SESSIONS, Entry, Plan, compare_all
@@ -295,7 +295,7 @@ class Lab:
         budget = self.budget
         network = {name: getattr(budget, name) for name in NETWORK}
         users = {name: getattr(world, name) for name in ("users", "eta", "sessions", "logging")}
-        select = world.metrics[-1] if world.select == TRUTH else "off-policy-gain@10"
+        select = world.metrics[-1] if world.select == TRUTH else LIKELIHOOD
         base = make_config(world.data, data_dir=self.data_dir, **users, ranker="mlp", **network)
         base = base.with_options(label=world.label, select=select, device=self.device)
         return Plan(

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import nn
 
 from ultr.bias.equations import exact_above, exact_below
 from ultr.errors import DataError, OptionError
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.anchor import anchor_of_log
 from ultr.methods.base import BOUNDS, MethodInputs, ThetaFrom
-from ultr.methods.boosted_bias import BoostedOutputs
 from ultr.methods.direct import POWER, is_binary
 from ultr.methods.pair_weights import PairWeights
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.position_model import LEAST_THETA, PositionModel
-from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, score_rows
-from ultr.rankers.boosters import TreeRanker, TreeRows
-from ultr.rankers.combined import Blend, Part, likely_weights, spread_within
+from ultr.rankers import score_rows
+from ultr.rankers.boosters import TreeRows
 from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective
 
-FINAL = ("pairs", "likelihood", "blend")  # what may become the ranker of TreePairwiseEM
 BUCKETS = 4  # quantiles of labels above zero, as LightGBM needs whole numbers
 MAX_LEVEL = 30  # the largest label that LightGBM accepts
+FEWEST_LEAVES, MOST_LEAVES = 4, 31
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +33,9 @@ class TreeTask:
 
     rows: TreeRows
     objective: PairwiseObjective | None = None
-    library_options: Mapping[str, Any] | None = None
+    library_options: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # that the user may replace
+    loss: Callable[[Log, np.ndarray], float] | None = None  # of scores of validation rows by these trees alone
 
 
 class TreeMethod:
@@ -50,10 +48,11 @@ class TreeMethod:
     def __init__(self, inputs: MethodInputs) -> None:
         self.inputs = inputs
 
-    def task(self, log: Log, *, extends: bool = False) -> TreeTask:
+    def tasks(self, log: Log, *, extends: bool = False) -> list[TreeTask]:
         """Return the inputs of the tree library for a log; the pair model, if any, must be fitted before.
 
-        With `extends`, the trees are added to others, and LightGBM takes no offset.
+        The ranker is the sum of the trees of all tasks. With `extends`, the trees are added to others, and LightGBM
+        takes no offset.
         """
         raise NotImplementedError
 
@@ -65,15 +64,7 @@ class TreeMethod:
         """Return the method that gives pairs their weights, if any; its bias model must be fitted before the trees."""
         return None
 
-    def finals(self, grown: TreeRanker, log: Log, validation: Log, *, seed: int) -> dict[str, nn.Module]:
-        """Return the rankers of which the best on the validation requests is the final one, by name."""
-        return {"trees": grown}
-
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
-        return None
-
-    def feedback(self, log: Log) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return labels and log θ [rows] of a log that users saw; None if either is unknown."""
         return None
 
     def labels(self, log: Log) -> np.ndarray:
@@ -86,116 +77,6 @@ class TreeMethod:
         categorical = tuple(sorted(self.inputs.categories))
         common = {"lengths": log.lengths, "names": log.feature_names, "weights": log.weights}
         return TreeRows(log.features, **{**common, "categorical": categorical, **more})
-
-
-class TreePairwiseEM(TreeMethod):
-    """The method `pairwise-em` with trees as its ranker: the same weights of the same pairs.
-
-    β, μ and g of the bias model are a network (`em=network`), or LightGBM's trees that grow in each EM step
-    (`em=trees`, the default of LightGBM). Trees of β and μ are also a ranker of their own, by the likelihood.
-    The `final` ranker is that of the `pairs`, that of the `likelihood`, or the sum of both, each divided by the
-    deviation of its scores within requests (`blend`, the default of `em=trees`); `auto` is the best of them on the
-    validation requests. With `anchor=linear`, the default, a blend has one more part, which matters in small logs: a
-    linear model of the log (see `ultr.methods.anchor`). The likelihood of the validation requests decides how much it
-    counts. Rows of trees are not weighted (`row_power` 0).
-    """
-
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
-        **{name: read for name, read in PairwiseEM.OPTIONS.items() if name not in ("variant", "delta")},
-        "theta": Literal["auto", "strata", "items", "regression"],
-        "em": Literal["network", "trees"],
-        "final": Literal["auto", "pairs", "likelihood", "blend"],
-    }
-
-    def __init__(
-        self, inputs: MethodInputs, *, em: str | None = None, final: str | None = None, **options: Any
-    ) -> None:
-        super().__init__(inputs)
-        sampled = options.get("targets") == "sampled"
-        self.em = em = em or ("trees" if inputs.ranker == "lightgbm" and not (sampled or inputs.truth) else "network")
-        by_value = options.get("loss", "posterior") in ("posterior", "opt-posterior")
-        if final not in (None, "pairs") and not (em == "trees" and by_value):
-            hint = "remove final, or use em=trees with loss=posterior"
-            raise OptionError(f"final={final} needs trees of relevance, and a loss of its values", hint=hint)
-        self.final = final or ("blend" if em == "trees" and by_value else "pairs")
-        if em == "trees" and sampled:
-            what = "em=trees cannot be used with targets=sampled"
-            raise OptionError(what, hint="remove em=trees or targets=sampled")
-        self.anchored = options.pop("anchor", "linear") == "linear"
-        options = {**({"row_power": 0.0} if em == "trees" else {}), **options}
-        self._pair_model = PairWeights(replace(inputs, bias_ranker="mlp"), **options)
-
-    def pair_model(self) -> PairWeights:
-        return self._pair_model
-
-    def finals(self, pairs: TreeRanker, log: Log, validation: Log, *, seed: int) -> dict[str, nn.Module]:
-        """Return the rankers that may be the final one, by name; `pairs` was trained on pairs."""
-        outputs = self._pair_model.bias_model.network
-        if self.final == "pairs" or not isinstance(outputs, BoostedOutputs) or outputs.boosters[0] is None:
-            return {"pairs": pairs}
-        likelihood = [
-            Part(TreeRanker(booster), "lightgbm", link=link, shift=constant)
-            for booster, constant, link in zip(
-                outputs.boosters, outputs.constants, ("log-sigmoid", "identity"), strict=False
-            )
-            if booster is not None
-        ]
-        scores = [score_rows(ranker, validation.features) for ranker in (pairs, Blend(likelihood))]
-        request = torch.from_numpy(np.ascontiguousarray(validation.request_of_row))
-
-        def spread(values: np.ndarray) -> float:
-            return float(spread_within(torch.from_numpy(values), request))
-
-        spreads = [spread(each) for each in scores]
-        weights = np.array([1 / spreads[0], *(1 / spreads[1] for _ in likelihood)])
-        parts = [Part(pairs, self.inputs.ranker), *likelihood]
-        anchor = self._anchor(log, seed) if self.anchored else None
-        if anchor is not None:
-            learned = (scores[0] / spreads[0] + scores[1] / spreads[1]) / 2
-            of_anchor = score_rows(anchor, validation.features)
-            of_anchor_spread = spread(of_anchor)
-            share, of_linear = self._shares(
-                np.column_stack([learned, of_anchor / of_anchor_spread]), request, validation
-            )
-            weights = np.append(share * weights / 2, of_linear / of_anchor_spread)
-            parts.append(Part(anchor, "linear"))
-        blend = [replace(part, weight=float(weight)) for part, weight in zip(parts, weights, strict=True)]
-        rankers: dict[str, nn.Module] = {"pairs": pairs, "likelihood": Blend(likelihood), "blend": Blend(blend)}
-        return rankers if self.final == "auto" else {self.final: rankers[self.final]}
-
-    def _anchor(self, log: Log, seed: int) -> LinearRanker | None:
-        """Return a linear ranker that is drawn to the ranker that wrote the log."""
-        ranker = LinearRanker(FeatureEncoder(self.inputs.features, self.inputs.categories)).eval()
-        fit_encoders(ranker, log.features)
-        anchor = anchor_of_log(ranker.encoder, log, self.inputs.label, self._pair_model.bias_model, seed=seed)
-        if anchor is None or not anchor.slopes.any():
-            return None
-        ranker.start_at(torch.from_numpy(anchor.slopes[None]), torch.tensor([anchor.constant]))
-        return ranker
-
-    def _shares(self, columns: np.ndarray, request: torch.Tensor, validation: Log) -> tuple[float, float]:
-        """Return the weights of two columns of scores, by the likelihood of the validation requests."""
-        if (feedback := self.feedback(validation)) is None:
-            return 1.0, 0.0
-        found = likely_weights(torch.from_numpy(columns).double(), request, *map(torch.from_numpy, feedback))
-        learned, linear = found.tolist() if found.any() else (0.0, 1.0)
-        return learned, linear
-
-    def feedback(self, log: Log) -> tuple[np.ndarray, np.ndarray] | None:
-        if log.positions is None or not set(self.inputs.label.actions) <= set(log.actions):
-            return None
-        theta = self._pair_model.bias_model.theta_at(torch.from_numpy(log.positions))
-        return np.asarray(self.labels(log), np.float64), theta.log().double().cpu().numpy()
-
-    def task(self, log: Log, *, extends: bool = False) -> TreeTask:
-        objective = PairwiseObjective(pair_terms(self._pair_model, log, self.labels(log)))
-        if not objective.has_pairs:
-            what = "the items of every request have equal labels, so there are no pairs to learn from"
-            raise DataError(what, hint="choose another label with --label")
-        return TreeTask(self.rows(log), objective)
-
-    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
-        return self._pair_model.bias(batches)
 
 
 @torch.no_grad()
@@ -253,7 +134,7 @@ class TreeLambdaRank(TreeMethod):
             raise OptionError("true labels have no position bias to correct", hint="remove correction=own")
         self.kind, self.corrected = labels, correction == "own"
 
-    def task(self, log: Log, *, extends: bool = False) -> TreeTask:
+    def tasks(self, log: Log, *, extends: bool = False) -> list[TreeTask]:
         label = self.labels(log)
         options: dict[str, Any] = {}
         if self.kind == "click":
@@ -267,12 +148,12 @@ class TreeLambdaRank(TreeMethod):
                 hint = "use pairwise-em, or set method.labels to buckets or click"
                 raise DataError(f"LightGBM's lambdarank needs whole numbers up to {MAX_LEVEL} as labels", hint=hint)
             rows = self.rows(log, label=label, positions=corrected_positions)
-            return TreeTask(rows, library_options={"objective": "lambdarank", **options})
+            return [TreeTask(rows, library_options={"objective": "lambdarank", **options})]
         if "label_gain" in options:
             label = np.asarray(options.pop("label_gain"), np.float32)[label.astype(np.int64)]
             whole = False
         options |= {"objective": "rank:ndcg", "ndcg_exp_gain": whole, "lambdarank_unbiased": self.corrected}
-        return TreeTask(self.rows(log, label=label), library_options=options)
+        return [TreeTask(self.rows(log, label=label), library_options=options)]
 
 
 def bucketed(label: np.ndarray) -> tuple[np.ndarray, list[float]]:
@@ -291,25 +172,30 @@ class TreePointwise(TreeMethod):
 
     LEARNS_ALONE = True
 
-    def task(self, log: Log, *, extends: bool = False) -> TreeTask:
+    def tasks(self, log: Log, *, extends: bool = False) -> list[TreeTask]:
         label = self.labels(log)
         weights = None if log.weights is None else np.repeat(log.weights, log.lengths)
         rows = self.rows(log, label=label, weights=weights, lengths=None)
         if self.inputs.ranker == "lightgbm":
-            return TreeTask(rows, library_options={"objective": "regression"})
+            return [TreeTask(rows, library_options={"objective": "regression"})]
         mean = float(np.average(label, weights=weights))
-        return TreeTask(rows, library_options={"objective": "reg:squarederror", "base_score": mean})
+        return [TreeTask(rows, library_options={"objective": "reg:squarederror", "base_score": mean})]
 
 
 class TreeDirect(TreeMethod):
-    """The method `direct` with trees: E[c | x, k] = θ_k exp(s), by the library's Poisson or Tweedie regression.
+    """The method `direct` with trees: E[c | x, k] = θ_k exp(s), by regressions of the library with the offset log θ.
 
-    log θ is the offset of the regression. The default is Poisson for a label that is 0 or 1, and else Tweedie.
+        hurdle    trees of clicks, P(c>0) = θ_k exp(s_1), by Poisson regression, plus trees of the values of clicked
+                  rows, E[c | c>0] = exp(s_2), by gamma regression: the default for values
+        poisson   the default for a label that is 0 or 1
+        tweedie   variance mean^1.5
+
+    Trees have few leaves (`leaves_for`), unless the parameters of the library say otherwise.
     """
 
     LEARNS_ALONE = True
     OPTIONS: ClassVar[Mapping[str, Any]] = {
-        "likelihood": Literal["poisson", "tweedie"],
+        "likelihood": Literal["hurdle", "poisson", "tweedie"],
         "theta": ThetaFrom,
     }
 
@@ -317,32 +203,119 @@ class TreeDirect(TreeMethod):
         super().__init__(inputs)
         if inputs.truth:
             raise OptionError("this method corrects the bias of feedback, and true labels have none", hint=BOUNDS)
-        self.likelihood = likelihood or ("poisson" if is_binary(inputs.label, inputs.binary) else "tweedie")
-        self.positions = PositionModel(inputs, theta_from=theta)
+        self.likelihood = likelihood or ("poisson" if is_binary(inputs.label, inputs.binary) else "hurdle")
+        self.positions = PositionModel(inputs, theta_from=theta, scale=1.0)
 
-    def position_model(self) -> PositionModel:
+    def position_model(self) -> PositionModel | None:
         return self.positions
 
-    def task(self, log: Log, *, extends: bool = False) -> TreeTask:
+    def tasks(self, log: Log, *, extends: bool = False) -> list[TreeTask]:
         label = self.labels(log)
         place = self.positions.index(torch.from_numpy(log.shown_positions("the offset of direct")))
         theta = self.positions.theta[place].clamp(min=LEAST_THETA).double().numpy()
         weights = None if log.weights is None else np.repeat(log.weights, log.lengths)
-        power = {} if self.likelihood == "poisson" else {"tweedie_variance_power": POWER}
-        if extends and self.inputs.ranker == "lightgbm":
+        rows = self.rows(log, label=label, weights=weights, lengths=None)
+        if self.likelihood != "hurdle":
+            return [self._regression(self.likelihood, rows, theta, extends=extends)]
+        clicked = label > 0
+        clicks = self._regression("poisson", replace(rows, label=clicked.astype(np.float32)), theta, extends=extends)
+        if not clicked.any():
+            return [clicks]
+        values = replace(
+            rows,
+            features=rows.features[clicked],
+            label=label[clicked],
+            weights=None if weights is None else weights[clicked],
+        )
+        of_values = self._regression("gamma", values, None, extends=extends)
+        return [clicks, replace(of_values, loss=self._value_loss)]
+
+    def _value_loss(self, log: Log, scores: np.ndarray) -> float:
+        """Return the mean gamma deviance, up to a constant, of the labels of clicked rows."""
+        label = self.labels(log).astype(np.float64)
+        clicked, scores = label > 0, scores[label > 0]
+        return float((label[clicked] * np.exp(-scores) + scores).mean()) if clicked.any() else 0.0
+
+    def _regression(self, likelihood: str, rows: TreeRows, theta: np.ndarray | None, *, extends: bool) -> TreeTask:
+        """Return the regression of the labels of rows with the mean θ exp(s), or exp(s) without θ."""
+        assert rows.label is not None  # noqa: S101 - regressions have one
+        clicks = int(np.count_nonzero(rows.label))
+        power = {"tweedie_variance_power": POWER} if likelihood == "tweedie" else {}
+        by_lightgbm = self.inputs.ranker == "lightgbm"
+        if theta is not None and extends and by_lightgbm:
             # The derivatives are those with the offset: the label is c / θ, and its weight θ^(2 - power).
             exposure = theta ** (2 - power.get("tweedie_variance_power", 1.0))
-            weights = exposure if weights is None else weights * exposure
-            rows = self.rows(log, label=(label / theta).astype(np.float32), weights=weights, lengths=None)
-        else:
-            rows = self.rows(log, label=label, weights=weights, lengths=None, offset=np.log(theta))
-        if self.inputs.ranker == "lightgbm":
-            return TreeTask(rows, library_options={"objective": self.likelihood, **power})
-        objective = "count:poisson" if self.likelihood == "poisson" else "reg:tweedie"
-        return TreeTask(rows, library_options={"objective": objective, "base_score": 1.0, **power})
+            weights = exposure if rows.weights is None else rows.weights * exposure
+            rows = replace(rows, label=(rows.label / theta).astype(np.float32), weights=weights)
+        elif theta is not None:
+            rows = replace(rows, offset=np.log(theta))
+        leaves = leaves_for(clicks)
+        if by_lightgbm:
+            return TreeTask(rows, None, {"objective": likelihood, **power}, {"num_leaves": leaves})
+        objective = {"poisson": "count:poisson"}.get(likelihood, f"reg:{likelihood}")
+        few = {"max_leaves": leaves, "max_depth": 0, "grow_policy": "lossguide"}
+        return TreeTask(rows, None, {"objective": objective, "base_score": 1.0, **power}, few)
 
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
         return self.positions.report()
+
+
+def leaves_for(clicks: int) -> int:
+    """Return the leaves of a tree: 4 for up to 10,000 clicks, then twice as many for each tenfold, up to 31.
+
+    Feedback is noisy, so few leaves with many rounds are better than LightGBM's default of 31 in all worlds tried.
+    """
+    return int(np.clip(round(2 ** (np.log10(max(clicks, 1)) - 2)), FEWEST_LEAVES, MOST_LEAVES))
+
+
+class TreePairwiseEM(TreeDirect):
+    """The method `pairwise-em` with trees as its ranker.
+
+    With the loss `posterior` or `opt-posterior`, the `final` ranker is that of the `likelihood` by default: the trees
+    of `direct`. Its bias model, log(β μ), is a ranker by itself, and pairs that learn from it add nothing to trees.
+    `pairs`, the only one for the other losses, are weighted as for networks; β, μ and g of the bias model are a
+    network. Rows of bias models are weighted as for networks.
+    """
+
+    LEARNS_ALONE = False
+    OPTIONS: ClassVar[Mapping[str, Any]] = {
+        **{name: read for name, read in PairwiseEM.OPTIONS.items() if name not in ("variant", "delta", "anchor")},
+        "theta": Literal["auto", "strata", "items", "regression"],
+        "em": Literal["staged"],
+        "final": Literal["pairs", "likelihood"],
+    }
+
+    def __init__(self, inputs: MethodInputs, *, final: str | None = None, **options: Any) -> None:
+        of_pairs = {name: value for name, value in options.items() if name not in ("loss", "theta")}
+        by_value = options.get("loss", "posterior") in ("posterior", "opt-posterior")
+        likely = by_value and not of_pairs and options.get("theta") != "regression" and not inputs.truth
+        if final == "likelihood" and not likely:
+            hint = "remove final=likelihood, or the other options of pairs"
+            raise OptionError("final=likelihood learns from no pairs: it has no options but theta", hint=hint)
+        self._pair_model: PairWeights | None = None
+        if likely and final != "pairs":
+            super().__init__(inputs, theta=options.get("theta", "auto"))
+        else:
+            TreeMethod.__init__(self, inputs)
+            self._pair_model = PairWeights(replace(inputs, bias_ranker="mlp"), **options)
+
+    def position_model(self) -> PositionModel | None:
+        return self.positions if self._pair_model is None else None
+
+    def pair_model(self) -> PairWeights | None:
+        return self._pair_model
+
+    def tasks(self, log: Log, *, extends: bool = False) -> list[TreeTask]:
+        if self._pair_model is None:
+            return super().tasks(log, extends=extends)
+        objective = PairwiseObjective(pair_terms(self._pair_model, log, self.labels(log)))
+        if not objective.has_pairs:
+            what = "the items of every request have equal labels, so there are no pairs to learn from"
+            raise DataError(what, hint="choose another label with --label")
+        return [TreeTask(self.rows(log), objective)]
+
+    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
+        return super().bias(batches) if self._pair_model is None else self._pair_model.bias(batches)
 
 
 TREE_METHODS: dict[str, type[TreeMethod]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +31,6 @@ class TreeRows:
     weights: np.ndarray | None = None  # [requests], or [rows] if the objective does not use requests
     positions: np.ndarray | None = None  # for LightGBM's own correction of position bias
     offset: np.ndarray | None = None  # [rows] added to the sum of the trees in training, and not when they predict
-    binned: Any = None  # the rows as a `lightgbm.Dataset`, if they are one already
 
     @property
     def row_weights(self) -> np.ndarray | None:
@@ -191,7 +190,7 @@ def lightgbm_error(error: Exception) -> UltrError:
 
 def lightgbm_data(rows: TreeRows) -> Any:
     """Return the rows as a `lightgbm.Dataset`."""
-    return rows.binned or _lightgbm().Dataset(
+    return _lightgbm().Dataset(
         with_missing_values(rows.features, rows.categorical),
         label=np.zeros(len(rows.features), np.float32) if rows.label is None else rows.label,
         group=rows.lengths,
@@ -201,19 +200,6 @@ def lightgbm_data(rows: TreeRows) -> Any:
         feature_name=rows.plain_names or "auto",
         categorical_feature=list(rows.categorical) or "auto",
     )
-
-
-def binned(rows: TreeRows, parameters: Mapping[str, Any]) -> TreeRows:
-    """Return the rows with their features in LightGBM's bins, for several ensembles of trees.
-
-    Finding the bins takes as long as growing tens of trees. A subset of the data has the same bins.
-    """
-    data = lightgbm_data(rows)
-    data.free_raw_data = False  # the trees that an ensemble extends need the features
-    # An ensemble may have smaller leaves than the parameters say, so all features stay.
-    threads = _threads(rows.features.size)
-    data.params = {**parameters, "num_threads": threads, "verbosity": -1, "feature_pre_filter": False}
-    return replace(rows, binned=data)
 
 
 def _threads(values: int) -> int:

@@ -9,36 +9,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid, softplus
+from torch.nn.functional import softplus
 
 from ultr.rankers.feedback import LARGEST_LOG_VALUE
 from ultr.rankers.networks import MLPRanker
 
 # --- Sums of rankers --------------------------------------------------------------------------------------------------
 
-LINKS = ("identity", "log-sigmoid")
-
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A part of a blend: weight · link(score + shift)."""
+    """A part of a blend: weight · score."""
 
     ranker: nn.Module
     name: str  # of the kind of ranker: mlp, lightgbm, ...
     options: Mapping[str, Any] = field(default_factory=dict)  # of the ranker, if it is a network
-    link: str = "identity"
-    shift: float = 0.0
     weight: float = 1.0
     indicators: tuple[int, ...] | None = None  # features whose missing values a network recognises; None: takes none
 
     def __call__(self, features: Tensor) -> Tensor:
-        score = self.ranker(features) + self.shift
-        if self.link == "log-sigmoid":
-            score = logsigmoid(score)
-        return torch.as_tensor(self.weight * score)
+        return torch.as_tensor(self.weight * self.ranker(features))
 
     def to_json(self) -> dict[str, Any]:
-        return {"ranker": self.name, "link": self.link, "shift": self.shift, "weight": self.weight}
+        return {"ranker": self.name, "weight": self.weight}
 
 
 class Blend(nn.Module):
@@ -57,6 +50,7 @@ class Blend(nn.Module):
 # A ranker with several views of the same items: a score learned from pairs, the likelihood, and a linear anchor.
 
 ITERATIONS = 20  # of Newton's method
+CONVERGED = 1e-7  # the last step of Newton's method
 RIDGE = 1.0  # of the differences of the weights of the terms
 
 
@@ -118,10 +112,10 @@ def likely_weights(columns: Tensor, request: Tensor, labels: Tensor, log_theta: 
     towards each other, so that few labels leave equal weights. All are 0 if no weights above 0 are better than none.
     """
     found = columns.new_zeros(columns.shape[1])
-    best = _conditional(columns[:, :0], request, labels, log_theta)[1]
+    best = conditional_fit(columns[:, :0], request, labels, log_theta)[1]
     for count in range(columns.shape[1], 0, -1):
         for used in combinations(range(columns.shape[1]), count):
-            weights, value = _conditional(columns[:, list(used)], request, labels, log_theta, of=columns.shape[1])
+            weights, value = conditional_fit(columns[:, list(used)], request, labels, log_theta, of=columns.shape[1])
             better = (weights >= 0).all() & (value > best)
             all_weights = columns.new_zeros(columns.shape[1]).index_copy(
                 0, torch.tensor(used, device=columns.device), weights
@@ -130,7 +124,7 @@ def likely_weights(columns: Tensor, request: Tensor, labels: Tensor, log_theta: 
     return found
 
 
-def _conditional(
+def conditional_fit(
     columns: Tensor, request: Tensor, labels: Tensor, log_theta: Tensor, of: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return the weights of the columns, by Newton's method, and the log-likelihood with them less their penalty.
@@ -164,9 +158,11 @@ def _conditional(
         expected = totals[request] * share
         slope = columns.T @ (labels - expected) - penalty @ weights
         curvature = (columns * expected[:, None]).T @ columns - (mean * totals[:, None]).T @ mean + penalty
-        step = torch.linalg.solve(curvature + 1e-9 * torch.eye(count).to(columns), slope)
-        weights = weights + step.clamp(-2, 2)
+        step = torch.linalg.solve(curvature + 1e-9 * torch.eye(count).to(columns), slope).clamp(-2, 2)
+        weights = weights + step
         share, value = fitted()
+        if columns.device.type == "cpu" and float(step.abs().max()) < CONVERGED:  # a GPU would wait for the number
+            break
     return weights, value
 
 

@@ -20,7 +20,7 @@ from ultr.log.labels import Label
 from ultr.log.readers import as_table
 from ultr.rankers import FeatureEncoder, Hurdle, Product, Synthesised, WithConstants, make_ranker, score_rows
 from ultr.rankers.boosters import BOOSTERS, TreeRanker, is_trees
-from ultr.rankers.combined import LINKS, Blend, Combined, Part
+from ultr.rankers.combined import Blend, Combined, Part
 from ultr.rankers.feedback import HURDLE_OUTPUTS, make_hurdle
 from ultr.rankers.matching import features_of, load_weights, match_features, resize_embeddings
 from ultr.utils.arguments import checked
@@ -251,14 +251,12 @@ def load_model(run: str | Path) -> Model:
 def _load_blend(folder: Path, about: Mapping[str, Any], names: tuple[str, ...], categories: Mapping[int, int]) -> Blend:
     parts = []
     for number, described in enumerate(about["parts"]):
-        if described["link"] not in LINKS:
-            raise ValueError(f"the link of part {number} must be one of {', '.join(LINKS)}")
-        shift, weight = float(described["shift"]), float(described["weight"])
-        if not (np.isfinite(shift) and np.isfinite(weight)):
-            raise ValueError(f"the shift and weight of part {number} must be finite")
+        weight = float(described["weight"])
+        if not np.isfinite(weight):
+            raise ValueError(f"the weight of part {number} must be finite")
         ranker = _load_ranker(folder / f"part-{number}", {**about, **described}, names, categories)
         options = described.get("ranker_options", {})
-        parts.append(Part(ranker, str(described["ranker"]), options, described["link"], shift, weight))
+        parts.append(Part(ranker, str(described["ranker"]), options, weight))
     if not parts:
         raise ValueError("a blend must have parts")
     return Blend(parts)

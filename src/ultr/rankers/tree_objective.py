@@ -117,20 +117,6 @@ class PairwiseObjective:
         return results
 
 
-def preference_step(*inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return gradient and curvature of g by row, and four sums by pair of positions, of `tree_kernels.preference_step`.
-
-    The first input is g, and the last two are tables by pair of positions. Sums are made of a fixed number of chunks,
-    so that they do not depend on the number of threads.
-    """
-    rows, positions = len(inputs[0]), len(inputs[-1])
-    chunks = max(1, min(CHUNKS, MOST_SUMS // (4 * positions**2)))
-    gradient, curvature = np.zeros(rows), np.zeros(rows)
-    sums = np.zeros((chunks, 4, positions, positions))
-    in_threads(kernels().preference_step, chunks, *inputs, gradient, curvature, sums)
-    return gradient, curvature, sums.sum(0)
-
-
 def in_threads(function: Callable[..., None], count: int, *arguments: Any) -> None:
     """Call `function(*arguments, start, end)` for parts of `range(count)`, in as many threads as torch has."""
     threads = min(torch.get_num_threads(), count)

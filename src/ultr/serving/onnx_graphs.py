@@ -280,16 +280,8 @@ def blend_to_onnx(parts: Sequence[tuple[Part, bytes]]) -> bytes:
         opsets |= {each.domain: max(each.version, opsets.get(each.domain, 0)) for each in model.opset_import}
         nodes += model.graph.node
         constants += model.graph.initializer
-        for name, value in (("shift", part.shift), ("weight", part.weight)):
-            constants.append(numpy_helper.from_array(np.array(value, np.float32), prefix + name))
-        last = f"{prefix}shifted"
-        nodes.append(helper.make_node("Add", [prefix + OUTPUT, f"{prefix}shift"], [last]))
-        if part.link == "log-sigmoid":  # -softplus(-x)
-            names = [f"{prefix}{name}" for name in ("negative", "softplus", "linked")]
-            for kind, name in zip(("Neg", "Softplus", "Neg"), names, strict=True):
-                nodes.append(helper.make_node(kind, [last], [name]))
-                last = name
-        nodes.append(helper.make_node("Mul", [last, f"{prefix}weight"], [f"{prefix}term"]))
+        constants.append(numpy_helper.from_array(np.array(part.weight, np.float32), f"{prefix}weight"))
+        nodes.append(helper.make_node("Mul", [prefix + OUTPUT, f"{prefix}weight"], [f"{prefix}term"]))
         terms.append(f"{prefix}term")
     nodes.append(helper.make_node("Sum", terms, [OUTPUT]))
     output = helper.make_tensor_value_info(OUTPUT, onnx.TensorProto.FLOAT, ["requests", "items"])

@@ -25,7 +25,6 @@ from ultr.log import Log
 from ultr.log.splits import queries_of, split_by_query
 from ultr.methods import Method
 from ultr.methods.bias_model import BiasModel
-from ultr.methods.boosted_bias import BoostedOutputs
 from ultr.methods.pair_weights import PairWeights
 from ultr.rankers.matching import load_matched_weights, load_weights, match_features
 from ultr.rankers.model import load_model
@@ -66,26 +65,18 @@ class BiasStage:
     seconds: float = 10.0
     _saved: float = field(default_factory=time.monotonic)
 
-    def run(self, method: Method | PairWeights, fit: Callable[[Beginning | None], None] | None = None) -> None:
+    def run(self, method: Method | PairWeights) -> None:
         """Fit the bias of a method, or load it if it was saved: by this run, by that of `--bias`, or in `shared`.
 
-        `fit`, if given, is called to fit trees. The fit starts from the bias model of the run `warm_start`, if this run
-        has one for the same label and positions.
+        The fit starts from the bias model of the run `warm_start`, if this run has one for the same label and
+        positions.
         """
         begin_stage("estimating the bias")
         model = method.bias_learner()
-        settings = {} if model is None else {**model.settings(), **({} if fit is None else {"em": "trees"})}
-        begin = Beginning.of(self.config, self.data, self.kind, trees=fit is not None)
         if not isinstance(model, BiasModel):  # all other kinds of bias are fitted quickly, and not used by other runs
-            (fit or (lambda _: self._train(method, None)))(None)
+            self._train(method, None)
             return
-
-        def fit_now() -> None:
-            if fit is None:
-                self._train(method, begin)
-            else:
-                fit(begin)
-
+        begin = Beginning.of(self.config, self.data, self.kind)
         if (self.folder / BIAS).is_dir():  # written by this run before it was killed
             load_bias(self.folder / BIAS, model)
             return
@@ -94,14 +85,14 @@ class BiasStage:
         if other is not None and (fit_folder(other, self.kind) / BIAS).is_dir():
             _take_bias(other, self.kind, model, self.data)
         elif self.shared is None:
-            fit_now()
+            self._train(method, begin)
         else:
-            folder = self.shared / self.config.shared_key(self.kind, self.data.label, settings)
+            folder = self.shared / self.config.shared_key(self.kind, self.data.label, model.settings())
             with wait_for_lock(folder):
                 if folder.is_dir():
                     load_bias(folder, model)
                 else:
-                    fit_now()
+                    self._train(method, begin)
                     save_bias(folder, model)
         if is_main():
             save_bias(self.folder / BIAS, model)
@@ -134,15 +125,15 @@ class Beginning:
     data: Data
 
     @staticmethod
-    def of(config: Config, data: Data, kind: str, *, trees: bool) -> Beginning | None:
-        """Return the start of a fit of networks or trees; None if there is no such run, or if it has the other kind."""
+    def of(config: Config, data: Data, kind: str) -> Beginning | None:
+        """Return the start of a fit; None if there is no such run, or if it has no bias model."""
         run = Path(config.training.warm_start or "")
-        if config.training.warm_start is None or not (folder := fit_folder(run, kind) / BIAS).is_dir():
+        if config.training.warm_start is None or not (fit_folder(run, kind) / BIAS).is_dir():
             return None
-        return Beginning(run, kind, data) if BoostedOutputs.is_at(folder) == trees else None
+        return Beginning(run, kind, data)
 
     def give(self, model: BiasModel) -> bool:
-        """Give a bias model the networks or trees of that run; return False if they are for other data or labels.
+        """Give a bias model the networks of that run; return False if they are for other data or labels.
 
         Estimates by position stay as they are: they are known, or were estimated before.
         """
@@ -280,15 +271,11 @@ def save_bias(folder: Path, model: BiasModel) -> None:
         save_tensors(temporary / "weights.safetensors", model.state_dict())
         if model.evidence:
             write_json(temporary / EVIDENCE, model.evidence)
-        if isinstance(model.network, BoostedOutputs):
-            model.network.save(temporary)
 
 
 def load_bias(folder: Path, model: BiasModel, load: Callable[[nn.Module, Weights], None] = load_weights) -> None:
     """Load a saved bias model; `load` loads the weights, if the features or positions of the two may differ."""
     try:
-        if BoostedOutputs.is_at(folder):
-            model.network = BoostedOutputs.load(folder, tuple(sorted(model.inputs.categories)))
         load(model, load_tensors(folder / "weights.safetensors"))
         if (folder / EVIDENCE).is_file():  # known propensities have none
             model.evidence = read_json(folder / EVIDENCE)
@@ -306,9 +293,6 @@ def _take_bias(run: Path, kind: str, model: BiasModel, data: Data) -> None:
         raise DataError("the bias model is for another label", where=run, got=f"'{label}'", hint=hint)
     trained = load_model(part_of(run, kind))
     match = match_features(trained, data.train)
-    if BoostedOutputs.is_at(folder) and not match.extends:
-        what = "the bias model is made of trees, for features in another order or with other categories"
-        raise DataError(what, where=run, hint=only_positions)
     saved = [str(position) for position in report["positions"]]
     ids = tuple(model.index.ids.tolist())
     places = torch.tensor([saved.index(name) for name in known_slots(saved, ids, data.segments).values()])

@@ -32,7 +32,7 @@ from ultr._version import __version__
 from ultr.bias.propensities import as_propensities
 from ultr.datasets.initial import Logging
 from ultr.errors import DataError, OptionError, nearest
-from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, parse_any_metric
+from ultr.evaluation.scores import FEEDBACK, LIKELIHOOD, parse_any_metric
 from ultr.log.cleaning import OnDuplicates
 from ultr.log.labels import Label
 from ultr.methods import METHODS, TREE_METHODS, parse_options
@@ -209,7 +209,6 @@ class TreeOptions(Section):
     lr: Positive = Field(0.1, description="learning rate")
     evaluate_every: AtLeastOne = Field(10, description="rounds between evaluations")
     patience: Count = Field(5, description="evaluations without gain before the end; 0: never")
-    bias_rounds: AtLeastOne = Field(300, description="largest number of rounds of the bias model")
     parameters: dict[str, Any] = Field({}, description="parameters of LightGBM or XGBoost, such as num_leaves")
 
 
@@ -217,7 +216,7 @@ class TrainingSection(Section):
     """Options of all rankers of a run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63 - 1)] = Field(0, description="random seed")
-    select: str = Field(AUTO, description="metric that chooses the best step; auto: off-policy-gain@10 on a log")
+    select: str = Field(AUTO, description="metric that chooses the best step; auto: off-policy-likelihood on a log")
     warm_start: PathText | None = Field(None, description="a finished run whose ranker training starts from")
 
 
@@ -293,7 +292,7 @@ class Config(Section):
         if self.training.select != AUTO:
             return self.training.select
         from_log = self.users is None and self.simulation.learn_from == "feedback"
-        return f"{OFF_POLICY}gain@10" if from_log else f"{FEEDBACK}ndcg@10"
+        return LIKELIHOOD if from_log else f"{FEEDBACK}ndcg@10"
 
     @property
     def sessions_drawn(self) -> int:
@@ -305,7 +304,7 @@ class Config(Section):
         """Return the options of the training loop of a kind of ranker."""
         common: dict[str, Any] = {"seed": self.seed, "device": self.machine.device, "precision": self.machine.precision}
         if is_trees(kind):
-            trees = self.trees.model_dump(exclude={"parameters", "rounds", "bias_rounds"})
+            trees = self.trees.model_dump(exclude={"parameters", "rounds"})
             # The bias model of trees may be a network.
             bias: dict[str, Any] = {"bias_steps": self.network.bias_steps, "batch": self.network.batch}
             return TrainingOptions(steps=self.trees.rounds, **bias, **trees, **common)

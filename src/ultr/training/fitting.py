@@ -25,7 +25,7 @@ from ultr.methods import Method, MethodInputs, TreeMethod
 from ultr.methods.position_model import PositionModel
 from ultr.rankers import Synthesised, score_rows
 from ultr.rankers.boosters import Booster, TreeRanker, is_trees
-from ultr.rankers.combined import Blend, Part
+from ultr.rankers.combined import Blend
 from ultr.rankers.matching import load_matched_weights, match_features
 from ultr.rankers.model import load_model, save_model
 from ultr.training.biases import STAGE
@@ -212,18 +212,18 @@ def start_from(method: Method, run: Path, log: Log) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in ranker.state_dict().items()}
 
 
-def start_trees(ranker: str, run: Path) -> Booster | None:
-    """Return the trees of a run that a run of trees extends; None if its ranker has only trees of its bias model."""
+def start_trees(ranker: str, run: Path) -> list[Booster]:
+    """Return the trees of a run that a run of trees extends, as many as it has parts."""
     found = load_model(part_of(run, ranker)).ranker
-    first = found.parts[0] if isinstance(found, Blend) else Part(found, "")
-    if not isinstance(first.ranker, TreeRanker):
+    rankers = [part.ranker for part in found.parts] if isinstance(found, Blend) else [found]
+    boosters = [each.booster for each in rankers if isinstance(each, TreeRanker)]
+    for booster in boosters:
+        if ranker != booster.LIBRARY:
+            hint = f"pass --ranker {booster.LIBRARY}"
+            raise OptionError(f"the trees of this run are of {booster.LIBRARY}", got=run, hint=hint)
+    if len(boosters) < len(rankers):
         raise OptionError("trees cannot start from a run of a network", got=run, hint=HINT)
-    if first.link != "identity":
-        return None
-    if ranker != first.ranker.booster.LIBRARY:
-        library = first.ranker.booster.LIBRARY
-        raise OptionError(f"the trees of this run are of {library}", got=run, hint=f"pass --ranker {library}")
-    return first.ranker.booster
+    return boosters
 
 
 def _actions(ranker: object) -> tuple[tuple[str, ...], ...] | None:

@@ -40,9 +40,11 @@ from ultr.evaluation.off_policy import (
     widened_test,
 )
 from ultr.evaluation.scores import (
+    LIKELIHOOD,
     OFF_POLICY,
     Mean,
     PairedTest,
+    judging_metric,
     less_is_better,
     mean_with_interval,
     paired_test,
@@ -227,7 +229,8 @@ def judge(
     log = data.validation if data.test is None else data.test
     scores = ranker.scores if data.test is None else scores_of(ranker.ranker, log)
     logged = data.logged_scores(log)
-    metrics, values = list(dict.fromkeys((judging_metric(config.selection), config.selection))), examined.values
+    values, chosen = examined.values, [] if config.selection == LIKELIHOOD else [config.selection]
+    metrics = list(dict.fromkeys((judging_metric(config.selection), *chosen)))
     if log.relevance is not None and log.relevance.max() <= MAX_GRADE:
         metrics += [name for name in ("ndcg@10", *(("reward@10",) if data.user else ())) if name not in metrics]
 
@@ -363,11 +366,6 @@ def value_of_run(run: Path) -> tuple[str, float, int]:
     if outcome is None or name not in outcome.results:
         return selection, float(line[selection]), int(line["step"])
     return name, float(np.average(outcome.results[name], weights=outcome.weights)), int(line["step"])
-
-
-def judging_metric(selection: str) -> str:
-    """Return the metric that judges a ranker whose step another one chose: the reward, which people understand."""
-    return selection.replace(f"{OFF_POLICY}gain", f"{OFF_POLICY}reward")
 
 
 def _used(data: Data) -> dict[str, Log]:

@@ -21,19 +21,14 @@ from ultr.utils.stores import fetched
 NAMED = (2, 3, 5, 10, 20)  # the positions, by their order in the list, whose θ is told
 MOST_SEGMENTS = 3  # segments whose θ is told, at most
 IMPRECISE = 0.1  # a standard error of θ above which more evidence would help
-FINAL = {
-    "pairs": "the ranker of pairs",
-    "likelihood": "the model of relevance and value",
-    "blend": "the sum of the ranker of pairs and of the model of relevance and value",
-}
 NAMES = {"mlp": "a network", "linear": "a linear ranker"}
 FEATURES_ALONE = "features alone, by ultr bias"
 NOT_CONFIRMED = (SOURCES["strata"], FEATURES_ALONE)  # evidence of examination that the log cannot confirm
 
 
 def write_bias_report(config: Config, data: Data, fits: Sequence[Fitted], ranker: Ranker, out: Path) -> None:
-    """Write bias.json, if the method estimates bias: the report of the last fit, and the shares of the rankers."""
-    fit = fits[-1]
+    """Write bias.json, if the method estimates bias: the report of the first fit, and the shares of the rankers."""
+    fit = fits[0]
     if fit.report is None:
         return
     report = dict(fit.report)
@@ -68,8 +63,6 @@ def _sentences(report: Mapping[str, Any], config: Config, data: Data) -> dict[st
     sentences = {"users": _users(report, data.segments), "evidence": _evidence(report)}
     if "rho" in report or "zeta" in report:
         sentences["trust"] = "higher positions are trusted more; feedback is corrected for that"
-    if "final" in report:
-        sentences["ranker"] = FINAL[report["final"]["ranker"]]
     if "shares" in report:
         shares = " and ".join(f"{NAMES.get(name, name)} ({share:.0%})" for name, share in report["shares"].items())
         sentences["ranker"] = f"the sum of {shares}, by the likelihood of the validation requests"

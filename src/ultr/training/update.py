@@ -11,7 +11,7 @@ import numpy as np
 from ultr.bias.propensities import BIAS_FILE
 from ultr.errors import OptionError
 from ultr.evaluation.comparing import RankerComparison, RankerValue, compare_rankers
-from ultr.evaluation.scores import OFF_POLICY
+from ultr.evaluation.scores import OFF_POLICY, judging_metric
 from ultr.log.shards import is_lists
 from ultr.log.table import by_segment
 from ultr.rankers.model import load_model
@@ -79,7 +79,7 @@ def update_run(
         check_output(out, overwrite=False, folder=True)
         resume = candidate.exists() or partial_of(candidate).exists()
         run_training(config, candidate, resume=resume, listeners=listeners or Listeners())
-    metric = config.selection if config.selection.startswith(OFF_POLICY) else f"{OFF_POLICY}reward@10"
+    metric = judging_metric(config.selection) if config.selection.startswith(OFF_POLICY) else f"{OFF_POLICY}reward@10"
     comparison, warnings = compare_runs(run, candidate, config, metric)
     test = comparison.rankers["the new run"][metric].difference
     accepted = accepted_before or test is None or not (test.difference < 0 and test.p < 1 - gate)
@@ -137,7 +137,6 @@ def _shorter(config: Config) -> dict[str, int]:
         "network.steps": max(1, network.steps // PARTS),
         "network.bias_steps": max(1, network.bias_steps // PARTS),
         "trees.rounds": max(1, trees.rounds // PARTS),
-        "trees.bias_rounds": max(1, trees.bias_rounds // PARTS),
         "trees.evaluate_every": max(1, trees.evaluate_every // 2),
         "trees.patience": -(-trees.patience // 2),
     }

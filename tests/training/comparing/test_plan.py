@@ -117,7 +117,7 @@ def test_one_model_evaluates_all_runs_and_the_logged_ranking(tmp_path):
     request_weights = np.random.default_rng(0).integers(1, 4, len(log)).astype(np.float32)
     write_log(replace(log, weights=request_weights), tmp_path / "log.parquet")
     base = BASE.with_options(data=str(tmp_path / "log.parquet"), users=None, select="auto")
-    metric = base.selection
+    metric = "off-policy-reward@10"
     result = compare(base, ["pointwise", "lambdarank"], tmp_path / "out", seeds=2, rates=[0.1], jobs=1)
     runs = [next((tmp_path / "out" / "runs" / "pointwise").glob(f"*/seed-{seed}")) for seed in (0, 1)]
     models = [load_off_policy_model(run / VALUES) for run in runs]
@@ -182,7 +182,7 @@ def test_runs_that_differ_only_after_the_bias_model_share_it(tmp_path, small_syn
     methods = ["pairwise-em", "pairwise-em:loss=ipw", "pairwise-em:loss=bayes-ipw"]
     compare(BASE, methods, tmp_path, seeds=1, rates=[0.01, 0.1], limits=(), tuning_seeds=1, jobs=1)
     biases = list((tmp_path / "bias").glob("*/weights.safetensors"))
-    assert len(biases) == 2 * 2  # of a tuning seed and a tested one; the last method has trust by pairs besides
+    assert len(biases) == 3 * 2  # of a tuning seed and a tested one; the methods have no pairs, no trust, and both
     (shared,) = (tmp_path / "runs" / "pairwise-em_loss=ipw").glob("*/seed-0")
     alone = run_training(read_config(shared), tmp_path / "alone")
     for name, values in weights(shared).items():

@@ -19,7 +19,7 @@ import numpy as np
 
 from ultr.checks.pitfalls import Pitfall
 from ultr.errors import OptionError, UltrError, UnfinishedError, nearest
-from ultr.evaluation.scores import less_is_better, mean_with_interval
+from ultr.evaluation.scores import judging_metric, less_is_better, mean_with_interval
 from ultr.log.labels import DEFAULT_LABEL
 from ultr.methods import METHODS, Method, parse_options, thresholds
 from ultr.rankers.networks import HIDDEN
@@ -154,13 +154,13 @@ class Plan:
     limits: Sequence[float | str] = LIMITS  # largest weights to choose from besides the default of a method
     tuning_seeds: int = 3
     longest: int = 1
-    metrics: Sequence[str] = ()  # on test requests; empty: on a log, that which selects, else ndcg@10 and reward@10
+    metrics: Sequence[str] = ()  # on test requests; empty: on a log, as in a run, else ndcg@10 and reward@10
     reference: str = ""  # empty: the first entry
     shared: Path | None = None  # folder of the bias models and off-policy models that runs share; None: in `out`
 
     def __post_init__(self) -> None:
         if not self.metrics:
-            default = (self.base.selection,) if self.base.users is None else ("ndcg@10", "reward@10")
+            default = (judging_metric(self.base.selection),) if self.base.users is None else ("ndcg@10", "reward@10")
             object.__setattr__(self, "metrics", default)
         names = [entry.text for entry in self.entries]
         if self.reference and self.reference not in names:
