@@ -78,7 +78,8 @@ class TreeFit:
         rankers: list[TreeRanker] = []
         scores, steps = np.zeros(data.validation.rows), 0
         for number, task in enumerate(tasks):
-            growth = _Growth(self, task, self._starts[number] if number < len(self._starts) else None, scores, steps, number)
+            start = self._starts[number] if number < len(self._starts) else None
+            growth = _Growth(self, task, start, scores, steps, number)
             rankers.append(growth.grow(evaluate))
             scores, steps = growth.best_scores, steps + growth.state.step
         used = [ranker for ranker in rankers if ranker.rounds] or rankers[:1]
