@@ -148,7 +148,10 @@ def test_a_hurdle_has_trees_of_all_clicks_and_trees_of_the_values_of_clicked_row
     assert [task.library_options["objective"] for task in (clicks, values)] == objectives
     scores = np.random.default_rng(0).normal(size=log.rows)
     expected = np.mean([c / np.exp(s) + s for c, s in zip(label, scores, strict=True) if c > 0])
-    assert values.loss(log, scores) == pytest.approx(expected)
+    assert values.loss(log, scores + 1, np.ones(log.rows)) == pytest.approx(expected)
+    shares = np.exp(scores + clicks.rows.offset)
+    sums = np.add.reduceat(shares, log.offsets[:-1])[log.request_of_row]
+    assert clicks.loss(log, scores, scores) == pytest.approx(-np.log(shares / sums)[clicked].mean())
     assert len(method.tasks(replace(log, actions={name: 0 * each for name, each in log.actions.items()}))) == 1
 
 

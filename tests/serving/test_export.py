@@ -74,9 +74,8 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     one_file = {"method_options": {"final": "pairs"}}
     runs = {ranker: make_run(folder / ranker, ranker, **one_file) for ranker in ("lightgbm", "xgboost")}
-    values = {"label": "click + dwell / 20", "select": "off-policy-likelihood"}
-    runs["blend"] = make_run(folder / "blend", "lightgbm", **values)
-    return runs | {name: make_run(folder / name, ranker) for name, ranker in (("mlp", "mlp"), ("both", "auto"))}
+    others = {"mlp": "mlp", "blend": "lightgbm", "both": "auto"}
+    return runs | {name: make_run(folder / name, ranker) for name, ranker in others.items()}
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +314,7 @@ def test_an_exported_folder_has_the_scores_of_its_run(ranker, runs, folders):
 def test_a_blend_is_one_onnx_model(runs, folders):
     exported, log = load_exported(folders["blend"]), coloured_log(seed=3)
     assert {path.name for path in exported.folder.iterdir()} == {"model.onnx", "model.json", "README.md"}
-    assert [part["ranker"] for part in exported.about["parts"]] == ["lightgbm", "lightgbm"]
+    assert [part["ranker"] for part in exported.about["parts"]] == ["lightgbm", "linear"]
     assert exported.keeps_missing
     scores = onnx_scores(exported.session(threads=1), log.features[None])[0]
     np.testing.assert_allclose(scores, load_model(runs["blend"]).score(log), rtol=1e-5, atol=1e-5)

@@ -13,12 +13,13 @@ from ultr.bias.equations import exact_above, exact_below
 from ultr.errors import DataError, OptionError
 from ultr.lists import Lists
 from ultr.log import Log
+from ultr.methods.anchor import anchor_of_log
 from ultr.methods.base import BOUNDS, MethodInputs, ThetaFrom
-from ultr.methods.direct import POWER, is_binary
+from ultr.methods.direct import LARGEST_LOG_RATE, POWER, is_binary
 from ultr.methods.pair_weights import PairWeights
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.position_model import LEAST_THETA, PositionModel
-from ultr.rankers import score_rows
+from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, score_rows
 from ultr.rankers.boosters import TreeRows
 from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective
 
@@ -35,7 +36,7 @@ class TreeTask:
     objective: PairwiseObjective | None = None
     library_options: Mapping[str, Any] = field(default_factory=dict)
     parameters: Mapping[str, Any] = field(default_factory=dict)  # that the user may replace
-    loss: Callable[[Log, np.ndarray], float] | None = None  # of scores of validation rows by these trees alone
+    loss: Callable[[Log, np.ndarray, np.ndarray], float] | None = None  # of validation rows: scores, and those before
 
 
 class TreeMethod:
@@ -48,13 +49,17 @@ class TreeMethod:
     def __init__(self, inputs: MethodInputs) -> None:
         self.inputs = inputs
 
-    def tasks(self, log: Log, *, extends: bool = False) -> list[TreeTask]:
+    def tasks(self, log: Log, *, extends: bool = False, anchor: np.ndarray | None = None) -> list[TreeTask]:
         """Return the inputs of the tree library for a log; the pair model, if any, must be fitted before.
 
-        The ranker is the sum of the trees of all tasks. With `extends`, the trees are added to others, and LightGBM
-        takes no offset.
+        The ranker is the sum of the trees of all tasks and of the anchor, whose scores of the rows are `anchor`. With
+        `extends`, the trees are added to others, and LightGBM takes no offset.
         """
         raise NotImplementedError
+
+    def anchor(self, log: Log, *, seed: int) -> LinearRanker | None:
+        """Return the linear ranker that the trees start from, if any."""
+        return None
 
     def position_model(self) -> PositionModel | None:
         """Return the examination by position that the method needs, if any; it must be estimated before the trees."""
@@ -134,7 +139,7 @@ class TreeLambdaRank(TreeMethod):
             raise OptionError("true labels have no position bias to correct", hint="remove correction=own")
         self.kind, self.corrected = labels, correction == "own"
 
-    def tasks(self, log: Log, *, extends: bool = False) -> list[TreeTask]:
+    def tasks(self, log: Log, *, extends: bool = False, anchor: np.ndarray | None = None) -> list[TreeTask]:
         label = self.labels(log)
         options: dict[str, Any] = {}
         if self.kind == "click":
@@ -172,7 +177,7 @@ class TreePointwise(TreeMethod):
 
     LEARNS_ALONE = True
 
-    def tasks(self, log: Log, *, extends: bool = False) -> list[TreeTask]:
+    def tasks(self, log: Log, *, extends: bool = False, anchor: np.ndarray | None = None) -> list[TreeTask]:
         label = self.labels(log)
         weights = None if log.weights is None else np.repeat(log.weights, log.lengths)
         rows = self.rows(log, label=label, weights=weights, lengths=None)
@@ -190,29 +195,46 @@ class TreeDirect(TreeMethod):
         poisson   the default for a label that is 0 or 1
         tweedie   variance mean^1.5
 
-    Trees have few leaves (`leaves_for`), unless the parameters of the library say otherwise.
+    With `anchor=linear`, the default, trees start from a linear model of the log (see `ultr.methods.anchor`), whose
+    score is part of the offset and of the ranker: a small log does not tell trees what its order does. Trees have few
+    leaves (`leaves_for`), unless the parameters of the library say otherwise.
     """
 
     LEARNS_ALONE = True
     OPTIONS: ClassVar[Mapping[str, Any]] = {
         "likelihood": Literal["hurdle", "poisson", "tweedie"],
         "theta": ThetaFrom,
+        "anchor": Literal["linear", "none"],
     }
 
-    def __init__(self, inputs: MethodInputs, *, likelihood: str | None = None, theta: str = "auto") -> None:
+    def __init__(
+        self, inputs: MethodInputs, *, likelihood: str | None = None, theta: str = "auto", anchor: str = "linear"
+    ) -> None:
         super().__init__(inputs)
         if inputs.truth:
             raise OptionError("this method corrects the bias of feedback, and true labels have none", hint=BOUNDS)
         self.likelihood = likelihood or ("poisson" if is_binary(inputs.label, inputs.binary) else "hurdle")
-        self.positions = PositionModel(inputs, theta_from=theta, scale=1.0)
+        self.positions, self.anchored = PositionModel(inputs, theta_from=theta, scale=1.0), anchor == "linear"
 
     def position_model(self) -> PositionModel | None:
         return self.positions
 
-    def tasks(self, log: Log, *, extends: bool = False) -> list[TreeTask]:
+    def anchor(self, log: Log, *, seed: int) -> LinearRanker | None:
+        if not self.anchored:
+            return None
+        ranker = LinearRanker(FeatureEncoder(self.inputs.features, self.inputs.categories)).eval()
+        fit_encoders(ranker, log.features)
+        anchor = anchor_of_log(ranker.encoder, log, self.inputs.label, self.positions, seed=seed)
+        if anchor is None or not anchor.slopes.any():
+            return None
+        ranker.start_at(torch.from_numpy(anchor.slopes[None]), torch.tensor([anchor.constant]))
+        return ranker
+
+    def tasks(self, log: Log, *, extends: bool = False, anchor: np.ndarray | None = None) -> list[TreeTask]:
         label = self.labels(log)
         place = self.positions.index(torch.from_numpy(log.shown_positions("the offset of direct")))
         theta = self.positions.theta[place].clamp(min=LEAST_THETA).double().numpy()
+        theta = theta if anchor is None else theta * np.exp(np.clip(anchor, -LARGEST_LOG_RATE, LARGEST_LOG_RATE))
         weights = None if log.weights is None else np.repeat(log.weights, log.lengths)
         rows = self.rows(log, label=label, weights=weights, lengths=None)
         if self.likelihood != "hurdle":
@@ -228,13 +250,21 @@ class TreeDirect(TreeMethod):
             weights=None if weights is None else weights[clicked],
         )
         of_values = self._regression("gamma", values, None, extends=extends)
-        return [clicks, replace(of_values, loss=self._value_loss)]
+        return [replace(clicks, loss=self._click_loss), replace(of_values, loss=self._value_loss)]
 
-    def _value_loss(self, log: Log, scores: np.ndarray) -> float:
+    def _click_loss(self, log: Log, scores: np.ndarray, before: np.ndarray) -> float:
+        """Return minus the likelihood of which rows of a request are clicked, given how many."""
+        clicked, starts = self.labels(log) > 0, log.offsets[:-1]
+        scores = scores + self.positions.theta_at(torch.from_numpy(log.positions)).log().double().numpy()
+        level = np.repeat(np.maximum.reduceat(scores, starts), log.lengths)
+        level += np.log(np.repeat(np.add.reduceat(np.exp(scores - level), starts), log.lengths))
+        return float((level - scores)[clicked].sum() / max(1, clicked.sum()))
+
+    def _value_loss(self, log: Log, scores: np.ndarray, before: np.ndarray) -> float:
         """Return the mean gamma deviance, up to a constant, of the labels of clicked rows."""
         label = self.labels(log).astype(np.float64)
-        clicked, scores = label > 0, scores[label > 0]
-        return float((label[clicked] * np.exp(-scores) + scores).mean()) if clicked.any() else 0.0
+        label, scores = label[label > 0], (scores - before)[label > 0]
+        return float((label * np.exp(-scores) + scores).mean()) if len(label) else 0.0
 
     def _regression(self, likelihood: str, rows: TreeRows, theta: np.ndarray | None, *, extends: bool) -> TreeTask:
         """Return the regression of the labels of rows with the mean θ exp(s), or exp(s) without θ."""
@@ -279,35 +309,42 @@ class TreePairwiseEM(TreeDirect):
 
     LEARNS_ALONE = False
     OPTIONS: ClassVar[Mapping[str, Any]] = {
-        **{name: read for name, read in PairwiseEM.OPTIONS.items() if name not in ("variant", "delta", "anchor")},
+        **{name: read for name, read in PairwiseEM.OPTIONS.items() if name not in ("variant", "delta")},
         "theta": Literal["auto", "strata", "items", "regression"],
         "em": Literal["staged"],
         "final": Literal["pairs", "likelihood"],
     }
 
     def __init__(self, inputs: MethodInputs, *, final: str | None = None, **options: Any) -> None:
-        of_pairs = {name: value for name, value in options.items() if name not in ("loss", "theta")}
+        of_direct = {name: options[name] for name in ("theta", "anchor") if name in options}
+        of_pairs = {name: value for name, value in options.items() if name not in ("loss", "theta", "anchor")}
         by_value = options.get("loss", "posterior") in ("posterior", "opt-posterior")
         likely = by_value and not of_pairs and options.get("theta") != "regression" and not inputs.truth
         if final == "likelihood" and not likely:
             hint = "remove final=likelihood, or the other options of pairs"
-            raise OptionError("final=likelihood learns from no pairs: it has no options but theta", hint=hint)
+            raise OptionError(
+                "final=likelihood learns from no pairs: it has no options but theta and anchor", hint=hint
+            )
         self._pair_model: PairWeights | None = None
         if likely and final != "pairs":
-            super().__init__(inputs, theta=options.get("theta", "auto"))
+            super().__init__(inputs, **of_direct)
         else:
+            options.pop("anchor", None)
             TreeMethod.__init__(self, inputs)
             self._pair_model = PairWeights(replace(inputs, bias_ranker="mlp"), **options)
 
     def position_model(self) -> PositionModel | None:
         return self.positions if self._pair_model is None else None
 
+    def anchor(self, log: Log, *, seed: int) -> LinearRanker | None:
+        return super().anchor(log, seed=seed) if self._pair_model is None else None
+
     def pair_model(self) -> PairWeights | None:
         return self._pair_model
 
-    def tasks(self, log: Log, *, extends: bool = False) -> list[TreeTask]:
+    def tasks(self, log: Log, *, extends: bool = False, anchor: np.ndarray | None = None) -> list[TreeTask]:
         if self._pair_model is None:
-            return super().tasks(log, extends=extends)
+            return super().tasks(log, extends=extends, anchor=anchor)
         objective = PairwiseObjective(pair_terms(self._pair_model, log, self.labels(log)))
         if not objective.has_pairs:
             what = "the items of every request have equal labels, so there are no pairs to learn from"

@@ -23,11 +23,11 @@ from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.log.table import missing_values
 from ultr.methods import Method, MethodInputs, TreeMethod
 from ultr.methods.position_model import PositionModel
-from ultr.rankers import Synthesised, score_rows
+from ultr.rankers import FeatureEncoder, LinearRanker, Synthesised, fit_encoders, score_rows
 from ultr.rankers.boosters import Booster, TreeRanker, is_trees
 from ultr.rankers.combined import Blend
 from ultr.rankers.matching import load_matched_weights, match_features
-from ultr.rankers.model import load_model, save_model
+from ultr.rankers.model import Model, load_model, save_model
 from ultr.training.biases import STAGE
 from ultr.training.config import Config, TrainingOptions
 from ultr.training.data import Data, Decisions
@@ -212,10 +212,13 @@ def start_from(method: Method, run: Path, log: Log) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in ranker.state_dict().items()}
 
 
-def start_trees(ranker: str, run: Path) -> list[Booster]:
-    """Return the trees of a run that a run of trees extends, as many as it has parts."""
-    found = load_model(part_of(run, ranker)).ranker
+def start_trees(ranker: str, run: Path, log: Log) -> tuple[LinearRanker | None, list[Booster]]:
+    """Return the anchor of a run that a run of trees extends, if it has one, and the trees of each of its parts."""
+    model = load_model(part_of(run, ranker))
+    found = model.ranker
     rankers = [part.ranker for part in found.parts] if isinstance(found, Blend) else [found]
+    anchor = next((each for each in rankers if isinstance(each, LinearRanker)), None)
+    rankers = [each for each in rankers if each is not anchor]
     boosters = [each.booster for each in rankers if isinstance(each, TreeRanker)]
     for booster in boosters:
         if ranker != booster.LIBRARY:
@@ -223,7 +226,15 @@ def start_trees(ranker: str, run: Path) -> list[Booster]:
             raise OptionError(f"the trees of this run are of {booster.LIBRARY}", got=run, hint=hint)
     if len(boosters) < len(rankers):
         raise OptionError("trees cannot start from a run of a network", got=run, hint=HINT)
-    return boosters
+    return None if anchor is None else _matched(anchor, model, log), boosters
+
+
+def _matched(anchor: LinearRanker, model: Model, log: Log) -> LinearRanker:
+    """Return a linear ranker that has the scores of the anchor of a model for the features and categories of a log."""
+    ranker = LinearRanker(FeatureEncoder(len(log.feature_names), log.categories)).eval()
+    fit_encoders(ranker, log.features)
+    load_matched_weights(ranker, anchor.state_dict(), match_features(model, log), indicators=())
+    return ranker
 
 
 def _actions(ranker: object) -> tuple[tuple[str, ...], ...] | None:

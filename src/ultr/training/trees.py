@@ -18,6 +18,7 @@ from ultr.evaluation.scores import LIKELIHOOD, less_is_better
 from ultr.lists import ListBatches
 from ultr.methods import make_tree_method
 from ultr.methods.trees import TreeMethod, TreeTask
+from ultr.rankers import LinearRanker, score_rows
 from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, TreeRanker, check_parameters
 from ultr.rankers.combined import Blend, Part
 from ultr.rankers.tree_objective import kernels
@@ -56,7 +57,7 @@ class TreeFit:
         self.inputs, self.options = inputs, inputs.options
         self.method: TreeMethod = make_tree_method(config.method.name, inputs.of_method(), **config.method.options)
         self.library = BOOSTERS[inputs.kind]
-        self._starts = self._trees_to_extend()
+        self._anchor, self._starts = self._trees_to_extend()
         with_pairs = self.method.pair_model() is not None
         if with_pairs:
             kernels()  # raise MissingExtraError now, not after the bias stage
@@ -67,9 +68,12 @@ class TreeFit:
         if (before := load_fitted(folder, self.inputs)) is not None:
             return before
         self.folder, self.run, self.listeners = folder, run, listeners
-        data, kind = self.inputs.data, self.inputs.kind
+        config, data, kind = self.inputs.config, self.inputs.data, self.inputs.kind
         self._run_bias_stage(examined, shared)
-        tasks = self.method.tasks(data.train, extends=bool(self._starts))
+        if config.training.warm_start is None:
+            self._anchor = self.method.anchor(data.train, seed=config.seed)
+        anchor = None if self._anchor is None else score_rows(self._anchor, data.train.features)
+        tasks = self.method.tasks(data.train, extends=bool(self._starts), anchor=anchor)
         if len(self._starts) > len(tasks):
             hint = "start from a run that has the same method, label and ranker"
             raise OptionError("the trees of this run have other parts", got=len(self._starts), hint=hint)
@@ -77,25 +81,34 @@ class TreeFit:
         begin_stage("training")
         rankers: list[TreeRanker] = []
         scores, steps = np.zeros(data.validation.rows), 0
+        if self._anchor is not None:
+            scores = score_rows(self._anchor, data.validation.features).astype(np.float64)
         for number, task in enumerate(tasks):
             start = self._starts[number] if number < len(self._starts) else None
             growth = _Growth(self, task, start, scores, steps, number)
             rankers.append(growth.grow(evaluate))
             scores, steps = growth.best_scores, steps + growth.state.step
-        used = [ranker for ranker in rankers if ranker.rounds] or rankers[:1]
-        ranker: nn.Module = used[0] if len(used) == 1 else Blend([Part(each, kind) for each in used])
+        parts = [Part(each, kind) for each in rankers if each.rounds]
+        if self._anchor is not None:
+            none = Part(TreeRanker(rankers[0].booster, 1), kind, weight=0.0)  # no round was better than the anchor
+            parts = [*(parts or [none]), Part(self._anchor, "linear")]
+        ranker: nn.Module = rankers[0] if not parts else parts[0].ranker if len(parts) == 1 else Blend(parts)
         feed = Feed(ListBatches(data.train, device=self.device), batch=self.options.batch, seed=self.options.seed)
         report = self.method.bias(first_batches(feed))
         fitted = Fitted(self.inputs, ranker, self.inputs.ranker_options, scores_of(ranker, data.validation), report)
         fitted.save(folder)
         return fitted
 
-    def _trees_to_extend(self) -> Sequence[Booster]:
-        """Return the trees of the run that this one starts from; not too many, so that their number is bounded."""
+    def _trees_to_extend(self) -> tuple[LinearRanker | None, Sequence[Booster]]:
+        """Return the anchor and the trees of the run that this one starts from; the number of trees is bounded."""
         if (run := self.inputs.config.training.warm_start) is None:
-            return ()
-        trees = start_trees(self.inputs.kind, Path(run))
-        return [each.to_extend(max(MOST_GROWTH * each.first, self.options.steps)) for each in trees]
+            return None, ()
+        anchor, trees = start_trees(self.inputs.kind, Path(run), self.inputs.data.train)
+        return anchor, [each.to_extend(max(MOST_GROWTH * each.first, self.options.steps)) for each in trees]
+
+    @property
+    def anchored(self) -> bool:
+        return self._anchor is not None
 
     def _run_bias_stage(self, examined: Examined, shared: Path | None) -> None:
         log, seed = self.inputs.data.train, self.options.seed
@@ -158,7 +171,7 @@ class _Growth:
             task.objective,
             dict(task.library_options),
         )
-        if (self.start is not None or self.number) and not self.state.step:
+        if (self.start is not None or self.number or fit.anchored) and not self.state.step:
             self._record(evaluate, scores, math.nan)  # before the first round, as this may be the best
         if not self.state.is_done(options):
             fit.library.grow(task.rows, boosting, after_round, start=self.start if self.state.step == 0 else trees)
@@ -173,7 +186,7 @@ class _Growth:
         (metrics,) = as_numbers([evaluate(torch.from_numpy(scores.astype(np.float32)))], select)
         value = -metrics[select] if less_is_better(select) else metrics[select]
         if own is not None and select == LIKELIHOOD:
-            value = -own(self.fit.inputs.data.validation, scores - self.before)
+            value = -own(self.fit.inputs.data.validation, scores, self.before)
         improved = self.state.stopping.update(value, self.state.step)
         step, known_loss = self.steps + self.state.step, None if math.isnan(loss) else loss
         if self.state.step or not self.number:
