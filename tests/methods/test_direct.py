@@ -155,6 +155,20 @@ def test_a_hurdle_has_trees_of_all_clicks_and_trees_of_the_values_of_clicked_row
     assert len(method.tasks(replace(log, actions={name: 0 * each for name, each in log.actions.items()}))) == 1
 
 
+@pytest.mark.parametrize(("likelihood", "of_clicks"), [("hurdle", True), ("tweedie", False)])
+def test_the_anchor_has_the_mean_of_what_its_trees_predict(likelihood, of_clicks):
+    log = log_of(requests=200)
+    method = make_tree_method("direct", inputs(ranker="lightgbm"), likelihood=likelihood)
+    anchor = method.anchor(log, seed=0)
+    theta = np.array([max(THETA[k], 0.01) for k in log.positions])
+    label = Label(BOTH)(log.actions)
+    scores = anchor(torch.from_numpy(log.features)).detach().numpy()
+    assert (theta * np.exp(scores)).sum() == pytest.approx((label > 0 if of_clicks else label).sum(), rel=1e-3)
+    (task, *_) = method.tasks(log, anchor=scores)
+    np.testing.assert_allclose(task.rows.offset, np.log(theta) + scores, rtol=1e-4, atol=1e-5)
+    assert make_tree_method("direct", inputs(ranker="lightgbm"), anchor="none").anchor(log, seed=0) is None
+
+
 def test_trees_with_an_offset_rank_better_than_without():
     user = User(epsilon=0.02)
     shown = make_shown_log(requests=1500, features=FEATURES, seed=1)

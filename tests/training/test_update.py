@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,12 +20,12 @@ from ultr.rankers.boosters import BOOSTERS, Boosting
 from ultr.rankers.model import load_model
 from ultr.training.config import Config
 from ultr.training.data import Data, decide, load_run_data, used_requests
-from ultr.training.fitting import FitInputs
+from ultr.training.fitting import FitInputs, start_trees
 from ultr.training.folder import read_config, read_metrics
 from ultr.training.loop import Listeners
 from ultr.training.run import run_training
 from ultr.training.update import update_config, update_run
-from ultr.utils.jsonfiles import read_json
+from ultr.utils.jsonfiles import read_json, write_json
 
 STILL = {"steps": 4, "evaluate_every": 4, "lr": 1e-12}
 
@@ -89,6 +90,21 @@ def test_all_parts_of_a_blend_get_further_rounds(blend, days, tmp_path):
     kept = [load_model(folder).ranker.parts[1].ranker.booster for folder in (blend, run)]
     features, rounds = read(days[1]).features, kept[0].rounds
     np.testing.assert_allclose(kept[1].predict(features, 0, rounds), kept[0].predict(features), atol=1e-6)
+
+
+def test_trees_that_no_round_of_was_used_start_again(blend, days, tmp_path):
+    """Trees of clicks or values that are not better than none have weight 0 in their run."""
+    shutil.copytree(blend, tmp_path / "run")
+    path = tmp_path / "run" / "model" / "model.json"
+    about = read_json(path)
+    about["parts"][0]["weight"] = 0.0
+    write_json(path, about)
+    anchor, (clicks, values) = start_trees("lightgbm", tmp_path / "run", read(days[1]))
+    assert clicks is None
+    assert values is not None
+    assert anchor is not None
+    run = update_run(tmp_path / "run", days[2], tmp_path / "updated", steps=8, lr=0.3).run
+    assert read_json(run / "model" / "model.json")["parts"][0]["rounds"] <= 8
 
 
 @pytest.mark.parametrize("ranker", BOOSTERS)

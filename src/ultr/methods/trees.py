@@ -227,13 +227,23 @@ class TreeDirect(TreeMethod):
         anchor = anchor_of_log(ranker.encoder, log, self.inputs.label, self.positions, seed=seed)
         if anchor is None or not anchor.slopes.any():
             return None
-        ranker.start_at(torch.from_numpy(anchor.slopes[None]), torch.tensor([anchor.constant]))
+        slopes = torch.from_numpy(anchor.slopes[None])
+        ranker.start_at(slopes, torch.zeros(1))
+        # The constant is that of the first regression, so that no trees are needed to find it.
+        label, theta = self.labels(log).astype(np.float64), self._theta(log)
+        total = (label > 0 if self.likelihood == "hurdle" else label).sum()
+        expected = (theta * np.exp(score_rows(ranker, log.features).clip(-LARGEST_LOG_RATE, LARGEST_LOG_RATE))).sum()
+        ranker.start_at(slopes, torch.tensor([np.log(total / expected)]))
         return ranker
 
+    def _theta(self, log: Log) -> np.ndarray:
+        """Return θ of each row, at least `LEAST_THETA`."""
+        positions = torch.from_numpy(log.shown_positions("the offset of direct"))
+        theta: np.ndarray = self.positions.theta_at(positions).double().numpy()
+        return theta
+
     def tasks(self, log: Log, *, extends: bool = False, anchor: np.ndarray | None = None) -> list[TreeTask]:
-        label = self.labels(log)
-        place = self.positions.index(torch.from_numpy(log.shown_positions("the offset of direct")))
-        theta = self.positions.theta[place].clamp(min=LEAST_THETA).double().numpy()
+        label, theta = self.labels(log), self._theta(log)
         theta = theta if anchor is None else theta * np.exp(np.clip(anchor, -LARGEST_LOG_RATE, LARGEST_LOG_RATE))
         weights = None if log.weights is None else np.repeat(log.weights, log.lengths)
         rows = self.rows(log, label=label, weights=weights, lengths=None)
@@ -255,7 +265,7 @@ class TreeDirect(TreeMethod):
     def _click_loss(self, log: Log, scores: np.ndarray, before: np.ndarray) -> float:
         """Return minus the likelihood of which rows of a request are clicked, given how many."""
         clicked, starts = self.labels(log) > 0, log.offsets[:-1]
-        scores = scores + self.positions.theta_at(torch.from_numpy(log.positions)).log().double().numpy()
+        scores = scores + np.log(self._theta(log))
         level = np.repeat(np.maximum.reduceat(scores, starts), log.lengths)
         level += np.log(np.repeat(np.add.reduceat(np.exp(scores - level), starts), log.lengths))
         return float((level - scores)[clicked].sum() / max(1, clicked.sum()))

@@ -25,7 +25,7 @@ from ultr.methods import Method, MethodInputs, TreeMethod
 from ultr.methods.position_model import PositionModel
 from ultr.rankers import FeatureEncoder, LinearRanker, Synthesised, fit_encoders, score_rows
 from ultr.rankers.boosters import Booster, TreeRanker, is_trees
-from ultr.rankers.combined import Blend
+from ultr.rankers.combined import Blend, Part
 from ultr.rankers.matching import load_matched_weights, match_features
 from ultr.rankers.model import Model, load_model, save_model
 from ultr.training.biases import STAGE
@@ -212,19 +212,18 @@ def start_from(method: Method, run: Path, log: Log) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in ranker.state_dict().items()}
 
 
-def start_trees(ranker: str, run: Path, log: Log) -> tuple[LinearRanker | None, list[Booster]]:
-    """Return the anchor of a run that a run of trees extends, if it has one, and the trees of each of its parts."""
+def start_trees(ranker: str, run: Path, log: Log) -> tuple[LinearRanker | None, list[Booster | None]]:
+    """Return the anchor of a run that a run of trees extends, if any, and the trees of each part, None if not used."""
     model = load_model(part_of(run, ranker))
-    found = model.ranker
-    rankers = [part.ranker for part in found.parts] if isinstance(found, Blend) else [found]
-    anchor = next((each for each in rankers if isinstance(each, LinearRanker)), None)
-    rankers = [each for each in rankers if each is not anchor]
-    boosters = [each.booster for each in rankers if isinstance(each, TreeRanker)]
+    parts = model.ranker.parts if isinstance(model.ranker, Blend) else (Part(model.ranker, ranker),)
+    anchor = next((part.ranker for part in parts if isinstance(part.ranker, LinearRanker)), None)
+    others = [part for part in parts if part.ranker is not anchor]
+    boosters = [part.ranker.booster if part.weight else None for part in others if isinstance(part.ranker, TreeRanker)]
     for booster in boosters:
-        if ranker != booster.LIBRARY:
+        if booster is not None and ranker != booster.LIBRARY:
             hint = f"pass --ranker {booster.LIBRARY}"
             raise OptionError(f"the trees of this run are of {booster.LIBRARY}", got=run, hint=hint)
-    if len(boosters) < len(rankers):
+    if len(boosters) < len(others):
         raise OptionError("trees cannot start from a run of a network", got=run, hint=HINT)
     return None if anchor is None else _matched(anchor, model, log), boosters
 

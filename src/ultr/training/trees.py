@@ -88,23 +88,26 @@ class TreeFit:
             growth = _Growth(self, task, start, scores, steps, number)
             rankers.append(growth.grow(evaluate))
             scores, steps = growth.best_scores, steps + growth.state.step
-        parts = [Part(each, kind) for each in rankers if each.rounds]
-        if self._anchor is not None:
-            none = Part(TreeRanker(rankers[0].booster, 1), kind, weight=0.0)  # no round was better than the anchor
-            parts = [*(parts or [none]), Part(self._anchor, "linear")]
-        ranker: nn.Module = rankers[0] if not parts else parts[0].ranker if len(parts) == 1 else Blend(parts)
+        # Trees of which no round was better than none have weight 0: a file of a library needs a round.
+        parts = [
+            Part(each, kind) if each.rounds else Part(TreeRanker(each.booster, 1), kind, weight=0.0) for each in rankers
+        ]
+        while len(parts) > 1 and not parts[-1].weight:
+            parts.pop()
+        parts += [] if self._anchor is None else [Part(self._anchor, "linear")]
+        ranker: nn.Module = parts[0].ranker if len(parts) == 1 else Blend(parts)
         feed = Feed(ListBatches(data.train, device=self.device), batch=self.options.batch, seed=self.options.seed)
         report = self.method.bias(first_batches(feed))
         fitted = Fitted(self.inputs, ranker, self.inputs.ranker_options, scores_of(ranker, data.validation), report)
         fitted.save(folder)
         return fitted
 
-    def _trees_to_extend(self) -> tuple[LinearRanker | None, Sequence[Booster]]:
+    def _trees_to_extend(self) -> tuple[LinearRanker | None, Sequence[Booster | None]]:
         """Return the anchor and the trees of the run that this one starts from; the number of trees is bounded."""
         if (run := self.inputs.config.training.warm_start) is None:
             return None, ()
         anchor, trees = start_trees(self.inputs.kind, Path(run), self.inputs.data.train)
-        return anchor, [each.to_extend(max(MOST_GROWTH * each.first, self.options.steps)) for each in trees]
+        return anchor, [each and each.to_extend(max(MOST_GROWTH * each.first, self.options.steps)) for each in trees]
 
     @property
     def anchored(self) -> bool:
