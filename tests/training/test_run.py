@@ -109,7 +109,7 @@ def test_the_ranker_is_the_sum_of_its_parts_with_their_shares(default, log):
     np.testing.assert_allclose(sum(w * s for w, s in zip(by_scores, summed.values(), strict=True)), whole, atol=1e-4)
     held_out = load_run_data(read_config(default)).validation
     spreads = [np.sqrt(np.mean(within(model.score(held_out), held_out) ** 2)) for model in parts.values()]
-    np.testing.assert_allclose(by_scores * spreads, list(shares.values()), rtol=1e-3)
+    np.testing.assert_allclose(by_scores * spreads, list(shares.values()), rtol=1e-3, atol=1e-6)
 
 
 def within(values: np.ndarray, log) -> np.ndarray:
