@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from torch import nn
 
 from ultr.evaluation.scores import mean_with_interval
 from ultr.log import Log
+from ultr.rankers import LinearRanker
 from ultr.rankers.boosters import LightGBM, TreeRanker
+from ultr.rankers.combined import Blend
 
 REPEATS = 2  # permutations of each feature
 CANDIDATES, SCREENED_ROWS = 50, 512  # most features that are evaluated by default; rows on which they are chosen
@@ -66,16 +69,26 @@ def permutation_importance(
     return sorted(found, key=lambda each: -each.drop)
 
 
-def tree_gains(ranker: TreeRanker, features: int) -> np.ndarray:
-    """Return the share of each feature [features] in the gain of all splits of trees."""
+def tree_gains(ranker: nn.Module, features: int) -> np.ndarray | None:
+    """Return the share of each feature [features] in the gain of all splits; None if the ranker has other parts.
+
+    Trees may start at a linear model, which has no splits.
+    """
+    parts = [part.ranker for part in ranker.parts if part.weight] if isinstance(ranker, Blend) else [ranker]
+    trees = [part for part in parts if isinstance(part, TreeRanker)]
+    if not trees or not all(isinstance(part, TreeRanker | LinearRanker) for part in parts):
+        return None
+    gains = sum(_gains(each, features) for each in trees)
+    return np.asarray(gains / max(np.sum(gains), np.finfo(np.float64).tiny))
+
+
+def _gains(ranker: TreeRanker, features: int) -> np.ndarray:
     trees, rounds = ranker.booster.trees, ranker.rounds
     if isinstance(ranker.booster, LightGBM):
-        gains = np.asarray(trees.feature_importance("gain", iteration=rounds), np.float64)
-    else:
-        found = trees[:rounds].get_score(importance_type="total_gain")  # without the features that no split uses
-        names = trees.feature_names or [f"f{i}" for i in range(features)]
-        gains = np.array([found.get(name, 0.0) for name in names])
-    return np.asarray(gains / max(gains.sum(), np.finfo(np.float64).tiny))
+        return np.asarray(trees.feature_importance("gain", iteration=rounds), np.float64)
+    found = trees[:rounds].get_score(importance_type="total_gain")  # without the features that no split uses
+    names = trees.feature_names or [f"f{i}" for i in range(features)]
+    return np.array([found.get(name, 0.0) for name in names])
 
 
 def _most_effective(

@@ -57,7 +57,6 @@ from ultr.log.shards import Shards, is_lists
 from ultr.log.splits import as_texts, request_hashes
 from ultr.log.table import by_position, by_segment, slot
 from ultr.rankers import score_rows
-from ultr.rankers.boosters import TreeRanker
 from ultr.rankers.model import load_model
 from ultr.training.combining import Ranker
 from ultr.training.config import Config
@@ -135,7 +134,7 @@ def _importance(
 
     metrics = request_metrics(part, [chosen], keep=True, **options)
 
-    gains = tree_gains(ranker, len(log.feature_names)) if isinstance(ranker, TreeRanker) else None
+    gains = tree_gains(ranker, len(log.feature_names))
     ranker.eval()
     return permutation_importance(
         part,
