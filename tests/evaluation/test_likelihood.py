@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 
 from conftest import make_shown_log
+from ultr.errors import OptionError
+from ultr.evaluation.comparing import plausible_estimators
 from ultr.evaluation.off_policy import Likelihood
 from ultr.evaluation.scores import LIKELIHOOD, judging_metric, parse_any_metric
 
@@ -100,3 +102,9 @@ def test_missing_scores_and_no_feedback():
 def test_a_ranker_whose_step_it_chose_is_judged_by_its_reward():
     assert parse_any_metric(LIKELIHOOD) == ("likelihood", None)
     assert judging_metric(LIKELIHOOD) == "off-policy-reward@10"
+
+
+def test_it_is_no_value_of_a_ranking():
+    log, scores = feedback(0)
+    with pytest.raises(OptionError, match=r"no value of a ranking.*use off-policy-reward@10"):
+        plausible_estimators(log, LIKELIHOOD, THETA, scores, draws=[], doubt=0, label="click")

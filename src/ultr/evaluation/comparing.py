@@ -35,6 +35,7 @@ from ultr.evaluation.off_policy import (
 )
 from ultr.evaluation.scores import (
     FEEDBACK,
+    LIKELIHOOD,
     OFF_POLICY,
     Mean,
     PairedTest,
@@ -430,6 +431,9 @@ def plausible_estimators(
     `OffPolicy`.
     """
     kind, k = parse_any_metric(metric)
+    if metric == LIKELIHOOD:
+        what = "the likelihood of feedback chooses steps, and is no value of a ranking"
+        raise OptionError(what, got=f"'{metric}'", hint="use off-policy-reward@10")
     ids, place = np.unique(log.shown_positions("an off-policy metric"), return_inverse=True)
     old = np.array([theta[position] for position in ids.tolist()])[place]
     return [

@@ -303,7 +303,7 @@ class TreeDirect(TreeMethod):
 def leaves_for(clicks: int) -> int:
     """Return the leaves of a tree: 4 for up to 10,000 clicks, then twice as many for each tenfold, up to 31.
 
-    Feedback is noisy, so few leaves with many rounds are better than LightGBM's default of 31 in all worlds tried.
+    Feedback is noisy. In logs with about 10,000 clicks, 4 leaves were better than 16 or 31 in each of four worlds.
     """
     return int(np.clip(round(2 ** (np.log10(max(clicks, 1)) - 2)), FEWEST_LEAVES, MOST_LEAVES))
 
@@ -312,9 +312,8 @@ class TreePairwiseEM(TreeDirect):
     """The method `pairwise-em` with trees as its ranker.
 
     With the loss `posterior` or `opt-posterior`, the `final` ranker is that of the `likelihood` by default: the trees
-    of `direct`. Its bias model, log(β μ), is a ranker by itself, and pairs that learn from it add nothing to trees.
-    `pairs`, the only one for the other losses, are weighted as for networks; β, μ and g of the bias model are a
-    network. Rows of bias models are weighted as for networks.
+    of `direct`, without pairs. `pairs`, the only one for the other losses, are weighted as for networks; β, μ and g of
+    the bias model are a network. Rows of bias models are weighted as for networks.
     """
 
     LEARNS_ALONE = False
