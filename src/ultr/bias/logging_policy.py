@@ -25,6 +25,7 @@ from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, make_ranker
 from ultr.utils.distributed import threads_for
 from ultr.utils.files import atomic_path
 from ultr.utils.optimisation import EarlyStopping, minimise
+from ultr.utils.optimizers import FlatAdagrad
 from ultr.utils.tensors import load_tensors, save_tensors
 
 SCORED_ROWS = 20_000  # the linear score is learned from a sample of this many rows, or thirty per feature if more
@@ -35,7 +36,7 @@ FEW_REQUESTS = 500  # a network is not tried with this many requests or fewer
 MUCH_OPEN = 0.2  # a network is tried if a linear score leaves more than this share of the order unexplained (in nats)
 CLEARLY_MORE = 0.02  # a network is used if it explains this much more of the order than a linear score
 NETWORK = {"hidden": (128, 64), "dropout": 0.1}
-NETWORK_LR, NETWORK_STEPS, NETWORK_EVALUATE_EVERY, NETWORK_PATIENCE = 3e-3, 1000, 50, 3
+NETWORK_LR, NETWORK_STEPS, NETWORK_EVALUATE_EVERY, NETWORK_PATIENCE = 0.05, 1000, 50, 3
 NETWORK_BATCH = 64  # requests per step; 256 take three times as long, and explain the order as well
 
 
@@ -170,7 +171,7 @@ def _network_score(
     fit_encoders(network, log.features)
     network.to(device)
     lists, rng = ListBatches(log, device=device), np.random.default_rng(seed)
-    optimizer = torch.optim.Adam(network.parameters(), lr=NETWORK_LR)
+    optimizer = FlatAdagrad([list(network.parameters())], lr=torch.tensor(NETWORK_LR, device=device))
     weights, stopping = network.state_dict(), EarlyStopping()
     for step in range(1, NETWORK_STEPS + 1):
         network.train()

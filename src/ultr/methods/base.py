@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from pydantic import BeforeValidator, Field, StringConstraints
 from torch import Tensor, nn
@@ -70,6 +71,14 @@ class HeldOutRows:
     request: Tensor  # the number of the request of each row
     labels: Tensor | None  # None if no feedback is known
     positions: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Relevance:
+    """The relevance of each row of a log, estimated by another ranker: P(c>0) = θ_k β and E[c | c>0] = μ."""
+
+    beta: np.ndarray
+    value: np.ndarray
 
 
 def _split(value: Any) -> Any:
@@ -183,6 +192,15 @@ class Method(Learner):
     def with_targets(self, log: Log) -> Log:
         """Return a log with what the loss needs of each row and what stays fixed after the bias stage."""
         return log
+
+    @property
+    def takes_relevance(self) -> bool:
+        """Whether trees that were fitted to the log before may take the place of the bias model."""
+        return False
+
+    def with_relevance(self, log: Log, relevance: Relevance) -> Log:
+        """Return a log with what the loss needs of each row, from the relevance of its rows."""
+        raise NotImplementedError
 
     def start_ranker(self, log: Log, *, seed: int) -> None:
         """Give the ranker first weights that are better than random ones, if `anchored`, after the bias stage."""

@@ -27,7 +27,15 @@ from ultr.errors import OptionError
 from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.base import RELEASED_ACCUMULATOR, AtLeastZero, Learner, MaxWeight, MethodInputs, as_limit
+from ultr.methods.base import (
+    RELEASED_ACCUMULATOR,
+    AtLeastZero,
+    Learner,
+    MaxWeight,
+    MethodInputs,
+    Relevance,
+    as_limit,
+)
 from ultr.methods.bias_model import BiasModel, OracleModel, diagnosis, with_known_theta
 from ultr.methods.losses import gaps, lambdaloss_weights, lambdarank_weights, preferred_pairs
 from ultr.methods.position_model import LEAST_THETA, Scale
@@ -57,6 +65,8 @@ class PairWeights(Learner):
         "variant": Literal["standard", "released"],
         "max_weight": MaxWeight,
     }
+
+    _given = False  # whether another model of relevance has taken the place of the bias model
 
     def __init__(self, inputs: MethodInputs, **options: Any) -> None:
         nn.Module.__init__(self)
@@ -139,7 +149,21 @@ class PairWeights(Learner):
         scores = scores_on_device(
             lambda rows: torch.stack(model.predictions(rows)[:2], -1), log.features, device=device
         )
-        value = self.expected_value_of(labels, place, *scores.unbind(-1))
+        logit, log_value = scores.unbind(-1)
+        value = self.expected_value_of(labels, place, logit.sigmoid(), log_value.exp())
+        return replace(log, actions={**log.actions, EXPECTED: value.cpu().numpy()})
+
+    @property
+    def takes_relevance(self) -> bool:
+        return self.by_value and self.bias_learner() is not None and self.trust == "none"
+
+    def with_relevance(self, log: Log, relevance: Relevance) -> Log:
+        """Return a log with r̂ of each row by another model of relevance, in place of that of the bias model."""
+        self._given, model = True, self.bias_model
+        labels = torch.from_numpy(np.asarray(self.inputs.label(log.actions), np.float32))
+        place = model.index(torch.from_numpy(log.shown_positions("the expected relevance")).to(model.theta.device))
+        of_rows = (torch.from_numpy(each).to(model.theta) for each in (relevance.beta, relevance.value))
+        value = self.expected_value_of(labels.to(place.device), place, *of_rows)
         return replace(log, actions={**log.actions, EXPECTED: value.cpu().numpy()})
 
     def expected_value(self, lists: Lists, labels: Tensor) -> Tensor:
@@ -149,13 +173,14 @@ class PairWeights(Learner):
         times as large at position k.
         """
         logit, log_value, _ = self.bias_model.of_lists(lists)
-        return self.expected_value_of(labels, self.bias_model.index(lists.shown_positions), logit, log_value)
+        place = self.bias_model.index(lists.shown_positions)
+        return self.expected_value_of(labels, place, logit.sigmoid(), log_value.exp())
 
-    def expected_value_of(self, labels: Tensor, place: Tensor, logit: Tensor, log_value: Tensor) -> Tensor:
-        """Return r̂ as `expected_value` does, from the index of each position and the predictions of the bias model."""
+    def expected_value_of(self, labels: Tensor, place: Tensor, beta: Tensor, value: Tensor) -> Tensor:
+        """Return r̂ as `expected_value` does, from the index of each position, β and μ."""
         model = self.bias_model
-        relevant = relevance_posterior(labels > 0, model.theta[place], logit.sigmoid(), model.zeta[place])
-        return relevant * torch.where(labels > 0, labels / model.rho[place], log_value.exp())
+        relevant = relevance_posterior(labels > 0, model.theta[place], beta, model.zeta[place])
+        return relevant * torch.where(labels > 0, labels / model.rho[place], value)
 
     def pair_weights(self, lists: Lists, labels: Tensor) -> Tensor:
         """Return the weights [..., i, j] of pairs with c_i > c_j, not clipped by `max_weight`; 0 for other pairs."""
@@ -197,6 +222,8 @@ class PairWeights(Learner):
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
         if self.inputs.truth:
             return None
+        if self._given:
+            return self.bias_model.report()
         clip = math.inf if self.by_value else self.max_weight
         return diagnosis(self.bias_model, batches, weights=self.pair_weights, clip=clip)
 

@@ -8,24 +8,27 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from torch import nn
 
 from ultr.bias.equations import exact_above, exact_below
 from ultr.errors import DataError, OptionError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.anchor import anchor_of_log
-from ultr.methods.base import BOUNDS, MethodInputs, ThetaFrom
+from ultr.methods.base import BOUNDS, MethodInputs, Relevance, ThetaFrom
 from ultr.methods.direct import LARGEST_LOG_RATE, POWER, is_binary
 from ultr.methods.pair_weights import PairWeights
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.position_model import LEAST_THETA, PositionModel
 from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, score_rows
-from ultr.rankers.boosters import TreeRows
+from ultr.rankers.boosters import TreeRanker, TreeRows
+from ultr.rankers.combined import Blend, Part
 from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective
 
 BUCKETS = 4  # quantiles of labels above zero, as LightGBM needs whole numbers
 MAX_LEVEL = 30  # the largest label that LightGBM accepts
 FEWEST_LEAVES, MOST_LEAVES = 4, 31
+LEAST_BETA = 1e-4  # β is from this to 1 less this
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +68,10 @@ class TreeMethod:
         """Return the examination by position that the method needs, if any; it must be estimated before the trees."""
         return None
 
+    def relevance(self, ranker: nn.Module, log: Log) -> Relevance | None:
+        """Return the relevance of the rows of a log by a ranker of this method, if it models that."""
+        return None
+
     def pair_model(self) -> PairWeights | None:
         """Return the method that gives pairs their weights, if any; its bias model must be fitted before the trees."""
         return None
@@ -99,7 +106,7 @@ def pair_terms(pair_model: PairWeights, log: Log, labels: np.ndarray) -> PairTer
     outputs = torch.from_numpy(score_rows(lambda x: torch.stack(model.predictions(x), -1), log.features, device=device))
     logit, log_value, preference = outputs.to(device).unbind(-1)
     if pair_model.by_value:
-        value = pair_model.expected_value_of(label, place, logit, log_value)
+        value = pair_model.expected_value_of(label, place, logit.sigmoid(), log_value.exp())
         return PairTerms(log.offsets, weights, value.cpu().numpy(), Kind.GAP, by_metric)
     theta, beta, zeta = model.theta[place].clamp(min=LEAST_THETA), logit.sigmoid(), model.zeta[place]
     rows = {
@@ -262,6 +269,23 @@ class TreeDirect(TreeMethod):
         of_values = self._regression("gamma", values, None, extends=extends)
         return [replace(clicks, loss=self._click_loss), replace(of_values, loss=self._value_loss)]
 
+    def relevance(self, ranker: nn.Module, log: Log) -> Relevance | None:
+        """Return β and μ, with the clicks and values of the log as their sums: trees that stop early are too flat."""
+        label, theta, clicked = self.labels(log).astype(np.float64), self._theta(log), self.labels(log) > 0
+        if self.likelihood == "tweedie" or not clicked.any():
+            return None
+        parts = ranker.parts if isinstance(ranker, Blend) else (Part(ranker, self.inputs.ranker),)
+        scores = [score_rows(part, log.features).astype(np.float64) * bool(part.weight) for part in parts]
+        of_values = [isinstance(part.ranker, TreeRanker) for part in parts]
+        of_values[of_values.index(True)] = False  # the first trees are those of clicks
+        clicks, values = (
+            np.exp(sum((s for s, other in zip(scores, of_values, strict=True) if other == chosen), np.zeros(log.rows)))
+            for chosen in (False, True)
+        )
+        beta = clicks * (clicked.sum() / (theta * clicks).sum())
+        value = values * (label[clicked].sum() / values[clicked].sum())
+        return Relevance(beta.clip(LEAST_BETA, 1 - LEAST_BETA), value)
+
     def _click_loss(self, log: Log, scores: np.ndarray, before: np.ndarray) -> float:
         """Return minus the likelihood of which rows of a request are clicked, given how many."""
         clicked, starts = self.labels(log) > 0, log.offsets[:-1]
@@ -350,6 +374,9 @@ class TreePairwiseEM(TreeDirect):
 
     def pair_model(self) -> PairWeights | None:
         return self._pair_model
+
+    def relevance(self, ranker: nn.Module, log: Log) -> Relevance | None:
+        return super().relevance(ranker, log) if self._pair_model is None else None
 
     def tasks(self, log: Log, *, extends: bool = False, anchor: np.ndarray | None = None) -> list[TreeTask]:
         if self._pair_model is None:

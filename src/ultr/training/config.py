@@ -37,9 +37,9 @@ from ultr.log.cleaning import OnDuplicates
 from ultr.log.labels import Label
 from ultr.methods import METHODS, TREE_METHODS, parse_options
 from ultr.rankers.boosters import BOOSTERS, library_version
-from ultr.training.optimizers import Optimizer
 from ultr.utils.arguments import check_fields, check_value, requirement
 from ultr.utils.jsonfiles import check_format
+from ultr.utils.optimizers import Optimizer
 
 FORMAT = 2
 DEFAULT_METHOD = "pairwise-em"

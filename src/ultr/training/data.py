@@ -51,7 +51,8 @@ LARGEST_LABEL = 1e12  # largest label, because labels are squared in single prec
 GROUPED = 10  # held-out requests with one item that are ranked as one list
 CACHED_NUMBERS = 1 << 29  # features of the logs that a process keeps for its next runs
 MEMORY_SHARE = 0.5  # lists that need more than this share of the available memory are streamed
-SMALL_LOG, HIDDEN_OF_SMALL_LOG = 100_000, (128, 64, 32)  # rows; with fewer, a small network ranks as well or better
+SMALL_LOG, FEW_FEATURES = 100_000, 32  # rows and features; with fewer, a small network ranks as well or better
+SMALL_NETWORK = (128, 64, 32)  # its hidden layers
 FORMAT = 1  # of decisions.json
 DECISIONS = "decisions.json"  # file of a run
 OUTCOME, USED = "outcome", "used.safetensors"  # folder in a run, and the file of hashes in it
@@ -161,7 +162,8 @@ def decide(config: Config, data: Data) -> Decisions:
     hidden = config.network.hidden
     if hidden is None and "mlp" in rankers:
         endless = data.feeding_user is not None or data.stream is not None
-        hidden = HIDDEN if endless or data.train.rows >= SMALL_LOG else HIDDEN_OF_SMALL_LOG
+        few = data.train.rows < SMALL_LOG and not endless
+        hidden = SMALL_NETWORK if few or len(data.train.feature_names) < FEW_FEATURES else HIDDEN
         hidden = hidden if start is None else start.hidden or hidden
     notes = () if note is None else (note,)
     return Decisions(data.label, rankers, hidden, data.segment, data.segments, data.stream is not None, notes)

@@ -35,7 +35,6 @@ from ultr.errors import DataError, OptionError, OutputError, UltrError
 from ultr.rankers.matching import load_weights
 from ultr.training.config import Config, differences
 from ultr.training.loop import TrainingState
-from ultr.training.optimizers import AnyOptimizer
 from ultr.utils.distributed import barrier, is_main, job_id, main_decides, restarts, size
 from ultr.utils.files import REPLACED, atomic_path, lock, output_errors, remove_abandoned, sync_folder, take_name
 from ultr.utils.jsonfiles import (
@@ -48,6 +47,7 @@ from ultr.utils.jsonfiles import (
     write_json,
 )
 from ultr.utils.optimisation import EarlyStopping
+from ultr.utils.optimizers import AnyOptimizer
 from ultr.utils.tensors import load_tensors, save_tensors
 
 FORMAT = 1

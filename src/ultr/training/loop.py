@@ -26,9 +26,9 @@ from ultr.rankers.networks import EncodedRanker
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feeding, noise_of, step_seed
 from ultr.training.gpu.graphs import GraphedSteps
-from ultr.training.optimizers import AnyOptimizer, clip_gradients, make_optimizer, set_rate
 from ultr.utils.distributed import average_gradients, choose_device
 from ultr.utils.optimisation import EarlyStopping
+from ultr.utils.optimizers import AnyOptimizer, clip_gradients, make_optimizer, set_rate
 
 Evaluate = Callable[[Any], Mapping[str, Tensor | float]]  # a learner -> its metrics on held-out requests
 

@@ -16,7 +16,7 @@ from ultr.bias.logging_policy import share_logging_score
 from ultr.evaluation.scores import less_is_better
 from ultr.lists import ListBatches
 from ultr.methods import Method, make_method
-from ultr.methods.base import HeldOutRows
+from ultr.methods.base import HeldOutRows, Relevance
 from ultr.rankers import scores_on_device
 from ultr.training.biases import BiasStage
 from ultr.training.checking import check_pairs
@@ -80,11 +80,22 @@ class NetworkFit:
         if (run := self.inputs.config.training.warm_start) is not None:
             self._first_weights = start_from(self.method, Path(run), self.inputs.data.train)
 
-    def fit(self, folder: Path, run: Path, examined: Examined, shared: Path | None, listeners: Listeners) -> Fitted:
-        """Train the network in the folder of its fit, or load it if it is there already."""
+    def fit(
+        self,
+        folder: Path,
+        run: Path,
+        examined: Examined,
+        shared: Path | None,
+        listeners: Listeners,
+        relevance: Relevance | None = None,
+    ) -> Fitted:
+        """Train the network in the folder of its fit, or load it if it is there already.
+
+        `relevance` is that of the training rows by trees of the run.
+        """
         if (before := load_fitted(folder, self.inputs)) is not None:
             return before
-        self.prepare(folder, run, examined, shared, listeners)
+        self.prepare(folder, run, examined, shared, listeners, relevance=relevance)
         begin_stage("training")
         select = self.inputs.config.selection
         how: dict[str, Any] = {"larger_is_better": not less_is_better(select), "evaluate_start": self.starts_well}
@@ -100,6 +111,7 @@ class NetworkFit:
         shared: Path | None,
         listeners: Listeners,
         lists: ListBatches | None = None,
+        relevance: Relevance | None = None,
     ) -> None:
         """Do all work before the first step, or before the next one of a resumed run.
 
@@ -109,16 +121,21 @@ class NetworkFit:
         config, data = inputs.config, inputs.data
         if shared is not None:
             share_logging_score(data.train, shared)
-        BiasStage(
-            config,
-            data,
-            inputs.kind,
-            folder,
-            examined.examination,
-            shared,
-            listeners.on_bias_progress,
-            listeners.checkpoint_seconds,
-        ).run(method)
+        relevance = relevance if method.takes_relevance else None
+        if relevance is None:
+            BiasStage(
+                config,
+                data,
+                inputs.kind,
+                folder,
+                examined.examination,
+                shared,
+                listeners.on_bias_progress,
+                listeners.checkpoint_seconds,
+            ).run(method)
+        elif is_main():
+            known: dict[str, Any] = {"seed": config.seed, "examination": examined.examination}
+            method.estimate_bias(data.train, user=None, sessions=0, **known)
         if not has_checkpoint(folder):
             if is_main():
                 method.estimate_policy(data.train, seed=config.seed)
@@ -134,7 +151,9 @@ class NetworkFit:
         self.folder, self.run, self.listeners = folder, run, listeners
         self.device = choose_device(config.machine.device)
         by_row = self.device.type == "cpu" or (method.by_item and lists is None)
-        if by_row and data.stream is None and data.feeding_user is None:
+        if relevance is not None:
+            data = replace(data, train=method.with_relevance(data.train, relevance))
+        elif by_row and data.stream is None and data.feeding_user is None:
             data = replace(data, train=method.with_targets(data.train))
         self.feed = data.feed(inputs.options, lists)
         self._evaluate_scores = evaluator(config, data, examined.values, self.device)

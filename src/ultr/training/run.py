@@ -24,6 +24,7 @@ import torch
 from ultr.checks.pitfalls import Pitfall
 from ultr.log.cleaning import write_suspicious
 from ultr.methods import thresholds
+from ultr.methods.base import Relevance
 from ultr.rankers.boosters import is_trees
 from ultr.training.checking import check
 from ultr.training.combining import Ranker, combine
@@ -132,7 +133,16 @@ def _train(plan: Plan, run: Path, shared: Path | None, listeners: Listeners) -> 
     if is_main():
         plan.decisions.save(run)
     examined = examine(plan.config, plan.data, run, shared, needed=plan.needs_examination)
-    fits = [fit.fit(fit_folder(run, fit.inputs.kind), run, examined, shared, listeners) for fit in plan.fits]
+    fitted: dict[str, Fitted] = {}
+    relevance: Relevance | None = None
+    for fit in sorted(plan.fits, key=lambda fit: isinstance(fit, NetworkFit)):  # trees tell a network what is relevant
+        kind, where = fit.inputs.kind, fit_folder(run, fit.inputs.kind)
+        if isinstance(fit, NetworkFit):
+            fitted[kind] = fit.fit(where, run, examined, shared, listeners, relevance)
+        else:
+            fitted[kind] = fit.fit(where, run, examined, shared, listeners)
+            relevance = fit.relevance(fitted[kind]) if len(plan.fits) > 1 else None
+    fits = [fitted[fit.inputs.kind] for fit in plan.fits]
     finish(plan, run, examined, fits, compared=listeners.on_finding is None)
 
 

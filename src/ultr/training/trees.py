@@ -17,6 +17,7 @@ from ultr.errors import DataError, OptionError
 from ultr.evaluation.scores import LIKELIHOOD, less_is_better
 from ultr.lists import ListBatches
 from ultr.methods import make_tree_method
+from ultr.methods.base import Relevance
 from ultr.methods.trees import TreeMethod, TreeTask
 from ultr.rankers import LinearRanker, score_rows
 from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, TreeRanker, check_parameters
@@ -101,6 +102,10 @@ class TreeFit:
         fitted = Fitted(self.inputs, ranker, self.inputs.ranker_options, scores_of(ranker, data.validation), report)
         fitted.save(folder)
         return fitted
+
+    def relevance(self, fitted: Fitted) -> Relevance | None:
+        """Return the relevance of the training rows by the trees, for a network of the run; None if it has no model."""
+        return self.method.relevance(fitted.ranker, self.inputs.data.train)
 
     def _trees_to_extend(self) -> tuple[LinearRanker | None, Sequence[Booster | None]]:
         """Return the anchor and the trees of the run that this one starts from; the number of trees is bounded."""
