@@ -16,7 +16,7 @@ from ultr.rankers.combined import Blend
 
 REPEATS = 2  # permutations of each feature
 CANDIDATES, SCREENED_ROWS = 50, 512  # most features that are evaluated by default; rows on which they are chosen
-SCORED_ROWS = 300_000  # most rows that are scored for all features and permutations together
+SCORED_ROWS = 100_000  # most rows that are scored for all features and permutations together
 
 
 @dataclass(frozen=True)

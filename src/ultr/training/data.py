@@ -162,8 +162,8 @@ def decide(config: Config, data: Data) -> Decisions:
     hidden = config.network.hidden
     if hidden is None and "mlp" in rankers:
         endless = data.feeding_user is not None or data.stream is not None
-        few = data.train.rows < SMALL_LOG and not endless
-        hidden = SMALL_NETWORK if few or len(data.train.feature_names) < FEW_FEATURES else HIDDEN
+        few = data.train.rows < SMALL_LOG or len(data.train.feature_names) < FEW_FEATURES
+        hidden = SMALL_NETWORK if few and not endless else HIDDEN
         hidden = hidden if start is None else start.hidden or hidden
     notes = () if note is None else (note,)
     return Decisions(data.label, rankers, hidden, data.segment, data.segments, data.stream is not None, notes)
