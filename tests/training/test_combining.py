@@ -89,10 +89,12 @@ def test_the_decisions_are_read_back_equal(tmp_path):
 def test_all_pairs_of_kinds_can_be_summed(rankers, log, tmp_path):
     run = run_training(quick(log, **{**BOTH, "ranker": rankers}), tmp_path / "run")
     network, trees = rankers.split(",")
-    parts = load_model(run).ranker.parts
-    assert (parts[0].name, parts[-1].name) == (trees, network)  # as models and converters expect them
+    shares = read_json(run / "bias.json")["shares"]
+    assert shares.keys() == {network, trees}
+    names = [part.name for part in load_model(run).ranker.parts]
+    assert (names[0] == trees) == (shares[trees] > 0)  # trees come first, as models and converters expect them
+    assert (names[-1] == network) == (shares[network] > 0)
     assert np.isfinite(scores(run, log)).all()
-    assert read_json(run / "bias.json")["shares"].keys() == {network, trees}
 
 
 def test_a_run_of_one_ranker_is_its_own_part(log, tmp_path):
@@ -107,14 +109,14 @@ def test_missing_values_are_rejected_if_the_network_rejects_them(both, log, tmp_
     assert load_model(run).missing == "reject"
 
 
-def test_trees_that_fail_leave_the_network_for_the_next_attempt(both, log, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(UltrError, match="no trees"):
-        patch.setattr("ultr.training.trees.TreeFit.fit", lambda *_: (_ for _ in ()).throw(UltrError("no trees")))
+def test_a_network_that_fails_leaves_the_trees_for_the_next_attempt(both, log, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(UltrError, match="no network"):
+        patch.setattr("ultr.training.networks.NetworkFit.fit", lambda *_: (_ for _ in ()).throw(UltrError("no network")))
         run_training(quick(log, **BOTH), tmp_path / "run")
-    load_model(part_of(current_folder(tmp_path / "run"), "mlp"))
+    load_model(part_of(current_folder(tmp_path / "run"), "lightgbm"))
     steps: list[tuple[str, int]] = []
     run = run_training(quick(log, **BOTH), tmp_path / "run", resume=True, listeners=steps_to(steps))
-    assert {ranker for ranker, _ in steps} == {"lightgbm"}
+    assert {ranker for ranker, _ in steps} == {"mlp"}
     np.testing.assert_array_equal(scores(run, log), scores(both, log))
 
 
@@ -159,10 +161,10 @@ def test_an_update_updates_the_network_and_the_trees(first, days, tmp_path):
 
 def test_a_killed_update_is_continued(first, days, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("ultr.training.trees.TreeFit.fit", kill)
+        patch.setattr("ultr.training.networks.NetworkFit.fit", kill)
         update_run(first, days[1], tmp_path / "second", gate=0.999)
     with monkeypatch.context() as patch:
-        patch.setattr("ultr.training.networks.NetworkFit.prepare", kill)
+        patch.setattr("ultr.training.trees.TreeFit._run_bias_stage", kill)
         update_run(first, days[1], tmp_path / "second", gate=0.999)
     assert [path.name for path in tmp_path.iterdir()] == ["second"]
     with pytest.raises(UltrError, match="exists already"):  # other steps of the network are another update

@@ -71,8 +71,7 @@ def test_the_default_run_has_the_artefacts_of_all_stages(default):
         *("fits", "outcome", "bias.json", "model"),
     }
     of_fits = {tuple(name.split("/")[1:3]) for name in names if name.startswith("fits/")}
-    of_both = {(kind, name) for kind in ("mlp", "lightgbm") for name in ("model", "report.json")}
-    assert of_fits == {*of_both, ("mlp", "bias")}
+    assert of_fits == {(kind, name) for kind in ("mlp", "lightgbm") for name in ("model", "report.json")}
     decisions = Decisions.load(default)
     assert (decisions.rankers, decisions.ranker_name) == (("mlp", "lightgbm"), "mlp + lightgbm")
     assert read_config(default).rankers == "auto"
@@ -140,14 +139,14 @@ def test_a_run_killed_again_and_again_has_the_same_files(default, log, tmp_path,
     moments = [
         "ultr.training.run.examine",
         "ultr.training.examining.fit_off_policy_model",
-        "ultr.training.networks.BiasStage",
-        "ultr.training.networks.evaluator",
-        killed_at(0),
-        killed_at(8, "mlp"),
-        "ultr.training.fitting.save_ranker",
         "ultr.training.trees.TreeFit.fit",
         "ultr.training.trees.evaluator",
         killed_at(4, "lightgbm"),
+        "ultr.training.fitting.save_ranker",
+        "ultr.training.trees.TreeFit.relevance",
+        "ultr.training.networks.evaluator",
+        killed_at(0),
+        killed_at(8, "mlp"),
         "ultr.training.run.combine",
         "ultr.training.run.judge",
         "ultr.training.run._write_model",
@@ -180,9 +179,10 @@ def test_examination_is_not_estimated_again(default, log, tmp_path, monkeypatch)
 
 def test_a_finished_fit_is_not_made_again(default, log, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("ultr.training.fitting._delete_checkpoints", kill)
+        patch.setattr("ultr.training.run.combine", kill)
         run_training(quick(log, ranker="auto"), tmp_path / "run", listeners=Listeners(checkpoint_seconds=0))
     assert (current_folder(tmp_path / "run") / "fits" / "mlp" / "model").is_dir()
+    monkeypatch.setattr("ultr.training.trees.TreeFit._run_bias_stage", must_not_run)
     monkeypatch.setattr("ultr.training.networks.NetworkFit.prepare", must_not_run)
     run = run_training(quick(log, ranker="auto"), tmp_path / "run", resume=True)
     assert contents(run) == contents(default)

@@ -116,7 +116,7 @@ class TestTensorBoard:
             assert set(shown) == {"mlp/loss", f"mlp/validation/{METRIC}", "mlp/rate", "bias/tower of click"}
             return
         self.assert_shows(run)
-        kinds = ["mlp", "lightgbm"] if ranker == "auto" else [ranker]
+        kinds = ["lightgbm", "mlp"] if ranker == "auto" else [ranker]
         assert [tag.split("/")[0] for tag in shown if tag.endswith("/rate")] == kinds
 
     def test_a_resumed_run_has_each_step_once_and_the_learning_rates_of_its_schedule(self, log_path, tmp_path):

@@ -110,6 +110,8 @@ def test_the_network_is_small_for_a_small_log_and_that_of_the_run_it_starts_from
     assert hidden(warm_start=str(yesterday)) == (8,)
     assert hidden(ranker="linear") is None
     monkeypatch.setattr("ultr.training.data.SMALL_LOG", 10)
+    assert hidden() == (128, 64, 32)  # few features
+    monkeypatch.setattr("ultr.training.data.FEW_FEATURES", 1)
     assert hidden() == (512, 256, 128)
 
 

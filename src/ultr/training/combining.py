@@ -46,7 +46,7 @@ def combine(fits: Sequence[Fitted], data: Data, examination: Examination | None)
         replace(part, weight=part.weight * weight / spread)
         for fit, weight, spread in trees_first
         for part in _parts(fit)
-        if weight and part.weight  # what has no share costs time when the model scores
+        if weight  # what has no share costs time when the model scores
     ]
     kinds = (fit.kind for fit in fits)
     return Ranker(Blend(parts), columns @ shares, dict(zip(kinds, shares, strict=True)))

@@ -141,7 +141,7 @@ def _train(plan: Plan, run: Path, shared: Path | None, listeners: Listeners) -> 
             fitted[kind] = fit.fit(where, run, examined, shared, listeners, relevance)
         else:
             fitted[kind] = fit.fit(where, run, examined, shared, listeners)
-            relevance = fit.relevance(fitted[kind]) if len(plan.fits) > 1 else None
+            relevance = fit.relevance(fitted[kind], examined) if len(plan.fits) > 1 else None
     fits = [fitted[fit.inputs.kind] for fit in plan.fits]
     finish(plan, run, examined, fits, compared=listeners.on_finding is None)
 

@@ -59,6 +59,7 @@ class TreeFit:
         self.method: TreeMethod = make_tree_method(config.method.name, inputs.of_method(), **config.method.options)
         self.library = BOOSTERS[inputs.kind]
         self._anchor, self._starts = self._trees_to_extend()
+        self._has_positions = False
         with_pairs = self.method.pair_model() is not None
         if with_pairs:
             kernels()  # raise MissingExtraError now, not after the bias stage
@@ -103,8 +104,9 @@ class TreeFit:
         fitted.save(folder)
         return fitted
 
-    def relevance(self, fitted: Fitted) -> Relevance | None:
+    def relevance(self, fitted: Fitted, examined: Examined) -> Relevance | None:
         """Return the relevance of the training rows by the trees, for a network of the run; None if it has no model."""
+        self._estimate_positions(examined)  # which a fit that was loaded has not done
         return self.method.relevance(fitted.ranker, self.inputs.data.train)
 
     def _trees_to_extend(self) -> tuple[LinearRanker | None, Sequence[Booster | None]]:
@@ -118,10 +120,14 @@ class TreeFit:
     def anchored(self) -> bool:
         return self._anchor is not None
 
-    def _run_bias_stage(self, examined: Examined, shared: Path | None) -> None:
-        log, seed = self.inputs.data.train, self.options.seed
-        if (positions := self.method.position_model()) is not None:
+    def _estimate_positions(self, examined: Examined) -> None:
+        if (positions := self.method.position_model()) is not None and not self._has_positions:
+            log, seed = self.inputs.data.train, self.options.seed
             positions.estimate(log, user=None, sessions=0, seed=seed, examination=examined.examination)
+            self._has_positions = True
+
+    def _run_bias_stage(self, examined: Examined, shared: Path | None) -> None:
+        self._estimate_positions(examined)
         pair_model = self.method.pair_model()
         if pair_model is None or pair_model.bias_learner() is None:
             return
