@@ -18,7 +18,9 @@ from ultr.lists import Lists
 from ultr.log import write_log
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_method, make_tree_method
-from ultr.rankers.boosters import BOOSTERS, Boosting, lightgbm_parameters
+from ultr.rankers import score_rows
+from ultr.rankers.boosters import BOOSTERS, Boosting, TreeRanker, lightgbm_parameters
+from ultr.rankers.combined import Blend, Part
 from ultr.rankers.model import load_model
 from ultr.training.config import make_config
 from ultr.training.run import run_training
@@ -167,6 +169,37 @@ def test_the_anchor_has_the_mean_of_what_its_trees_predict(likelihood, of_clicks
     (task, *_) = method.tasks(log, anchor=scores)
     np.testing.assert_allclose(task.rows.offset, np.log(theta) + scores, rtol=1e-4, atol=1e-5)
     assert make_tree_method("direct", inputs(ranker="lightgbm"), anchor="none").anchor(log, seed=0) is None
+
+
+def grown(task, rounds: int = 7) -> TreeRanker:
+    trees = []
+    how = Boosting(rounds, 0.1, library_options=task.library_options)
+    BOOSTERS["lightgbm"].grow(task.rows, how, lambda booster, _: bool(trees.append(booster)))
+    return TreeRanker(trees[-1], rounds)
+
+
+def test_trees_tell_the_relevance_of_rows_with_the_feedback_of_the_log_as_its_sum():
+    log = log_of(requests=300)
+    method, label = make_tree_method("direct", inputs(ranker="lightgbm")), Label(BOTH)(log.actions)
+    theta, clicked = np.array([max(THETA[k], 0.01) for k in log.positions]), label > 0
+    anchor = method.anchor(log, seed=0)
+    of_anchor = score_rows(anchor, log.features)
+    of_clicks, of_values = (grown(task) for task in method.tasks(log, anchor=of_anchor))
+    parts = [Part(of_clicks, "lightgbm"), Part(of_values, "lightgbm"), Part(anchor, "linear")]
+    found = method.relevance(Blend(parts), log)
+    assert (theta * found.beta).sum() == pytest.approx(clicked.sum(), rel=0.02)  # β is clipped at 1
+    assert found.value[clicked].sum() == pytest.approx(label[clicked].sum())
+    of_values = np.log(found.value) - score_rows(of_values, log.features)
+    np.testing.assert_allclose(of_values, of_values[0], atol=1e-4)
+    inside = found.beta < 1 - 1e-4
+    assert inside.mean() > 0.8
+    of_clicks = (np.log(found.beta) - of_anchor - score_rows(of_clicks, log.features))[inside]
+    np.testing.assert_allclose(of_clicks, np.median(of_clicks), atol=1e-4)
+    # Trees without a round that was better than none are not used.
+    only_anchor = method.relevance(Blend([replace(parts[0], weight=0.0), parts[2]]), log)
+    assert np.ptp(only_anchor.value) == 0
+    assert np.corrcoef(np.log(only_anchor.beta), of_anchor)[0, 1] > 0.99
+    assert make_tree_method("direct", inputs(ranker="lightgbm"), likelihood="tweedie").relevance(anchor, log) is None
 
 
 def test_trees_with_an_offset_rank_better_than_without():

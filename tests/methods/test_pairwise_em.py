@@ -20,8 +20,10 @@ from ultr.evaluation.metrics import batch_innermost, discounts_at, ranks_of
 from ultr.lists import Lists
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_method, parse_options
+from ultr.methods.base import Relevance
 from ultr.methods.bias_model import PAIR_SHARE, BiasModel
 from ultr.methods.losses import preferred_pairs
+from ultr.methods.pair_weights import EXPECTED
 from ultr.methods.pairwise_em import _click_log_likelihood
 from ultr.training.config import TrainingOptions
 from ultr.training.loop import start, take_step, trained_networks
@@ -149,6 +151,23 @@ def test_a_blend_learns_pairs_and_the_likelihood(lists):
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_the_relevance_of_rows_can_come_from_other_rankers():
+    """r̂ of a click is its label; without one it is P(relevant | no click) μ, by all outcomes of examination."""
+    log, _ = simulate_log(make_shown_log(requests=20, features=FEATURES), User(), seed=0)
+    method, rng = ready(loss="posterior", trust="none"), np.random.default_rng(0)
+    relevance = Relevance(rng.uniform(0.05, 0.95, log.rows), rng.uniform(0.5, 3, log.rows))
+    found = method.with_relevance(log, relevance).actions[EXPECTED]
+    theta = method.bias_model.theta.numpy()[log.positions - 1]
+    for c, k, beta, value, got in zip(Label()(log.actions), theta, relevance.beta, relevance.value, found, strict=True):
+        no_click = [beta * (1 - k), (1 - beta) * k, (1 - beta) * (1 - k)]  # relevant or not, seen or not
+        assert got == pytest.approx(c if c > 0 else no_click[0] / sum(no_click) * value, rel=1e-4)
+    assert method.bias([]) == method.bias_model.report()  # the bias model learned nothing to diagnose
+    assert method.takes_relevance
+    for options in ({"loss": "posterior", "trust": "clicks"}, {"loss": "bayes-ipw"}):
+        assert not make_method("pairwise-em", inputs(), **options).takes_relevance
+    assert not make_method("pairwise-em", inputs(truth=True)).takes_relevance
 
 
 def test_the_likelihood_of_a_click_by_logits():

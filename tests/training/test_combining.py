@@ -111,7 +111,9 @@ def test_missing_values_are_rejected_if_the_network_rejects_them(both, log, tmp_
 
 def test_a_network_that_fails_leaves_the_trees_for_the_next_attempt(both, log, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(UltrError, match="no network"):
-        patch.setattr("ultr.training.networks.NetworkFit.fit", lambda *_: (_ for _ in ()).throw(UltrError("no network")))
+        patch.setattr(
+            "ultr.training.networks.NetworkFit.fit", lambda *_: (_ for _ in ()).throw(UltrError("no network"))
+        )
         run_training(quick(log, **BOTH), tmp_path / "run")
     load_model(part_of(current_folder(tmp_path / "run"), "lightgbm"))
     steps: list[tuple[str, int]] = []
