@@ -185,6 +185,18 @@ def test_shares_are_recovered_from_many_labels(truth, low, high, levels):
     assert weights.sum() == pytest.approx(1, abs=0.1)
 
 
+def test_few_labels_leave_weights_near_the_prior_and_many_do_not():
+    shares = {}
+    for requests in (60, 6000):
+        columns, request, theta = toy(requests=requests)
+        labels = feedback_of(columns @ [1.0, 0.0], theta, request)
+        given = map(torch.from_numpy, (columns, request, labels, np.log(theta)))
+        weights = likely_weights(*given, ridge=300.0).numpy()
+        shares[requests] = weights[0] / weights.sum()
+    assert 0.5 < shares[60] < 0.75
+    assert shares[6000] > 0.9
+
+
 def test_the_level_of_a_request_does_not_matter():
     """Of two rankers, the worse one knows how much feedback a request has, which no ranking needs."""
     rng = np.random.default_rng(0)

@@ -104,18 +104,22 @@ class Combined(nn.Module):
         self.weights.copy_(weights)
 
 
-def likely_weights(columns: Tensor, request: Tensor, labels: Tensor, log_theta: Tensor) -> Tensor:
+def likely_weights(
+    columns: Tensor, request: Tensor, labels: Tensor, log_theta: Tensor, *, ridge: float = RIDGE
+) -> Tensor:
     """Return the weights u >= 0 of scores [rows, columns] that make the feedback most likely, given each request.
 
     The likelihood is that of which items of a request have the feedback, Σ c_i log(θ_i e^{u·s_i} / Σ_j θ_j e^{u·s_j}),
-    so the feedback that a request has in all does not matter: no ranking needs it. A normal prior pulls the weights
-    towards each other, so that few labels leave equal weights. All are 0 if no weights above 0 are better than none.
+    so the feedback that a request has in all does not matter: no ranking needs it. A normal prior of precision `ridge`
+    pulls the weights towards each other, so that few labels leave equal weights. All are 0 if no weights above 0 are
+    better than none.
     """
     found = columns.new_zeros(columns.shape[1])
     best = conditional_fit(columns[:, :0], request, labels, log_theta)[1]
     for count in range(columns.shape[1], 0, -1):
         for used in combinations(range(columns.shape[1]), count):
-            weights, value = conditional_fit(columns[:, list(used)], request, labels, log_theta, of=columns.shape[1])
+            chosen = columns[:, list(used)]
+            weights, value = conditional_fit(chosen, request, labels, log_theta, of=columns.shape[1], ridge=ridge)
             better = (weights >= 0).all() & (value > best)
             all_weights = columns.new_zeros(columns.shape[1]).index_copy(
                 0, torch.tensor(used, device=columns.device), weights
@@ -125,16 +129,22 @@ def likely_weights(columns: Tensor, request: Tensor, labels: Tensor, log_theta: 
 
 
 def conditional_fit(
-    columns: Tensor, request: Tensor, labels: Tensor, log_theta: Tensor, of: int = 0
+    columns: Tensor,
+    request: Tensor,
+    labels: Tensor,
+    log_theta: Tensor,
+    *,
+    of: int = 0,
+    ridge: float = RIDGE,
 ) -> tuple[Tensor, Tensor]:
     """Return the weights of the columns, by Newton's method, and the log-likelihood with them less their penalty.
 
-    The penalty is RIDGE/2 times the squared deviation of the weights from their mean over all `of` columns; those that
+    The penalty is ridge/2 times the squared deviation of the weights from their mean over all `of` columns; those that
     are not among the `columns` have weight 0.
     """
     count, requests = columns.shape[1], len(request)
     weights = columns.new_zeros(count)
-    penalty = RIDGE * (torch.eye(count) - 1 / max(1, of)).to(columns)
+    penalty = ridge * (torch.eye(count) - 1 / max(1, of)).to(columns)
     dispersion = labels.square().sum() / labels.sum().clamp(min=torch.finfo(labels.dtype).tiny)
     labels = labels / dispersion.clamp(min=torch.finfo(labels.dtype).tiny)
 

@@ -18,6 +18,10 @@ from ultr.training.config import is_trees
 from ultr.training.data import Data
 from ultr.training.fitting import Fitted
 
+# The validation requests chose the steps and rounds of the parts too, so that their likelihood flatters the part that
+# fitted them best. Its difference to the others counts as if about this many clicks had shown that they are equal.
+RIDGE = 300.0
+
 
 @dataclass(frozen=True, eq=False)
 class Ranker:
@@ -32,7 +36,7 @@ def combine(fits: Sequence[Fitted], data: Data, examination: Examination | None)
     """Return the ranker of a run: its only fit, or the sum of a network and trees.
 
     Scores are divided by their deviation within requests. The likelihood of the feedback on the validation rows, given
-    each request, decides the shares; they are equal if no feedback is known.
+    each request, decides the shares, which few clicks leave near equal; they are equal if no feedback is known.
     """
     if len(fits) == 1:
         return Ranker(fits[0].ranker, fits[0].scores)
@@ -57,7 +61,7 @@ def _shares(columns: Tensor, request: Tensor, feedback: tuple[Tensor, Tensor] | 
     equal = [1 / columns.shape[1]] * columns.shape[1]
     if feedback is None:
         return equal
-    weights = likely_weights(columns, request, *feedback)
+    weights = likely_weights(columns, request, *feedback, ridge=RIDGE)
     return (weights / weights.sum()).tolist() if weights.any() else equal
 
 

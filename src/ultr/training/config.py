@@ -199,7 +199,9 @@ class NetworkOptions(Section):
     patience: Count | None = Field(
         None, description="evaluations without gain before the end; 0: never; default: by log"
     )
-    bias_steps: AtLeastOne = Field(3000, description="largest number of steps of the bias model, which a network next to trees rarely has")
+    bias_steps: AtLeastOne = Field(
+        3000, description="largest number of steps of the bias model, which a network next to trees rarely has"
+    )
 
 
 class TreeOptions(Section):
