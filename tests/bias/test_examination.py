@@ -16,7 +16,7 @@ from bias.worlds import with_rare_positions, world
 from ultr.bias import examination, logging_policy
 from ultr.bias.counts import Cells
 from ultr.bias.estimators import fit_conditional, fit_trust
-from ultr.bias.examination import estimate_examination
+from ultr.bias.examination import Examination, estimate_examination
 from ultr.bias.logging_policy import logging_score, recovered_score, share_logging_score
 from ultr.datasets.users import EYE_TRACKING, TrustUser, User, simulate_log
 from ultr.errors import DataError
@@ -239,3 +239,35 @@ def test_request_weights_count_like_repeated_requests():
     a, b = (estimate_examination(x, Label("click")) for x in (twice, weighted))
     np.testing.assert_allclose(a.clicks, b.clicks)
     np.testing.assert_allclose(a.theta, b.theta, rtol=0.3)  # the score is learned from other rows
+
+
+# --- The θ that a ranker corrects by ----------------------------------------------------------------------------------
+
+
+def estimated(theta, covariance) -> Examination:
+    zeros = np.zeros(len(theta))
+    places = tuple(range(1, len(theta) + 1))
+    given = {"moved": 0.0, "strata": 1, "covariance": covariance}
+    return Examination(places, np.array(theta), zeros, zeros, zeros, **given)
+
+
+def test_a_ranker_corrects_less_by_what_is_less_sure():
+    """log θ has the posterior mean with the prior N(0, 1), here by draws of the prior, weighted by their fit."""
+    theta, errors = np.array([0.8, 0.4, 0.08, 0.08]), np.array([0.0, 0.0, 0.3, 1.0])
+    found = estimated(theta, np.diag(errors**2)).cautious().theta
+    np.testing.assert_allclose(found[:2], theta[:2])
+    drawn = np.random.default_rng(0).normal(size=400_000)
+    for place in (2, 3):
+        fit = np.exp(-0.5 * ((np.log(theta[place] / theta[0]) - drawn) / errors[place]) ** 2)
+        assert found[place] == pytest.approx(theta[0] * np.exp((drawn * fit).sum() / fit.sum()), rel=0.02)
+    assert theta[2] < found[2] < found[3] < theta[0]
+
+
+def test_the_error_is_that_relative_to_the_largest_theta():
+    common = 0.5 * np.ones((3, 3))  # all move together, which changes no ratio
+    estimate = estimated([0.9, 0.5, 0.1], common)
+    np.testing.assert_allclose(estimate.cautious().theta, estimate.theta)
+    assert estimated([0.9, 0.5, 0.1], None).cautious().theta[2] == 0.1
+    assert np.isfinite(estimated([0.9, 0.0, 0.1], np.eye(3)).cautious().theta).all()
+    known = Examination.known({1: 1.0, 2: 0.3})
+    assert known.cautious() is known

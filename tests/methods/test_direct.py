@@ -133,6 +133,29 @@ def test_trees_are_those_of_the_library_with_the_logarithm_of_theta_as_offset(li
     np.testing.assert_allclose(scores["xgboost"], margins, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("ranker", "name"), [("lightgbm", "min_sum_hessian_in_leaf"), ("xgboost", "min_child_weight")])
+@pytest.mark.parametrize(("requests", "weight"), [(20, 1.0), (400, 1.0), (400, 0.01)])
+def test_a_leaf_of_trees_of_clicks_has_enough_expected_clicks(ranker, name, requests, weight):
+    log = log_of(requests)
+    log = replace(log, weights=np.full(requests, weight, np.float32))
+    total = (Label(BOTH)(log.actions) > 0).sum()
+    clicks, values = make_tree_method("direct", inputs(ranker=ranker)).tasks(log)
+    assert name not in values.parameters
+    trees = []
+    how = Boosting(
+        1,
+        0.1,
+        parameters={**clicks.parameters, "min_data_in_leaf": 1} if ranker == "lightgbm" else clicks.parameters,
+        library_options=clicks.library_options,
+    )
+    BOOSTERS[ranker].grow(clicks.rows, how, lambda booster, _: bool(trees.append(booster)))
+    predicted = trees[-1].predict(log.features)
+    expected = np.exp(clicks.rows.offset)  # before the first tree
+    in_leaves = [expected[predicted == leaf].sum() for leaf in np.unique(predicted)]
+    assert len(in_leaves) > 1
+    assert min(in_leaves) > 0.95 * min(20, 0.1 * total)
+
+
 @pytest.mark.parametrize("ranker", ["lightgbm", "xgboost"])
 def test_a_hurdle_has_trees_of_all_clicks_and_trees_of_the_values_of_clicked_rows(ranker):
     log = log_of(requests=50)

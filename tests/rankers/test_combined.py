@@ -187,7 +187,7 @@ def test_shares_are_recovered_from_many_labels(truth, low, high, levels):
 
 def test_few_labels_leave_weights_near_the_prior_and_many_do_not():
     shares = {}
-    for requests in (60, 6000):
+    for requests in (60, 6000):  # the prior counts as 300 clicks: the variances of the columns are 1
         columns, request, theta = toy(requests=requests)
         labels = feedback_of(columns @ [1.0, 0.0], theta, request)
         given = map(torch.from_numpy, (columns, request, labels, np.log(theta)))

@@ -38,6 +38,7 @@ from ultr.bias.estimators import (
     IMPRECISE,
     MORE,
     RANDOM,
+    SMALLEST,
     ConditionalFit,
     Source,
     best_source,
@@ -59,6 +60,7 @@ from ultr.log.labels import Label
 from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
 
 LARGEST_MOVE = 3.0  # of log θ in a draw
+LIKELY_FALL = 1.0  # the deviation of log θ around no bias that a ranker takes for likely, before it sees the log
 MAX_TRAINED_POSITIONS = 5_000  # a bias model has tables with an entry for each pair of positions
 SOURCES = {
     "strata": "features alone (rows with similar scores of the logging ranker)",
@@ -93,6 +95,19 @@ class Examination:
     def confirmed(self) -> bool:
         """Whether θ is known, or chance decided an order: if not, it rests on how production orders items."""
         return self.evidence in CONFIRMED
+
+    def cautious(self) -> Examination:
+        """Return the θ that a ranker corrects feedback by, which is nearer to no bias the less sure θ is.
+
+        It is the mean of log θ, relative to the largest θ, given its estimate and a normal prior around 0. A ranker
+        that corrects too little leaves the logged order as it is. One that corrects too much reverses it.
+        """
+        if self.covariance is None:
+            return self
+        top, largest = int(self.theta.argmax()), float(self.theta.max())
+        variance = self.covariance.diagonal() + self.covariance[top, top] - 2 * self.covariance[top]
+        fall = np.log(np.maximum(self.theta / largest, SMALLEST))
+        return replace(self, theta=largest * np.exp(fall / (1 + np.maximum(variance, 0) / LIKELY_FALL**2)))
 
     def draws(self, number: int, *, seed: int = 0) -> np.ndarray:
         """Return θ [number, positions] as it may be, given its sampling error; empty if θ has none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -28,6 +29,7 @@ from ultr.rankers.tree_objective import Kind, PairTerms, PairwiseObjective
 BUCKETS = 4  # quantiles of labels above zero, as LightGBM needs whole numbers
 MAX_LEVEL = 30  # the largest label that LightGBM accepts
 FEWEST_LEAVES, MOST_LEAVES = 4, 31
+LEAST_CLICKS, LEAST_SHARE = 20, 0.1  # of the log, that are expected in a leaf: the smaller of both
 LEAST_BETA = 1e-4  # β is from this to 1 less this
 
 
@@ -305,6 +307,9 @@ class TreeDirect(TreeMethod):
         assert rows.label is not None  # noqa: S101 - regressions have one
         clicks = int(np.count_nonzero(rows.label))
         power = {"tweedie_variance_power": POWER} if likelihood == "tweedie" else {}
+        # The second derivative of both libraries is the expected number of clicks times this.
+        least = math.exp(0.7) * min(LEAST_CLICKS, LEAST_SHARE * clicks)
+        least *= 1.0 if rows.weights is None else float(rows.weights.mean())
         by_lightgbm = self.inputs.ranker == "lightgbm"
         if theta is not None and extends and by_lightgbm:
             # The derivatives are those with the offset: the label is c / θ, and its weight θ^(2 - power).
@@ -315,9 +320,11 @@ class TreeDirect(TreeMethod):
             rows = replace(rows, offset=np.log(theta))
         leaves = leaves_for(clicks)
         if by_lightgbm:
-            return TreeTask(rows, None, {"objective": likelihood, **power}, {"num_leaves": leaves})
+            shape = {"num_leaves": leaves, **({"min_sum_hessian_in_leaf": least} if likelihood == "poisson" else {})}
+            return TreeTask(rows, None, {"objective": likelihood, **power}, shape)
         objective = {"poisson": "count:poisson"}.get(likelihood, f"reg:{likelihood}")
-        few = {"max_leaves": leaves, "max_depth": 0, "grow_policy": "lossguide"}
+        few: dict[str, Any] = {"max_leaves": leaves, "max_depth": 0, "grow_policy": "lossguide"}
+        few |= {"min_child_weight": least} if likelihood == "poisson" else {}
         return TreeTask(rows, None, {"objective": objective, "base_score": 1.0, **power}, few)
 
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:

@@ -19,8 +19,8 @@ from ultr.training.data import Data
 from ultr.training.fitting import Fitted
 
 # The validation requests chose the steps and rounds of the parts too, so that their likelihood flatters the part that
-# fitted them best. Its difference to the others counts as if about this many clicks had shown that they are equal.
-RIDGE = 300.0
+# fitted them best. Shares are as if this many other clicks had shown that equal ones are best.
+EQUAL_CLICKS = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,8 @@ def _shares(columns: Tensor, request: Tensor, feedback: tuple[Tensor, Tensor] | 
     equal = [1 / columns.shape[1]] * columns.shape[1]
     if feedback is None:
         return equal
-    weights = likely_weights(columns, request, *feedback, ridge=RIDGE)
+    apart = sum(spread_within(column, request).square() for column in (columns - columns.mean(1, keepdim=True)).T)
+    weights = likely_weights(columns, request, *feedback, ridge=EQUAL_CLICKS * float(apart))
     return (weights / weights.sum()).tolist() if weights.any() else equal
 
 
