@@ -70,6 +70,8 @@ def test_training_takes_theta_from_the_best_evidence_and_names_it(ultr, path, tm
     assert bias["theta_from"].endswith(BY_ITEMS)
     assert 0.03 < bias["theta_standard_error"] < 0.5  # 32 requests in random order cannot exclude much
     assert error_of(np.array(bias["theta"])) < 0.15
+    assert (np.array(bias["theta_used"]) >= bias["theta"]).all()  # corrected by less, as the estimate is unsure
+    assert bias["theta_used"][-1] > bias["theta"][-1]
     assert f"evidence: {bias['theta_from']}, with a standard error of " in messages
     assert "users: compared with position 1, they look 0." in messages
     off_policy = json.loads((tmp_path / "run" / "off-policy" / "model.json").read_text())["theta"]

@@ -142,7 +142,8 @@ def read_bias_theta(path: Path) -> dict[str, float]:
 
 
 def _theta_of(content: Mapping[str, Any]) -> dict[str, float]:
-    pairs = zip(content["positions"], content["theta"], strict=True)
+    """Return what a run corrected feedback by, or the estimate of ultr bias."""
+    pairs = zip(content["positions"], content.get("theta_used", content["theta"]), strict=True)
     return {str(position): float(value) for position, value in pairs if value is not None}
 
 

@@ -166,11 +166,13 @@ class PositionModel(Learner):
         self.take(examination)
 
     def take(self, examination: Examination) -> None:
-        """Set θ and ζ to an estimate, with θ - ζ multiplied by `scale` (which divides β by `scale`)."""
+        """Set θ and ζ to a cautious estimate, with θ - ζ multiplied by `scale` (which divides β by `scale`)."""
         places = self.index(torch.tensor(examination.positions, device=self.index.ids.device))
-        slope = (self.scale or 1.0) * (examination.theta - examination.zeta)
+        estimate = self.theta.clone()
+        for theta, of in ((estimate, examination), (self.theta, examination.cautious())):
+            slope = (self.scale or 1.0) * (of.theta - of.zeta)
+            theta[places] = torch.from_numpy(of.zeta + slope).to(theta)
         for name, values in {
-            "theta": examination.zeta + slope,
             "zeta": examination.zeta,
             "impressions": examination.impressions,
             "clicks": examination.clicks,
@@ -180,6 +182,7 @@ class PositionModel(Learner):
         error = examination.error
         self.evidence = {
             "theta_from": examination.source,
+            **({} if torch.equal(estimate, self.theta) else {"theta": numbers(estimate)}),
             **({} if error is None else {"theta_standard_error": round(error, 5)}),
         }
 
@@ -222,10 +225,11 @@ class PositionModel(Learner):
         self.theta.copy_(theta)
 
     def report(self) -> dict[str, Any]:
-        """Return θ by position, its source, the impressions and clicks behind it, and warnings."""
+        """Return θ by position, that which corrects feedback, its source, the impressions and clicks, and warnings."""
         return {
             "positions": self.index.ids.tolist(),
             "theta": numbers(self.theta),
+            "theta_used": numbers(self.theta),
             "theta_from": THETA_FROM[self.theta_from],
             **self.evidence,
             "theta_scale": self._scale_text(),

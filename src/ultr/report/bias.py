@@ -142,6 +142,8 @@ def examination_plot(bias: Mapping[str, Any], truth: Truth) -> Plot:
     """Return a plot of the examination that a run estimated (bias.json), next to the true one if it is known."""
     at, theta = [str(k) for k in bias["positions"]], _relative(bias["theta"])
     lines: dict[str, tuple[Sequence[str], Sequence[Any]]] = {"θ": (at, theta)}
+    if (used := bias.get("theta_used", bias["theta"])) != bias["theta"]:
+        lines["θ used"] = (at, _relative(used))
     if truth is not None:
         lines["true"] = (truth[0], _relative(truth[1]))
     if any(bias.get("impressions", [])):
@@ -152,7 +154,7 @@ def examination_plot(bias: Mapping[str, Any], truth: Truth) -> Plot:
         lines["θ⁻"] = (at, _relative(bias["theta_minus"]))
     caption = (
         "θ is the probability that a position is seen. The feedback rate falls with θ and with relevance; "
-        "rate / θ shows the part that is due to relevance."
+        "rate / θ shows the part that is due to relevance. Where θ is unsure, feedback is corrected by less (θ used)."
     )
     return _by_position("Examination by position", lines, caption=caption)
 

@@ -78,5 +78,5 @@ def _feedback(data: Data, examination: Examination | None) -> tuple[Tensor, Tens
     if examination is None or log.positions is None or not set(label.actions) <= set(log.actions):
         return None
     place = PositionIndex(examination.positions)(torch.from_numpy(log.positions))
-    theta = torch.from_numpy(examination.theta)[place].clamp(min=LEAST_THETA)
+    theta = torch.from_numpy(examination.cautious().theta)[place].clamp(min=LEAST_THETA)
     return torch.from_numpy(np.asarray(label(log.actions), np.float64)), theta.log()

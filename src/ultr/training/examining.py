@@ -38,10 +38,7 @@ VALUES = "off-policy"  # folder of a run with the model that estimates off-polic
 
 @dataclass(frozen=True, eq=False)
 class Examined:
-    """The artefact of `examine`: the examination that rankers correct feedback by, and the model of off-policy metrics.
-
-    The model has the estimate of examination itself, with its error.
-    """
+    """The artefact of `examine`: examination, and the model that estimates off-policy metrics, where they are used."""
 
     examination: Examination | None = None
     values: OffPolicyModel | None = None
@@ -85,7 +82,7 @@ def _examine(config: Config, data: Data, run: Path | None, shared: Path | None, 
     for path in paths:
         if not path.is_file() and is_main():
             examination.save(path)
-    of_log = None if unbiased else examination.cautious()  # users without bias have another examination
+    of_log = None if unbiased else examination  # users without bias have another examination
     if not by_values:
         return Examined(of_log)
     values = values or _fit_values(config, data, examination)
