@@ -86,7 +86,7 @@ def test_all_parts_of_a_blend_get_further_rounds(blend, days, tmp_path):
     assert len(before) == len(after) > 1
     assert [part["first_rounds"] for part in after] == [part["rounds"] for part in before]
     assert sum(part["rounds"] for part in after) > sum(part["rounds"] for part in before)
-    assert read_json(run / "bias.json")["theta"] == read_json(blend / "bias.json")["theta"]
+    assert read_json(run / "bias.json")["theta_used"] == read_json(blend / "bias.json")["theta_used"]
     kept = [load_model(folder).ranker.parts[1].ranker.booster for folder in (blend, run)]
     features, rounds = read(days[1]).features, kept[0].rounds
     np.testing.assert_allclose(kept[1].predict(features, 0, rounds), kept[0].predict(features), atol=1e-6)
