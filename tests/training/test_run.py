@@ -32,7 +32,7 @@ from runs import (
 )
 from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError, UltrError
-from ultr.log import read_log
+from ultr.log import read_log, write_log
 from ultr.methods import METHODS, bias_model
 from ultr.rankers.combined import Blend
 from ultr.rankers.model import load_model
@@ -228,6 +228,18 @@ def test_a_damaged_artefact_of_a_killed_run_is_an_error(log, tmp_path):
         run_training(quick(log), tmp_path / "run", resume=True)
     path.write_text(whole)
     run_training(quick(log), tmp_path / "run", resume=True)
+
+
+def test_a_run_is_not_resumed_with_other_data(tmp_path):
+    path = write_feedback(tmp_path, 80)
+    with pytest.raises(Killed):
+        run_training(quick(path, select=FEEDBACK, propensities=KNOWN), tmp_path / "run", listeners=killed_at(4))
+    before = path.read_bytes()
+    write_log(feedback_log(90), path, overwrite=True)
+    with pytest.raises(DataError, match="the data is no longer that which"):
+        run_training(quick(path, select=FEEDBACK, propensities=KNOWN), tmp_path / "run", resume=True)
+    path.write_bytes(before)
+    run_training(quick(path, select=FEEDBACK, propensities=KNOWN), tmp_path / "run", resume=True)
 
 
 # --- Runs of one ranker -----------------------------------------------------------------------------------------------

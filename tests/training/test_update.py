@@ -258,6 +258,35 @@ def test_an_update_can_be_killed_and_called_again(network, days, tmp_path):
     assert again.value.mean == first.value.mean
     with pytest.raises(OutputError):
         update_run(network, days[2], out, steps=21)
+    other = update_run(network, days[2], out, steps=21, overwrite=True)
+    assert (other.run, read_config(out).network.steps) == (out, 21)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_corrected_log_at_the_same_path_is_learned_from(killed, network, days, tmp_path):
+    """The wrong log leaves a rejected or an unfinished candidate, which is not used; its note says so."""
+    path, out, notes = tmp_path / "day.parquet", tmp_path / "run", []
+    path.write_bytes(Path(days[1]).read_bytes())
+    if killed:
+        with pytest.raises(Killed):
+            update_run(network, str(path), out, listeners=killed_at(0))
+    else:
+        update_run(network, str(path), tmp_path / "run", steps=5)
+        out.rename(tmp_path / "run.candidate")
+    path.write_bytes(Path(days[2]).read_bytes())
+    options = {} if killed else {"steps": 5}
+    done = update_run(network, str(path), out, listeners=Listeners(on_note=notes.append), **options)
+    assert len(notes) == 1
+    assert notes[0].endswith("is of another log or other options, so it is trained again")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "day.parquet").write_bytes(path.read_bytes())
+    undisturbed = update_run(network, str(tmp_path / "other" / "day.parquet"), tmp_path / "other" / "run", **options)
+    log = read_log(days[2], categorical="shop", features="f0,f1")
+    np.testing.assert_array_equal(load_model(done.run).score(log), load_model(undisturbed.run).score(log))
+    with pytest.raises(OutputError, match="exists already"):  # the result is not of the log as it is now
+        path.write_bytes(Path(days[3]).read_bytes())
+        update_run(network, str(path), out, **options)
 
 
 # --- A simulated month ------------------------------------------------------------------------------------------------

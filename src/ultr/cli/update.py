@@ -53,13 +53,15 @@ def update(
     device: Annotated[
         str | None, typer.Option("--device", help="Where to compute.", show_default="as for the run")
     ] = None,
+    overwrite: options.Overwrite = False,
     as_json: options.Json = False,
 ) -> None:
     """Train a run further on a new log, compare it with the old one, and write it if it is not worse.
 
     All options are those of the run. Training starts from its ranker and its bias model; trees get further rounds.
     Both rankers are compared off policy, on requests of the new log that neither was trained on. If the new one is
-    worse, the command exits with code 3, and writes nothing at --out. A killed command is resumed by the same command.
+    worse, the command exits with code 3, and writes nothing at --out. A killed command is resumed by the same command,
+    unless the log has changed.
     """
     from ultr.training.loop import Listeners
     from ultr.training.update import update_run
@@ -81,6 +83,7 @@ def update(
             refit_bias=refit_bias,
             decay=decay,
             time=time,
+            overwrite=overwrite,
             listeners=Listeners(lambda note: print_notes([note]), options.print_warning, on_progress=show),
             steps=steps,
             lr=lr,

@@ -129,6 +129,7 @@ class Decisions:
     segments: tuple[str, ...] = ()  # its values, in the order of position ids
     streamed: bool = False
     notes: tuple[str, ...] = field(default=())  # why a part of the default is left out, in sentences
+    data: str = ""  # the fingerprint of the data
 
     @property
     def ranker_name(self) -> str:
@@ -152,6 +153,7 @@ class Decisions:
                 tuple(map(str, content["segments"])),
                 bool(content["streamed"]),
                 tuple(map(str, content["notes"])),
+                str(content.get("data", "")),
             )
 
 
@@ -166,7 +168,8 @@ def decide(config: Config, data: Data) -> Decisions:
         hidden = SMALL_NETWORK if few and not endless else HIDDEN
         hidden = hidden if start is None else start.hidden or hidden
     notes = () if note is None else (note,)
-    return Decisions(data.label, rankers, hidden, data.segment, data.segments, data.stream is not None, notes)
+    streamed = data.stream is not None
+    return Decisions(data.label, rankers, hidden, data.segment, data.segments, streamed, notes, data.fingerprint)
 
 
 def _choose_rankers(config: Config, data: Data, start: Decisions | None) -> tuple[tuple[str, ...], str | None]:
@@ -318,14 +321,24 @@ def _read_training_log(config: Config, source: Any, *, streamed: bool | None) ->
     if options.stream == "yes":
         hint = "run ultr prepare on it first"
         raise OptionError("only prepared lists can be streamed", got=options.source, hint=hint)
-    files, time = open_source(options.source).only(options.where), options.time
-    if options.decay is not None and time is None:
-        files, time = files.by_day()
+    files, time = _files(config)
     _check_fits_in_memory(files)
     log, found = _read_once(files, config, time=time)
     if options.decay is not None:
         log = decayed_by_time(log, options.decay)
     return replace(split_log(log, config, found), fingerprint=files.fingerprint())
+
+
+def _files(config: Config) -> tuple[Source, str | None]:
+    """Return the files of a log, and the name of the column with times, if any is known."""
+    files, time = open_source(config.data.source).only(config.data.where), config.data.time
+    return files.by_day() if config.data.decay is not None and time is None else (files, time)
+
+
+def fingerprint_of(config: Config) -> str:
+    """Return the fingerprint that the data of a run on a log or prepared lists has now; rows are not read."""
+    source = config.data.source
+    return Shards(source).fingerprint if is_lists(source) else _files(config)[0].fingerprint()
 
 
 def _read_once(source: Any, config: Config, *, time: str | None) -> tuple[Log, Segment | None]:

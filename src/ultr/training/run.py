@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ultr.checks.pitfalls import Pitfall
+from ultr.errors import DataError
 from ultr.log.cleaning import write_suspicious
 from ultr.methods import thresholds
 from ultr.methods.base import Relevance
@@ -78,9 +79,11 @@ def run_training(
             folder.finish()
             return out
         begin_stage("reading the data")
-        decided = folder.path / DECISIONS
-        streamed = Decisions.load(folder.path).streamed if folder.resume and decided.is_file() else None
-        data = load_run_data(config, source, streamed=streamed)
+        decided = Decisions.load(folder.path) if folder.resume and (folder.path / DECISIONS).is_file() else None
+        data = load_run_data(config, source, streamed=None if decided is None else decided.streamed)
+        if decided is not None and decided.data not in ("", data.fingerprint):
+            hint = "train again with --overwrite, or put the old data back"
+            raise DataError(f"the data is no longer that which {out} began with", where=config.data.source, hint=hint)
         plan = make_plan(config, data, listeners)  # everything is checked before anything is written
         with folder.writing(config) as finished_elsewhere:
             if not finished_elsewhere:

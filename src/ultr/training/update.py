@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from ultr.log.shards import is_lists
 from ultr.log.table import by_segment
 from ultr.rankers.model import load_model
 from ultr.training.config import Config, differences
-from ultr.training.data import Decisions, columns_for_run, read_data
-from ultr.training.folder import CONFIG, MODEL, partial_of, read_config
+from ultr.training.data import DECISIONS, Decisions, columns_for_run, fingerprint_of, read_data
+from ultr.training.folder import CONFIG, MODEL, current_folder, read_config, settle
 from ultr.training.loop import Listeners
 from ultr.training.outcome import fresh_requests, split_of
 from ultr.training.run import run_training
@@ -54,6 +55,7 @@ def update_run(
     refit_bias: bool = False,
     decay: float | None = None,
     time: str | None = None,
+    overwrite: bool = False,
     listeners: Listeners | None = None,
     **training: Any,
 ) -> Update:
@@ -67,31 +69,40 @@ def update_run(
     Then both rankers are compared off policy, on requests that neither was trained or selected on. The new run is
     rejected if the interval of the difference with confidence `gate` is below 0. The new run is in a folder next to
     `out` until it is accepted. If the process is killed at any moment, the next call with the same arguments resumes.
+    If the log or the arguments have changed, it starts again. `overwrite` replaces another run at `out`.
     """
     if not 0 < gate < 1:
         raise OptionError("the gate must be above 0 and below 1", got=gate, hint="pass --gate 0.95")
     config = update_config(run, data, refit_bias=refit_bias, decay=decay, time=time, **training)
     candidate = out.with_name(out.name + CANDIDATE)
-    accepted_before = _is_result(out, config)
+    listeners, data = listeners or Listeners(), fingerprint_of(config)
+    accepted_before = (out / MODEL).is_dir() and _is_of(out, config, data)  # the process was killed afterwards
     if accepted_before:
         candidate = out
     else:
-        check_output(out, overwrite=False, folder=True)
-        resume = candidate.exists() or partial_of(candidate).exists()
-        run_training(config, candidate, resume=resume, listeners=listeners or Listeners())
+        check_output(out, overwrite=overwrite, folder=True)
+        begun = current_folder(candidate)
+        resume = begun.exists() and _is_of(begun, config, data)
+        if begun.exists() and not resume:
+            listeners.on_note(f"{begun} is of another log or other options, so it is trained again")
+        run_training(config, candidate, resume=resume, overwrite=not resume, listeners=listeners)
     metric = judging_metric(config.selection) if config.selection.startswith(OFF_POLICY) else f"{OFF_POLICY}reward@10"
     comparison, warnings = compare_runs(run, candidate, config, metric)
     test = comparison.rankers["the new run"][metric].difference
     accepted = accepted_before or test is None or not (test.difference < 0 and test.p < 1 - gate)
     if accepted and not accepted_before:
-        take_name(candidate, out, overwrite=False)
+        take_name(candidate, out, overwrite=overwrite)
         sync_folder(out.resolve().parent)
+        settle(out)
+        shutil.rmtree(candidate, ignore_errors=True)  # the run that it replaced, if the names were exchanged
     return Update(out if accepted else candidate, accepted, metric, comparison, tuple(warnings))
 
 
-def _is_result(out: Path, config: Config) -> bool:
-    """Return whether `out` is a finished run of this configuration: the process was killed after it was accepted."""
-    return (out / MODEL).is_dir() and (out / CONFIG).is_file() and not differences(config, read_config(out))
+def _is_of(folder: Path, config: Config, data: str) -> bool:
+    """Return whether a folder has a run, perhaps not finished, of this configuration and of the data as it is now."""
+    if not (folder / CONFIG).is_file() or differences(config, read_config(folder)):
+        return False
+    return not (folder / DECISIONS).is_file() or Decisions.load(folder).data in ("", data)
 
 
 def update_config(
