@@ -105,9 +105,8 @@ def test_a_run_of_one_ranker_is_its_own_part(log, tmp_path):
 
 def test_missing_values_are_rejected_if_the_network_rejects_them(both, log, tmp_path, monkeypatch):
     assert load_model(both).missing == "keep"
-    monkeypatch.setattr(
-        "ultr.training.combining._shares", lambda *_: [0.5, 0.5]
-    )  # a network without a share is left out
+    # A network without a share would be left out, and trees take missing values.
+    monkeypatch.setattr("ultr.training.combining._shares", lambda *_: [0.5, 0.5])
     run = run_training(quick(log, **BOTH, missing="error"), tmp_path / "run")
     assert load_model(run).missing == "reject"
 

@@ -263,6 +263,14 @@ def test_an_update_can_be_killed_and_called_again(network, days, tmp_path):
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_only_a_run_is_ever_overwritten(network, days, tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "holiday.jpg").write_text("")
+    with pytest.raises(OutputError, match="is not a run"):
+        update_run(network, days[2], tmp_path / "photos", overwrite=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["photos", "holiday.jpg"]
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_corrected_log_at_the_same_path_is_learned_from(killed, network, days, tmp_path):
     """The wrong log leaves a rejected or an unfinished candidate, which is not used; its note says so."""

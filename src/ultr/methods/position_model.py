@@ -182,7 +182,7 @@ class PositionModel(Learner):
         error = examination.error
         self.evidence = {
             "theta_from": examination.source,
-            **({} if torch.equal(estimate, self.theta) else {"theta": numbers(estimate)}),
+            **({} if torch.equal(estimate, self.theta) else {"theta": numbers(estimate)}),  # for the report
             **({} if error is None else {"theta_standard_error": round(error, 5)}),
         }
 
@@ -225,7 +225,7 @@ class PositionModel(Learner):
         self.theta.copy_(theta)
 
     def report(self) -> dict[str, Any]:
-        """Return θ by position, that which corrects feedback, its source, the impressions and clicks, and warnings."""
+        """Return by position the estimate of θ and the θ that is used, with the data behind them and warnings."""
         return {
             "positions": self.index.ids.tolist(),
             "theta": numbers(self.theta),

@@ -310,6 +310,8 @@ class TreeDirect(TreeMethod):
         # The second derivative of both libraries is the expected number of clicks times this.
         least = math.exp(0.7) * min(LEAST_CLICKS, LEAST_SHARE * clicks)
         least *= 1.0 if rows.weights is None else float(rows.weights.mean())
+        name = "min_sum_hessian_in_leaf" if self.inputs.ranker == "lightgbm" else "min_child_weight"
+        shape = {name: least} if likelihood == "poisson" else {}
         by_lightgbm = self.inputs.ranker == "lightgbm"
         if theta is not None and extends and by_lightgbm:
             # The derivatives are those with the offset: the label is c / θ, and its weight θ^(2 - power).
@@ -320,11 +322,9 @@ class TreeDirect(TreeMethod):
             rows = replace(rows, offset=np.log(theta))
         leaves = leaves_for(clicks)
         if by_lightgbm:
-            shape = {"num_leaves": leaves, **({"min_sum_hessian_in_leaf": least} if likelihood == "poisson" else {})}
-            return TreeTask(rows, None, {"objective": likelihood, **power}, shape)
+            return TreeTask(rows, None, {"objective": likelihood, **power}, {"num_leaves": leaves, **shape})
         objective = {"poisson": "count:poisson"}.get(likelihood, f"reg:{likelihood}")
-        few: dict[str, Any] = {"max_leaves": leaves, "max_depth": 0, "grow_policy": "lossguide"}
-        few |= {"min_child_weight": least} if likelihood == "poisson" else {}
+        few = {"max_leaves": leaves, "max_depth": 0, "grow_policy": "lossguide", **shape}
         return TreeTask(rows, None, {"objective": objective, "base_score": 1.0, **power}, few)
 
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:

@@ -142,8 +142,13 @@ def examination_plot(bias: Mapping[str, Any], truth: Truth) -> Plot:
     """Return a plot of the examination that a run estimated (bias.json), next to the true one if it is known."""
     at, theta = [str(k) for k in bias["positions"]], _relative(bias["theta"])
     lines: dict[str, tuple[Sequence[str], Sequence[Any]]] = {"θ": (at, theta)}
+    caption = (
+        "θ is the probability that a position is seen. The feedback rate falls with θ and with relevance; "
+        "rate / θ shows the part that is due to relevance."
+    )
     if (used := bias.get("theta_used", bias["theta"])) != bias["theta"]:
         lines["θ used"] = (at, _relative(used))
+        caption += " θ is not sure, so feedback is corrected by less: by θ used."
     if truth is not None:
         lines["true"] = (truth[0], _relative(truth[1]))
     if any(bias.get("impressions", [])):
@@ -152,10 +157,6 @@ def examination_plot(bias: Mapping[str, Any], truth: Truth) -> Plot:
         lines["rate / θ"] = (at, [r / t if r is not None and t else None for r, t in zip(rate, theta, strict=True)])
     if "theta_minus" in bias:
         lines["θ⁻"] = (at, _relative(bias["theta_minus"]))
-    caption = (
-        "θ is the probability that a position is seen. The feedback rate falls with θ and with relevance; "
-        "rate / θ shows the part that is due to relevance. Where θ is unsure, feedback is corrected by less (θ used)."
-    )
     return _by_position("Examination by position", lines, caption=caption)
 
 

@@ -83,7 +83,9 @@ def run_training(
         data = load_run_data(config, source, streamed=None if decided is None else decided.streamed)
         if decided is not None and decided.data not in ("", data.fingerprint):
             hint = "train again with --overwrite, or put the old data back"
-            raise DataError(f"the data is no longer that which {out} began with", where=config.data.source, hint=hint)
+            raise DataError(
+                f"the data is no longer that which {out} began with", where=config.data.source or None, hint=hint
+            )
         plan = make_plan(config, data, listeners)  # everything is checked before anything is written
         with folder.writing(config) as finished_elsewhere:
             if not finished_elsewhere:

@@ -18,7 +18,7 @@ from ultr.log.table import by_segment
 from ultr.rankers.model import load_model
 from ultr.training.config import Config, differences
 from ultr.training.data import DECISIONS, Decisions, columns_for_run, fingerprint_of, read_data
-from ultr.training.folder import CONFIG, MODEL, current_folder, read_config, settle
+from ultr.training.folder import CONFIG, MODEL, current_folder, find_folder, read_config, settle
 from ultr.training.loop import Listeners
 from ultr.training.outcome import fresh_requests, split_of
 from ultr.training.run import run_training
@@ -75,14 +75,15 @@ def update_run(
         raise OptionError("the gate must be above 0 and below 1", got=gate, hint="pass --gate 0.95")
     config = update_config(run, data, refit_bias=refit_bias, decay=decay, time=time, **training)
     candidate = out.with_name(out.name + CANDIDATE)
-    listeners, data = listeners or Listeners(), fingerprint_of(config)
-    accepted_before = (out / MODEL).is_dir() and _is_of(out, config, data)  # the process was killed afterwards
+    listeners, content = listeners or Listeners(), fingerprint_of(config)
+    accepted_before = (out / MODEL).is_dir() and _is_of(out, config, content)  # the process was killed afterwards
     if accepted_before:
         candidate = out
     else:
         check_output(out, overwrite=overwrite, folder=True)
+        find_folder(out, resume=False, overwrite=True)  # what is not a run is never replaced
         begun = current_folder(candidate)
-        resume = begun.exists() and _is_of(begun, config, data)
+        resume = begun.exists() and _is_of(begun, config, content)
         if begun.exists() and not resume:
             listeners.on_note(f"{begun} is of another log or other options, so it is trained again")
         run_training(config, candidate, resume=resume, overwrite=not resume, listeners=listeners)
@@ -98,11 +99,11 @@ def update_run(
     return Update(out if accepted else candidate, accepted, metric, comparison, tuple(warnings))
 
 
-def _is_of(folder: Path, config: Config, data: str) -> bool:
-    """Return whether a folder has a run, perhaps not finished, of this configuration and of the data as it is now."""
+def _is_of(folder: Path, config: Config, content: str) -> bool:
+    """Return whether a folder has a run, perhaps unfinished, of this configuration and this fingerprint of data."""
     if not (folder / CONFIG).is_file() or differences(config, read_config(folder)):
         return False
-    return not (folder / DECISIONS).is_file() or Decisions.load(folder).data in ("", data)
+    return not (folder / DECISIONS).is_file() or Decisions.load(folder).data in ("", content)
 
 
 def update_config(
