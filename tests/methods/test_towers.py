@@ -20,10 +20,11 @@ from ultr.lists import Lists
 from ultr.log import Log, read_log, write_log
 from ultr.log.labels import Label
 from ultr.methods import METHODS, MethodInputs, make_method, parse_options
+from ultr.methods.anchor import anchor_of_log
 from ultr.methods.base import POSITION_SPEED
 from ultr.methods.losses import product_logistic_loss
 from ultr.methods.towers import Tower
-from ultr.rankers import score_rows
+from ultr.rankers import Synthesised, fit_encoders, score_rows
 from ultr.rankers.model import load_model
 from ultr.training import run as runs
 from ultr.training.combining import combine
@@ -202,6 +203,66 @@ def test_losses_equal_explicit_sums(name, options, towers, log, lists):
     assert list(towers_of(method)) == towers
     expected = written_out(method, log, lists.weights.numpy().astype(np.float64))
     assert method.loss(lists).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "label"), [("pal-click", "click"), ("sum-click", None), ("pal-click-dwell", None)])
+def test_with_an_anchor_two_networks_learn_side_by_side(name, label, log, lists):
+    """The loss is the sum of the losses of each network alone, and the score is that of their mean outputs."""
+    label = Label() if label is None else Label(label)
+    torch.manual_seed(0)
+    method = make_method(name, inputs(label=label, ranker="mlp", ranker_options={"hidden": (8, 6)}), anchor="linear")
+    method.eval().estimate_bias(log, user=None, sessions=0, seed=0)
+    fit_encoders(method, log.features)
+    network = method.ranker.ranker
+    assert [layers[0].out_features for layers in network.layers] == [4, 4]
+    actions, whole = len(label.actions), method.loss(lists)
+    outputs = network(lists.features)
+    alone = []
+    for number in range(2):
+        one = outputs[..., number * actions : (number + 1) * actions]
+        method.ranker.ranker = Fixed(torch.cat([one, one], -1))
+        alone.append(method.loss(lists) / 2)
+    assert whole.item() == pytest.approx(sum(alone).item(), rel=1e-6)
+    method.ranker.ranker = network
+    mean = outputs.unflatten(-1, (2, actions)).mean(-2)
+    expected = Synthesised(Fixed(mean if actions > 1 else mean.squeeze(-1)), label, BINARY)
+    expected.scale.copy_(method.ranker.scale)
+    torch.testing.assert_close(method.score(lists.features), expected(lists.features))
+
+
+def test_an_anchor_starts_the_tower_s_actions_at_the_linear_model_of_the_log(log):
+    method = make_method("pal-click", inputs(ranker="mlp", ranker_options={"hidden": (8,)}), anchor="linear")
+    fit_encoders(method, log.features)
+    method.estimate_bias(log, user=None, sessions=0, seed=0)
+    assert towers_of(method)["click"].table.values.abs().max() == 0  # towers start at zero without start=theta
+    method.start_ranker(log, seed=0)
+    network = method.ranker.ranker
+    anchor = anchor_of_log(network.encoder, log, Label(), method.start, seed=0)
+    x = network.encoder(torch.from_numpy(log.features)).double().numpy()
+    click = x @ anchor.slopes + math.log(anchor.beta / (1 - anchor.beta))
+    outputs = method.ranker.outputs(torch.from_numpy(log.features)).detach().numpy()
+    for number in range(2):
+        np.testing.assert_allclose(outputs[:, number, 0], click, rtol=1e-3, atol=1e-4)
+        assert not outputs[:, number, 1].any()  # dwell has no tower
+
+
+@pytest.mark.parametrize("changes", [{"variant": "released"}, {"ranker": "linear"}])
+def test_an_anchor_needs_a_network_of_its_own(changes):
+    ranker = changes.get("ranker", "mlp")
+    options = {name: value for name, value in changes.items() if name != "ranker"}
+    with pytest.raises(OptionError, match="anchor=linear cannot be used"):
+        make_method("pal-click", inputs(ranker=ranker), anchor="linear", **options)
+
+
+class Fixed(torch.nn.Module):
+    """A ranker with these outputs."""
+
+    def __init__(self, outputs: torch.Tensor) -> None:
+        super().__init__()
+        self.values = outputs
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.values
 
 
 @pytest.mark.parametrize("name", [*SYNTHESIZE, *TASKS])
@@ -470,11 +531,14 @@ def config(path, **changes) -> Config:
     return make_config(str(path), **{**given, **changes})
 
 
+@pytest.mark.parametrize("anchor", ["none", "linear"])
 @pytest.mark.parametrize(("label", "categorical"), [("click + dwell / exp(3)", True), ("click", False)])
-def test_a_run_is_loaded_with_the_scores_it_had(label, categorical, log_path, tmp_path, monkeypatch):
+def test_a_run_is_loaded_with_the_scores_it_had(label, categorical, anchor, log_path, tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(runs, "combine", lambda *args: kept.append(combine(*args)) or kept[0])
-    changes = {} if categorical else {"columns": {}, "method_options": {"context": "f0"}}
+    changes = {"method_options": {"context": "device+f0", "towers": "all", "position_dropout": 0.2, "anchor": anchor}}
+    if not categorical:
+        changes = {"columns": {}, "method_options": {"context": "f0", "anchor": anchor}}
     run = run_training(config(log_path, label=label, **changes), tmp_path / "run")
     log = read_log(log_path, **({"categorical": "device"} if categorical else {}))
     assert bool(log.vocabularies) == categorical

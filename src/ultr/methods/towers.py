@@ -12,7 +12,8 @@ Relevance and Bias in Unbiased Learning to Rank"), and a start at estimated exam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -26,6 +27,7 @@ from ultr.datasets.users import User, simulate_log
 from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
 from ultr.log import Log
+from ultr.methods.anchor import anchor_of_log
 from ultr.methods.base import (
     POSITION_SPEED,
     RELEASED_ACCUMULATOR,
@@ -42,7 +44,8 @@ from ultr.methods.base import (
 from ultr.methods.logging_strata import LoggingWeights
 from ultr.methods.losses import logistic_loss, pointwise_loss, product_logistic_loss
 from ultr.methods.position_model import LEAST_THETA, MAX_WEIGHT, PositionModel, numbers
-from ultr.rankers import Dropout, FeatureEncoder, Synthesised
+from ultr.rankers import Dropout, FeatureEncoder, MLPRanker, Synthesised
+from ultr.rankers.networks import HIDDEN
 
 DIMENSIONS, UNITS = 8, 16  # size of the embedding and of the hidden layer in a tower with context
 SCALE_SESSIONS = 2000  # simulated sessions from which the scale of an action is estimated
@@ -183,6 +186,8 @@ class _Tasks(_Towers):
     - `reversal` is the strength of an `Adversary` of each tower of an action that is 0 or 1.
     - `start=theta` starts towers at known or estimated examination θ: at logit θ_k if they multiply; else at
       log θ_k/θ_1, the log odds ratio of clicks if they are rare. Towers that add to other values start at zero.
+    - `anchor=linear` gives the ranker what the default of `pairwise-em` has: the same linear start (see
+      `ultr.methods.anchor`) and two networks with half the units, which learn side by side and are averaged.
     """
 
     TOWERS: ClassVar[tuple[str, ...]] = ()  # the actions with a tower; if empty, click or the first action
@@ -195,6 +200,7 @@ class _Tasks(_Towers):
         "sample_weights": Literal["none", "logging"],
         "max_weight": MaxWeight,
         "start": Literal["zero", "theta"],
+        "anchor": Literal["linear", "none"],
     }
     ranker: Synthesised
 
@@ -219,8 +225,16 @@ class _Tasks(_Towers):
         sample_weights: str = "none",
         max_weight: float | str = MAX_WEIGHT,
         start: str = "zero",
+        anchor: str = "none",
     ) -> None:
-        released = variant == "released"
+        released, self.anchored = variant == "released", anchor == "linear"
+        if self.anchored and (released or inputs.ranker != "mlp"):
+            hint = "remove anchor=linear, or use a network and variant=standard"
+            raise OptionError("anchor=linear cannot be used with this ranker or variant", hint=hint)
+        if self.anchored:
+            hidden = [max(1, size // 2) for size in inputs.ranker_options.get("hidden", HIDDEN)]
+            twins = {**inputs.ranker_options, "hidden": hidden, "networks": 2, "skip": True}
+            inputs = replace(inputs, ranker_options=twins)
         super().__init__(inputs.as_released() if released else inputs)
         inputs, actions = self.inputs, inputs.label.actions
         self.accumulator = RELEASED_ACCUMULATOR if released else 0.0
@@ -238,7 +252,8 @@ class _Tasks(_Towers):
         reversed_of = [_key(name) for name in chosen if reversal and name in self.ranker.binary]
         self.adversaries = nn.ModuleDict({key: Adversary(reversal) for key in reversed_of})
         self.sample_weights = LoggingWeights(inputs, max_weight=as_limit(max_weight)) if weighted else None
-        self.start = PositionModel(inputs) if at_theta else None
+        self.starts_towers = at_theta
+        self.start = PositionModel(inputs) if at_theta or self.anchored else None
 
     def estimate_bias(
         self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
@@ -251,6 +266,7 @@ class _Tasks(_Towers):
             self.sample_weights.fit(log, seed=seed)
         if self.start is not None:
             self.start.estimate(log, user=user, sessions=sessions, seed=seed, examination=examination)
+        if self.start is not None and self.starts_towers:
             self._start_towers(self.start.theta)
         if user is not None:
             log, _ = simulate_log(log.without_features(), user, sessions=SCALE_SESSIONS, seed=seed)
@@ -268,11 +284,25 @@ class _Tasks(_Towers):
             if _key(name) in self.towers and (self.MULTIPLIES or name in self.ranker.binary):
                 self.towers[_key(name)].start_at(values)  # type: ignore[operator]
 
+    def start_ranker(self, log: Log, *, seed: int) -> None:
+        network = self.ranker.ranker
+        if not self.anchored or self.start is None or not isinstance(network, MLPRanker):
+            return
+        anchor = anchor_of_log(network.encoder, log, self.inputs.label, self.start, seed=seed)
+        if anchor is not None:
+            towers = np.array([_key(name) in self.towers for name in self.inputs.label.actions] * 2)
+            slopes = np.where(towers[:, None], anchor.slopes, 0.0)
+            constants = np.where(towers, np.log(anchor.beta / (1 - anchor.beta)), 0.0)
+            network.start_at(*(torch.from_numpy(each).to(self.start.theta) for each in (slopes, constants)))
+
     def loss(self, lists: Lists) -> Tensor:
-        outputs = at_least_single(self.ranker.outputs(lists.features)).unbind(-1)
+        by_network = at_least_single(self.ranker.outputs(lists.features)).unbind(-2)
+        return torch.stack([self._loss(outputs.unbind(-1), lists) for outputs in by_network]).sum(0)
+
+    def _loss(self, all_outputs: Sequence[Tensor], lists: Lists) -> Tensor:
         total = torch.zeros((), device=lists.features.device)
         sample_weights = None if self.sample_weights is None else self.sample_weights(lists)
-        for i, (name, output) in enumerate(zip(self.inputs.label.actions, outputs, strict=True)):
+        for i, (name, output) in enumerate(zip(self.inputs.label.actions, all_outputs, strict=True)):
             tower = self.towers[_key(name)](lists) if _key(name) in self.towers else None
             target = lists.actions[name].to(output.dtype)
             common = {"where": self._learned(name, lists.actions, lists.where), "weights": lists.weights}

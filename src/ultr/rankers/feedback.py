@@ -201,8 +201,9 @@ class Product(nn.Module):
 class Synthesised(nn.Module):
     """A ranker with score = Φ(predicted actions), where Φ is the expression of the label.
 
-    `ranker` has an output for each action of the label. For actions that are 0 or 1 (`binary`) it is a logit. For other
-    actions the prediction is `scale` · softplus(output), because actions are not negative.
+    `ranker` has an output for each action of the label; if it has several networks, each has, and their mean counts.
+    For actions that are 0 or 1 (`binary`) it is a logit. For other actions the prediction is `scale` ·
+    softplus(output), because actions are not negative.
     """
 
     scale: Tensor
@@ -217,12 +218,14 @@ class Synthesised(nn.Module):
         self.register_buffer("is_binary", is_binary, persistent=False)
 
     def outputs(self, features: Tensor) -> Tensor:
-        """Return the output of the network for each action: [..., actions]."""
+        """Return the output of each network for each action: [..., networks, actions]."""
         outputs: Tensor = self.ranker(features)
-        return outputs if len(self.scale) > 1 else outputs[..., None]
+        if outputs.dim() < features.dim():  # one network with one output
+            outputs = outputs[..., None]
+        return outputs.reshape(*outputs.shape[:-1], -1, len(self.scale))
 
     def forward(self, features: Tensor) -> Tensor:
-        outputs = self.outputs(features)
+        outputs = self.outputs(features).mean(-2)
         predicted = torch.where(self.is_binary, outputs.sigmoid(), self.scale * softplus(outputs))
         scores: Tensor = self.label(dict(zip(self.label.actions, predicted.unbind(-1), strict=True)), check=False)
         return scores

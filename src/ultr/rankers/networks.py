@@ -338,7 +338,8 @@ class MLPRanker(EncodedRanker):
 
     If `separate` is true, each output has hidden layers of its own; if it is "first", only the first output has. With
     `skip`, a linear function of the inputs is added to the outputs; it is not trained, and zero until `start_at` sets
-    it. There is no batch normalisation, because the score of an item must not depend on its batch.
+    it. With `networks` above 1, the outputs of so many networks stand next to each other. There is no batch
+    normalisation, because the score of an item must not depend on its batch.
     """
 
     @checked
@@ -351,6 +352,7 @@ class MLPRanker(EncodedRanker):
         norm: Norm = "none",
         separate: bool | Literal["first"] = False,
         skip: bool = False,
+        networks: int = 1,
         outputs: int = 1,
     ) -> None:
         super().__init__()
@@ -364,9 +366,9 @@ class MLPRanker(EncodedRanker):
         parts = [outputs]
         if separate and outputs > 1:
             parts = [1, outputs - 1] if separate == "first" else [1] * outputs
-        networks = [_layers(sizes, part, dropout, norm) for part in parts]
-        self.layers = networks[0] if len(networks) == 1 else _Parallel(networks)
-        self.skip = nn.Linear(encoder.width, outputs, bias=False) if skip else None
+        made = [_layers(sizes, part, dropout, norm) for part in parts * networks]
+        self.layers = made[0] if len(made) == 1 else _Parallel(made)
+        self.skip = nn.Linear(encoder.width, networks * outputs, bias=False) if skip else None
         if self.skip is not None:
             nn.init.zeros_(self.skip.weight.requires_grad_(False))
 
