@@ -139,7 +139,18 @@ def test_trees_of_a_binary_label_without_an_anchor_are_one_file(log, tmp_path):
     assert (run / "model" / "lightgbm.txt").is_file()
 
 
-@pytest.mark.parametrize("options", [{"em": "staged"}, {"loss": "ipw"}, {"theta": "regression"}, {"trust": "values"}])
+@pytest.mark.parametrize("options", [{"scale": 0.9}, {"trust": "none"}, {"em": "staged"}])
+def test_options_that_change_no_pairs_keep_the_trees_of_the_likelihood(options, log, tmp_path):
+    runs = [
+        run_training(config(log, method_options=given), tmp_path / name)
+        for name, given in (("plain", {}), ("given", options))
+    ]
+    plain, given = (load_model(run) for run in runs)
+    assert [part.name for part in given.ranker.parts][-1] == "linear"
+    np.testing.assert_array_equal(plain.score(read_log(log)), given.score(read_log(log)))
+
+
+@pytest.mark.parametrize("options", [{"row_power": 2}, {"loss": "ipw"}, {"theta": "regression"}, {"trust": "values"}])
 def test_the_likelihood_has_no_options_of_pairs(options, log, tmp_path):
     with pytest.raises(OptionError, match="final=likelihood learns from no pairs"):
         run_training(config(log, method_options={**options, "final": "likelihood"}), tmp_path / "run")

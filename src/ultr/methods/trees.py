@@ -343,8 +343,9 @@ class TreePairwiseEM(TreeDirect):
     """The method `pairwise-em` with trees as its ranker.
 
     With the loss `posterior` or `opt-posterior`, the `final` ranker is that of the `likelihood` by default: the trees
-    of `direct`, without pairs. `pairs`, the only one for the other losses, are weighted as for networks; β, μ and g of
-    the bias model are a network. Rows of bias models are weighted as for networks.
+    of `direct`, without pairs, whose order does not depend on `scale`. `pairs`, the only one for the other losses and
+    with options of a bias model (`trust`, `row_power`, `targets`, `theta=regression`), are weighted as for networks; β,
+    μ and g of the bias model are a network. Rows of bias models are weighted as for networks.
     """
 
     LEARNS_ALONE = False
@@ -357,13 +358,15 @@ class TreePairwiseEM(TreeDirect):
 
     def __init__(self, inputs: MethodInputs, *, final: str | None = None, **options: Any) -> None:
         of_direct = {name: options[name] for name in ("theta", "anchor") if name in options}
-        of_pairs = {name: value for name, value in options.items() if name not in ("loss", "theta", "anchor")}
+        of_pairs = {name for name, value in options.items() if name not in ("loss", "theta", "anchor", "scale")}
+        of_pairs -= {name for name in ("trust", "em") if options.get(name) in ("none", "staged")}  # the defaults
         by_value = options.get("loss", "posterior") in ("posterior", "opt-posterior")
-        likely = by_value and not of_pairs and options.get("theta") != "regression" and not inputs.truth
+        regresses = options.get("theta") == "regression" or options.get("scale") == "estimated"
+        likely = by_value and not of_pairs and not regresses and not inputs.truth
         if final == "likelihood" and not likely:
             hint = "remove final=likelihood, or the other options of pairs"
             raise OptionError(
-                "final=likelihood learns from no pairs: it has no options but theta and anchor", hint=hint
+                "final=likelihood learns from no pairs: it has no options but theta, scale and anchor", hint=hint
             )
         self._pair_model: PairWeights | None = None
         if likely and final != "pairs":
