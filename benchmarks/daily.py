@@ -104,7 +104,7 @@ def simulated_month(
         out = folder / f"run-{number}"
         logs = [argument for source in sources(number, seen) for argument in ("--log", source)]
         how = ["--decay", str(decay)] if seen > 1 else []
-        arguments = ["update", str(run), *logs, *how, "--out", str(out)]
+        arguments = ["update", str(run), *logs, *how, "--out", str(out), "--min-evidence", "0"]
         kills, start = 0, cpu()
         while kills < 5 and killed(arguments, wall):
             kills += 1

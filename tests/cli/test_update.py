@@ -11,6 +11,8 @@ from ultr.training import update
 from ultr.training.run import run_training
 from ultr.utils.jsonfiles import read_json
 
+OPEN = ("--min-evidence", 0, "--allow", "all")  # for logs of a few requests
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -30,11 +32,14 @@ def today(folder):
 
 
 def test_a_run_is_updated_and_written_if_it_is_not_worse(ultr, yesterday, today, tmp_path):
-    done = ultr("update", yesterday, "--log", today, "--out", tmp_path / "run", "--steps", 20, "--json")
+    done = ultr("update", yesterday, "--log", today, "--out", tmp_path / "run", "--steps", 20, "--json", *OPEN)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["accepted"], found["run"], found["against"]) == (True, str(tmp_path / "run"), "the old run")
-    assert found["requests"] == 80  # a fifth of the requests: neither trained nor selected on
+    assert (found["accepted"], found["run"], found["status"]) == (True, str(tmp_path / "run"), "accepted")
+    on = found["comparisons"]
+    assert [on[where]["against"] for where in ("the new log", "the reference")] == ["the old run"] * 2
+    assert on["the reference"]["requests"] == 40  # those of yesterday that chose nothing
+    assert on["the new log"]["requests"] == 80  # a fifth of the requests: neither trained nor selected on
     assert {p.name for p in tmp_path.iterdir()} == {"run"}
     saved = read_json(tmp_path / "run" / "config.json")
     started = (saved["training"]["warm_start"], saved["examination"]["bias"])
@@ -52,9 +57,9 @@ def test_a_worse_run_is_not_written(ultr, yesterday, today, tmp_path, monkeypatc
         return run_training(config.with_options(**other), out, **options)
 
     monkeypatch.setattr(update, "run_training", train_badly)
-    done = ultr("update", yesterday, "--log", today, "--out", tmp_path / "run")
+    done = ultr("update", yesterday, "--log", today, "--out", tmp_path / "run", *OPEN)
     assert done.returncode == 3, done.stderr
-    assert f"the new run is worse than {yesterday} (difference -0." in done.stderr
+    assert "worse on the new log: difference of" in done.stderr
     assert {p.name for p in tmp_path.iterdir()} == {"run.candidate"}
 
 
@@ -64,9 +69,11 @@ def test_a_killed_update_is_resumed(yesterday, today, tmp_path, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         listeners = update.Listeners(on_progress=stop)
-        update.update_run(yesterday, today, tmp_path / "run", steps=20, listeners=listeners)
+        update.update_run(
+            yesterday, today, tmp_path / "run", steps=20, listeners=listeners, gate=update.Gate(0.95, 0, ("all",))
+        )
     assert {p.name for p in tmp_path.iterdir()} == {"run.candidate.partial"}
-    result = update.update_run(yesterday, today, tmp_path / "run", steps=20)
+    result = update.update_run(yesterday, today, tmp_path / "run", steps=20, gate=update.Gate(0.95, 0, ("all",)))
     assert result.accepted
     assert len(scores(result.run, today)) == 1600
 

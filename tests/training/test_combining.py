@@ -21,6 +21,7 @@ from ultr.serving.export import export_run
 from ultr.training.config import make_config
 from ultr.training.data import Decisions, decide, load_run_data
 from ultr.training.folder import current_folder, part_of, read_metrics
+from ultr.training.gate import Gate
 from ultr.training.run import run_training
 from ultr.training.update import update_config, update_run
 from ultr.utils.jsonfiles import read_json
@@ -144,7 +145,7 @@ def first(days, tmp_path_factory) -> Path:
 
 def test_an_update_updates_the_network_and_the_trees(first, days, tmp_path):
     """The second day has the categories in another order; both keep the codes of the first day."""
-    result = update_run(first, days[1], tmp_path / "second", gate=0.999)
+    result = update_run(first, days[1], tmp_path / "second", gate=Gate(0.999, 0, ("all",)))
     assert result.accepted
     run = tmp_path / "second"
     assert list(tmp_path.iterdir()) == [run]
@@ -166,13 +167,13 @@ def test_an_update_updates_the_network_and_the_trees(first, days, tmp_path):
 def test_a_killed_update_is_continued(first, days, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr("ultr.training.networks.NetworkFit.fit", kill)
-        update_run(first, days[1], tmp_path / "second", gate=0.999)
+        update_run(first, days[1], tmp_path / "second", gate=Gate(0.999, 0, ("all",)))
     with monkeypatch.context() as patch:
         patch.setattr("ultr.training.trees.TreeFit._run_bias_stage", kill)
-        update_run(first, days[1], tmp_path / "second", gate=0.999)
+        update_run(first, days[1], tmp_path / "second", gate=Gate(0.999, 0, ("all",)))
     assert [path.name for path in tmp_path.iterdir()] == ["second"]
     with pytest.raises(UltrError, match="exists already"):  # other steps of the network are another update
-        update_run(first, days[1], tmp_path / "second", gate=0.999, steps=3)
+        update_run(first, days[1], tmp_path / "second", gate=Gate(0.999, 0, ("all",)), steps=3)
 
 
 def test_an_update_with_further_features_keeps_those_of_the_run(first, days, tmp_path):

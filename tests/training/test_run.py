@@ -68,7 +68,7 @@ def test_the_default_run_has_the_artefacts_of_all_stages(default):
     names = files_of(default)
     assert {name.split("/")[0] for name in names} == {
         *(".lock", "config.json", "decisions.json", "examination.json", "off-policy", "metrics.jsonl"),
-        *("fits", "outcome", "bias.json", "model"),
+        *("fits", "outcome", "bias.json", "model", "reference"),
     }
     of_fits = {tuple(name.split("/")[1:3]) for name in names if name.startswith("fits/")}
     assert of_fits == {(kind, name) for kind in ("mlp", "lightgbm") for name in ("model", "report.json")}
@@ -261,7 +261,7 @@ def test_every_method_writes_a_run(method, log, tmp_path):
     assert ("bias.json" in names) == learns_bias
     assert ("fits/mlp/bias/weights.safetensors" in names) == METHODS[method].has_bias_stage({})
     assert names - common <= {
-        *("bias.json", "examination.json"),
+        *("bias.json", "examination.json", "reference/1.parquet"),
         *("fits/mlp/bias/weights.safetensors", "fits/mlp/bias/evidence.json"),
     }
     lines = read_metrics(run)

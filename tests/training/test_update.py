@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import shutil
 import sys
@@ -22,11 +23,15 @@ from ultr.training.config import Config
 from ultr.training.data import Data, decide, load_run_data, used_requests
 from ultr.training.fitting import FitInputs, start_trees
 from ultr.training.folder import read_config, read_metrics
+from ultr.training.gate import Gate
 from ultr.training.loop import Listeners
 from ultr.training.run import run_training
-from ultr.training.update import update_config, update_run
+from ultr.training.update import update_config
+from ultr.training.update import update_run as update_with_a_gate
 from ultr.utils.jsonfiles import read_json, write_json
 
+OPEN = Gate(min_evidence=0, allow=("all",))  # for logs of a few requests
+update_run = functools.partial(update_with_a_gate, gate=OPEN)
 STILL = {"steps": 4, "evaluate_every": 4, "lr": 1e-12}
 
 
@@ -232,7 +237,7 @@ def test_an_update_has_the_options_of_its_run(network, days):
 
 def test_a_worse_ranker_is_not_accepted(network, days, tmp_path, monkeypatch):
     monkeypatch.setattr("ultr.training.networks.less_is_better", lambda _: True)  # the worst step is chosen
-    worse = update_run(network, days[2], tmp_path / "run", lr=50.0, patience=0, gate=0.5)
+    worse = update_run(network, days[2], tmp_path / "run", lr=50.0, patience=0, gate=Gate(0.5, 0, ("all",)))
     assert worse.value.difference.difference < 0
     assert (worse.accepted, worse.run) == (False, tmp_path / "run.candidate")
     assert not (tmp_path / "run").exists()
@@ -241,7 +246,7 @@ def test_a_worse_ranker_is_not_accepted(network, days, tmp_path, monkeypatch):
 
 def test_a_gate_is_a_probability(network, days, tmp_path):
     with pytest.raises(OptionError) as raised:
-        update_run(network, days[2], tmp_path / "run", gate=1.0)
+        update_run(network, days[2], tmp_path / "run", gate=Gate(1.0))
     assert raised.value.got == 1.0
 
 

@@ -148,20 +148,35 @@ def _theta_of(content: Mapping[str, Any]) -> dict[str, float]:
 
 
 def theta_by_id(
-    theta: Mapping[str, float], positions: tuple[int, ...], segments: tuple[str, ...] = ()
+    theta: Mapping[str, float], positions: tuple[int, ...], segments: tuple[str, ...] = (), *, nearest: bool = False
 ) -> dict[int, float]:
-    """Return known examination by position id."""
-    return {position: theta[name] for position, name in known_slots(theta, positions, segments).items()}
+    """Return known examination by position id; `nearest` is as for `known_slots`."""
+    names = known_slots(theta, positions, segments, nearest=nearest)
+    return {position: theta[name] for position, name in names.items()}
 
 
-def known_slots(known: Collection[str], positions: tuple[int, ...], segments: tuple[str, ...] = ()) -> dict[int, str]:
-    """Return the text of each position id in `known`; a position that is unknown for its segment has none there."""
+def known_slots(
+    known: Collection[str], positions: tuple[int, ...], segments: tuple[str, ...] = (), *, nearest: bool = False
+) -> dict[int, str]:
+    """Return the text of each position id in `known`; a position that is unknown for its segment has none there.
+
+    With `nearest`, an unknown position has the text of the nearest one of its segment, or else of all: an estimate from
+    an earlier log does not know a list that is longer than all before.
+    """
     by_id = {}
     for position in positions:
         names = slot(position, segments), slot(position, segments).partition("@")[0]
         name = next((name for name in names if name in known), None)
+        if name is None and nearest:
+            name = _nearest(known, *names[0].split("@", 1))
         if name is None:
             hint = "add a value for every position of the log to the table of --propensities, or to bias.json"
             raise DataError(f"position {names[0]} has no propensity", hint=hint)
         by_id[position] = name
     return by_id
+
+
+def _nearest(known: Collection[str], position: str, segment: str = "") -> str | None:
+    """Return the known text of the nearest position, in the same segment if that is known."""
+    own = [name for name in known if name.partition("@")[2] == segment] or [*known]
+    return min(own, key=lambda name: (abs(int(name.partition("@")[0]) - int(position)), name), default=None)

@@ -13,7 +13,7 @@ from ultr.cli.evaluate import print_comparison
 from ultr.cli.messages import progress_bar, words
 from ultr.cli.options import free_path, metrics_text, one_source, plain, print_next, print_notes, print_warnings
 
-REJECTED = 3  # the exit code if the new run is worse
+REJECTED = 3  # the exit code if the gate stops the update
 
 
 def update(
@@ -30,6 +30,19 @@ def update(
     gate: Annotated[
         float, typer.Option(help="Reject the new run if it is worse than the old one with this confidence.")
     ] = 0.95,
+    min_evidence: Annotated[
+        float, typer.Option(min=0, help="Least effective clicks of the new requests that judge; 0: any number.")
+    ] = 30.0,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name of a finding about the new log that does not stop the update, or all; may be repeated."
+        ),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="A log of good days that judges too.", show_default="requests that the run keeps"),
+    ] = None,
     decay: Annotated[
         float | None,
         typer.Option(help="Half-life in days: a request counts half as much as one that is so much later."),
@@ -56,13 +69,15 @@ def update(
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
 ) -> None:
-    """Train a run further on a new log, compare it with the old one, and write it if it is not worse.
+    """Train a run further on a new log, and write it if a gate lets it pass.
 
-    All options are those of the run. Training starts from its ranker and its bias model; trees get further rounds.
-    Both rankers are compared off policy, on requests of the new log that neither was trained on. If the new one is
-    worse, the command exits with code 3, and writes nothing at --out. A killed command is resumed by the same command,
+    All options are those of the run. Training starts from its ranker and its bias model; trees get further rounds. A
+    log that differs too much from those that the run knows is quarantined. Else both rankers are compared off policy,
+    on requests of the new log and of the last good days that neither was trained on. If the gate stops the update, the
+    command says why, exits with code 3, and writes nothing at --out. A killed command is resumed by the same command,
     unless the log has changed.
     """
+    from ultr.training.gate import NEW_LOG, Gate
     from ultr.training.loop import Listeners
     from ultr.training.update import update_run
 
@@ -79,7 +94,8 @@ def update(
             run,
             source,
             out,
-            gate=gate,
+            gate=Gate(gate, min_evidence, tuple(allow or ())),
+            reference=reference,
             refit_bias=refit_bias,
             decay=decay,
             time=time,
@@ -91,18 +107,20 @@ def update(
         )
     print_warnings(result.warnings)
     if as_json:
-        content = {"run": str(result.run), "accepted": result.accepted, "metric": result.metric}
-        print(json.dumps({**content, **result.comparison.to_json()}))
+        print(json.dumps(result.to_json()))
     else:
-        print_comparison(result.comparison, source)
-    test = result.value.difference
-    about = ""
-    if test is not None:
-        about = f" (difference {test.difference:+.4f}, 95% interval {test.low:+.4f} to {test.high:+.4f})"
+        for where, comparison in result.comparisons.items():
+            print_comparison(comparison, source if where == NEW_LOG else where)
     if not result.accepted:
-        text = f"the new run is worse than {run}{about}, so {out} was not written; it is in {result.run}"
-        words.print(plain(text), soft_wrap=True)
+        for each in result.reasons:
+            words.print(plain(f"{each.name}: {each.what}; {each.hint}"), soft_wrap=True)
+        kept = f"; the new run is in {result.run}" if result.run else ", and nothing was trained"
+        words.print(plain(f"{result.status}: {out} was not written{kept}"), soft_wrap=True)
         raise typer.Exit(REJECTED)
-    words.print(plain(f"wrote {out}: not clearly worse than {run}{about}"), soft_wrap=True)
+    test = result.value.difference if result.value else None
+    about = (
+        "" if test is None else f"difference {test.difference:+.4f}, 95% interval {test.low:+.4f} to {test.high:+.4f}"
+    )
+    words.print(plain(f"wrote {out}: not clearly worse than {run} ({about})"), soft_wrap=True)
     if not as_json:
         print_next("report", run, out, out=free_path("report.html"))

@@ -330,6 +330,11 @@ def by_segment(log: Log, known: Sequence[str] | None = None) -> tuple[Log, tuple
     return replace(log, positions=(np.repeat(codes, log.lengths) << SHIFT) + log.positions), tuple(known)
 
 
+def without_segments(log: Log) -> Log:
+    """Return a log with the positions that it had before `by_segment`."""
+    return log if log.positions is None else replace(log, positions=log.positions & ((1 << SHIFT) - 1))
+
+
 def slot(position: int, segments: Sequence[str] = ()) -> str:
     """Return the text of a position id: `3`, or `3@phone` if there are segments."""
     if not segments:

@@ -295,7 +295,7 @@ def _take_bias(run: Path, kind: str, model: BiasModel, data: Data) -> None:
     match = match_features(trained, data.train)
     saved = [str(position) for position in report["positions"]]
     ids = tuple(model.index.ids.tolist())
-    places = torch.tensor([saved.index(name) for name in known_slots(saved, ids, data.segments).values()])
+    places = torch.tensor([saved.index(name) for name in known_slots(saved, ids, data.segments, nearest=True).values()])
 
     def load(module: nn.Module, weights: Weights) -> None:
         at_positions = model.weights_at(weights, places)

@@ -124,7 +124,7 @@ def known_theta(config: Config, data: Data) -> dict[int, float] | None:
     """Return position id -> known examination, from `propensities` or `bias` of the configuration; None if unknown."""
     known = config.examination
     theta = known.propensities if known.bias is None else read_bias_theta(fetched(known.bias))
-    return None if theta is None else theta_by_id(theta, data.positions, data.segments)
+    return None if theta is None else theta_by_id(theta, data.positions, data.segments, nearest=known.bias is not None)
 
 
 # --- Runs of a comparison share them ----------------------------------------------------------------------------------

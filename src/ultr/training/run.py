@@ -37,6 +37,7 @@ from ultr.training.folder import FITS, MODEL, check_same, find_folder, fit_folde
 from ultr.training.loop import Listeners
 from ultr.training.networks import NetworkFit
 from ultr.training.outcome import judge
+from ultr.training.reference import write_reference
 from ultr.training.summary import write_bias_report
 from ultr.training.trees import TreeFit
 from ultr.utils.arguments import checked
@@ -158,6 +159,8 @@ def finish(plan: Plan, run: Path, examined: Examined, fits: Sequence[Fitted], *,
         ranker = combine(fits, plan.data, examined.examination)
         judge(plan.config, plan.data, ranker, examined, plan.findings, run, compared=compared)
         write_bias_report(plan.config, plan.data, fits, ranker, run)
+        if plan.config.users is None and plan.data.test is not None and not compared:
+            write_reference(run, plan.data.test)
         if plan.data.suspicious is not None:
             write_suspicious(run, plan.data.suspicious)
         _write_model(run, ranker, fits)

@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ultr.bias.propensities import BIAS_FILE
+from ultr.checks.pitfalls import Pitfall
 from ultr.errors import OptionError
-from ultr.evaluation.comparing import RankerComparison, RankerValue, compare_rankers
+from ultr.evaluation.comparing import RankerComparison, RankerValue
 from ultr.evaluation.scores import OFF_POLICY, judging_metric
-from ultr.log.shards import is_lists
-from ultr.log.table import by_segment
-from ultr.rankers.model import load_model
+from ultr.log import Log
+from ultr.log.labels import Label
+from ultr.log.shards import concatenate_logs, is_lists
+from ultr.rankers.model import Model, load_model
 from ultr.training.config import Config, differences
 from ultr.training.data import DECISIONS, Decisions, columns_for_run, fingerprint_of, read_data
 from ultr.training.folder import CONFIG, MODEL, current_folder, find_folder, read_config, settle
+from ultr.training.gate import (
+    ACCEPTED,
+    NEW,
+    NEW_LOG,
+    OLD,
+    QUARANTINED,
+    REFERENCE_LOG,
+    UNCLEAR,
+    Gate,
+    Known,
+    check_log,
+    compare_on,
+    few_clicks,
+    judge_new,
+    stopping,
+)
 from ultr.training.loop import Listeners
 from ultr.training.outcome import fresh_requests, split_of
+from ultr.training.reference import NEEDED, extend_reference, read_reference
 from ultr.training.run import run_training
 from ultr.utils.files import check_output, sync_folder, take_name
 from ultr.utils.jsonfiles import read_json
@@ -32,18 +52,33 @@ CANDIDATE = ".candidate"  # end of the name of a new run until it is accepted
 
 @dataclass(frozen=True)
 class Update:
-    """A new run, its comparison with the old one, and whether the gate accepted it."""
+    """A new run, what the gate says about it and why, and its comparisons with the old run."""
 
-    run: Path  # `out`; or the folder next to it, if the run was not accepted
-    accepted: bool
+    run: Path | None  # `out`; or the folder next to it, if the run was not accepted; None if nothing was trained
+    status: str  # accepted, worse, quarantined or not enough evidence
     metric: str
-    comparison: RankerComparison
-    warnings: tuple[str, ...]
+    reasons: tuple[Pitfall, ...] = ()  # why it was not accepted
+    comparisons: Mapping[str, RankerComparison] = field(default_factory=dict)  # on the new log, and on the reference
+    warnings: tuple[str, ...] = ()
 
     @property
-    def value(self) -> RankerValue:
-        """The value of the new ranker, and its difference to the old one."""
-        return self.comparison.rankers["the new run"][self.metric]
+    def accepted(self) -> bool:
+        return self.status == ACCEPTED
+
+    @property
+    def value(self) -> RankerValue | None:
+        """The value of the new ranker on the new log, and its difference to the old one."""
+        return self.comparisons[NEW_LOG].rankers[NEW][self.metric] if self.comparisons else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": None if self.run is None else str(self.run),
+            "accepted": self.accepted,
+            "status": self.status,
+            "reasons": [asdict(each) for each in self.reasons],
+            "metric": self.metric,
+            "comparisons": {where: each.to_json() for where, each in self.comparisons.items()},
+        }
 
 
 def update_run(
@@ -51,7 +86,8 @@ def update_run(
     data: str,
     out: Path,
     *,
-    gate: float = 0.95,
+    gate: Gate = Gate(),  # noqa: B008 - it is frozen
+    reference: str | None = None,
     refit_bias: bool = False,
     decay: float | None = None,
     time: str | None = None,
@@ -59,44 +95,126 @@ def update_run(
     listeners: Listeners | None = None,
     **training: Any,
 ) -> Update:
-    """Train a run further on a new log, and write it to `out`, unless it is worse than `run` on requests of that log.
+    """Train a run further on a new log, and write it to `out`, unless the gate stops it.
 
     Training has the options of `run`; `training` replaces some, by their names in `make_config`. It starts from the
     rankers and the bias models of `run`, and keeps its examination, unless `refit_bias` is set. `decay` is the
     half-life of the weights of requests in days, and `time` the column of their times, if days are neither partitions
     nor several logs.
 
-    Then both rankers are compared off policy, on requests that neither was trained or selected on. The new run is
-    rejected if the interval of the difference with confidence `gate` is below 0. The new run is in a folder next to
-    `out` until it is accepted. If the process is killed at any moment, the next call with the same arguments resumes.
-    If the log or the arguments have changed, it starts again. `overwrite` replaces another run at `out`.
+    A log that differs too much from the reference of `run` (or from the log `reference`) is quarantined: nothing is
+    trained. Else both rankers are compared off policy, on requests of the new log and of the reference that neither was
+    trained or selected on. The new run is rejected if it is worse on one of them, or if the new log has too little
+    evidence. It is in a folder next to `out` until it is accepted. If the process is killed at any moment, the next
+    call with the same arguments resumes. If the log or the arguments have changed, it starts again. `overwrite`
+    replaces another run at `out`.
     """
-    if not 0 < gate < 1:
-        raise OptionError("the gate must be above 0 and below 1", got=gate, hint="pass --gate 0.95")
+    if not 0 < gate.confidence < 1:
+        raise OptionError("the gate must be above 0 and below 1", got=gate.confidence, hint="pass --gate 0.95")
     config = update_config(run, data, refit_bias=refit_bias, decay=decay, time=time, **training)
     candidate = out.with_name(out.name + CANDIDATE)
     listeners, content = listeners or Listeners(), fingerprint_of(config)
+    metric = judging_metric(config.selection) if config.selection.startswith(OFF_POLICY) else f"{OFF_POLICY}reward@10"
+    judges = Judges.of(run, config, reference)
+    if not judges.reference:
+        listeners.on_note(f"{run} has no reference, so only the new log judges; pass good days with --reference")
     accepted_before = (out / MODEL).is_dir() and _is_of(out, config, content)  # the process was killed afterwards
     if accepted_before:
         candidate = out
     else:
         check_output(out, overwrite=overwrite, folder=True)
         find_folder(out, resume=False, overwrite=True)  # what is not a run is never replaced
+        status, reasons = judges.of_log(gate, config)
+        if status != ACCEPTED:
+            return Update(None, status, metric, tuple(reasons))
         begun = current_folder(candidate)
         resume = begun.exists() and _is_of(begun, config, content)
         if begun.exists() and not resume:
             listeners.on_note(f"{begun} is of another log or other options, so it is trained again")
         run_training(config, candidate, resume=resume, overwrite=not resume, listeners=listeners)
-    metric = judging_metric(config.selection) if config.selection.startswith(OFF_POLICY) else f"{OFF_POLICY}reward@10"
-    comparison, warnings = compare_runs(run, candidate, config, metric)
-    test = comparison.rankers["the new run"][metric].difference
-    accepted = accepted_before or test is None or not (test.difference < 0 and test.p < 1 - gate)
-    if accepted and not accepted_before:
+    comparisons, status, reasons, warnings = judges.of_run(candidate, gate, config, metric)
+    if accepted_before:
+        status, reasons = ACCEPTED, []
+    elif status == ACCEPTED:
+        extend_reference(candidate, run)
         take_name(candidate, out, overwrite=overwrite)
         sync_folder(out.resolve().parent)
         settle(out)
         shutil.rmtree(candidate, ignore_errors=True)  # the run that it replaced, if the names were exchanged
-    return Update(out if accepted else candidate, accepted, metric, comparison, tuple(warnings))
+    where = out if status == ACCEPTED else candidate
+    return Update(where, status, metric, tuple(reasons), comparisons, tuple(warnings))
+
+
+@dataclass(frozen=True, eq=False)
+class Judges:
+    """The logs that judge an update: the new one and those of the reference, the newest first, as they were read."""
+
+    run: Path
+    model: Model
+    new: Log
+    reference: Sequence[Log]
+
+    @staticmethod
+    def of(run: Path, config: Config, reference: str | None) -> Judges:
+        model = load_model(run)
+        columns = {**columns_for_run(run, model, {}), "where": list(config.data.where)}
+
+        def read(source: str) -> Log:
+            return read_data(source, split="test", data_dir=config.data.folder, columns=columns)[0]
+
+        logs = read_reference(run) if reference is None else [read(reference)]
+        return Judges(run, model, read(config.data.source), logs)
+
+    def of_log(self, gate: Gate, config: Config) -> tuple[str, list[Pitfall]]:
+        """Return whether the new log may be learned from, and if not, why."""
+        known = Known.of(self.run)
+        if self.reference:
+            new, logs = self.model.view(self.new), [self.model.view(log) for log in self.reference]
+            scores = {REFERENCE_LOG: self.model.score(logs[0]), NEW_LOG: self.model.score(new)}
+            if found := stopping(check_log(known, logs, new, scores), gate):
+                return QUARANTINED, found
+        share = config.data.test if not is_lists(config.data.source) else 1.0
+        clicks = share * float((np.asarray(Label(known.label)(self.new.actions)) > 0).sum())
+        return (UNCLEAR, [few_clicks(gate, clicks)]) if clicks < gate.min_evidence else (ACCEPTED, [])
+
+    def of_run(
+        self, new: Path, gate: Gate, config: Config, metric: str
+    ) -> tuple[dict[str, RankerComparison], str, list[Pitfall], list[str]]:
+        """Return the comparisons of the new run with the old one, its status with reasons, and warnings."""
+        models = {OLD: (self.run, self.model), NEW: (new, load_model(new))}
+        common = [name for name in NEEDED if all(name in log.context for log in self.reference)]
+        reference = [replace(log, context={name: log.context[name] for name in common}) for log in self.reference]
+        logs = {NEW_LOG: [self.new], REFERENCE_LOG: reference}
+        comparisons, warnings, judged = {}, [], None
+        for where, parts in logs.items():
+            if not parts:
+                continue
+            views = {
+                name: (folder, concatenate_logs([model.view(log) for log in parts]))
+                for name, (folder, model) in models.items()
+            }
+            log = views[OLD][1]
+            fresh = fresh_requests(
+                views, split_of(config.data.source, "test", config.data.folder) if where == NEW_LOG else None
+            )
+            scores = {
+                name: np.concatenate([model.score(part) for part in parts]) for name, (_, model) in models.items()
+            }
+            comparisons[where] = compare_on(
+                log,
+                scores,
+                metric,
+                Decisions.load(new).label,
+                test=fresh.mask,
+                known=config.examination.propensities,
+                chosen_on=fresh.chosen_on,
+            )
+            rows = np.repeat(fresh.mask, log.lengths)
+            warnings += fresh.warnings if where == NEW_LOG else []
+            if where == REFERENCE_LOG:
+                judged = log.select(fresh.mask), {name: values[rows] for name, values in scores.items()}
+        status, reasons = judge_new(gate, Known.of(self.run), comparisons, judged, metric)
+        return comparisons, status, reasons, warnings
 
 
 def _is_of(folder: Path, config: Config, content: str) -> bool:
@@ -152,31 +270,3 @@ def _shorter(config: Config) -> dict[str, int]:
         "trees.evaluate_every": max(1, trees.evaluate_every // 2),
         "trees.patience": -(-trees.patience // 2),
     }
-
-
-def compare_runs(old: Path, new: Path, config: Config, metric: str) -> tuple[RankerComparison, list[str]]:
-    """Compare two runs on requests of the new run's log that it was neither trained nor selected on."""
-    models = {"the old run": (old, load_model(old)), "the new run": (new, load_model(new))}
-    columns = {**columns_for_run(new, models["the new run"][1], {}), "where": list(config.data.where)}
-    source, folder = config.data.source, config.data.folder
-    log, _ = read_data(source, split="test", data_dir=folder, columns=columns)
-    views = {name: (run, model.view(log)) for name, (run, model) in models.items()}
-    fresh = fresh_requests(views, split_of(source, "test", folder))
-    rows, some = np.repeat(fresh.mask, log.lengths), log.select(fresh.mask)
-    scores = {name: np.zeros(log.rows) for name in models}
-    for name, (_, model) in models.items():
-        scores[name][rows] = model.score(some)
-    log = views["the new run"][1]
-    log, segments = by_segment(log) if "segment" in log.context else (log, ())
-    comparison = compare_rankers(
-        log,
-        scores,
-        [metric],
-        label=Decisions.load(new).label,
-        test=fresh.mask,
-        chosen_on=fresh.chosen_on,
-        known=config.examination.propensities,
-        segments=segments,
-        against="the old run",
-    )
-    return comparison, fresh.warnings

@@ -1,0 +1,159 @@
+"""Whether a log is like those that a run knows: its features, lists, feedback, and feedback by position.
+
+Distributions are compared by the population stability index Σ (q - p) log(q / p) of shares p and q. It has to be above
+what chance gives, where rows of a request count as one, and above the movement that the known logs have among
+themselves: the age of an item rises by a day each day.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultr.checks.pitfalls import Pitfall, names_of
+from ultr.log import Log
+from ultr.log.labels import Label
+from ultr.log.splits import as_texts
+
+BINS = 10  # of a number; also the values of a number that has no more
+MOVED = 0.25  # least index of a distribution that has changed
+CHANCE = 4.0  # times the index that chance gives
+USUAL = 4.0  # times the index between two halves of the known logs
+OTHER_RATE = 1.5  # factor of the feedback by request
+SIGMAS = 4.0
+CHECK = "check how the log was made; if the change is meant, pass --allow with the name of this finding"
+
+
+@dataclass(frozen=True)
+class Change:
+    """How far a distribution has moved, how far it may, and what has changed, in words."""
+
+    name: str
+    index: float
+    limit: float
+    what: str
+    features: tuple[str, ...] = ()
+
+    @property
+    def finding(self) -> Pitfall:
+        return Pitfall(self.name, f"{self.what}: stability index {self.index:.2f}", CHECK, self.features)
+
+
+def find_drift(before: Log, after: Log, label: Label, *, older: Log | None = None) -> list[Pitfall]:
+    """Return how the log `after` differs from `before`, which has the same features and codes of categories.
+
+    `older` is the log before it; without one, the first half of `before` takes its place.
+    """
+    moved = [each.finding for each in changes(before, after, label, older=older) if each.index > each.limit]
+    return [*moved, *_rates(before, after, label)]
+
+
+def changes(before: Log, after: Log, label: Label, *, older: Log | None = None) -> Iterator[Change]:
+    """Yield how far each distribution of a log has moved, and how far it may."""
+    if older is None:
+        middle = len(before) // 2
+        older, before = before.select(np.arange(middle)), before.select(np.arange(middle, len(before)))
+    if not min(len(older), len(before), len(after)):
+        return
+    for name, samples, sizes, what, features in _columns((older, before, after), label):
+        width = max(int(codes.max(initial=0)) for codes in samples) + 1
+        counts = np.stack([np.bincount(codes, minlength=width) for codes in samples]).astype(np.float64)
+        first, second, last = counts[:, counts.any(0)]
+        chance = CHANCE * (len(last) - 1)
+        usual = USUAL * stability_index(first, second) - chance * (1 / sizes[0] + 1 / sizes[1])
+        limit = max(MOVED, chance * (1 / sizes[1] + 1 / sizes[2]), usual)
+        yield Change(name, stability_index(second, last), limit, what(), features)
+
+
+def stability_index(before: np.ndarray, after: np.ndarray) -> float:
+    """Return the population stability index of two counts [values]; half a count is added to each."""
+    p, q = ((counts + 0.5) / (counts.sum() + 0.5 * len(counts)) for counts in (before, after))
+    return float(((q - p) * np.log(q / p)).sum())
+
+
+Column = tuple[str, list[np.ndarray], tuple[int, ...], Callable[[], str], tuple[str, ...]]
+
+
+def _columns(logs: Sequence[Log], label: Label) -> Iterator[Column]:
+    """Yield each distribution: its name, its codes and the size of the sample in each log, what is said, features."""
+    sizes = tuple(map(len, logs))
+    for column, name in enumerate(logs[0].feature_names):
+        values = [log.features[:, column] for log in logs]
+        if name in logs[0].vocabularies:
+            codes = [each.astype(np.int64) for each in values]
+            new = float((codes[-1] == 0).mean())
+            more = f"; {new:.0%} of the rows have one that the run does not know" if new else ""
+            yield f"feature {name}", codes, sizes, _said(f"the categories of {name} have changed{more}"), (name,)
+        else:
+            yield f"feature {name}", _binned(values), sizes, _numbers(f"the values of {name}", values), (name,)
+    if all("segment" in log.context for log in logs):
+        names = [np.array(as_texts(log.context["segment"]).to_pylist(), object).astype(str) for log in logs]
+        segment = np.unique(np.concatenate(names), return_inverse=True)[1]
+        new_ones = sorted({*names[2]} - {*names[0], *names[1]})
+        among = f", {names_of(new_ones)} among them" if new_ones else ""
+        parts = np.split(segment, np.cumsum(sizes)[:-1])
+        yield "segments", parts, sizes, _said(f"requests are from other segments than before{among}"), ()
+    lengths = [log.lengths.astype(np.float64) for log in logs]
+    yield "lengths of lists", _binned(lengths), sizes, _numbers("the lengths of lists", lengths), ()
+    labels = [np.asarray(label(log.actions), np.float64) for log in logs]
+    clicks = tuple(int((each > 0).sum()) for each in labels)
+    if not min(clicks):
+        return
+    sizes_of_labels = [each[each > 0] for each in labels]
+    if len(np.unique(sizes_of_labels[0])) > 1:
+        what = _numbers("the labels above 0", sizes_of_labels)
+        yield "size of the label", _binned(sizes_of_labels), clicks, what, ()
+    if any(log.positions is None for log in logs):
+        return
+    places = [np.asarray(log.positions, np.float64) for log in logs]
+    yield "positions", _binned(places), sizes, _numbers("the positions", places), ()
+    clicked = [place[each > 0] for place, each in zip(places, labels, strict=True)]
+    yield "feedback by position", _binned(clicked), clicks, _numbers("the positions of feedback", clicked), ()
+
+
+def _said(text: str) -> Callable[[], str]:
+    return lambda: text
+
+
+def _numbers(of: str, values: Sequence[np.ndarray]) -> Callable[[], str]:
+    """Return what has changed in the last of several samples of numbers."""
+
+    def say() -> str:
+        before, after = np.concatenate(values[:-1]), values[-1]
+        missing = [float(np.isnan(each).mean()) if len(each) else 0.0 for each in (before, after)]
+        if abs(missing[1] - missing[0]) > 0.1:
+            return f"{missing[1]:.0%} of {of} are missing, {missing[0]:.0%} before"
+        medians = [_median(each) for each in (before, after)]
+        return f"{of} have changed (median {medians[1]:.4g}, {medians[0]:.4g} before)"
+
+    return say
+
+
+def _median(values: np.ndarray) -> float:
+    present = values[~np.isnan(values)]
+    return float(np.median(present)) if len(present) else float("nan")
+
+
+def _binned(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return codes of numbers by deciles of all samples but the last, or by value if they have few; 0 if missing."""
+    before = np.concatenate(values[:-1])
+    known = np.unique(before[~np.isnan(before)])
+    if len(known) > BINS:
+        edges = np.unique(np.quantile(before[~np.isnan(before)], np.arange(1, BINS) / BINS))
+    else:  # numbers between two of the values have bins of their own
+        edges = np.sort(np.concatenate([known, np.nextafter(known, np.inf)]))
+    return [np.where(np.isnan(each), 0, 1 + np.searchsorted(edges, each, "right")) for each in values]
+
+
+def _rates(before: Log, after: Log, label: Label) -> Iterator[Pitfall]:
+    found = []
+    for log in (before, after):
+        clicked = np.asarray(label(log.actions)) > 0
+        found.append(np.add.reduceat(clicked.astype(np.float64), log.offsets[:-1]))
+    rates = [float(each.mean()) for each in found]
+    error = sum(float(each.var()) / max(len(each) - 1, 1) for each in found) ** 0.5
+    if not 1 / OTHER_RATE < rates[1] / max(rates[0], 1e-12) < OTHER_RATE and abs(rates[1] - rates[0]) > SIGMAS * error:
+        what = f"a request has {rates[1]:.3g} rows with feedback, {rates[0]:.3g} before"
+        yield Pitfall("amount of feedback", what, CHECK)

@@ -1,0 +1,179 @@
+"""The gate of an update: whether a new log may be learned from, and whether the new ranker may replace the old one.
+
+Both are judged by the reference of the old run too (see `ultr.training.reference`): a log on which something broke is
+no judge of what was learned from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ultr.bias.counts import queries_recur
+from ultr.bias.examination import Examination
+from ultr.bias.propensities import theta_by_id
+from ultr.checks.drift import find_drift
+from ultr.checks.leaks import find_leaks
+from ultr.checks.pitfalls import Pitfall, find_pitfalls
+from ultr.evaluation.comparing import FEW_CLICKS, RankerComparison, compare_rankers
+from ultr.evaluation.off_policy import Likelihood
+from ultr.evaluation.scores import paired_test
+from ultr.log import Log
+from ultr.log.labels import Label
+from ultr.log.sampling import sample_log
+from ultr.log.splits import codes
+from ultr.log.table import by_segment, slot
+from ultr.training.data import Decisions
+from ultr.training.folder import EXAMINATION
+
+ACCEPTED, WORSE, QUARANTINED, UNCLEAR = "accepted", "worse", "quarantined", "not enough evidence"
+ALL = "all"
+OLD, NEW = "the old run", "the new run"
+REFERENCE_LOG, NEW_LOG = "the reference", "the new log"
+LEAST_LOSS = 0.05  # share of what the old ranker explains of the clicks; a smaller loss is no reason to stop
+UNEXPLAINED = 0.5  # share of what the old ranker explained before
+SIGMAS = 4.0
+CHECKED_ROWS, CHECKED_NUMBERS = 50_000, 1_000_000  # most rows, and rows times features, whose features are checked
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a new log and a new ranker have to pass."""
+
+    confidence: float = 0.95
+    min_evidence: float = FEW_CLICKS  # effective clicks of the requests of the new log that judge
+    allow: tuple[str, ...] = ()  # names of findings about the new log that do not stop the update; all: none does
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """The old run, as far as a new log is compared with it: its label, its θ by position, and scores of its ranker."""
+
+    label: str
+    theta: Mapping[str, float]
+
+    @staticmethod
+    def of(run: Path) -> Known:
+        decisions = Decisions.load(run)
+        theta = {}
+        if (run / EXAMINATION).is_file():
+            by_position = Examination.load(run / EXAMINATION).by_position()
+            theta = {slot(position, decisions.segments): value for position, value in by_position.items()}
+        return Known(decisions.label, theta)
+
+    def click_gains(self, log: Log, scores: np.ndarray) -> np.ndarray:
+        """Return how much scores explain of which items of a request are clicked, by request (see `Likelihood`)."""
+        clicked = np.asarray(Label(self.label)(log.actions)) > 0
+        coded, segments = by_segment(log) if "segment" in log.context else (log, ())
+        ids = tuple(np.unique(coded.shown_positions("the gate of an update")).tolist())
+        theta = theta_by_id(self.theta or {"1": 1.0}, ids, segments, nearest=True)
+        coded = replace(coded, actions={"click": clicked.astype(np.float32)})
+        return Likelihood(coded, theta=theta, label="click")(scores).per_request
+
+
+def check_log(known: Known, logs: Sequence[Log], new: Log, scores: Mapping[str, np.ndarray]) -> list[Pitfall]:
+    """Return what is wrong with a new log, and was not with the logs of the reference, the newest first.
+
+    All have the features of the old ranker. Its `scores` of the rows are by the names of the two logs.
+    """
+    label = Label(known.label)
+    newest, older = logs[0], logs[1] if len(logs) > 1 else None
+    found = find_drift(newest, new, label, older=older)
+    before = {each.name for each in _pitfalls(newest, label)}
+    found += [each for each in _pitfalls(new, label) if each.name not in before]
+    if new.positions is not None and not found:
+        found += _unexplained(known, newest, new, scores)
+    return found
+
+
+def _pitfalls(log: Log, label: Label) -> list[Pitfall]:
+    clear, likely = find_leaks(log)
+    if log.positions is None:
+        return [*clear, *likely]
+    rows = min(CHECKED_ROWS, CHECKED_NUMBERS // max(1, len(log.feature_names)))
+    clicked = np.asarray(label(log.actions)) > 0
+    return [*clear, *likely, *find_pitfalls(log.without_features(), clicked, sample=sample_log(log, rows))]
+
+
+def _unexplained(known: Known, before: Log, after: Log, scores: Mapping[str, np.ndarray]) -> list[Pitfall]:
+    gains, errors = [], []
+    for name, log in ((REFERENCE_LOG, before), (NEW_LOG, after)):
+        clicks = max(float((np.asarray(Label(known.label)(log.actions)) > 0).sum()), 1.0) / len(log)
+        values = known.click_gains(log, scores[name]) / clicks
+        gains.append(float(values.mean()))
+        errors.append(float(values.std()) / len(values) ** 0.5)
+    if gains[1] >= UNEXPLAINED * gains[0] or gains[0] - gains[1] < SIGMAS * float(np.hypot(*errors)):
+        return []
+    what = f"the old ranker explains {max(gains[1], 0):.3f} of a click's log-likelihood, {gains[0]:.3f} before"
+    hint = "check by which ids features and feedback are joined; if users have changed, pass --allow with this name"
+    return [Pitfall("feedback that does not follow the ranker", what, hint)]
+
+
+def compare_on(
+    log: Log,
+    scores: Mapping[str, np.ndarray],
+    metric: str,
+    label: str,
+    *,
+    test: np.ndarray,
+    known: Mapping[str, float] | None,
+    chosen_on: str | None = None,
+) -> RankerComparison:
+    """Compare the old ranker and the new one by their scores [rows] on requests of a log."""
+    log, segments = by_segment(log) if "segment" in log.context else (log, ())
+    return compare_rankers(
+        log, scores, [metric], label=label, test=test, known=known, segments=segments, against=OLD, chosen_on=chosen_on
+    )
+
+
+def judge_new(
+    gate: Gate,
+    known: Known,
+    comparisons: Mapping[str, RankerComparison],
+    reference: tuple[Log, Mapping[str, np.ndarray]] | None,
+    metric: str,
+) -> tuple[str, list[Pitfall]]:
+    """Return the status of a new ranker, with reasons, from its comparisons with the old one on the two logs."""
+    worse = []
+    for where, comparison in comparisons.items():
+        test = comparison.rankers[NEW][metric].difference
+        if test is not None and test.difference < 0 and test.p < 1 - gate.confidence:
+            about = f"difference of {metric} {test.difference:+.4f}, 95% interval {test.low:+.4f} to {test.high:+.4f}"
+            worse.append(Pitfall(f"worse on {where}", about, "look for what has changed in the new log"))
+    if reference is not None and not worse:
+        worse += _explains_less(gate, known, *reference)
+    if worse:
+        return WORSE, worse
+    clicks = comparisons[NEW_LOG].rankers[NEW][metric].effective_clicks
+    if clicks is not None and clicks < gate.min_evidence:
+        return UNCLEAR, [few_clicks(gate, clicks)]
+    return ACCEPTED, []
+
+
+def _explains_less(gate: Gate, known: Known, log: Log, scores: Mapping[str, np.ndarray]) -> list[Pitfall]:
+    if log.positions is None:
+        return []
+    old, new = (known.click_gains(log, scores[name]) for name in (OLD, NEW))
+    groups = codes(log.context["query"]) if queries_recur(log) else None
+    test = paired_test(new, old, log.weights, groups=groups)
+    loss = -test.difference / max(float(np.average(old, weights=log.weights)), 1e-12)
+    if loss < LEAST_LOSS or test.p >= 1 - gate.confidence:
+        return []
+    what = f"it explains {loss:.0%} less of which items of the reference are clicked (p = {test.p:.2g})"
+    return [Pitfall(f"worse on {REFERENCE_LOG}", what, "look for what has changed in the new log")]
+
+
+def few_clicks(gate: Gate, clicks: float) -> Pitfall:
+    what = (
+        f"the requests that judge have the information of {clicks:.0f} clicks, and need that of {gate.min_evidence:g}"
+    )
+    hint = "pass the logs of several days (--log DAY1 --log DAY2), or a lower --min-evidence"
+    return Pitfall(UNCLEAR, what, hint)
+
+
+def stopping(found: Collection[Pitfall], gate: Gate) -> list[Pitfall]:
+    """Return the findings that the user does not allow."""
+    return [] if ALL in gate.allow else [each for each in found if each.name not in gate.allow]
