@@ -33,7 +33,8 @@ ACCEPTED, WORSE, QUARANTINED, UNCLEAR = "accepted", "worse", "quarantined", "not
 ALL = "all"
 OLD, NEW = "the old run", "the new run"
 REFERENCE_LOG, NEW_LOG = "the reference", "the new log"
-LEAST_LOSS = 0.05  # share of what the old ranker explains of the clicks; a smaller loss is no reason to stop
+# Smaller losses are no reason to stop: of the value of the old ranker, and of what it explains of the clicks.
+LEAST_LOSS, LEAST_UNEXPLAINED = 0.005, 0.05
 UNEXPLAINED = 0.5  # share of what the old ranker explained before
 SIGMAS = 4.0
 CHECKED_ROWS, CHECKED_NUMBERS = 50_000, 1_000_000  # most rows, and rows times features, whose features are checked
@@ -139,8 +140,12 @@ def judge_new(
     """Return the status of a new ranker, with reasons, from its comparisons with the old one on the two logs."""
     worse = []
     for where, comparison in comparisons.items():
-        test = comparison.rankers[NEW][metric].difference
-        if test is not None and test.difference < 0 and test.p < 1 - gate.confidence:
+        value = comparison.rankers[NEW][metric]
+        test = value.difference
+        if test is None:
+            continue
+        loss = -test.difference / max(value.mean.mean - test.difference, 1e-12)
+        if loss > LEAST_LOSS and test.p < (1 - gate.confidence) / len(comparisons):
             about = f"difference of {metric} {test.difference:+.4f}, 95% interval {test.low:+.4f} to {test.high:+.4f}"
             worse.append(Pitfall(f"worse on {where}", about, "look for what has changed in the new log"))
     if reference is not None and not worse:
@@ -160,7 +165,7 @@ def _explains_less(gate: Gate, known: Known, log: Log, scores: Mapping[str, np.n
     groups = codes(log.context["query"]) if queries_recur(log) else None
     test = paired_test(new, old, log.weights, groups=groups)
     loss = -test.difference / max(float(np.average(old, weights=log.weights)), 1e-12)
-    if loss < LEAST_LOSS or test.p >= 1 - gate.confidence:
+    if loss < LEAST_UNEXPLAINED or test.p >= 1 - gate.confidence:
         return []
     what = f"it explains {loss:.0%} less of which items of the reference are clicked (p = {test.p:.2g})"
     return [Pitfall(f"worse on {REFERENCE_LOG}", what, "look for what has changed in the new log")]
