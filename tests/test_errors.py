@@ -3,18 +3,21 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import ultr.errors
 from ultr.errors import (
     TRAIN_PACKAGES,
     ColumnError,
     MissingExtraError,
-    OptionError,
     UltrError,
     missing_for_training,
     nearest,
 )
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_message_says_where_what_got_and_hint():
@@ -22,9 +25,21 @@ def test_a_message_says_where_what_got_and_hint():
     assert str(error) == "log.csv: no column 'pos', got 2 columns; did you mean 'position'?"
 
 
-def test_a_wrong_call_exits_2_and_bad_data_exits_1():
-    assert OptionError("x").exit_code == 2
-    assert ColumnError("x").exit_code == UltrError("x").exit_code == 1
+def subclasses(kind: type[UltrError]) -> set[type[UltrError]]:
+    return {kind}.union(*map(subclasses, kind.__subclasses__()))
+
+
+def test_the_exit_codes_are_those_of_the_table():
+    codes = {kind.__name__: kind.exit_code for kind in subclasses(UltrError) if kind.__module__ == "ultr.errors"}
+    expected = dict.fromkeys(codes, 1) | {"OptionError": 2, "LabelError": 2, "UnfinishedError": 3, "NetworkError": 4}
+    expected |= {"DataError": 5, "AbsentError": 5, "ColumnError": 5}
+    assert codes == expected
+    row = re.compile(r"^\| +(\d+) +\|", re.MULTILINE)
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    listed = row.findall(page.split("## Exit codes")[1].split("\n## ")[0])
+    assert row.findall(ultr.errors.__doc__) == listed == ["0", "1", "2", "3", "4", "5", "130"]
+    for name in codes:
+        assert name in ultr.errors.__doc__
 
 
 def test_a_missing_extra_names_its_install_command():

@@ -1,16 +1,27 @@
-"""The errors of the package. Each says what is wrong, where, the value, and what to do; `exit` is the CLI's exit code.
+"""The errors of the package. Each says what is wrong, where, the value, and what to do.
+
+| exit code | when                                                         | errors                          |
+|-----------|--------------------------------------------------------------|---------------------------------|
+| 0         | it is done                                                   |                                 |
+| 1         | it failed                                                    | UltrError, if nothing else fits |
+| 2         | an option or argument is wrong                               | OptionError, LabelError         |
+| 3         | a gate or a time limit stopped it; finished work is saved    | UnfinishedError                 |
+| 4         | a store or service could not be reached, also not by retries | NetworkError                    |
+| 5         | a log, a run or another input is absent or cannot be used    | DataError, but DivergedError: 1 |
+| 130       | Ctrl-C interrupted it                                        | KeyboardInterrupt               |
 
 UltrError
-├── OptionError          an option or argument is wrong                       (exit 2)
-├── DataError            a file, table or array cannot be used as it is       (exit 1)
+├── OptionError          an option or argument is wrong
+├── DataError            a file, table or array cannot be used as it is
 │   ├── AbsentError      a data set or a run was not found
 │   ├── DivergedError    the loss of a training run is not finite
 │   └── ColumnError      a column is missing, misspelt or holds bad values
-├── LabelError           a label expression cannot be parsed or computed      (exit 1)
-├── OutputError          an output exists already or cannot be written        (exit 1)
-├── ProcessError         another process of the same training failed          (exit 1)
-├── UnfinishedError      the time limit was reached; finished work is saved   (exit 3)
-└── MissingExtraError    an optional dependency is not installed              (exit 1)
+├── LabelError           a label expression cannot be parsed or computed
+├── NetworkError         a store or service could not be reached
+├── OutputError          an output exists already or cannot be written
+├── ProcessError         another process of the same training failed
+├── UnfinishedError      the time limit was reached; finished work is saved
+└── MissingExtraError    an optional dependency is not installed
 """
 
 from __future__ import annotations
@@ -47,7 +58,7 @@ class OptionError(UltrError):
 
 
 class DataError(UltrError):
-    pass
+    exit_code = 5
 
 
 class AbsentError(DataError):
@@ -59,11 +70,15 @@ class ColumnError(DataError):
 
 
 class DivergedError(DataError):
-    pass
+    exit_code = 1
 
 
 class LabelError(UltrError):
-    pass
+    exit_code = 2
+
+
+class NetworkError(UltrError):
+    exit_code = 4
 
 
 class OutputError(UltrError):

@@ -59,7 +59,7 @@ def test_levels_choose_messages(ultr, log, tmp_path):
     assert ultr("describe", log, "--log-level", "warning").stderr == ""
     done = ultr("describe", tmp_path / "none.parquet", "--log-level", "error", "--log-json")
     line = json.loads(done.stderr)
-    assert (done.returncode, line["level"]) == (1, "error")
+    assert (done.returncode, line["level"]) == (5, "error")
     assert line["message"].startswith(f"{tmp_path}/none.parquet: no such file")
     done = ultr("describe", log, "--log-level", "warn")
     assert (done.returncode, done.stderr) == (

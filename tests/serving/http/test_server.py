@@ -408,9 +408,9 @@ def test_wrong_options_exit_with_2(arguments, environment, message, ultr, folder
     assert message in done.stderr
 
 
-def test_a_folder_without_a_model_exits_with_1(ultr, tmp_path):
+def test_a_folder_without_a_model_exits_with_5(ultr, tmp_path):
     done = ultr("serve", tmp_path, "--port", 0)
-    assert done.returncode == 1
+    assert done.returncode == 5
     assert "there is no model here; pass a finished run, or a folder that ultr export wrote" in done.stderr
 
 

@@ -45,9 +45,9 @@ def export_in_process(run: Path, out: Path, *, stopped: threading.Event | None =
             process.terminate()
         process.join(CHECK_SECONDS)
     if error_file.is_file():
-        raise DataError(error_file.read_text("utf-8"))
+        raise UltrError(error_file.read_text("utf-8"))
     if process.exitcode or not out.is_dir():
-        raise DataError(f"the export failed with exit code {process.exitcode}", where=run, hint="try again")
+        raise UltrError(f"the export failed with exit code {process.exitcode}", where=run, hint="try again")
     return out
 
 
