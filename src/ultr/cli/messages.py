@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -49,12 +49,24 @@ class Words:
         return self.console.is_terminal and not self.as_json
 
     def print(
-        self, message: str, *, level: str = "info", label: str | None = None, markup: bool = True, **options: Any
+        self,
+        message: str,
+        *,
+        level: str = "info",
+        label: str | None = None,
+        markup: bool = True,
+        fields: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        """Print a message; warnings and errors begin with a label, which is their level unless one is given."""
+        """Print a message; warnings and errors begin with a label, which is their level unless one is given.
+
+        With --log-json, the line also has `fields`.
+        """
         text = Text.from_markup(message, emoji=options.get("emoji", True)).plain if markup else message
         shown = f"[{COLOURS[level]}]{label or level}:[/] {message}" if level in COLOURS else message
-        logger.log(LEVELS[level], text, extra={"printed": (shown, {"markup": markup, **options})})
+        logger.log(
+            LEVELS[level], text, extra={"printed": (shown, {"markup": markup, **options}), "fields": fields or {}}
+        )
 
     def status(self, message: str) -> AbstractContextManager[Any]:
         """Show a message while a `with` block runs: on a terminal beside a moving sign, else as lines."""
