@@ -27,6 +27,7 @@ UltrError
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 # The modules of the extra `train`. A server of exported models is installed without them.
@@ -37,9 +38,36 @@ TRAIN_PACKAGES = frozenset(
     }
 )
 
+# Secrets in texts, after a group with the part that stays: what is before the @ of a URL; the values of `token=...` and
+# the like, such as signatures in a URL; user:password@host without a scheme; tokens of the header Authorization.
+SECRETS = (
+    re.compile(r"(:/{1,2})[^/\s]+@"),
+    re.compile(
+        r"((?:password|passwd|secret|token|signature|credential|api[_-]?key|access[_-]?key)[\w-]{0,20}=|[?&]sig=)"
+        r"[^&\s'\",;]+",
+        re.IGNORECASE,
+    ),
+    re.compile(r"(?<![\w/])()[^\s/:@=&?'\"]{1,100}:[^\s/'\"]{1,100}@(?=\w)"),
+    re.compile(r"(\bBearer )[\w.~+/=-]{8,}", re.IGNORECASE),
+)
+
+
+def redact(text: str) -> str:
+    """Return a text with *** in place of passwords, tokens and signatures.
+
+    >>> redact("cannot reach http://anna:word@host/log?X-Amz-Signature=0f3a&part=2")
+    'cannot reach http://***@host/log?X-Amz-Signature=***&part=2'
+    """
+    for pattern in SECRETS:
+        text = pattern.sub(lambda match: f"{match[1]}***{'@' if match[0].endswith('@') else ''}", text)
+    return text
+
 
 class UltrError(Exception):
-    """The base class of all errors, with the message "where: what, got VALUE; hint"; only `what` is required."""
+    """The base class of all errors, with the message "where: what, got VALUE; hint"; only `what` is required.
+
+    The message has no secrets (`redact`).
+    """
 
     exit_code = 1
 
@@ -50,7 +78,7 @@ class UltrError(Exception):
             text += f", got {got}"
         if hint is not None:
             text += f"; {hint}"
-        super().__init__(text)
+        super().__init__(redact(text))
 
 
 class OptionError(UltrError):

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ultr.errors import OptionError, nearest
+from ultr.errors import OptionError, nearest, redact
 
 LINE_SECONDS = 8.0  # between two lines of progress; users are promised one at least every 10 seconds
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -62,6 +62,7 @@ class Words:
 
         With --log-json, the line also has `fields`.
         """
+        message = redact(message)
         text = Text.from_markup(message, emoji=options.get("emoji", True)).plain if markup else message
         shown = f"[{COLOURS[level]}]{label or level}:[/] {message}" if level in COLOURS else message
         logger.log(
@@ -70,6 +71,7 @@ class Words:
 
     def status(self, message: str) -> AbstractContextManager[Any]:
         """Show a message while a `with` block runs: on a terminal beside a moving sign, else as lines."""
+        message = redact(message)
         if self.has_bars:
             return self.console.status(message)
         return _Lines(Text.from_markup(message).plain.removesuffix(" ..."))
