@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,20 @@ def test_a_run_is_repeated_from_its_configuration_with_the_same_bits(options, ul
     assert done.returncode == 0, done.stderr
     assert read_config(Path("again")) == read_config(Path("run"))
     assert digest(Path("again")) == digest(Path("run"))
+
+
+def test_all_files_of_runs_and_exports_have_the_permissions_of_the_umask(ultr, log_path, tmp_path):
+    mask = 0o027
+    before = os.umask(mask)
+    try:
+        assert ultr("train", log_path, "--out", tmp_path / "run", *FEW).returncode == 0
+        assert ultr("export", tmp_path / "run", "--out", tmp_path / "exported").returncode == 0
+        assert ultr("score", tmp_path / "run", log_path, "--out", tmp_path / "scores.parquet").returncode == 0
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert len([path for path in modes if path.suffix == ".safetensors"]) > 2
+    assert {path: mode for path, mode in modes.items() if mode != (0o777 if path.is_dir() else 0o666) & ~mask} == {}
 
 
 def test_a_resumed_run_needs_none_of_its_options_and_takes_no_others(ultr, log_path, tmp_path):
