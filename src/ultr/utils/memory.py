@@ -64,7 +64,8 @@ def _parquet_bytes(open_file: Callable[..., Any], names: Sequence[str], free: in
     most = sum(chunk.num_values * chunk.total_uncompressed_size for _, chunk in texts if chunk.has_dictionary_page)
     if size <= free < size + TEXT_COPIES * most:
         return size + _bytes_of_texts(open_file, sorted({name for name, _ in texts}), free - size)
-    return size + TEXT_COPIES * sum(chunk.total_uncompressed_size for _, chunk in texts)
+    plain: int = sum(chunk.total_uncompressed_size for _, chunk in texts)
+    return size + TEXT_COPIES * plain
 
 
 def _chunks(file: Any, names: set[str]) -> Iterable[tuple[str, Any]]:
