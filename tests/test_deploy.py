@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 import ultr
+from ultr.serving.http.options import ServerOptions
+from ultr.serving.http.workers import STOP_SECONDS
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = json.loads((ROOT / "tests" / "inference_service.schema.json").read_text())
@@ -48,6 +50,9 @@ def test_the_image_and_the_manifest_start_the_server_with_options_that_exist(ult
         assert arguments[0] == "/mnt/models"
         assert {option for option in arguments if option.startswith("--")} <= ultr_options
     assert container["image"].endswith(f":{ultr.__version__}")
+    sleeps = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    most = ServerOptions("ranker").drain + STOP_SECONDS
+    assert MANIFEST["spec"]["predictor"]["terminationGracePeriodSeconds"] > sleeps + most
     assert container["ports"][0]["containerPort"] == container["readinessProbe"]["httpGet"]["port"] == 8080
 
 
@@ -102,5 +107,5 @@ def test_the_steps_of_the_image_give_a_server(tmp_path):
     assert not re.search(r"^(torch|pyarrow|scipy|kubernetes)\b", listed, re.MULTILINE)
     command = [tmp_path / "venv/bin/ultr", "serve", str(tmp_path / "none"), "--port", "0", "--grpc-port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 5
     assert "there is no model here" in done.stderr

@@ -6,7 +6,6 @@ Data is a path, a list of paths, a URL, a `Log`, an Arrow table, or a data frame
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import tempfile
 import warnings
@@ -51,12 +50,12 @@ from ultr.training.loop import Listeners
 from ultr.training.outcome import FreshRequests, fresh_requests, split_of
 from ultr.training.run import run_training
 from ultr.utils.arguments import check_value
+from ultr.utils.display import logger
 from ultr.utils.distributed import is_main
 from ultr.utils.stores import fetched, kept_here
 
 SAMPLE_ROWS = 100_000  # rows for estimators of examination that need features
 MOST_NUMBERS = 8  # unused columns that show whether an item is the same each time, if there are no features
-logger = logging.getLogger("ultr")
 
 
 def _as_source(data: Any) -> tuple[str, Any]:

@@ -1,21 +1,33 @@
-"""The errors of the package. Each says what is wrong, where, the value, and what to do; `exit` is the CLI's exit code.
+"""The errors of the package. Each says what is wrong, where, the value, and what to do.
+
+| exit code | when                                                         | errors                          |
+|-----------|--------------------------------------------------------------|---------------------------------|
+| 0         | it is done                                                   |                                 |
+| 1         | it failed                                                    | UltrError, if nothing else fits |
+| 2         | an option or argument is wrong                               | OptionError, LabelError         |
+| 3         | a gate or a time limit stopped it; finished work is saved    | UnfinishedError                 |
+| 4         | a store or service could not be reached, also not by retries | NetworkError                    |
+| 5         | a log, a run or another input is absent or cannot be used    | DataError, but DivergedError: 1 |
+| 130       | Ctrl-C interrupted it                                        | KeyboardInterrupt               |
 
 UltrError
-├── OptionError          an option or argument is wrong                       (exit 2)
-├── DataError            a file, table or array cannot be used as it is       (exit 1)
+├── OptionError          an option or argument is wrong
+├── DataError            a file, table or array cannot be used as it is
 │   ├── AbsentError      a data set or a run was not found
 │   ├── DivergedError    the loss of a training run is not finite
 │   └── ColumnError      a column is missing, misspelt or holds bad values
-├── LabelError           a label expression cannot be parsed or computed      (exit 1)
-├── OutputError          an output exists already or cannot be written        (exit 1)
-├── ProcessError         another process of the same training failed          (exit 1)
-├── UnfinishedError      the time limit was reached; finished work is saved   (exit 3)
-└── MissingExtraError    an optional dependency is not installed              (exit 1)
+├── LabelError           a label expression cannot be parsed or computed
+├── NetworkError         a store or service could not be reached
+├── OutputError          an output exists already or cannot be written
+├── ProcessError         another process of the same training failed
+├── UnfinishedError      the time limit was reached; finished work is saved
+└── MissingExtraError    an optional dependency is not installed
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 # The modules of the extra `train`. A server of exported models is installed without them.
@@ -26,9 +38,36 @@ TRAIN_PACKAGES = frozenset(
     }
 )
 
+# Secrets in texts, after a group with the part that stays: what is before the @ of a URL; the values of `token=...` and
+# the like, such as signatures in a URL; user:password@host without a scheme; tokens of the header Authorization.
+SECRETS = (
+    re.compile(r"(:/{1,2})[^/\s]+@"),
+    re.compile(
+        r"((?:password|passwd|secret|token|signature|credential|api[_-]?key|access[_-]?key)[\w-]{0,20}=|[?&]sig=)"
+        r"[^&\s'\",;]+",
+        re.IGNORECASE,
+    ),
+    re.compile(r"(?<![\w/])()[^\s/:@=&?'\"]{1,100}:[^\s/'\"]{1,100}@(?=\w)"),
+    re.compile(r"(\bBearer )[\w.~+/=-]{8,}", re.IGNORECASE),
+)
+
+
+def redact(text: str) -> str:
+    """Return a text with *** in place of passwords, tokens and signatures.
+
+    >>> redact("cannot reach http://anna:word@host/log?X-Amz-Signature=0f3a&part=2")
+    'cannot reach http://***@host/log?X-Amz-Signature=***&part=2'
+    """
+    for pattern in SECRETS:
+        text = pattern.sub(lambda match: f"{match[1]}***{'@' if match[0].endswith('@') else ''}", text)
+    return text
+
 
 class UltrError(Exception):
-    """The base class of all errors, with the message "where: what, got VALUE; hint"; only `what` is required."""
+    """The base class of all errors, with the message "where: what, got VALUE; hint"; only `what` is required.
+
+    The message has no secrets (`redact`).
+    """
 
     exit_code = 1
 
@@ -39,7 +78,7 @@ class UltrError(Exception):
             text += f", got {got}"
         if hint is not None:
             text += f"; {hint}"
-        super().__init__(text)
+        super().__init__(redact(text))
 
 
 class OptionError(UltrError):
@@ -47,7 +86,7 @@ class OptionError(UltrError):
 
 
 class DataError(UltrError):
-    pass
+    exit_code = 5
 
 
 class AbsentError(DataError):
@@ -59,11 +98,15 @@ class ColumnError(DataError):
 
 
 class DivergedError(DataError):
-    pass
+    exit_code = 1
 
 
 class LabelError(UltrError):
-    pass
+    exit_code = 2
+
+
+class NetworkError(UltrError):
+    exit_code = 4
 
 
 class OutputError(UltrError):

@@ -261,13 +261,13 @@ def test_feedback_other_than_clicks_is_found_by_its_column(ultr, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--position", "psoition"], 1, "no column 'psoition' for the position"),
-        (["--item", "itme"], 1, "did you mean 'item'"),
-        (["--segment", "device"], 1, "no column 'device' for the segment"),
-        (["--label", "clicks"], 1, "click"),
-        (["--label", "click > 5"], 1, "no positive feedback"),
+        (["--position", "psoition"], 5, "no column 'psoition' for the position"),
+        (["--item", "itme"], 5, "did you mean 'item'"),
+        (["--segment", "device"], 5, "no column 'device' for the segment"),
+        (["--label", "clicks"], 2, "click"),
+        (["--label", "click > 5"], 5, "no positive feedback"),
         (["--bootstrap", 1], 2, "--bootstrap"),
-        (["--propensities", "nowhere.csv"], 1, "no such file"),
+        (["--propensities", "nowhere.csv"], 5, "no such file"),
         (["--models", "pbm,bdn"], 2, "no click model 'bdn'"),
     ],
 )
@@ -281,14 +281,14 @@ def test_an_error_is_one_message(ultr, path, arguments, code, message):
 
 def test_a_missing_file_is_an_error(ultr, tmp_path):
     done = ultr("bias", tmp_path / "nowhere.parquet")
-    assert done.returncode == 1
+    assert done.returncode == 5
     assert "no such file" in done.stderr
 
 
 def test_a_broken_file_is_not_an_internal_error(ultr, tmp_path):
     (tmp_path / "log.parquet").write_text("not Parquet")
     done = ultr("bias", tmp_path / "log.parquet")
-    assert done.returncode == 1
+    assert done.returncode == 5
     assert "internal error" not in done.stderr
 
 

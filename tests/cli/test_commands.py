@@ -117,14 +117,14 @@ def test_an_output_is_not_overwritten_unless_asked(ultr, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["describe", "nowhere.parquet"], 1, "no such file"),
-        (["describe", "log.csv"], 1, "row order is not a position"),
-        (["describe", "log.csv", "--position", "psoition"], 1, "no column 'psoition' for the position"),
+        (["describe", "nowhere.parquet"], 5, "no such file"),
+        (["describe", "log.csv"], 5, "row order is not a position"),
+        (["describe", "log.csv", "--position", "psoition"], 5, "no column 'psoition' for the position"),
         (["describe", "log.csv", "--position", "click", "--actions", "click"], 2, "column 'click' has two roles"),
         (["simulate", "synthetic", "--out", "x.parquet", "--users", "pbn"], 2, "did you mean 'pbm'"),
         (["simulate", "synthetic", "--out", "x.parquet", "--split", "tset"], 2, "did you mean 'test'"),
         (["simulate", "synthetic", "--out", "x.parquet", "--action", "like"], 2, "name=p0,p1"),
-        (["simulate", "nothing", "--out", "x.parquet"], 1, "not a data set, a file or a folder"),
+        (["simulate", "nothing", "--out", "x.parquet"], 5, "not a data set, a file or a folder"),
         (["simulat"], 2, "No such command"),
         (["describe"], 2, "Missing argument"),
     ],

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from conftest import make_shown_log
+from hardening.repeated import digest
 from ultr.cli.training_options import training_config
 from ultr.datasets.users import User, simulate_log
 from ultr.errors import OptionError, UltrError
@@ -139,14 +143,37 @@ def test_the_same_value_may_be_given_twice():
     assert training_config({"steps": 2}, sets=["steps=2"]).network.steps == 2
 
 
-def test_a_run_is_repeated_from_its_configuration(ultr, log_path, tmp_path):
-    done = ultr("train", log_path, "--out", tmp_path / "run", *SMALL)
+FEW = ("--set", "trees.rounds=4", "--set", "hidden=4", "--steps", 2, "--device", "cpu")
+NONE_NAMED = ("--item", "", "--segment", "none", "--where", "position <= 5", "--seed", 3)
+TABLE = ("--propensities", "known.csv", "--method", "ipw-pointwise", *SMALL)
+
+
+@pytest.mark.parametrize("options", [SMALL, FEW, (*FEW, *NONE_NAMED), TABLE], ids=["mlp", "both", "none", "table"])
+def test_a_run_is_repeated_from_its_configuration_with_the_same_bits(options, ultr, log_path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = Path("known.csv")
+    table.write_text("position,propensity\n" + "".join(f"{k},{1 / k}\n" for k in range(1, 61)))
+    done = ultr("train", log_path, "--out", "run", *options)
     assert done.returncode == 0, done.stderr
-    done = ultr("train", "--config", tmp_path / "run" / "config.json", "--out", tmp_path / "again")
+    table.unlink()  # the configuration has its content
+    done = ultr("train", "--config", "run/config.json", "--out", "again")
     assert done.returncode == 0, done.stderr
-    assert read_config(tmp_path / "again") == read_config(tmp_path / "run")
-    weights = [(tmp_path / name / "model" / "weights.safetensors").read_bytes() for name in ("run", "again")]
-    assert weights[0] == weights[1]
+    assert read_config(Path("again")) == read_config(Path("run"))
+    assert digest(Path("again")) == digest(Path("run"))
+
+
+def test_all_files_of_runs_and_exports_have_the_permissions_of_the_umask(ultr, log_path, tmp_path):
+    mask = 0o027
+    before = os.umask(mask)
+    try:
+        assert ultr("train", log_path, "--out", tmp_path / "run", *FEW).returncode == 0
+        assert ultr("export", tmp_path / "run", "--out", tmp_path / "exported").returncode == 0
+        assert ultr("score", tmp_path / "run", log_path, "--out", tmp_path / "scores.parquet").returncode == 0
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert len([path for path in modes if path.suffix == ".safetensors"]) > 2
+    assert {path: mode for path, mode in modes.items() if mode != (0o777 if path.is_dir() else 0o666) & ~mask} == {}
 
 
 def test_a_resumed_run_needs_none_of_its_options_and_takes_no_others(ultr, log_path, tmp_path):

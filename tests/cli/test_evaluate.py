@@ -146,7 +146,7 @@ def test_a_folder_of_files_and_conditions_are_read_as_by_train(ultr, here, tmp_p
     assert json.loads(done.stdout)["requests"] == len(table.filter(parts)["request"].unique())
     twice = pa.concat_tables([table, table])
     pq.write_table(twice, tmp_path / "twice.parquet")
-    assert ultr("evaluate", here / "a", tmp_path / "twice.parquet").returncode == 1
+    assert ultr("evaluate", here / "a", tmp_path / "twice.parquet").returncode == 5
     first = ("--on-duplicates", "first", "--metrics", "feedback-ndcg@10", "--json")
     assert json.loads(ultr("evaluate", here / "a", tmp_path / "twice.parquet", *first).stdout)["requests"] == 200
     rejected = ultr("evaluate", here / "a", "synthetic", "--where", "x = 1")

@@ -6,13 +6,17 @@ import io
 import json
 import logging
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import typer
 from rich.console import Console
 
-from ultr.cli import messages
+from ultr import __version__, cli
+from ultr.cli import app, messages
 from ultr.utils.display import begin_stage
 
 SMALL = ("--ranker", "mlp", "--steps", 10, "--set", "bias_steps=10", "--set", "hidden=4", "--label", "click")
@@ -54,12 +58,86 @@ def test_training_and_scoring_give_json_and_log_json(ultr, log, tmp_path, monkey
     assert (scored["out"], scored["scores"], scored["columns"]["request"]) == (str(out), 600, "request")
 
 
+OF_SERVICES = {"serve"}  # commands that print no results
+
+
+def commands() -> dict[str, Any]:
+    return typer.main.get_command(app).commands
+
+
+def test_all_commands_have_json_and_log_json():
+    assert commands().keys() > OF_SERVICES
+    for name, command in commands().items():
+        named = {option for parameter in command.params for option in parameter.opts}
+        assert {"--log-json", "--log-level"} <= named, name
+        assert ("--json" in named) == (name not in OF_SERVICES), name
+
+
+def error_line(done: SimpleNamespace) -> dict[str, Any]:
+    """Return the only line of stderr, after a check that it is an error."""
+    (line,) = map(json.loads, done.stderr.splitlines())
+    assert (line["level"], line["exit_code"], done.stdout) == ("error", done.returncode, ""), line
+    assert line["message"]
+    return line
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_with_log_json_an_error_of_any_command_is_one_line(name, ultr, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = error_line(ultr(name, "--log-json", "--no-such-option"))
+    assert (line["exit_code"], line["type"], line["message"]) == (2, "NoSuchOption", "No such option: --no-such-option")
+    line = error_line(ultr(name, "--log-level", "loud", "--log-json", *required(name)))
+    assert (line["exit_code"], line["type"]) == (2, "OptionError")
+    monkeypatch.setattr(cli, "app", typer.Typer())
+
+    @messages.with_log_options
+    def fails() -> None:
+        raise RuntimeError("[a fault]\nin two lines")
+
+    cli.app.command("other")(lambda: None)
+    cli.app.command(name)(fails)
+    line = error_line(ultr(name, "--log-json"))
+    assert (line["exit_code"], line["type"]) == (1, "RuntimeError")
+    assert "[a fault]\nin two lines" in line["message"]
+
+
+def required(name: str) -> list[str]:
+    """Return values for the required arguments and options of a command."""
+    texts = []
+    for parameter in commands()[name].params:
+        if parameter.required:
+            texts += [parameter.opts[0], "x"] if parameter.opts[0].startswith("-") else ["x"]
+    return texts
+
+
+def test_errors_have_the_exit_code_and_the_type_of_their_class(ultr, tmp_path):
+    line = error_line(ultr("describe", tmp_path / "absent.parquet", "--log-json"))
+    assert (line["exit_code"], line["type"]) == (5, "DataError")
+    assert error_line(ultr("simulat", "--log-json"))["message"].startswith("No such command 'simulat'")
+    assert error_line(ultr("describe", "--log-json"))["message"].startswith("Missing argument 'LOG")
+
+
+def test_simulations_reports_and_the_version_have_results_as_json(ultr, log, tmp_path):
+    out = tmp_path / "simulated.parquet"
+    done = ultr("simulate", "synthetic", "--out", out, "--sessions", 30, "--json")
+    simulated = json.loads(done.stdout)
+    assert (simulated["out"], simulated["requests"], simulated["rows"]) == (str(out), 30, 300)
+    assert simulated["simulation"]["users"] == "pbm"
+    assert json.loads(ultr("version", "--json").stdout) == {"version": __version__}
+    assert ultr("train", log, "--out", tmp_path / "run", *SMALL).returncode == 0
+    page = tmp_path / "report.html"
+    written = json.loads(ultr("report", tmp_path / "run", "--out", page, "--json").stdout)
+    assert (written["out"], written["runs"]) == (str(page), [str(tmp_path / "run")])
+    (importance,) = written["importance"].values()
+    assert {each["feature"] for each in importance} == {"f1", "f2"}
+
+
 def test_levels_choose_messages(ultr, log, tmp_path):
     assert "note: 1 rows have no value" in ultr("describe", log).stderr
     assert ultr("describe", log, "--log-level", "warning").stderr == ""
     done = ultr("describe", tmp_path / "none.parquet", "--log-level", "error", "--log-json")
     line = json.loads(done.stderr)
-    assert (done.returncode, line["level"]) == (1, "error")
+    assert (done.returncode, line["level"]) == (5, "error")
     assert line["message"].startswith(f"{tmp_path}/none.parquet: no such file")
     done = ultr("describe", log, "--log-level", "warn")
     assert (done.returncode, done.stderr) == (

@@ -53,11 +53,11 @@ def test_every_option_reaches_the_preparation(ultr, log, tmp_path):
 
 def test_errors_are_one_line_and_leave_no_files(ultr, log, tmp_path):
     for options, code, message in (
-        (["--position", "rank"], 1, "no column 'rank' for the position"),
+        (["--position", "rank"], 5, "no column 'rank' for the position"),
         (["--where", "market"], 2, "a condition must be COLUMN OP VALUE"),
         (["--memory", "much"], 2, "--memory must be a size such as 512MB or 4GB"),
         (["--engine", "hive"], 2, "'engine' must be one of 'duckdb', 'spark', got 'hive'"),
-        (["--label", "click - 1"], 1, "must be finite and not negative"),
+        (["--label", "click - 1"], 2, "must be finite and not negative"),
         (["--split", "time"], 2, "--split time --time COLUMN"),
     ):
         done = ultr("prepare", log, "--out", tmp_path / "lists", *options)

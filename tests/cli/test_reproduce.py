@@ -82,7 +82,7 @@ def test_a_missing_data_set_is_named_with_where_to_put_it(reproduce, tmp_path):
     (tmp_path / "empty").mkdir()
     options = "--quick", "--data", "mq2007", "--data-dir", tmp_path / "empty", "--out", tmp_path / "out"
     code, out, err = reproduce("table1", *options)
-    assert code == 1
+    assert code == 5
     assert "none of the data sets is available" in err
     assert "LETOR 4.0" in err
     assert f"put its files into {tmp_path / 'empty' / 'mq2007'}" in err

@@ -71,7 +71,7 @@ def test_a_missing_request_column_is_an_error_with_the_option(ultr, trained, tmp
     path = tmp_path / "new.parquet"
     visits(20).drop(columns="visit").assign(request=np.repeat(np.arange(20), 4)).to_parquet(path, index=False)
     done = ultr("score", trained, path, "--out", tmp_path / "scores.parquet")
-    assert done.returncode == 1
+    assert done.returncode == 5
     assert "there is no column 'visit', which was the request in training; name it with --request" in done.stderr
     named = ultr("score", trained, path, "--out", tmp_path / "scores.parquet", "--request", "request", "--item", "item")
     assert named.returncode == 0, named.stderr
@@ -131,7 +131,7 @@ def test_the_options_of_a_split_are_checked(ultr, tmp_path):
     for options, code, message in (
         (("--set", "split=time"), 2, "a split by time needs both"),
         (("--set", "split=late"), 2, "'split' must be one of random, time, got 'late'"),
-        (("--set", "split=time", "--set", "time=dya"), 1, "no column 'dya' for the time; did you mean 'day'?"),
+        (("--set", "split=time", "--set", "time=dya"), 5, "no column 'dya' for the time; did you mean 'day'?"),
         (("--where", "day > x"), 2, "must be a number"),
         (("--set", "on_duplicates=last"), 2, "'on_duplicates' must be one of error, first, sum, got 'last'"),
     ):

@@ -549,7 +549,7 @@ def test_the_command(ultr, runs, tmp_path):
     assert again.returncode == 1
     assert "--overwrite" in again.stderr
     assert ultr("report", runs["em"], "--out", out, "--overwrite").returncode == 0
-    assert ultr("report", tmp_path / "no", "--out", tmp_path / "b.html").returncode == 1
+    assert ultr("report", tmp_path / "no", "--out", tmp_path / "b.html").returncode == 5
 
 
 def test_curves_by_position_do_not_fold_back(ultr, tmp_path):
@@ -602,6 +602,6 @@ def test_the_bias_of_a_log_has_its_page(ultr, log_path, tmp_path):
     assert plots_of(again) == plots_of(text)
     (tmp_path / "bias" / "bias.json").write_text("{}")
     failed = ultr("report", tmp_path / "bias", "--out", tmp_path / "third.html")
-    assert failed.returncode == 1
+    assert failed.returncode == 5
     assert "has a different format" in failed.stderr
     assert "run the command that wrote it again" in failed.stderr

@@ -379,7 +379,7 @@ def test_a_run_without_rows_needs_a_log(runs, tmp_path, ultr):
     old = shutil.copytree(runs["mlp"], tmp_path / "old")
     (old / "model" / "rows.safetensors").unlink()
     done = ultr("export", old, "--out", tmp_path / "model")
-    assert done.returncode == 1
+    assert done.returncode == 5
     assert f"ultr export {old} --out DIR --rows LOG" in done.stderr
     write_log(coloured_log(seed=5), tmp_path / "rows.parquet")
     done = ultr("export", old, "--out", tmp_path / "model", "--rows", tmp_path / "rows.parquet")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from ultr.training.config import Config, make_config
 from ultr.training.folder import read_config, read_metrics
 from ultr.training.loop import Listeners, Progress
 from ultr.training.run import run_training
-from ultr.training.tracking import Board, Tracker, _key
+from ultr.training.tracking import LIMITS, Board, Tolerant, Tracker, _key
 
 METRIC = "feedback-ndcg@10"
 FAST = ("--set", "hidden=8", "--steps", 12, "--set", "bias_steps=5", "--set", "batch=16", "--set", "network.lr=0.02")
@@ -238,6 +240,56 @@ class TestMLflow:
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         with pytest.raises(OutputError, match="MLflow cannot log the run"):
             Tracker(run, "http://127.0.0.1:9").finish()
+        with pytest.raises(OptionError, match="MLflow cannot use the address"):
+            Tracker(run, "gopher://anna:word@host")
+
+    @pytest.mark.parametrize("replies", [False, True], ids=["silent", "refused"])
+    def test_an_outage_delays_a_run_by_seconds_and_costs_no_model(
+        self, replies, client, ultr, log_path, tmp_path, monkeypatch
+    ):
+        for name in LIMITS:
+            monkeypatch.delenv(name, raising=False)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]  # the system accepts connections, and nothing reads from them
+            if replies:
+                server.close()
+            start = time.monotonic()
+            address = f"http://anna:pass:w@rd@127.0.0.1:{port}"
+            done = ultr("train", log_path, "--out", tmp_path / "run", *FAST, "--ranker", "mlp", "--mlflow", address)
+        assert done.returncode == 0, done.stderr
+        assert time.monotonic() - start < 60
+        assert load_model(tmp_path / "run").ranker is not None
+        (warning,) = [line for line in done.stderr.splitlines() if "MLflow" in line]
+        assert warning.startswith(f"warning: http://***@127.0.0.1:{port}: MLflow cannot log the run (")
+        assert "w@rd" not in done.stderr
+        assert "anna" not in done.stderr
+
+    def test_a_run_is_logged_although_the_server_was_away_for_some_time(self, client, log_path, tmp_path):
+        run, tracker, warnings = tmp_path / "run", Tracker(tmp_path / "run", client.tracking_uri), []
+        tolerant, there = Tolerant(tracker, warnings.append), tracker._client
+
+        def away_at_the_second_evaluation(progress):
+            tracker._client = None if progress.step == 4 else there
+            tolerant(progress)
+
+        run_training(config(log_path), run, listeners=Listeners(on_progress=away_at_the_second_evaluation))
+        tolerant.finish()
+        tracked, curves = self.shown(client, run)
+        assert tracked.info.status == "FINISHED"
+        assert curves["mlp/validation/feedback-ndcg_at_10"].keys() == {line["step"] for line in read_metrics(run)}
+        assert len(warnings) == 1
+
+    def test_files_and_runs_have_no_password(self, client, log_path, tmp_path, monkeypatch):
+        secret = f"{client.tracking_uri}?token=word"
+        run = run_training(config(log_path), tmp_path / "run")
+        tracker = Tracker(run, secret)
+        tracker._client = client
+        tracker.finish()
+        assert json.loads((run / "mlflow.json").read_text())["address"] == secret.replace("word", "***")
+        again = Tracker(run, secret)
+        again._client = client
+        again.finish()
+        assert again._id == tracker._id
 
     def test_without_mlflow_the_install_command_is_named(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "mlflow", None)

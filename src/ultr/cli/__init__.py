@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -28,6 +28,7 @@ from ultr.cli import (
     simulate,
     train,
     update,
+    version,
 )
 from ultr.cli.messages import messages_on_stderr, with_log_options, words
 from ultr.cli.options import one_line, plain
@@ -36,6 +37,7 @@ from ultr.errors import OptionError, ProcessError, UltrError, missing_for_traini
 INTERRUPTED = 130  # the exit code after Ctrl-C
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk, or of a user's share of it
 MESSAGE_DELAY = 10.0  # seconds that processes other than rank 0 wait before they print an error
+UsageError: Any = typer.BadParameter.__base__  # of click, which newer versions of typer contain
 COMMANDS = (
     demo.demo,
     describe.describe,
@@ -53,6 +55,7 @@ COMMANDS = (
     serve.serve,
     reproduce.reproduce,
     show_options.options,
+    version.version,
 )
 
 app = typer.Typer(
@@ -66,32 +69,28 @@ for command in COMMANDS:
     app.command()(with_log_options(command))
 
 
-@app.command()
-def version() -> None:
-    """Print the version of ultr."""
-    from ultr._version import __version__
-
-    print(__version__)
-
-
 def main() -> None:
-    """Run a command; print an error on stderr and exit with its code: 2 (wrong option), 3 (time limit) or 1 (other)."""
+    """Run a command; print an error on stderr and exit with its code (see `ultr.errors`)."""
     with messages_on_stderr():
+        words.as_json = "--log-json" in sys.argv  # also for errors of the options themselves
         _run()
 
 
 def _run() -> None:
     try:
         _check_arguments()
-        app(prog_name="ultr")
+        # By itself, typer prints errors of options in a frame. Otherwise it raises them, and returns the exit code.
+        sys.exit(app(prog_name="ultr", standalone_mode=not words.as_json))
     except SystemExit as end:
         if end.code == INTERRUPTED:  # typer turns a KeyboardInterrupt in a command into this exit
-            words.print("interrupted")
+            _print_interrupt()
         raise
     except UltrError as error:
         _exit_with(error)
+    except UsageError as error:
+        _fail(error.format_message(), error)
     except KeyboardInterrupt:
-        words.print("interrupted")
+        _print_interrupt()
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         sys.exit(0)
@@ -105,11 +104,9 @@ def _run() -> None:
             hint = "check the path and its permissions"
             if error.errno in FULL:
                 hint = "free some space, or write to another disk, then run again"
-            _print_error(one_line(f"{where}{error.strerror}; {hint}"))
-            sys.exit(1)
+            _fail(one_line(f"{where}{error.strerror}; {hint}"), error)
         text = f"{type(error).__name__}: {error}"
-        _print_error(f"{text}\nset ULTR_DEBUG=1 to see the traceback", label="internal error")
-        sys.exit(1)
+        _fail(f"{text}\nset ULTR_DEBUG=1 to see the traceback", error, label="internal error")
 
 
 def _exit_with(error: UltrError) -> NoReturn:
@@ -117,9 +114,9 @@ def _exit_with(error: UltrError) -> NoReturn:
     if isinstance(error, ProcessError):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may send SIGTERM while this prints
     # When one process fails, all others raise a ProcessError; the messages of two of them are enough.
-    if not isinstance(error, ProcessError) or os.environ.get("RANK", "0") in ("0", "1"):
-        _print_error(one_line(str(error)))
-    sys.exit(error.exit_code)
+    if isinstance(error, ProcessError) and os.environ.get("RANK", "0") not in ("0", "1"):
+        sys.exit(error.exit_code)
+    _fail(one_line(str(error)), error)
 
 
 def _check_arguments() -> None:
@@ -132,11 +129,21 @@ def _check_arguments() -> None:
             raise OptionError("an argument is not in UTF-8", got=ascii(argument), hint=hint)
 
 
-def _print_error(message: str, *, label: str = "error") -> None:
-    """Print an error. Processes other than rank 0 wait: torchrun ends them once rank 0 has printed the same error."""
+def _print_interrupt() -> None:
+    words.print("interrupted", fields={"exit_code": INTERRUPTED, "type": "KeyboardInterrupt"})
+
+
+def _fail(message: str, error: Exception, *, label: str = "error") -> NoReturn:
+    """Print an error, and exit with its code, or with 1.
+
+    Processes other than rank 0 wait: torchrun ends them once rank 0 has printed the same error.
+    """
+    code = getattr(error, "exit_code", 1)
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         words.quiet = False
         message = f"process {rank}: {message}"
         time.sleep(MESSAGE_DELAY)
-    words.print(plain(message), level="error", label=label, soft_wrap=True)
+    fields = {"exit_code": code, "type": type(error).__name__}
+    words.print(plain(message), level="error", label=label, fields=fields, soft_wrap=True)
+    sys.exit(code)

@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ultr.errors import OptionError, nearest
+from ultr.errors import OptionError, nearest, redact
 
 LINE_SECONDS = 8.0  # between two lines of progress; users are promised one at least every 10 seconds
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -49,15 +49,29 @@ class Words:
         return self.console.is_terminal and not self.as_json
 
     def print(
-        self, message: str, *, level: str = "info", label: str | None = None, markup: bool = True, **options: Any
+        self,
+        message: str,
+        *,
+        level: str = "info",
+        label: str | None = None,
+        markup: bool = True,
+        fields: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        """Print a message; warnings and errors begin with a label, which is their level unless one is given."""
+        """Print a message; warnings and errors begin with a label, which is their level unless one is given.
+
+        With --log-json, the line also has `fields`.
+        """
+        message = redact(message)
         text = Text.from_markup(message, emoji=options.get("emoji", True)).plain if markup else message
         shown = f"[{COLOURS[level]}]{label or level}:[/] {message}" if level in COLOURS else message
-        logger.log(LEVELS[level], text, extra={"printed": (shown, {"markup": markup, **options})})
+        logger.log(
+            LEVELS[level], text, extra={"printed": (shown, {"markup": markup, **options}), "fields": fields or {}}
+        )
 
     def status(self, message: str) -> AbstractContextManager[Any]:
         """Show a message while a `with` block runs: on a terminal beside a moving sign, else as lines."""
+        message = redact(message)
         if self.has_bars:
             return self.console.status(message)
         return _Lines(Text.from_markup(message).plain.removesuffix(" ..."))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from ultr.cli.messages import words
-from ultr.cli.options import Overwrite, free_path, plain, print_next, print_table
+from ultr.cli.options import Json, Overwrite, free_path, plain, print_next, print_table
+
+if TYPE_CHECKING:
+    from ultr.report.runs import Run
 
 
 def report(
@@ -19,31 +24,35 @@ def report(
         list[str] | None, typer.Option(help="Name of a run on the page; one for each run, in their order.")
     ] = None,
     overwrite: Overwrite = False,
+    as_json: Json = False,
 ) -> None:
     """Write one HTML page about runs: whether they are better, data, learning curves, metrics, bias and rankings.
 
     p values are from paired tests over validation requests, for runs with the same requests and the same estimate of
     examination. To compare other runs, use ultr evaluate.
     """
-    from ultr.report import write_report
+    from ultr.report import load_run, write_report
     from ultr.utils.files import check_output
     from ultr.utils.stores import fetched
 
     check_output(out, overwrite=overwrite)
     folders = [fetched(run) for run in runs]
     write_report(folders, out, names=name or (), overwrite=overwrite)
-    for run in folders:
-        _print_importance(run)
+    loaded = [(run, load_run(run, run.name)) for run in folders if (run / "model").is_dir()]
+    if as_json:
+        importance = {str(path): [asdict(each) for each in run.importance] for path, run in loaded}
+        print(json.dumps({"out": str(out), "runs": runs, "importance": importance}))
+        return
+    for path, run in loaded:
+        _print_importance(path, run)
     words.print(f"wrote {out} ({out.stat().st_size / 2**20:.1f} MB): open it in a browser", soft_wrap=True)
     if len(runs) == 1 and (folders[0] / "model").is_dir():
         print_next("export", runs[0], out=free_path("model"))
 
 
-def _print_importance(folder: Path) -> None:
+def _print_importance(folder: Path, run: Run) -> None:
     """Print the importance of the features of a run, if it has saved it."""
-    from ultr.report.runs import load_run
-
-    if not (folder / "model").is_dir() or not (run := load_run(folder, folder.name)).importance:
+    if not run.importance:
         return
     table = Table(title=f"Importance of features in {folder}: fall of {run.selection}", title_justify="left")
     has_gain = run.importance[0].gain is not None

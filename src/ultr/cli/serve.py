@@ -40,6 +40,10 @@ def serve(
     grpc_port: Annotated[
         int | None, typer.Option(help="Also listen for gRPC on this port; 0 is any free port.", min=0, max=65535)
     ] = None,
+    drain: Annotated[
+        float,
+        typer.Option(help="Seconds after SIGTERM in which the server still accepts connections.", min=0, max=3600),
+    ] = 5.0,
     allow_schema_change: Annotated[
         bool, typer.Option("--allow-schema-change", help="Also load newer models with other features.")
     ] = False,
@@ -52,7 +56,7 @@ def serve(
     from ultr.serving.http import ServerOptions, check_grpc, listen, reserve
     from ultr.serving.http import serve as serve_on
 
-    options = ServerOptions(name, max_rows, threads, token, poll, allow_schema_change, workers)
+    options = ServerOptions(name, max_rows, threads, token, poll, allow_schema_change, workers, drain)
     if grpc_port is not None:
         check_grpc()
     with (
@@ -68,8 +72,8 @@ def serve(
                 soft_wrap=True,
             )
 
-        def say(text: str) -> None:
-            words.print(plain(text), soft_wrap=True)
+        def say(text: str, level: str = "info", /) -> None:
+            words.print(plain(text), level=level, soft_wrap=True)
 
         serve_on(listener, run, options, grpc=grpc, say=say)
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ultr.cli.messages import words
-from ultr.cli.options import DataDir, Epsilon, Eta, Overwrite, Seed, print_next
+from ultr.cli.options import DataDir, Epsilon, Eta, Json, Overwrite, Seed, print_next
 from ultr.errors import OptionError
 
 
@@ -43,6 +43,7 @@ def simulate(
     data_dir: DataDir = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
+    as_json: Json = False,
 ) -> None:
     """Write a biased impression log: a weak ranker shows a data set with true labels to simulated users."""
     from dataclasses import replace
@@ -83,6 +84,10 @@ def simulate(
         notes = {"data": dataset.name, "fingerprint": dataset.fingerprint, "users": users, "seed": seed}
         notes |= {"eta": eta, "epsilon": epsilon, "items": items, "split": split, "share": share}
         write_log(log, out, overwrite=overwrite, metadata={"ultr.simulation": json.dumps(notes)})
+    if as_json:
+        content = {"out": str(out), "requests": len(log), "rows": log.rows, "actions": list(log.actions)}
+        print(json.dumps({**content, "features": len(log.feature_names), "simulation": notes}))
+        return
     words.print(f"wrote {out}: {log!r}", soft_wrap=True)
     print_next("describe", out)
 

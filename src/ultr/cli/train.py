@@ -19,6 +19,7 @@ from ultr.errors import OptionError
 
 if TYPE_CHECKING:
     from ultr.training.loop import Progress
+    from ultr.training.tracking import Tolerant
 
 
 def train(
@@ -124,13 +125,16 @@ def train(
 
 
 @contextmanager
-def _tracked(run: Path, *, tensorboard: bool, mlflow: str | None) -> Iterator[list[Any]]:
+def _tracked(run: Path, *, tensorboard: bool, mlflow: str | None) -> Iterator[list[Tolerant]]:
     """Yield what follows a run next to the printed progress, if the user asks for it: TensorBoard and MLflow."""
-    from ultr.training.tracking import Board, Tracker
+    from ultr.training.tracking import Board, Tolerant, Tracker
 
-    trackers: list[Any] = [Board(run, writes=not words.quiet)] if tensorboard else []
+    writes, chosen = not words.quiet, list[Board | Tracker]()
+    if tensorboard:
+        chosen.append(Board(run, writes=writes))
     if mlflow is not None:
-        trackers.append(Tracker(run, mlflow, writes=not words.quiet))
+        chosen.append(Tracker(run, mlflow, writes=writes))
+    trackers = [Tolerant(tracker, lambda text: print_warnings([text])) for tracker in chosen]
     try:
         yield trackers
     except BaseException:

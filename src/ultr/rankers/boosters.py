@@ -360,7 +360,7 @@ def _lightgbm() -> Any:
     except ImportError as error:
         raise MissingExtraError("the ranker lightgbm", package="lightgbm", extra="trees") from error
     except OSError as error:
-        raise DataError(f"LightGBM cannot be loaded ({error})", hint="install libgomp (Debian: libgomp1)") from error
+        raise UltrError(f"LightGBM cannot be loaded ({error})", hint="install libgomp (Debian: libgomp1)") from error
     return lightgbm
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ultr.bias.propensities import BIAS_FILE
-from ultr.errors import AbsentError
+from ultr.errors import AbsentError, redact
 from ultr.evaluation.comparing import LOGGED_RANKING
 from ultr.evaluation.importance import FeatureImportance
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, Mean, PairedTest, holm, less_is_better
@@ -87,7 +87,7 @@ class Run:
     @property
     def data(self) -> str:
         """The data, for people."""
-        return self.config.data.source or "in memory"
+        return redact(self.config.data.source) or "in memory"
 
     @property
     def about(self) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ultr._version import __version__
 from ultr.bias.propensities import BIAS_FILE
-from ultr.errors import DataError, MissingExtraError, OutputError
+from ultr.errors import DataError, MissingExtraError, OutputError, redact
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY
 from ultr.rankers.boosters import TreeRanker
 from ultr.rankers.combined import Blend
@@ -108,7 +108,11 @@ def _summary(run: Path, config: Config, decisions: Decisions, about: Mapping[str
 
 
 def _data(run: Path, config: Config, about: Mapping[str, Any]) -> list[str]:
-    lines = ["## Data", "", f"- {code(config.data.source or 'data in memory', 200)}, fingerprint {code(about['data'])}"]
+    lines = [
+        "## Data",
+        "",
+        f"- {code(redact(config.data.source) or 'data in memory', 200)}, fingerprint {code(about['data'])}",
+    ]
     if config.users is not None:
         options = _options(config.simulation.user_options)
         lines.append(f"- feedback of simulated users ({code(config.users)}, options: {options}), not of people")

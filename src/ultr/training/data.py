@@ -28,6 +28,7 @@ from ultr.log import Log, read_log
 from ultr.log.build import decayed_by_time
 from ultr.log.columns import Missing, check_features
 from ultr.log.labels import DEFAULT_LABEL, Label, default_label
+from ultr.log.readers import read_columns
 from ultr.log.sampling import PART_SAMPLE_BYTES, PART_SAMPLE_ROWS, LogParts, sample_log
 from ultr.log.shards import Shards, concatenate_logs, is_lists
 from ultr.log.sources import Source, is_source, open_source
@@ -42,7 +43,7 @@ from ultr.training.folder import read_config
 from ultr.training.stream import Stream
 from ultr.utils.distributed import choose_device, local_size, size
 from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
-from ultr.utils.memory import available_memory
+from ultr.utils.memory import available_memory, check_parquet_fits
 from ultr.utils.stores import fetched
 from ultr.utils.tensors import load_tensors
 
@@ -322,7 +323,7 @@ def _read_training_log(config: Config, source: Any, *, streamed: bool | None) ->
         hint = "run ultr prepare on it first"
         raise OptionError("only prepared lists can be streamed", got=options.source, hint=hint)
     files, time = _files(config)
-    _check_fits_in_memory(files)
+    _check_fits_in_memory(files, config)
     log, found = _read_once(files, config, time=time)
     if options.decay is not None:
         log = decayed_by_time(log, options.decay)
@@ -400,16 +401,12 @@ def _missing(config: Config) -> Missing:
     return "keep" if only_trees or config.data.missing == "mean" else "reject"
 
 
-def _check_fits_in_memory(source: Source) -> None:
-    """Raise DataError if a Parquet log, uncompressed, is larger than the free memory."""
-    if source.kind != "Parquet":
-        return
-    size = source.sum(lambda footer: sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups)))
-    if size > available_memory():
-        got = f"{size / 2**30:.1f} GiB; {available_memory() / 2**30:.1f} GiB are free"
-        raise DataError(
-            "the log does not fit in memory", where=source.name, got=got, hint="run ultr prepare on it first"
-        )
+def _check_fits_in_memory(source: Source, config: Config) -> None:
+    """Raise DataError if the columns of a Parquet log need more memory than is free."""
+    columns = read_columns(config.data.source, **config.data.columns.named()) if source.kind == "Parquet" else None
+    if columns is not None:
+        opened = [file.parquet for file in source.files]
+        check_parquet_fits(opened, columns.used, where=source.name, hint="run ultr prepare on it first")
 
 
 def _read_lists(config: Config, streamed: bool | None) -> Data:

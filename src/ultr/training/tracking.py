@@ -1,4 +1,4 @@
-"""Follow a run while it trains, in TensorBoard and in MLflow. Neither changes which model is trained.
+"""Follow a run while it trains, in TensorBoard and in MLflow. Neither changes which model is trained, nor stops it.
 
 Both show the same curves: the evaluations of each ranker by step, and the bias of the run by position.
 """
@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ultr._version import __version__
 from ultr.bias.propensities import BIAS_FILE
-from ultr.errors import MissingExtraError, OptionError, OutputError
+from ultr.errors import MissingExtraError, OptionError, OutputError, UltrError, redact
 from ultr.training.config import Config, flat
 from ultr.training.data import DECISIONS, Decisions
 from ultr.training.folder import CONFIG, METRICS, MODEL, current_folder, read_config, read_metrics
@@ -32,6 +32,41 @@ ENVIRONMENT = "env"  # the address is that of the environment variable MLFLOW_TR
 FILES = (CONFIG, DECISIONS, METRICS, BIAS_FILE)  # the files of a run that MLflow gets
 MOST_PARAMS, MOST_METRICS, LONGEST = 100, 1000, 6000  # MLflow's limits of one call, and of the text of a parameter
 BY_POSITION = ("theta", "theta_minus", "zeta", "alpha", "rho", "t_plus", "t_minus")  # in bias.json
+
+
+# MLflow's limits on a request, unless the user has set them: by default, an outage would delay a run by minutes.
+LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+
+
+class Tolerant:
+    """A tracker whose failures are warnings, so that an outage never costs a run.
+
+    After a failure, the tracker is used again only when the run is complete, to log the rest. So an outage delays a run
+    twice at most.
+    """
+
+    def __init__(self, tracker: Board | Tracker, warn: Callable[[str], None]) -> None:
+        self._tracker, self._warn = tracker, warn
+        self._has_failed = False
+
+    def __call__(self, progress: Progress) -> None:
+        if not self._has_failed:
+            self._try(self._tracker, progress)
+
+    def finish(self) -> None:
+        self._try(self._tracker.finish)
+
+    def failed(self) -> None:
+        if not self._has_failed:
+            self._try(self._tracker.failed)
+
+    def _try(self, action: Callable[..., None], *arguments: Any) -> None:
+        try:
+            action(*arguments)
+        except UltrError as error:
+            if not self._has_failed:
+                self._warn(str(error))
+            self._has_failed = True
 
 
 # --- Curves -----------------------------------------------------------------------------------------------------------
@@ -146,6 +181,8 @@ class Tracker:
         if address == ENVIRONMENT and not (address := os.environ.get("MLFLOW_TRACKING_URI", "")):
             hint = "set it, or pass the address: --mlflow http://HOST:5000"
             raise OptionError("the environment variable MLFLOW_TRACKING_URI is not set", got="--mlflow env", hint=hint)
+        for name, value in LIMITS.items():
+            os.environ.setdefault(name, value)
         if "://" not in address or address.startswith("file:"):
             # MLflow asks for this consent before it writes to a folder.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -156,8 +193,11 @@ class Tracker:
         except ImportError as error:
             raise MissingExtraError("--mlflow", package="mlflow-skinny", extra="mlflow") from error
         self._address, self._pyfunc = address, mlflow.pyfunc
-        with _errors(address):
+        try:
             self._client = MlflowClient(tracking_uri=address)
+        except Exception as error:  # those of MLflow and of its stores
+            hint = "pass a URL such as http://HOST:5000, or a folder"
+            raise OptionError(f"MLflow cannot use the address ({_brief(error)})", got=address, hint=hint) from error
 
     def __call__(self, progress: Progress) -> None:
         if not self._writes:
@@ -202,19 +242,20 @@ class Tracker:
 
         run = current_folder(self._run)
         self._config, self._last = read_config(run), dict[str, int]()
-        saved = read_json(run / FILE) if (run / FILE).is_file() else {}
-        if saved.get("address") == self._address:
+        saved, address = read_json(run / FILE) if (run / FILE).is_file() else {}, redact(self._address)
+        if saved.get("address") == address:
             self._id = str(saved["run"])
             self._client.update_run(self._id, status="RUNNING")
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ultr")
         experiment = self._client.get_experiment_by_name(name)
         number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        self._id = self._client.create_run(number, run_name=self._run.name).info.run_id
-        write_json(run / FILE, {"address": self._address, "run": self._id})
-        params = [Param(_key(path), str(value)[:LONGEST]) for path, value in flat(self._config.to_json())]
+        created = self._client.create_run(number, run_name=self._run.name).info.run_id
+        params = [Param(_key(path), redact(str(value))[:LONGEST]) for path, value in flat(self._config.to_json())]
         for first in range(0, len(params), MOST_PARAMS):
-            self._client.log_batch(self._id, params=params[first : first + MOST_PARAMS])
+            self._client.log_batch(created, params=params[first : first + MOST_PARAMS])
+        write_json(run / FILE, {"address": address, "run": created})
+        self._id = created
 
     def _log_evaluations(self) -> None:
         lines = [line for line in read_metrics(current_folder(self._run)) if line["step"] > self._last_step(line)]
@@ -252,15 +293,16 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
 @contextmanager
 def _errors(address: str) -> Iterator[None]:
-    """Turn errors of MLflow into an OutputError."""
-    from mlflow.exceptions import MlflowException
-
+    """Turn all errors of MLflow into an OutputError."""
     try:
         with _quiet():
             yield
-    except (MlflowException, OSError) as error:
-        brief = " ".join(str(error).split())[:300]
-        hint = "check the address; --resume --mlflow logs the rest of a run"
-        raise OutputError(f"MLflow cannot log the run ({brief})", where=address, hint=hint) from error
+    except Exception as error:
+        hint = "check the address; training goes on without MLflow, and --resume --mlflow logs what is missing"
+        raise OutputError(f"MLflow cannot log the run ({_brief(error)})", where=address, hint=hint) from error

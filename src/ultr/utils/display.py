@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from ultr.errors import redact
+
 # --- HTML for notebooks -----------------------------------------------------------------------------------------------
 # Small pieces of HTML, which notebooks show for results (`_repr_html_`).
 
@@ -38,6 +40,15 @@ def _row(cell: str, texts: Sequence[str], end: str = "right") -> str:
 logger = logging.getLogger("ultr")
 
 
+def _without_secrets(record: logging.LogRecord) -> bool:
+    """Redact the message of a record; the logger then passes it on."""
+    record.msg, record.args = redact(record.getMessage()), None
+    return True
+
+
+logger.addFilter(_without_secrets)
+
+
 def begin_stage(name: str) -> None:
     """Log that a stage of long work begins, such as "reading the data"."""
-    logger.info(name, extra={"stage": name})
+    logger.info(name, extra={"stage": redact(name)})

@@ -224,7 +224,7 @@ def test_a_body_that_does_not_arrive_is_a_timeout(network, monkeypatch):
 def test_a_run_that_is_trained_again_is_loaded_and_a_deleted_one_stays_served(folders, tmp_path):
     run, lines = tmp_path / "run", []
     shutil.copytree(folders.trees, run)
-    served = Served(run, say=lines.append)
+    served = Served(run, say=lambda text, _="info": lines.append(text))
     old = served.scorer
     served.reload()
     assert served.scorer is old
@@ -261,7 +261,7 @@ def test_a_switched_link_is_reloaded_unless_the_model_is_the_same(folders, tmp_p
 def test_a_broken_newer_model_is_reported_once_and_the_old_one_stays_served(file, folders, tmp_path):
     folder, lines = tmp_path / "exported", []
     shutil.copytree(folders.exported, folder)
-    served = Served(folder, say=lines.append)
+    served = Served(folder, say=lambda text, level="info": lines.append(f"{level}: {text}"))
     reloads: list[bool] = []
     served.on_reload = reloads.append
     old = served.scorer
@@ -270,7 +270,7 @@ def test_a_broken_newer_model_is_reported_once_and_the_old_one_stays_served(file
         served.reload()
     assert served.scorer is old
     assert len(lines) == 1
-    assert "the newer model cannot be loaded" in lines[0]
+    assert lines[0].startswith("warning: the newer model cannot be loaded")
     assert f"still serving version {old.version}" in lines[0]
     shutil.rmtree(folder)
     shutil.copytree(folders.exported_trees, folder)
@@ -291,7 +291,7 @@ def test_a_watch_reloads_until_it_stops(folders):
 def test_a_stop_ends_a_reload(folders, tmp_path):
     link, lines = tmp_path / "live", []
     link.symlink_to(folders.exported)
-    served = Served(link, say=lines.append)
+    served = Served(link, say=lambda text, _="info": lines.append(text))
     old = served.scorer
     link.unlink()
     link.symlink_to(folders.trees)
@@ -354,7 +354,7 @@ def test_a_newer_model_may_not_misread_what_clients_send(newer, change):
 def test_a_newer_model_with_other_features_is_loaded_only_if_that_is_allowed(allowed, folders, tmp_path, monkeypatch):
     (tmp_path / "live").symlink_to(folders.exported)
     said: list[str] = []
-    served = Served(tmp_path / "live", any_schema=allowed, say=said.append)
+    served = Served(tmp_path / "live", any_schema=allowed, say=lambda text, _="info": said.append(text))
     old = served.scorer
     newer = replace(old, version="newer", feature_names=old.feature_names[::-1])
     monkeypatch.setattr("ultr.serving.http.served.load_scorer", lambda *_, **__: newer)

@@ -287,10 +287,80 @@ def test_after_a_signal_to_stop_it_finishes_requests_and_exits_with_0(exported, 
     assert exported.lines[-1] == "stopped\n"
 
 
-def test_an_interrupt_ends_it_with_exit_code_0(folders):
-    with Server(folders.exported) as running:
+def test_an_interrupt_ends_it_with_exit_code_0_and_without_a_drain(folders):
+    with Server(folders.exported, "--drain", "60") as running:
+        idle = running.connect()
+        assert running.fetch("GET", "/v2/health/live", connection=idle).status == 200
         running.process.send_signal(signal.SIGINT)
         assert running.process.wait(30) == 0
+        idle.close()
+
+
+def test_a_draining_server_is_alive_but_not_ready_and_closes_its_connections(folders):
+    with Server(folders.exported, "--drain", "60") as running:
+        kept, idle = running.connect(), running.connect()
+        for connection in (kept, idle):
+            answer = running.fetch("GET", "/v2/health/ready", connection=connection)
+            assert (answer.status, answer.json, answer.headers.get("connection")) == (200, {"ready": True}, None)
+        running.process.terminate()
+        time.sleep(0.5)
+        answer = running.fetch("GET", "/v2/health/ready", connection=kept)
+        assert (answer.status, answer.json, answer.headers["connection"]) == (503, {"ready": False}, "close")
+        assert running.fetch("GET", "/v2/models/ranker/ready").status == 503
+        assert running.fetch("GET", "/v2/health/live").status == 200  # over a new connection
+        answer = running.fetch("POST", INFER, json_body(rows(3)), connection=idle)
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        start = time.monotonic()
+        assert running.process.wait(30) == 0  # no connection is open, so it does not wait for the rest of the minute
+        assert time.monotonic() - start < 10
+
+
+class KeptAlive(threading.Thread):
+    """A client that sends requests over one connection, and opens another only after an answer that closes it."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.server, self.answers, self.error, self.stop = server, 0, None, False
+
+    def run(self) -> None:
+        connection, body = self.server.connect(), json_body(rows(3))
+        while not self.stop:
+            try:
+                if connection.sock is None:
+                    connection.connect()
+            except ConnectionRefusedError:
+                return  # the server is gone
+            except OSError as error:
+                self.error = error
+                return
+            try:
+                answer = self.server.fetch("POST", INFER, body, connection=connection)
+                assert answer.status == 200
+                assert (connection.sock is None) == (answer.headers.get("connection") == "close")
+                self.answers += 1
+            except Exception as error:
+                self.error = error
+                return
+        connection.close()
+
+
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_request_of_64_kept_alive_clients_fails_when_the_server_stops(workers, turn, folders):
+    with Server(folders.exported, "--workers", workers, "--drain", 2) as running:
+        clients = [KeptAlive(running) for _ in range(64)]
+        for client in clients:
+            client.start()
+        try:
+            time.sleep(1)
+            running.process.terminate()
+            assert running.process.wait(30) == 0
+        finally:
+            for client in clients:
+                client.join(30)
+                client.stop = True
+        assert [client.error for client in clients if client.error] == []
+        assert min(client.answers for client in clients) > 0
 
 
 # --- The command, in this process -------------------------------------------------------------------------------------
@@ -338,9 +408,9 @@ def test_wrong_options_exit_with_2(arguments, environment, message, ultr, folder
     assert message in done.stderr
 
 
-def test_a_folder_without_a_model_exits_with_1(ultr, tmp_path):
+def test_a_folder_without_a_model_exits_with_5(ultr, tmp_path):
     done = ultr("serve", tmp_path, "--port", 0)
-    assert done.returncode == 1
+    assert done.returncode == 5
     assert "there is no model here; pass a finished run, or a folder that ultr export wrote" in done.stderr
 
 

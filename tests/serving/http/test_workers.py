@@ -96,7 +96,7 @@ def test_a_worker_that_ends_is_replaced_and_requests_are_answered_meanwhile(serv
     before, counted = workers_of(server.process.pid), metric(server, "ultr_requests_total")
     killed = min(before)
     os.kill(killed, signal.SIGKILL)
-    message = re.compile(r"worker [12] ended with signal SIGKILL; starting another")
+    message = re.compile(r"warning: worker [12] ended with signal SIGKILL; starting another")
     wait_for(lambda: any(map(message.match, server.lines)))  # until then, the system may give it a new connection
     for _ in range(10):
         assert server.fetch("POST", INFER, json_body(rows(3))).status == 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 from ultr.errors import MissingExtraError
@@ -17,7 +16,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("ultr serve", package=error.name or "starlette", extra="serve") from error
 
-from ultr.serving.http.options import ServerOptions, listen, reserve
+from ultr.serving.http.options import Say, ServerOptions, listen, reserve, silent
 
 __all__ = ["ServerOptions", "check_grpc", "listen", "reserve", "serve"]
 
@@ -37,10 +36,11 @@ def serve(
     options: ServerOptions,
     *,
     grpc: socket.socket | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = silent,
 ) -> None:
     """Serve the model of a folder on a socket until SIGTERM or SIGINT; then finish the requests that have started.
 
+    After SIGTERM, the server first drains: it says that it is not ready, and asks clients to close their connections.
     With several workers, `listener` only reserves their port. `grpc` reserves the port for gRPC.
     """
     if options.workers == 1:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -47,6 +48,7 @@ class App:
     def __init__(self, served: Served, options: ServerOptions) -> None:
         self.served, self.name, self.max_rows = served, options.name, options.max_rows
         self.workers = options.workers
+        self.draining = False  # True when the server stops: it is not ready, and each answer closes its connection
         self._token = None if options.token is None else options.token.encode()
         self._pool = ThreadPoolExecutor(options.threads, "ultr-score")
         self._bytes = 0  # of all bodies that are being received or scored
@@ -88,6 +90,8 @@ class App:
         async def send_and_note_status(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
+            if self.draining and message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["Connection"] = "close"
             await send(message)
 
         scope["app"] = self  # makes Starlette raise an exception for an unknown path or method
@@ -128,7 +132,7 @@ class App:
         """Return an error as a client gets it; print it if it is a fault of the server."""
         if isinstance(error, RequestError):
             return error
-        self.served.say(f"internal error ({type(error).__name__}: {error})")
+        self.served.say(f"internal error ({type(error).__name__}: {error})", "error")
         return RequestError(f"internal error ({type(error).__name__})", status=500)
 
     def _routing_error(self, request: Request, error: HTTPException) -> RequestError:
@@ -148,7 +152,7 @@ class App:
         return _json({"live": True})
 
     async def _ready(self, _: Request) -> Response:
-        return _json({"ready": True})
+        return self._readiness({})
 
     async def _models(self, _: Request) -> Response:
         return _json({"models": [self.name]})
@@ -158,7 +162,10 @@ class App:
 
     async def _model_ready(self, request: Request) -> Response:
         self._scorer_of(request)
-        return _json({"name": self.name, "ready": True})
+        return self._readiness({"name": self.name})
+
+    def _readiness(self, content: dict[str, Any]) -> Response:
+        return _json({**content, "ready": not self.draining}, 503 if self.draining else 200)
 
     async def _model_metadata(self, request: Request) -> Response:
         return _json(self.describe(self._scorer_of(request)))

@@ -174,11 +174,11 @@ class GrpcServer:
         return {"live": True}
 
     async def _server_ready(self, _: Any, _size: int) -> dict[str, Any]:
-        return {"ready": True}
+        return {"ready": not self._app.draining}
 
     async def _model_ready(self, request: Any, _size: int) -> dict[str, Any]:
         self._app.scorer(request.name, request.version)
-        return {"ready": True}
+        return {"ready": not self._app.draining}
 
     async def _server_metadata(self, _: Any, _size: int) -> dict[str, Any]:
         return {"name": "ultr", "version": __version__}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
+from typing import Protocol
 
 from ultr.errors import OptionError, UltrError
 
@@ -21,6 +22,17 @@ class ServerOptions:
     poll: float = 5.0  # seconds between checks for a newer model
     any_schema: bool = False  # also load newer models with other features
     workers: int = 1  # processes
+    drain: float = 5.0  # seconds in which a stopping server still accepts connections
+
+
+class Say(Protocol):
+    """A function that prints a message of the server, with its level: info, warning or error."""
+
+    def __call__(self, text: str, level: str = "info", /) -> None: ...
+
+
+def silent(text: str, level: str = "info", /) -> None:
+    """Print nothing."""
 
 
 # --- Sockets ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import numpy as np
 
 from ultr.errors import DataError, MissingExtraError, UltrError
 from ultr.serving.exported import ABOUT, Exported, is_exported, load_exported, onnx_scores
+from ultr.serving.http.options import Say, silent
 from ultr.serving.http.wire import RequestError
 from ultr.utils.files import fingerprint
 
@@ -44,9 +45,9 @@ def export_in_process(run: Path, out: Path, *, stopped: threading.Event | None =
             process.terminate()
         process.join(CHECK_SECONDS)
     if error_file.is_file():
-        raise DataError(error_file.read_text("utf-8"))
+        raise UltrError(error_file.read_text("utf-8"))
     if process.exitcode or not out.is_dir():
-        raise DataError(f"the export failed with exit code {process.exitcode}", where=run, hint="try again")
+        raise UltrError(f"the export failed with exit code {process.exitcode}", where=run, hint="try again")
     return out
 
 
@@ -209,7 +210,7 @@ class Served:
         *,
         any_schema: bool = False,
         stage: Path | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        say: Say = silent,
     ) -> None:
         self.folder, self.any_schema, self.say, self._stage = folder, any_schema, say, stage
         self.announce = say  # says that a newer model was loaded
@@ -224,7 +225,7 @@ class Served:
         current = identity(self.folder)
         if current is None:
             if not self._deleted:
-                self.say(f"{self.folder} has no model now; still serving version {self.scorer.version}")
+                self.say(f"{self.folder} has no model now; still serving version {self.scorer.version}", "warning")
             self._deleted = True
             return
         self._deleted = False
@@ -239,7 +240,8 @@ class Served:
         self._identity = current
         if newer is None:
             text = str(failure) if isinstance(failure, UltrError) else f"{type(failure).__name__}: {failure}"
-            self.say(f"the newer model cannot be loaded ({text}); still serving version {self.scorer.version}")
+            still = f"still serving version {self.scorer.version}"
+            self.say(f"the newer model cannot be loaded ({text}); {still}", "warning")
         elif newer.version == self.scorer.version:
             return
         else:

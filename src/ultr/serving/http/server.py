@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import resource
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ultr.serving.http.app import ARRIVED, WAITING, App
-from ultr.serving.http.options import ServerOptions, address_of
+from ultr.serving.http.options import Say, ServerOptions, address_of
 from ultr.serving.http.served import Served, Watch
 
 if TYPE_CHECKING:
     from ultr.serving.http.grpc_server import GrpcServer
 
 GRACE_SECONDS = 30  # the time to finish requests after a signal to stop
+TICK_SECONDS = 0.05  # between checks of the connections of a server that stops
+QUIET_SECONDS = 1.0  # a draining server stops when no connection has been open for this time
+LAST_SECONDS = 1.0  # the time in which the connections that were accepted last can send a request
 KEEP_ALIVE_SECONDS = 75  # longer than proxies keep idle connections, so that the proxy closes them first
 LONGEST_HEAD = 1 << 16  # bytes of a request before its body
 HEAD_SECONDS = 10.0  # the time in which a client must send the head of a request
@@ -41,7 +47,7 @@ def serve_alone(
     options: ServerOptions,
     *,
     grpc: socket.socket | None = None,
-    say: Callable[[str], None],
+    say: Say,
 ) -> None:
     """Serve with one process until SIGTERM or SIGINT."""
     served = Served(folder, any_schema=options.any_schema, say=say)
@@ -73,7 +79,7 @@ def run_server(
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
-    server = _Server(config, app, grpc, on_start)
+    server = _Server(config, app, options.drain, grpc, on_start)
 
     def stop(*_: object) -> None:  # uvicorn also calls this, with the signals it got, when it has stopped
         server.should_exit = True
@@ -101,10 +107,15 @@ class _Server(uvicorn.Server):
     """A server of HTTP and, with a reserved port, of gRPC, in one event loop."""
 
     def __init__(
-        self, config: uvicorn.Config, app: App, grpc: socket.socket | None, on_start: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        app: App,
+        drain: float,
+        grpc: socket.socket | None,
+        on_start: Callable[[], None],
     ) -> None:
         super().__init__(config)
-        self._app, self._grpc_socket, self._on_start = app, grpc, on_start
+        self._app, self._drain_seconds, self._grpc_socket, self._on_start = app, drain, grpc, on_start
         self._grpc: GrpcServer | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -116,11 +127,58 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._on_start()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGINT:
+            self._drain_seconds = 0.0
+        self._app.draining = True
+        super().handle_exit(sig, frame)
+
+    async def _drain(self, sockets: list[socket.socket]) -> None:
+        """Answer requests until no connection is open or the time is over, and then refuse new connections."""
+        end = time.monotonic() + self._drain_seconds
+        await self._wait_until_closed(end, QUIET_SECONDS)
+        if self._drain_seconds:
+            for listener in sockets:
+                refuse_connections(listener)
+            await self._wait_until_closed(time.monotonic() + LAST_SECONDS, TICK_SECONDS)
+
+    async def _wait_until_closed(self, end: float, quiet: float) -> None:
+        """Wait until no connection has been open for some seconds, but not beyond `end`, nor after a SIGINT."""
+        last = time.monotonic()
+        while self._drain_seconds and (now := time.monotonic()) < end and now - last <= quiet:
+            await asyncio.sleep(TICK_SECONDS)
+            last = time.monotonic() if self.server_state.connections else last
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._drain(sockets or [])
         if self._grpc is None:
             await super().shutdown(sockets)
         else:
             await asyncio.gather(super().shutdown(sockets), self._grpc.stop(GRACE_SECONDS))
+
+
+# The program of a socket filter, which drops the packets that open a TCP connection (SYN), and keeps all others.
+NO_SYN = (
+    (0x30, 0, 0, 13),  # load the byte with the flags of TCP
+    (0x45, 0, 1, 0x02),  # without SYN, skip the next line
+    (0x06, 0, 0, 0),  # drop the packet
+    (0x06, 0, 0, 0xFFFFFFFF),  # keep the packet
+)
+SO_ATTACH_FILTER = 26  # of Linux; the module socket does not have it
+
+
+def refuse_connections(listener: socket.socket) -> None:
+    """Let no further client connect, while the connections that wait to be accepted stay.
+
+    The system resets the waiting connections of a socket that is closed. So a server first refuses further ones, then
+    accepts those that wait, and only then closes the socket. A client that is dropped here tries again after a second.
+    On other systems than Linux, this function does nothing.
+    """
+    if sys.platform == "linux":
+        program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in NO_SYN))
+        with suppress(OSError):  # a sandbox may forbid it
+            filter_ = struct.pack("HP", len(NO_SYN), ctypes.addressof(program))
+            listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter_)
 
 
 class _Http(HttpToolsProtocol):

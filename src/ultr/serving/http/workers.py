@@ -23,16 +23,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ultr.errors import UltrError
-from ultr.serving.http.options import ServerOptions, listen
+from ultr.serving.http.options import Say, ServerOptions, listen, silent
 from ultr.serving.http.served import COPY, Scorer, Served, Watch
 
 LIVE = "live"  # the link to the model that workers serve
 RELOAD_SECONDS = 0.2  # between a worker's checks of the link
 RESTART_SECONDS, RETRY_SECONDS = 1.0, 10.0  # from the start of a worker to that of the next one; if it did not start
-STOP_SECONDS = 35  # the time in which a worker must stop; uvicorn itself takes at most 30
+STOP_SECONDS = 36  # the time in which a worker must stop after its drain; uvicorn itself takes at most 30
 
-Say = Callable[[str], None]
-Message = tuple[str, str]  # from a worker: "started", "failed" or "say", and a text
+Message = tuple[str, str]  # from a worker: "started", "failed" or the level of a message, and a text
 
 
 def serve_with_workers(
@@ -109,12 +108,12 @@ class _Parent:
         self._workers: dict[int, _Worker] = {}
         self._due: dict[int, float] = {}  # number of a worker that has ended -> the time to start another
         self._woken, self._wake = os.pipe()  # a signal to stop writes to it
-        self._stopping = False
+        self._stopped_by: int | None = None  # the first signal to stop
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
-    def _on_signal(self, *_: object) -> None:
-        self._stopping = True
+    def _on_signal(self, number: int, _: object) -> None:
+        self._stopped_by = self._stopped_by or number
         with suppress(OSError):
             os.write(self._wake, b"x")
 
@@ -125,26 +124,26 @@ class _Parent:
         """Start all workers, and call `on_start` when they accept connections; raise UltrError if one does not."""
         for number in range(1, self._options.workers + 1):
             self._begin(number)
-        while not self._stopping and not all(worker.started for worker in self._workers.values()):
+        while self._stopped_by is None and not all(worker.started for worker in self._workers.values()):
             for worker, message in self._next(None):
                 if message is None:
                     raise UltrError(f"worker {worker.number} ended before it started", hint="try again")
                 if message[0] == "failed":
                     raise UltrError(message[1])
-        if not self._stopping:
+        if self._stopped_by is None:
             on_start()
 
     def run(self) -> None:
         """Pass on messages and replace workers that end, until a signal to stop."""
-        while not self._stopping:
+        while self._stopped_by is None:
             seconds = max(0.0, min(self._due.values()) - time.monotonic()) if self._due else None
             for worker, message in self._next(seconds):
                 if message is None:
                     self._on_end(worker)
                 elif message[0] == "failed":
-                    self._say(f"worker {worker.number} cannot start ({message[1]})")
+                    self._say(f"worker {worker.number} cannot start ({message[1]})", "warning")
             for number, due in list(self._due.items()):
-                if due <= time.monotonic() and not self._stopping:
+                if due <= time.monotonic() and self._stopped_by is None:
                     del self._due[number]
                     self._begin(number)
 
@@ -156,8 +155,8 @@ class _Parent:
         for worker, message in received:
             if message is not None and message[0] == "started":
                 worker.started = True
-            elif message is not None and message[0] == "say":
-                self._say(f"worker {worker.number}: {message[1]}")
+            elif message is not None and message[0] != "failed":
+                self._say(f"worker {worker.number}: {message[1]}", message[0])
         return received
 
     def _on_end(self, worker: _Worker) -> None:
@@ -170,13 +169,15 @@ class _Parent:
         self._due[worker.number] = worker.since + (RESTART_SECONDS if worker.started else RETRY_SECONDS)
         code = worker.process.exitcode or 0
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        self._say(f"worker {worker.number} ended with {how}; starting another")
+        self._say(f"worker {worker.number} ended with {how}; starting another", "warning")
 
     def stop(self) -> None:
         """Tell all workers to stop, and wait until they have finished their requests."""
         for worker in self._workers.values():
-            worker.process.terminate()
-        end = time.monotonic() + STOP_SECONDS
+            drains = self._stopped_by == signal.SIGTERM or not worker.started
+            if worker.process.pid is not None and worker.process.is_alive():
+                os.kill(worker.process.pid, signal.SIGTERM if drains else signal.SIGINT)
+        end = time.monotonic() + self._options.drain + STOP_SECONDS
         for worker in self._workers.values():
             worker.process.join(max(0.0, end - time.monotonic()))
             if worker.process.is_alive():
@@ -200,7 +201,7 @@ def _work(
 
     threading.Thread(target=_stop_without_parent, daemon=True).start()
     try:
-        served = _Staged(stage / LIVE, say=lambda text: send("say", text))
+        served = _Staged(stage / LIVE, say=lambda text, level="info": send(level, text))
         listener = listen(*address, shared=True)
     except UltrError as error:
         send("failed", str(error))
@@ -221,7 +222,7 @@ class _Staged(Served):
 
     def __init__(self, link: Path, say: Say) -> None:
         super().__init__(link, any_schema=True, say=say)
-        self.announce = lambda _: None
+        self.announce = silent
 
     def _load(self, stopped: threading.Event | None = None) -> Scorer:
         scorer = super()._load(stopped)
