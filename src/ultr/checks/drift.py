@@ -20,7 +20,8 @@ from ultr.log.splits import as_texts
 BINS = 10  # of a number; also the values of a number that has no more
 MOVED = 0.25  # least index of a distribution that has changed
 CHANCE = 4.0  # times the index that chance gives
-USUAL = 4.0  # times the index between two halves of the known logs
+USUAL = 4.0  # times the index between the two newest of the known logs
+FAR = 5.0  # an index of nearly disjoint distributions, which no trend explains
 OTHER_RATE = 1.5  # factor of the feedback by request
 SIGMAS = 4.0
 CHECK = "check how the log was made; if the change is meant, pass --allow with the name of this finding"
@@ -63,7 +64,7 @@ def changes(before: Log, after: Log, label: Label, *, older: Log | None = None) 
         first, second, last = counts[:, counts.any(0)]
         chance = CHANCE * (len(last) - 1)
         usual = USUAL * stability_index(first, second) - chance * (1 / sizes[0] + 1 / sizes[1])
-        limit = max(MOVED, chance * (1 / sizes[1] + 1 / sizes[2]), usual)
+        limit = max(MOVED, chance * (1 / sizes[1] + 1 / sizes[2]), min(usual, FAR))
         yield Change(name, stability_index(second, last), limit, what(), features)
 
 

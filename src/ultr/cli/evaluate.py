@@ -102,6 +102,9 @@ def evaluate(
         str | None,
         typer.Option(help="Exit with code 3 unless the decision on each ranker is deploy (or test: test or deploy)."),
     ] = None,
+    fail_if_worse: Annotated[
+        bool, typer.Option("--fail-if-worse", help="Exit with code 3 if the decision on a ranker is: do not deploy.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Compare runs and score columns on the same requests, next to the logged ranking, and say what to do.
@@ -125,8 +128,8 @@ def evaluate(
             raise OptionError("there is no data to evaluate on", hint="pass a log with --data")
         data = folders.pop()
     if team is not None:
-        if folders or score_column or fail_unless:
-            what = "--team compares the rankers of a log, so runs, --score-column and --fail-unless are of no use"
+        if folders or score_column or fail_unless or fail_if_worse:
+            what = "--team compares the rankers of a log, so runs, --score-column and --fail-... are of no use"
             raise OptionError(what, hint="pass only the log")
         _evaluate_teams(data, team, label, where, on_duplicates, named_columns(locals()), as_json=as_json)
         return
@@ -160,7 +163,7 @@ def evaluate(
         print_comparison(found.comparison, data)
         if folders:
             print_next("report", *folders, out=free_path("report.html"))
-    if fail_unless is not None and not _decided(found.comparison, fail_unless):
+    if not _passes(found.comparison, fail_unless, or_worse=fail_if_worse):
         raise typer.Exit(UNMET)
 
 
@@ -201,13 +204,15 @@ def _evaluate_teams(
     print_table(table)
 
 
-def _decided(found: RankerComparison, least: str) -> bool:
-    """Return whether the decision on every ranker is `deploy`, or at least `test`."""
-    from ultr.evaluation.comparing import DEPLOY, TEST
+def _passes(found: RankerComparison, least: str | None, *, or_worse: bool) -> bool:
+    """Return whether the decision on every ranker is `deploy`, or at least `test`, and none is not to deploy."""
+    from ultr.evaluation.comparing import DEPLOY, REJECT, TEST
 
-    accepted = (DEPLOY,) if least == "deploy" else (DEPLOY, TEST)
     decisions = [found.decision(name) for name in found.rankers if name != found.against]
-    return all(decision is not None and decision.action in accepted for decision in decisions)
+    actions = {None if decision is None else decision.action for decision in decisions}
+    if or_worse and REJECT in actions:
+        return False
+    return least is None or actions <= ({DEPLOY} if least == "deploy" else {DEPLOY, TEST})
 
 
 def _theta_text(theta: Mapping[str, float]) -> str:
