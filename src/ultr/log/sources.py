@@ -134,6 +134,11 @@ class Source:
         """Return the value of a partition column in each file."""
         return _typed([file.partitions.get(name) for file in self.files], self.partitions.field(name).type)
 
+    def partition_values(self) -> dict[str, list[str]]:
+        """Return the values of each partition column, as texts."""
+        names = self.partitions.names
+        return {name: sorted({str(file.partitions.get(name) or NO_VALUE) for file in self.files}) for name in names}
+
     def typed_value(self, file: SourceFile, name: str) -> Any:
         """Return the value of a partition column in a file."""
         return _typed([file.partitions.get(name)], self.partitions.field(name).type)[0].as_py()
