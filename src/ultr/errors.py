@@ -10,6 +10,7 @@ UltrError
 ├── OutputError          an output exists already or cannot be written        (exit 1)
 ├── ProcessError         another process of the same training failed          (exit 1)
 ├── UnfinishedError      the time limit was reached; finished work is saved   (exit 3)
+├── NetworkError         a store or service could not be reached after retries (exit 4)
 └── MissingExtraError    an optional dependency is not installed              (exit 1)
 """
 
@@ -76,6 +77,10 @@ class ProcessError(UltrError):
 
 class UnfinishedError(UltrError):
     exit_code = 3
+
+
+class NetworkError(UltrError):
+    exit_code = 4
 
 
 class MissingExtraError(UltrError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +16,7 @@ REJECTED = 3  # the exit code if the new run is worse
 
 
 def update(
-    run: Annotated[Path, typer.Argument(help="The run of yesterday: a finished run on a log.")],
+    run: Annotated[str, typer.Argument(help="The run of yesterday: a finished run on a log; also a URL.")],
     log: Annotated[
         list[str],
         typer.Option(
@@ -26,7 +25,7 @@ def update(
             "the oldest first.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The run directory to write.")],
+    out: Annotated[str, typer.Option(help="The run directory to write; also a URL.")],
     gate: Annotated[
         float, typer.Option(help="Reject the new run if it is worse than the old one with this confidence.")
     ] = 0.95,
@@ -63,11 +62,14 @@ def update(
     worse, the command exits with code 3, and writes nothing at --out. A killed command is resumed by the same command,
     unless the log has changed.
     """
+    from ultr.datasets.base import cache_folder
     from ultr.training.loop import Listeners
-    from ultr.training.update import update_run
+    from ultr.training.update import CANDIDATE, update_run
+    from ultr.utils.stores import kept_here
 
     source = one_source(log)
-    with progress_bar() as bar:
+    here = kept_here(out, cache_folder() / "runs", resume=True, overwrite=overwrite, writes=True)
+    with progress_bar() as bar, here as folder:
         task = bar.add_task("update", total=None, figure="")
 
         def show(progress: Any) -> None:
@@ -78,7 +80,7 @@ def update(
         result = update_run(
             run,
             source,
-            out,
+            folder,
             gate=gate,
             refit_bias=refit_bias,
             decay=decay,
@@ -89,9 +91,10 @@ def update(
             lr=lr,
             device=device,
         )
+    written = out if result.accepted else f"{out.rstrip('/')}{CANDIDATE}"
     print_warnings(result.warnings)
     if as_json:
-        content = {"run": str(result.run), "accepted": result.accepted, "metric": result.metric}
+        content = {"run": written, "accepted": result.accepted, "metric": result.metric}
         print(json.dumps({**content, **result.comparison.to_json()}))
     else:
         print_comparison(result.comparison, source)
@@ -100,7 +103,7 @@ def update(
     if test is not None:
         about = f" (difference {test.difference:+.4f}, 95% interval {test.low:+.4f} to {test.high:+.4f})"
     if not result.accepted:
-        text = f"the new run is worse than {run}{about}, so {out} was not written; it is in {result.run}"
+        text = f"the new run is worse than {run}{about}, so {out} was not written; it is in {written}"
         words.print(plain(text), soft_wrap=True)
         raise typer.Exit(REJECTED)
     words.print(plain(f"wrote {out}: not clearly worse than {run}{about}"), soft_wrap=True)

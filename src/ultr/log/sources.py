@@ -152,11 +152,14 @@ class Source:
         return table.select(list(names))
 
     def fingerprint(self) -> str:
-        """Return a digest of the contents of the files; of files in a store, of their names and sizes."""
+        """Return a digest of the contents of the files; of files in a store, of their names, sizes and times."""
         path = as_path(self.name)
         if as_url(self.name) is None and path.exists() and not self.partitions.names:
             return fingerprint(path)
-        content = [(f.name, fingerprint(Path(f.path)) if f.stored is None else f.stored.size) for f in self.files]
+        content = [
+            (f.name, fingerprint(Path(f.path)) if f.stored is None else (f.stored.size, f.stored.changed))
+            for f in self.files
+        ]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
     def sum(self, count: Callable[[Any], int]) -> int:

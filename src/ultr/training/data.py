@@ -159,7 +159,7 @@ class Decisions:
 
 def decide(config: Config, data: Data) -> Decisions:
     """Return what the data decide: rankers, sizes of hidden layers, and the label and segment that were found."""
-    start = None if config.training.warm_start is None else Decisions.load(Path(config.training.warm_start))
+    start = None if config.start_run is None else Decisions.load(config.start_run)
     rankers, note = _choose_rankers(config, data, start)
     hidden = config.network.hidden
     if hidden is None and "mlp" in rankers:
@@ -203,9 +203,9 @@ def load_run_data(config: Config, source: Any = None, *, streamed: bool | None =
     """
     if config.users is None:
         data = _read_training_log(config, source, streamed=streamed)
-        start = config.training.warm_start
+        start = config.start_run
         with_codes = start is not None and any(map(is_trees, _kinds(config, start)))
-        return _with_codes_of(Path(str(start)), data) if with_codes else data
+        return _with_codes_of(start, data) if start is not None and with_codes else data
     simulation = config.simulation
     dataset = cached_dataset(config.data.source, config.data.folder)
     user = make_user(config.users, **{**simulation.user_options, "max_grade": dataset.max_grade})
@@ -229,8 +229,8 @@ def load_run_data(config: Config, source: Any = None, *, streamed: bool | None =
     return Data(train_log, validation, dataset.fingerprint, user, feeding, label, initial=rankers[0])
 
 
-def _kinds(config: Config, start: str) -> tuple[str, ...]:
-    return config.kinds or Decisions.load(Path(start)).rankers
+def _kinds(config: Config, start: Path) -> tuple[str, ...]:
+    return config.kinds or Decisions.load(start).rankers
 
 
 def _with_codes_of(run: Path, data: Data) -> Data:
@@ -592,7 +592,7 @@ def random_split(log: Log, config: Config) -> tuple[np.ndarray, np.ndarray, np.n
     A query that the run `warm_start` was trained on stays for training, and one that it was selected on for
     validation. Else validation would favour that run, which may know its requests.
     """
-    used = None if config.training.warm_start is None else used_requests(Path(config.training.warm_start), log)
+    used = None if config.start_run is None else used_requests(config.start_run, log)
     if used is None:
         return _split(log, config)
     query = queries_of(log)

@@ -24,6 +24,7 @@ from ultr.training.outcome import fresh_requests, split_of
 from ultr.training.run import run_training
 from ultr.utils.files import check_output, sync_folder, take_name
 from ultr.utils.jsonfiles import read_json
+from ultr.utils.stores import fetched, url_below
 
 TEST = 0.2  # least share of the requests of a new log that the gate compares the two rankers on
 PARTS = 5  # an update has this part of the steps of the first training
@@ -47,7 +48,7 @@ class Update:
 
 
 def update_run(
-    run: Path,
+    run: str | Path,
     data: str,
     out: Path,
     *,
@@ -88,7 +89,7 @@ def update_run(
             listeners.on_note(f"{begun} is of another log or other options, so it is trained again")
         run_training(config, candidate, resume=resume, overwrite=not resume, listeners=listeners)
     metric = judging_metric(config.selection) if config.selection.startswith(OFF_POLICY) else f"{OFF_POLICY}reward@10"
-    comparison, warnings = compare_runs(run, candidate, config, metric)
+    comparison, warnings = compare_runs(fetched(run), candidate, config, metric)
     test = comparison.rankers["the new run"][metric].difference
     accepted = accepted_before or test is None or not (test.difference < 0 and test.p < 1 - gate)
     if accepted and not accepted_before:
@@ -107,7 +108,7 @@ def _is_of(folder: Path, config: Config, content: str) -> bool:
 
 
 def update_config(
-    run: Path,
+    run: str | Path,
     data: str,
     *,
     refit_bias: bool = False,
@@ -116,18 +117,19 @@ def update_config(
     **training: Any,
 ) -> Config:
     """Return the configuration of an update: that of the run, with the new data, its rankers and its bias."""
-    config, decisions = read_config(run), Decisions.load(run)
+    here = fetched(run)
+    config, decisions = read_config(here), Decisions.load(here)
     if config.users is not None or config.simulation.learn_from != "feedback":
         raise OptionError("only a run that was trained on a log can be updated", got=run, hint="use ultr train")
-    bias = read_json(run / BIAS_FILE) if (run / BIAS_FILE).is_file() else {}
+    bias = read_json(here / BIAS_FILE) if (here / BIAS_FILE).is_file() else {}
     keeps_theta = bias.get("theta") and config.examination.propensities is None and not refit_bias
-    columns = {} if is_lists(data) else {**load_model(run).columns, "segment": decisions.segment or "none"}
+    columns = {} if is_lists(data) else {**load_model(here).columns, "segment": decisions.segment or "none"}
     changes: dict[str, Any] = {
         "data": data,
         "columns": columns,
         "label": decisions.label,
         "warm_start": str(run),
-        "bias": str(run / BIAS_FILE) if keeps_theta else None,
+        "bias": url_below(run, BIAS_FILE) if keeps_theta else None,
         "decay": decay,
         "time": time or (config.data.time if config.data.split == "time" else None),
         "test": 0.0 if is_lists(data) else max(config.data.test, TEST),

@@ -34,7 +34,7 @@ from ultr.log.sources import (
     read_schemas,
 )
 from ultr.log.table import FEATURE_NAMES_KEY
-from ultr.utils.stores import as_fsspec
+from ultr.utils.stores import as_fsspec, reject_network
 
 # --- Files ------------------------------------------------------------------------------------------------------------
 # The files of a log for `ultr prepare`, as Parquet, and their columns.
@@ -214,6 +214,7 @@ def engine_errors(where: object) -> Iterator[None]:
         if type(error).__module__.split(".")[0] not in ENGINE_MODULES:
             raise
         text = str(error)
+        reject_network(error, where)
         if messages := WORKER_ERROR.findall(text):
             raise DataError(messages[0].strip(), where=where) from error
         brief = " ".join(text.split())[:300]
