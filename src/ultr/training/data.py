@@ -322,7 +322,6 @@ def _read_training_log(config: Config, source: Any, *, streamed: bool | None) ->
         hint = "run ultr prepare on it first"
         raise OptionError("only prepared lists can be streamed", got=options.source, hint=hint)
     files, time = _files(config)
-    _check_fits_in_memory(files)
     log, found = _read_once(files, config, time=time)
     if options.decay is not None:
         log = decayed_by_time(log, options.decay)
@@ -398,18 +397,6 @@ def segment_of_run(bias: str) -> dict[str, str]:
 def _missing(config: Config) -> Missing:
     only_trees = bool(config.kinds) and all(map(is_trees, config.kinds))
     return "keep" if only_trees or config.data.missing == "mean" else "reject"
-
-
-def _check_fits_in_memory(source: Source) -> None:
-    """Raise DataError if a Parquet log, uncompressed, is larger than the free memory."""
-    if source.kind != "Parquet":
-        return
-    size = source.sum(lambda footer: sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups)))
-    if size > available_memory():
-        got = f"{size / 2**30:.1f} GiB; {available_memory() / 2**30:.1f} GiB are free"
-        raise DataError(
-            "the log does not fit in memory", where=source.name, got=got, hint="run ultr prepare on it first"
-        )
 
 
 def _read_lists(config: Config, streamed: bool | None) -> Data:
