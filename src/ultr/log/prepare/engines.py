@@ -8,7 +8,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -302,7 +302,6 @@ class DuckDB:
 @contextmanager
 def _duckdb(scratch: Path, memory: int, threads: int | None) -> Iterator[DuckDB]:
     try:
-        import duckdb
         import ibis
 
         options: dict[str, Any] = {"threads": threads} if threads is not None else {}
@@ -317,9 +316,11 @@ def _duckdb(scratch: Path, memory: int, threads: int | None) -> Iterator[DuckDB]
         raise MissingExtraError("--engine duckdb", package="ibis-framework[duckdb]", extra="prepare") from error
     # This optimizer trusts the statistics in Parquet files, which ignore NaN, so that checks would not find NaN.
     backend.con.execute("SET disabled_optimizers = 'statistics_propagation'")
-    for setting in ("allocator_flush_threshold = '1MB'", "allocator_background_threads = true"):
-        with suppress(duckdb.Error):  # an older version has no such setting
-            backend.con.execute(f"SET {setting}")  # give memory back after each query, else it adds up above the limit
+    # Give memory back after each query; else it adds up above the limit. Older versions lack a setting.
+    known = {name for (name,) in backend.con.execute("SELECT name FROM duckdb_settings()").fetchall()}
+    for name, value in (("allocator_flush_threshold", "'1MB'"), ("allocator_background_threads", "true")):
+        if name in known:
+            backend.con.execute(f"SET {name} = {value}")
     try:
         yield DuckDB(backend)
     finally:
