@@ -381,7 +381,8 @@ def _on_disk(data: Any) -> Iterator[str]:
 def _folder(out: str | Path | None) -> Iterator[Path]:
     """Yield a path, or a temporary folder if it is None."""
     if out is not None:
-        yield Path(out)
+        with kept_here(out, cache_folder() / "runs", resume=True, overwrite=False, writes=is_main()) as folder:
+            yield folder
         return
     with tempfile.TemporaryDirectory(prefix="ultr-") as folder:
         yield Path(folder) / "comparison"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from dataclasses import replace
 from decimal import Decimal
 
@@ -20,6 +21,8 @@ from hypothesis import strategies as st
 
 from ultr.errors import ColumnError, DataError, OptionError, UltrError
 from ultr.log import Log, read_log, write_log
+from ultr.log import readers as ultr_readers
+from ultr.log.readers import read_batches
 from ultr.log.sources import open_source
 
 FEATURES = 3
@@ -501,3 +504,30 @@ def test_an_empty_file_is_called_empty_whatever_its_name(tmp_path):
     path.touch()
     with pytest.raises(DataError, match="the file is empty"):
         open_source(path)
+
+
+@pytest.fixture(scope="module")
+def bomb(tmp_path_factory):
+    """A file of some kilobytes with five million equal rows."""
+    path = tmp_path_factory.mktemp("bomb") / "bomb.parquet"
+    values = {"request": "a request", "position": 1, "click": 0, "feature_a": 0.5}
+    pq.write_table(pa.table({name: pa.repeat(value, 5_000_000) for name, value in values.items()}), path)
+    assert path.stat().st_size < 200_000
+    return path
+
+
+@pytest.mark.parametrize("command", ["describe", "train", "bias", "explore"])
+def test_a_small_file_with_too_many_rows_for_the_memory_is_an_error(command, bomb, ultr, tmp_path, monkeypatch):
+    monkeypatch.setattr(ultr_readers, "available_memory", lambda: 256 << 20)
+    done = ultr(command, bomb, *(["--out", tmp_path / "run"] if command == "train" else []))
+    message = r"the log does not fit in memory, got at least 0\.[45] GiB for 5,000,000 rows; 0\.2 GiB are free"
+    assert (done.returncode, bool(re.search(message, done.stderr))) == (1, True), done.stderr
+
+
+def test_a_list_that_does_not_fit_in_memory_is_an_error(tmp_path, monkeypatch):
+    lists = pa.ListArray.from_arrays(pa.array([0, 5_000_000], pa.int32()), pa.repeat(0.5, 5_000_000))
+    table = {"request": pa.array(["a"]), "position": pa.array([[1]]), "features": lists}
+    pq.write_table(pa.table(table), tmp_path / "log.parquet")
+    monkeypatch.setattr(ultr_readers, "available_memory", lambda: 32 << 20)
+    with pytest.raises(DataError, match=r"a row does not fit in memory, got 5,000,00. values in a row"):
+        list(read_batches(tmp_path / "log.parquet", feature_names=("features",)).batches)

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+import ultr.log.readers
 import ultr.training.data
 from conftest import some_always
 from lists_folder import write_lists
@@ -233,7 +234,7 @@ def test_a_weight_of_two_counts_like_two_requests(method, tmp_path):
 
 def test_a_log_larger_than_memory_gets_a_hint_to_prepare_it(tmp_path, monkeypatch):
     write_log(feedback_log(30), tmp_path / "log.parquet")
-    monkeypatch.setattr("ultr.utils.memory.available_memory", lambda: 1000)
+    monkeypatch.setattr(ultr.log.readers, "available_memory", lambda: 1000)
     with pytest.raises(DataError, match=r"does not fit in memory.*ultr prepare"):
         load_run_data(quick(tmp_path / "log.parquet"))
 

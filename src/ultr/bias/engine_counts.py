@@ -32,13 +32,21 @@ from ultr.log.labels import Label, click_label
 from ultr.log.prepare.engines import Engine, Tables, feature_names
 from ultr.log.prepare.impressions import filtered, id_column, impressions, rounded, without_missing_actions
 from ultr.log.prepare.options import Preparation
-from ultr.log.prepare.pipeline import check_rows, count_differing, open_log, reject_differing, suspicious_ids
+from ultr.log.prepare.pipeline import (
+    MIN_MEMORY,
+    check_rows,
+    count_differing,
+    open_log,
+    reject_differing,
+    suspicious_ids,
+)
 from ultr.log.sampling import SAMPLE_VALUES
 from ultr.log.splits import codes
 from ultr.utils.display import begin_stage
 
 GROUPS = 256  # groups of requests, by the first two hexadecimal digits of a hash
 MOST_COUNTS = 10_000_000  # counts by item, position and group that are fetched, at most about
+COUNT_BYTES = 200  # memory that a fetched count needs, about
 PRIME = (1 << 31) - 1  # squares of smaller numbers fit into 64 bits
 ROUNDS = (748_932_582, 1_995_689_511, 1_254_013_873, 1_625_943_013)  # random numbers, which make a hash of a position
 DIGITS = 12  # hexadecimal digits of a hash that decide about a sample
@@ -114,8 +122,11 @@ class _Work:
         if len(suspicious):
             rows = rows.filter(rows.request.notin(suspicious.to_pylist()))
         left = len(ids) if self.keep_suspicious else 0
-        whole = replace(_log_counts(rows, self.fetch), suspicious=left)
-        segments = {name: _log_counts(part, self.fetch) for name, part in self._segments(rows)}
+        most = MOST_COUNTS
+        if self.chosen.memory is not None:  # the engine's memory is free when the counts are here
+            most = min(most, max(MIN_MEMORY, self.chosen.memory) // COUNT_BYTES)
+        whole = replace(_log_counts(rows, self.fetch, most), suspicious=left)
+        segments = {name: _log_counts(part, self.fetch, most) for name, part in self._segments(rows)}
         begin_stage("sampling")
         sample = self._sample(table, columns, total, sample_rows)
         return EngineAudit(
@@ -225,7 +236,7 @@ def _counted_columns(rows: Any, clicked: Any) -> Any:
     return rows.select(**chosen, **{role: rows[role].cast("string").coalesce("") for role in texts})
 
 
-def _log_counts(rows: Any, fetch: Callable[[Any], pa.Table]) -> LogCounts:
+def _log_counts(rows: Any, fetch: Callable[[Any], pa.Table], most: int) -> LogCounts:
     """Count rows by position, and for each source of evidence, as `counts.log_counts` does in memory."""
     sums = _sums(rows, ["position"], clicks=rows.clicked.sum())
     of_position = fetch(sums).sort_by("position")
@@ -241,7 +252,7 @@ def _log_counts(rows: Any, fetch: Callable[[Any], pa.Table]) -> LogCounts:
     by_query = "query" in about and found["queries"] < found["requests"]
     sources = {
         "randomised": _random_counts(rows, fetch, positions) if found.get("random") else None,
-        "items": _item_counts(rows, fetch, positions, ["item", "query"] if by_query else ["item"]),
+        "items": _item_counts(rows, fetch, positions, ["item", "query"] if by_query else ["item"], most),
     }
     return LogCounts(
         positions=positions,
@@ -280,10 +291,12 @@ def _position_hash(position: Any) -> Any:
     return value
 
 
-def _item_counts(rows: Any, fetch: Callable[[Any], pa.Table], positions: np.ndarray, keys: list[str]) -> Counts | None:
+def _item_counts(
+    rows: Any, fetch: Callable[[Any], pa.Table], positions: np.ndarray, keys: list[str], most: int
+) -> Counts | None:
     """Count the items that were clicked and shown at several positions, as `counts.counted_items` does.
 
-    If there are too many, those with the lowest hashes are counted.
+    If there are more counts than `most`, those of the items with the lowest hashes are fetched.
     """
     if "item" not in rows.columns:
         return None
@@ -294,7 +307,7 @@ def _item_counts(rows: Any, fetch: Callable[[Any], pa.Table], positions: np.ndar
     size = fetch(moved.aggregate(items=moved.count(), cells=moved.places.sum(), seen=moved.seen.sum())).to_pylist()[0]
     if not size["items"]:
         return None
-    share = min(1.0, CELLS / size["cells"], MOST_COUNTS / min(size["seen"], GROUPS * size["cells"]))
+    share = min(1.0, CELLS / size["cells"], most / min(size["seen"], GROUPS * size["cells"]))
     counted = moved.select(*keys)
     if share < 1:
         text = counted["item"].cast("string")

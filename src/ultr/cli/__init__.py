@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 import time
@@ -33,6 +34,7 @@ from ultr.cli import (
 from ultr.cli.messages import messages_on_stderr, with_log_options, words
 from ultr.cli.options import one_line, plain
 from ultr.errors import OptionError, ProcessError, UltrError, missing_for_training
+from ultr.utils.stores import as_url
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk, or of a user's share of it
@@ -120,13 +122,15 @@ def _exit_with(error: UltrError) -> NoReturn:
 
 
 def _check_arguments() -> None:
-    """Raise OptionError if an argument is not UTF-8, which the libraries that open files need."""
+    """Raise OptionError if an argument is a broken URL, or not UTF-8, which the libraries that open files need."""
     in_utf8 = sys.getfilesystemencoding().lower() == "utf-8"
     for argument in sys.argv[1:]:
         if not argument.isascii() and (not in_utf8 or any("\ud800" <= letter <= "\udfff" for letter in argument)):
             again = "set the environment variable PYTHONUTF8=1, and run the command again"
             hint = "rename the file" if in_utf8 else f"{again}; the encoding now is {sys.getfilesystemencoding()}"
             raise OptionError("an argument is not in UTF-8", got=ascii(argument), hint=hint)
+        for part in re.sub(r"^--[\w-]+=", "", argument).split(","):
+            as_url(part)
 
 
 def _print_interrupt() -> None:

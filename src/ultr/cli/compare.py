@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,7 +27,9 @@ def compare(
             "bounds: lambdarank:from=truth (true labels), lambdarank:from=no-bias (users without bias)."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the comparison; finished runs in it are not repeated.")],
+    out: Annotated[
+        str, typer.Option(help="Folder of the comparison; finished runs in it are not repeated; also a URL.")
+    ],
     data: shared.Data = None,
     seeds: Annotated[int, typer.Option(help="Runs of each method, with different seeds.")] = 5,
     reference: Annotated[
@@ -78,24 +79,27 @@ def compare(
     """
     given = {name: value for name, value in locals().items() if name in shared.NAMES}
 
+    from ultr.datasets.base import cache_folder
     from ultr.report import write_comparison_page
     from ultr.training.comparing.plan import LONGEST, run_folder
     from ultr.training.comparing.plan import compare as run_comparison
+    from ultr.utils.stores import kept_here, url_below
 
     base = shared.training_config(given, sets=settings or (), file=config_file)
     if not base.data.source:
         raise OptionError("there is no data to learn from", hint="pass a log: ultr compare LOG --methods ... --out DIR")
     tuning = {"longest": 1 if "steps" in base.network.model_fields_set else LONGEST, **_tuning(tune or ())}
-    with progress_bar() as bar:
+    here = kept_here(out, cache_folder() / "runs", resume=True, overwrite=False, writes=True)
+    with progress_bar() as bar, here as folder:
         task = bar.add_task("runs", total=None, figure="")
 
-        def show(done: int, total: int, folder: str) -> None:
-            bar.update(task, completed=done, total=total, figure=folder)
+        def show(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, figure=name)
 
         result = run_comparison(
             base,
             [name for name in methods.split(",") if name.strip()],
-            out,
+            folder,
             seeds=seeds,
             rates=_numbers("--lrs", lrs or ""),
             metrics=metrics.split(",") if metrics else (),
@@ -106,18 +110,19 @@ def compare(
             on_warning=print_warning,
             **tuning,
         )
-    if has_page := pages_can_be_made():
-        write_comparison_page(out, out / "comparison.html", overwrite=True)
+        if has_page := pages_can_be_made():
+            write_comparison_page(folder, folder / "comparison.html", overwrite=True)
+        best = result.best()
+        best_run = run_folder(folder, best.entry, best.setting, 0)
+        has_model, best_name = (best_run / "model").is_dir(), best_run.relative_to(folder).as_posix()
     if as_json:
         print(json.dumps(result.to_json()))
         return
     _print_comparison(result)
-    page = f" and {out / 'comparison.html'}" if has_page else ""
-    words.print(f"wrote {out / 'comparison.json'}{page}", soft_wrap=True)
-    best = result.best()
-    folder = run_folder(out, best.entry, best.setting, 0)
-    if (folder / "model").is_dir():
-        print_next("report", folder, out=free_path("report.html"))
+    page = f" and {url_below(out, 'comparison.html')}" if has_page else ""
+    words.print(f"wrote {url_below(out, 'comparison.json')}{page}", soft_wrap=True)
+    if has_model:
+        print_next("report", url_below(out, best_name), out=free_path("report.html"))
 
 
 def _tuning(texts: Sequence[str]) -> dict[str, Any]:

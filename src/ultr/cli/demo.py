@@ -24,7 +24,9 @@ def demo(
     """Show position bias and its cost: generate data, simulate users, and train rankers on their feedback."""
     from ultr.experiments.demo import run_demo, run_learning
     from ultr.report import write_report
+    from ultr.utils.stores import on_this_machine
 
+    out = on_this_machine(out)
     with words.status("generating data and simulating clicks ..."):
         result = run_demo(out, seed=seed)
     if not as_json:

@@ -59,18 +59,11 @@ def describe(
 ) -> None:
     """Check a log: what was recognised in it, what is wrong, and what to do next."""
     from ultr.log import read_log
-    from ultr.log.readers import prepared, read_columns
-    from ultr.log.sources import open_source
     from ultr.log.table import by_position, missing_values
-    from ultr.utils.memory import check_parquet_fits
 
     named = named_columns(locals())
     source = options.one_source(log_path)
     rows: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where or (), **named}
-    columns = None if prepared(source) else read_columns(source, **named)
-    if columns is not None and (files := open_source(source)).kind == "Parquet":
-        hint = "describe a part of it, such as one file or day"
-        check_parquet_fits([file.parquet for file in files.files], columns.used, where=files.name, hint=hint)
     log = read_log(source, **rows)
     lengths, notes = log.lengths, list(log.notes)
     if (missing := missing_values(log)) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,7 +35,7 @@ def explore(
         str | None,
         typer.Option(help="Plan to write: neighbours, first or top3. Default: the one with the fewest requests."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="CSV file for the table that a service applies.")] = None,
+    out: Annotated[str | None, typer.Option(help="CSV file for the table that a service applies; also a URL.")] = None,
     requests_per_day: Annotated[
         float | None, typer.Option(help="Requests of the service per day.", min=1.0, show_default="from --time")
     ] = None,

@@ -30,6 +30,13 @@ def prepare(
         str | None,
         typer.Option(help="Add the requests to this folder of lists, with its options, in place of --out."),
     ] = None,
+    replace: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="With --append: replace the requests of this partition, such as date=2026-01-05; may be repeated.",
+        ),
+    ] = None,
     engine: Annotated[str, typer.Option(help="Engine that groups the log: duckdb or spark.")] = "duckdb",
     request: options.RequestColumn = None,
     position: options.PositionColumn = None,
@@ -98,9 +105,9 @@ def prepare(
     as_json: options.Json = False,
 ) -> None:
     """Group a log of any size into lists, one per request, split for training, validation and testing."""
-    # All parameters except the five removed here are options of `Preparation` with the same names.
+    # All parameters except those removed here are options of `Preparation` with the same names.
     settings: dict[str, Any] = dict(locals())
-    for name in ("source", "out", "append", "overwrite", "as_json"):
+    for name in ("source", "out", "append", "replace", "overwrite", "as_json"):
         del settings[name]
     if (lists := out or append) is None or (out and append):
         raise OptionError("--out or --append must name the folder of the lists", hint="pass one of them")
@@ -115,8 +122,8 @@ def prepare(
         def progress(stage: str, done: int, total: int) -> None:
             bar.update(task, description=stage, completed=done, total=total or None)
 
-        how: dict[str, Any] = {"overwrite": overwrite, "append": append is not None, "progress": progress}
-        manifest = prepare_lists(options.one_source(source), lists, **how, **settings)
+        how: dict[str, Any] = {"overwrite": overwrite, "append": append is not None, "replace": replace or ()}
+        manifest = prepare_lists(options.one_source(source), lists, progress=progress, **how, **settings)
     print_notes(manifest.about["notes"])
     if as_json:
         print(json.dumps(asdict(manifest)))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def report(
     runs: Annotated[list[str], typer.Argument(help="Finished runs, or one folder from ultr compare or ultr bias.")],
-    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    out: Annotated[str, typer.Option(help="The HTML file to write; also a URL.")] = "report.html",
     name: Annotated[
         list[str] | None, typer.Option(help="Name of a run on the page; one for each run, in their order.")
     ] = None,
@@ -33,7 +33,7 @@ def report(
     """
     from ultr.report import load_run, write_report
     from ultr.utils.files import check_output
-    from ultr.utils.stores import fetched
+    from ultr.utils.stores import as_path, as_url, fetched
 
     check_output(out, overwrite=overwrite)
     folders = [fetched(run) for run in runs]
@@ -45,7 +45,8 @@ def report(
         return
     for path, run in loaded:
         _print_importance(path, run)
-    words.print(f"wrote {out} ({out.stat().st_size / 2**20:.1f} MB): open it in a browser", soft_wrap=True)
+    size = "" if as_url(out) else f" ({as_path(out).stat().st_size / 2**20:.1f} MB)"
+    words.print(f"wrote {out}{size}: open it in a browser", soft_wrap=True)
     if len(runs) == 1 and (folders[0] / "model").is_dir():
         print_next("export", runs[0], out=free_path("model"))
 

@@ -72,7 +72,9 @@ def reproduce(
     from ultr.experiments import EXPERIMENTS, FULL, QUICK, SELECTIONS, Lab
     from ultr.experiments.docs import write_docs
     from ultr.training.comparing.workers import Workers, default_jobs
+    from ultr.utils.stores import on_this_machine
 
+    out = on_this_machine(out)
     make_user(users)  # raises OptionError if there are no such users
     selections = () if select is None else tuple(name.strip() for name in select.split(","))
     for given, known in [*((name, [*SELECTIONS]) for name in selections), (logging, get_args(Logging))]:

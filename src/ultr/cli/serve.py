@@ -14,12 +14,15 @@ import typer
 from ultr.cli.messages import words
 from ultr.cli.options import plain
 from ultr.errors import OptionError
+from ultr.utils.stores import as_path, as_url
 
 TOKEN = "ULTR_TOKEN"  # noqa: S105  # the name of an environment variable, not a token
 
 
 def serve(
-    run: Annotated[Path, typer.Argument(help="A finished run, or a folder that ultr export wrote, or a link to one.")],
+    run: Annotated[
+        str, typer.Argument(help="A finished run, or a folder that ultr export wrote, or a link or a URL to one.")
+    ],
     name: Annotated[str, typer.Option(help="The name of the model in URLs.")] = "ranker",
     port: Annotated[int, typer.Option(help="The port to listen on; 0 is any free port.", min=0, max=65535)] = 8080,
     host: Annotated[
@@ -52,6 +55,7 @@ def serve(
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", name):
         what = "'name' must have 1 to 100 letters, digits, '_', '.' or '-'"
         raise OptionError(what, got=f"'{name}'", hint="pass another --name")
+    folder: str | Path = as_url(run) or as_path(run)
     token = _token(token_file)
     from ultr.serving.http import ServerOptions, check_grpc, listen, reserve
     from ultr.serving.http import serve as serve_on
@@ -75,7 +79,7 @@ def serve(
         def say(text: str, level: str = "info", /) -> None:
             words.print(plain(text), level=level, soft_wrap=True)
 
-        serve_on(listener, run, options, grpc=grpc, say=say)
+        serve_on(listener, folder, options, grpc=grpc, say=say)
 
 
 def _token(path: Path | None) -> str | None:

@@ -15,7 +15,7 @@ from ultr.errors import OptionError
 
 def simulate(
     data: Annotated[str, typer.Argument(help="Data set (synthetic, ml-1m, mq2007, ...), or a LETOR file or folder.")],
-    out: Annotated[Path, typer.Option(help="The log to write (Parquet).")],
+    out: Annotated[str, typer.Option(help="The log to write (Parquet); also a URL.")],
     users: Annotated[str, typer.Option(help="Simulated users: pbm, trust, cascade, clickbait or watch.")] = "pbm",
     eta: Eta = 1.0,
     epsilon: Epsilon = 0.1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +16,7 @@ REJECTED = 3  # the exit code if the gate stops the update
 
 
 def update(
-    run: Annotated[Path, typer.Argument(help="The run of yesterday: a finished run on a log.")],
+    run: Annotated[str, typer.Argument(help="The run of yesterday: a finished run on a log; also a URL.")],
     log: Annotated[
         list[str],
         typer.Option(
@@ -26,7 +25,7 @@ def update(
             "the oldest first.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The run directory to write.")],
+    out: Annotated[str, typer.Option(help="The run directory to write; also a URL.")],
     gate: Annotated[
         float, typer.Option(help="Reject the new run if it is worse than the old one with this confidence.")
     ] = 0.95,
@@ -77,12 +76,15 @@ def update(
     command says why, exits with code 3, and writes nothing at --out. A killed command is resumed by the same command,
     unless the log has changed.
     """
+    from ultr.datasets.base import cache_folder
     from ultr.training.gate import NEW_LOG, Gate
     from ultr.training.loop import Listeners
-    from ultr.training.update import update_run
+    from ultr.training.update import CANDIDATE, update_run
+    from ultr.utils.stores import kept_here
 
     source = one_source(log)
-    with progress_bar() as bar:
+    here = kept_here(out, cache_folder() / "runs", resume=True, overwrite=overwrite, writes=True)
+    with progress_bar() as bar, here as folder:
         task = bar.add_task("update", total=None, figure="")
 
         def show(progress: Any) -> None:
@@ -93,7 +95,7 @@ def update(
         result = update_run(
             run,
             source,
-            out,
+            folder,
             gate=Gate(gate, min_evidence, tuple(allow or ())),
             reference=reference,
             refit_bias=refit_bias,
@@ -105,16 +107,17 @@ def update(
             lr=lr,
             device=device,
         )
+    written = out if result.accepted else f"{out.rstrip('/')}{CANDIDATE}" if result.run else None
     print_warnings(result.warnings)
     if as_json:
-        print(json.dumps(result.to_json()))
+        print(json.dumps({**result.to_json(), "run": written}))
     else:
         for where, comparison in result.comparisons.items():
             print_comparison(comparison, source if where == NEW_LOG else where)
     if not result.accepted:
         for each in result.reasons:
             words.print(plain(f"{each.name}: {each.what}; {each.hint}"), soft_wrap=True)
-        kept = f"; the new run is in {result.run}" if result.run else ", and nothing was trained"
+        kept = f"; the new run is in {written}" if written else ", and nothing was trained"
         words.print(plain(f"{result.status}: {out} was not written{kept}"), soft_wrap=True)
         raise typer.Exit(REJECTED)
     test = result.value.difference if result.value else None

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from ultr.errors import ColumnError, DataError, OptionError, nearest
 from ultr.log.table import ACTIONS_KEY, CATEGORICAL_KEY, FEATURE_NAMES_KEY
+from ultr.utils.stores import reject_network
 
 # --- Roles ------------------------------------------------------------------------------------------------------------
 # The role of each column of a log (request, position, action, ...): named by the caller, or found by common names.
@@ -279,6 +280,7 @@ def as_data_error(path: object, kind: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
+        reject_network(error, path)
         brief = " ".join(str(error).split())[:200]
         raise DataError(f"cannot be read as {kind} ({brief})", where=path, hint="check or rewrite the file") from error
 

@@ -37,6 +37,7 @@ from ultr.log.sources import (
 from ultr.log.svmlight import MAX_INDEX, read_svmlight, reject_names, svmlight_batches
 from ultr.log.table import Log
 from ultr.utils.arguments import checked
+from ultr.utils.memory import available_memory
 from ultr.utils.stores import shown
 
 # --- JSON Lines -------------------------------------------------------------------------------------------------------
@@ -197,6 +198,11 @@ def prepared(source: str | Path | Sequence[str | Path]) -> Shards | None:
     return Shards(folder, split) if split in SPLITS and folder and is_lists(folder) else None
 
 
+# Bytes of a value in memory, by its type in Parquet, and of the numbers that reading makes of each row (ids, order).
+WIDTHS = {"BOOLEAN": 1 / 8, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+ROW_BYTES = 64
+
+
 def read_columns(source: str | Path | Sequence[str | Path], **named: Any) -> Columns | None:
     """Return the columns that `read_log` would take; None if the source has no named columns (lists, SVMlight)."""
     schema = _schema(source)
@@ -287,6 +293,9 @@ def _read_files(source: Source, named: dict[str, Any], reading: Reading) -> Log:
     names = reading.names(columns, schema.names, where)
     ids = [*csv_ids(columns), *columns.categorical] if source.kind == "CSV" else []
 
+    if source.kind == "Parquet":
+        _check_fits_in_memory(source, names)
+
     def read(file: SourceFile, names: list[str]) -> pa.Table:
         with as_data_error(file, source.kind):
             if source.kind == "Parquet":
@@ -305,6 +314,35 @@ def _read_files(source: Source, named: dict[str, Any], reading: Reading) -> Log:
         table = table.set_column(place, name, whole_numbers(table[name]))
     table, unused = table.replace_schema_metadata(schema.metadata), columns.unused(schema.names)
     return log_from_table(table, columns, where=where, reading=reading, unused=unused)
+
+
+def _check_fits_in_memory(source: Source, names: Sequence[str]) -> None:
+    """Raise DataError if Parquet files declare more values in the columns `names` than fit into the free memory.
+
+    A small file can have billions of rows, because equal values take no space in it.
+    """
+    size = source.sum(lambda footer: _decoded_bytes(footer, names) + ROW_BYTES * footer.num_rows)
+    if size > (free := available_memory()):
+        rows = source.sum(lambda footer: footer.num_rows)
+        got = f"at least {size / 2**30:.1f} GiB for {rows:,} rows; {free / 2**30:.1f} GiB are free"
+        hint = "run ultr prepare on it first; if there should be fewer rows, write the file again"
+        raise DataError("the log does not fit in memory", where=source.name, got=got, hint=hint)
+
+
+def _decoded_bytes(footer: Any, names: Sequence[str]) -> int:
+    """Return about how many bytes the values of columns have in memory, by the footer of a Parquet file."""
+    leaves = _leaves(footer, names)
+    chunks = (footer.row_group(n).column(i) for n in range(footer.num_row_groups) for i in leaves)
+    return int(sum(chunk.num_values * _value_bytes(chunk) for chunk in chunks))
+
+
+def _value_bytes(chunk: Any) -> float:
+    """Return about how many bytes a value of a column chunk has in memory."""
+    if (width := WIDTHS.get(chunk.physical_type)) is not None:
+        return width
+    known = chunk.statistics is not None and chunk.statistics.has_min_max
+    shortest = min(len(str(chunk.statistics.min)), len(str(chunk.statistics.max))) if known else 0
+    return float(4 + max(shortest, chunk.total_uncompressed_size / max(1, chunk.num_values)))
 
 
 def _csv_table(file: SourceFile, wanted: Sequence[str], ids: Sequence[str]) -> pa.Table:
@@ -639,13 +677,21 @@ def _arrow_file(file: SourceFile, schema: pa.Schema) -> Iterator[pa.Table]:
 
 def _rows_of_batch(footer: Any, schema: pa.Schema) -> int:
     """Return the number of rows that have about `NUMBERS` values, by the row group with the most values per row."""
-    names = set(schema.names)  # a column name may contain dots, which also separate the parts of a Parquet path
-    paths = (footer.schema.column(i).path.split(".") for i in range(footer.num_columns))
-    starts = [{".".join(path[:end]) for end in range(1, len(path) + 1)} for path in paths]
-    leaves = [i for i, start in enumerate(starts) if start & names]
+    leaves = _leaves(footer, schema.names)
     groups = (footer.row_group(i) for i in range(footer.num_row_groups))
     most = max((sum(g.column(i).num_values for i in leaves) / g.num_rows for g in groups if g.num_rows), default=1)
+    if 8 * most > (free := available_memory()):
+        got = f"{most:,.0f} values in a row; {free / 2**30:.1f} GiB are free"
+        raise DataError("a row does not fit in memory", got=got, hint="write the file again, with shorter lists")
     return max(1, int(NUMBERS / max(1, most)))
+
+
+def _leaves(footer: Any, names: Iterable[str]) -> list[int]:
+    """Return the numbers of the Parquet columns that hold the columns `names`, or parts of them."""
+    wanted = set(names)  # a column name may contain dots, which also separate the parts of a Parquet path
+    paths = (footer.schema.column(i).path.split(".") for i in range(footer.num_columns))
+    starts = [{".".join(path[:end]) for end in range(1, len(path) + 1)} for path in paths]
+    return [i for i, start in enumerate(starts) if start & wanted]
 
 
 class _CsvTypes(NamedTuple):

@@ -134,6 +134,11 @@ class Source:
         """Return the value of a partition column in each file."""
         return _typed([file.partitions.get(name) for file in self.files], self.partitions.field(name).type)
 
+    def partition_values(self) -> dict[str, list[str]]:
+        """Return the values of each partition column, as texts."""
+        names = self.partitions.names
+        return {name: sorted({str(file.partitions.get(name) or NO_VALUE) for file in self.files}) for name in names}
+
     def typed_value(self, file: SourceFile, name: str) -> Any:
         """Return the value of a partition column in a file."""
         return _typed([file.partitions.get(name)], self.partitions.field(name).type)[0].as_py()
@@ -147,11 +152,14 @@ class Source:
         return table.select(list(names))
 
     def fingerprint(self) -> str:
-        """Return a digest of the contents of the files; of files in a store, of their names and sizes."""
+        """Return a digest of the contents of the files; of files in a store, of their names, sizes and times."""
         path = as_path(self.name)
         if as_url(self.name) is None and path.exists() and not self.partitions.names:
             return fingerprint(path)
-        content = [(f.name, fingerprint(Path(f.path)) if f.stored is None else f.stored.size) for f in self.files]
+        content = [
+            (f.name, fingerprint(Path(f.path)) if f.stored is None else (f.stored.size, f.stored.changed))
+            for f in self.files
+        ]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
     def sum(self, count: Callable[[Any], int]) -> int:

@@ -127,8 +127,8 @@ class Beginning:
     @staticmethod
     def of(config: Config, data: Data, kind: str) -> Beginning | None:
         """Return the start of a fit; None if there is no such run, or if it has no bias model."""
-        run = Path(config.training.warm_start or "")
-        if config.training.warm_start is None or not (fit_folder(run, kind) / BIAS).is_dir():
+        run = config.start_run
+        if run is None or not (fit_folder(run, kind) / BIAS).is_dir():
             return None
         return Beginning(run, kind, data)
 

@@ -40,6 +40,7 @@ from ultr.rankers.boosters import BOOSTERS, library_version
 from ultr.utils.arguments import check_fields, check_value, requirement
 from ultr.utils.jsonfiles import check_format
 from ultr.utils.optimizers import Optimizer
+from ultr.utils.stores import fetched
 
 FORMAT = 2
 DEFAULT_METHOD = "pairwise-em"
@@ -328,6 +329,11 @@ class Config(Section):
         sections = {name: getattr(self, name).model_dump() for name in ("data", "simulation")}
         others = [self.label, self.seed, self.selection, self.sessions_drawn, self.machine.device]
         return _hashed([sections, others, self.training.warm_start])
+
+    @property
+    def start_run(self) -> Path | None:
+        """The folder of the run that training starts from; that of a URL is copied to this machine."""
+        return None if self.training.warm_start is None else fetched(self.training.warm_start)
 
     def to_json(self) -> dict[str, Any]:
         libraries = {name: version for kind in self.kinds for name, version in library_version(kind).items()}

@@ -28,7 +28,6 @@ from ultr.log import Log, read_log
 from ultr.log.build import decayed_by_time
 from ultr.log.columns import Missing, check_features
 from ultr.log.labels import DEFAULT_LABEL, Label, default_label
-from ultr.log.readers import read_columns
 from ultr.log.sampling import PART_SAMPLE_BYTES, PART_SAMPLE_ROWS, LogParts, sample_log
 from ultr.log.shards import Shards, concatenate_logs, is_lists
 from ultr.log.sources import Source, is_source, open_source
@@ -43,7 +42,7 @@ from ultr.training.folder import read_config
 from ultr.training.stream import Stream
 from ultr.utils.distributed import choose_device, local_size, size
 from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
-from ultr.utils.memory import available_memory, check_parquet_fits
+from ultr.utils.memory import available_memory
 from ultr.utils.stores import fetched
 from ultr.utils.tensors import load_tensors
 
@@ -160,7 +159,7 @@ class Decisions:
 
 def decide(config: Config, data: Data) -> Decisions:
     """Return what the data decide: rankers, sizes of hidden layers, and the label and segment that were found."""
-    start = None if config.training.warm_start is None else Decisions.load(Path(config.training.warm_start))
+    start = None if config.start_run is None else Decisions.load(config.start_run)
     rankers, note = _choose_rankers(config, data, start)
     hidden = config.network.hidden
     if hidden is None and "mlp" in rankers:
@@ -204,9 +203,9 @@ def load_run_data(config: Config, source: Any = None, *, streamed: bool | None =
     """
     if config.users is None:
         data = _read_training_log(config, source, streamed=streamed)
-        start = config.training.warm_start
+        start = config.start_run
         with_codes = start is not None and any(map(is_trees, _kinds(config, start)))
-        return _with_codes_of(Path(str(start)), data) if with_codes else data
+        return _with_codes_of(start, data) if start is not None and with_codes else data
     simulation = config.simulation
     dataset = cached_dataset(config.data.source, config.data.folder)
     user = make_user(config.users, **{**simulation.user_options, "max_grade": dataset.max_grade})
@@ -230,8 +229,8 @@ def load_run_data(config: Config, source: Any = None, *, streamed: bool | None =
     return Data(train_log, validation, dataset.fingerprint, user, feeding, label, initial=rankers[0])
 
 
-def _kinds(config: Config, start: str) -> tuple[str, ...]:
-    return config.kinds or Decisions.load(Path(start)).rankers
+def _kinds(config: Config, start: Path) -> tuple[str, ...]:
+    return config.kinds or Decisions.load(start).rankers
 
 
 def _with_codes_of(run: Path, data: Data) -> Data:
@@ -323,7 +322,6 @@ def _read_training_log(config: Config, source: Any, *, streamed: bool | None) ->
         hint = "run ultr prepare on it first"
         raise OptionError("only prepared lists can be streamed", got=options.source, hint=hint)
     files, time = _files(config)
-    _check_fits_in_memory(files, config)
     log, found = _read_once(files, config, time=time)
     if options.decay is not None:
         log = decayed_by_time(log, options.decay)
@@ -399,14 +397,6 @@ def segment_of_run(bias: str) -> dict[str, str]:
 def _missing(config: Config) -> Missing:
     only_trees = bool(config.kinds) and all(map(is_trees, config.kinds))
     return "keep" if only_trees or config.data.missing == "mean" else "reject"
-
-
-def _check_fits_in_memory(source: Source, config: Config) -> None:
-    """Raise DataError if the columns of a Parquet log need more memory than is free."""
-    columns = read_columns(config.data.source, **config.data.columns.named()) if source.kind == "Parquet" else None
-    if columns is not None:
-        opened = [file.parquet for file in source.files]
-        check_parquet_fits(opened, columns.used, where=source.name, hint="run ultr prepare on it first")
 
 
 def _read_lists(config: Config, streamed: bool | None) -> Data:
@@ -589,7 +579,7 @@ def random_split(log: Log, config: Config) -> tuple[np.ndarray, np.ndarray, np.n
     A query that the run `warm_start` was trained on stays for training, and one that it was selected on for
     validation. Else validation would favour that run, which may know its requests.
     """
-    used = None if config.training.warm_start is None else used_requests(Path(config.training.warm_start), log)
+    used = None if config.start_run is None else used_requests(config.start_run, log)
     if used is None:
         return _split(log, config)
     query = queries_of(log)

@@ -74,8 +74,8 @@ class FitInputs:
         if config.data.missing == "error" or is_trees(self.kind):
             return None
         missing = np.isnan(log.features).any(axis=0)
-        if config.training.warm_start is not None:  # the features whose missing values that run recognises
-            start = load_model(config.training.warm_start)
+        if config.start_run is not None:  # the features whose missing values that run recognises
+            start = load_model(config.start_run)
             missing |= np.isin(log.feature_names, [start.feature_names[i] for i in start.indicators or ()])
         return tuple(i for i in np.flatnonzero(missing).tolist() if i not in log.categories)
 

@@ -77,8 +77,8 @@ class NetworkFit:
         return self.inputs.config.training.warm_start is not None or from_log
 
     def _warm_start(self) -> None:
-        if (run := self.inputs.config.training.warm_start) is not None:
-            self._first_weights = start_from(self.method, Path(run), self.inputs.data.train)
+        if (run := self.inputs.config.start_run) is not None:
+            self._first_weights = start_from(self.method, run, self.inputs.data.train)
 
     def fit(
         self,

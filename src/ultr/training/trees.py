@@ -111,9 +111,9 @@ class TreeFit:
 
     def _trees_to_extend(self) -> tuple[LinearRanker | None, Sequence[Booster | None]]:
         """Return the anchor and the trees of the run that this one starts from; the number of trees is bounded."""
-        if (run := self.inputs.config.training.warm_start) is None:
+        if (run := self.inputs.config.start_run) is None:
             return None, ()
-        anchor, trees = start_trees(self.inputs.kind, Path(run), self.inputs.data.train)
+        anchor, trees = start_trees(self.inputs.kind, run, self.inputs.data.train)
         return anchor, [each and each.to_extend(max(MOST_GROWTH * each.first, self.options.steps)) for each in trees]
 
     @property

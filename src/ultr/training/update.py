@@ -44,6 +44,7 @@ from ultr.training.reference import NEEDED, extend_reference, read_reference
 from ultr.training.run import run_training
 from ultr.utils.files import check_output, sync_folder, take_name
 from ultr.utils.jsonfiles import read_json
+from ultr.utils.stores import fetched, url_below
 
 TEST = 0.2  # least share of the requests of a new log that the gate compares the two rankers on
 PARTS = 5  # an update has this part of the steps of the first training
@@ -82,7 +83,7 @@ class Update:
 
 
 def update_run(
-    run: Path,
+    run: str | Path,
     data: str,
     out: Path,
     *,
@@ -115,7 +116,7 @@ def update_run(
     candidate = out.with_name(out.name + CANDIDATE)
     listeners, content = listeners or Listeners(), fingerprint_of(config)
     metric = judging_metric(config.selection) if config.selection.startswith(OFF_POLICY) else f"{OFF_POLICY}reward@10"
-    judges = Judges.of(run, config, reference)
+    judges = Judges.of(fetched(run), config, reference)
     if not judges.reference:
         listeners.on_note(f"{run} has no reference, so only the new log judges; pass good days with --reference")
     accepted_before = (out / MODEL).is_dir() and _is_of(out, config, content)  # the process was killed afterwards
@@ -136,7 +137,7 @@ def update_run(
     if accepted_before:
         status, reasons = ACCEPTED, []
     elif status == ACCEPTED:
-        extend_reference(candidate, run)
+        extend_reference(candidate, judges.run)
         take_name(candidate, out, overwrite=overwrite)
         sync_folder(out.resolve().parent)
         settle(out)
@@ -225,7 +226,7 @@ def _is_of(folder: Path, config: Config, content: str) -> bool:
 
 
 def update_config(
-    run: Path,
+    run: str | Path,
     data: str,
     *,
     refit_bias: bool = False,
@@ -234,18 +235,19 @@ def update_config(
     **training: Any,
 ) -> Config:
     """Return the configuration of an update: that of the run, with the new data, its rankers and its bias."""
-    config, decisions = read_config(run), Decisions.load(run)
+    here = fetched(run)
+    config, decisions = read_config(here), Decisions.load(here)
     if config.users is not None or config.simulation.learn_from != "feedback":
         raise OptionError("only a run that was trained on a log can be updated", got=run, hint="use ultr train")
-    bias = read_json(run / BIAS_FILE) if (run / BIAS_FILE).is_file() else {}
+    bias = read_json(here / BIAS_FILE) if (here / BIAS_FILE).is_file() else {}
     keeps_theta = bias.get("theta") and config.examination.propensities is None and not refit_bias
-    columns = {} if is_lists(data) else {**load_model(run).columns, "segment": decisions.segment or "none"}
+    columns = {} if is_lists(data) else {**load_model(here).columns, "segment": decisions.segment or "none"}
     changes: dict[str, Any] = {
         "data": data,
         "columns": columns,
         "label": decisions.label,
         "warm_start": str(run),
-        "bias": str(run / BIAS_FILE) if keeps_theta else None,
+        "bias": url_below(run, BIAS_FILE) if keeps_theta else None,
         "decay": decay,
         "time": time or (config.data.time if config.data.split == "time" else None),
         "test": 0.0 if is_lists(data) else max(config.data.test, TEST),

@@ -21,11 +21,18 @@ AT_FDCWD, NO_REPLACE, EXCHANGE = -100, 1, 2  # arguments of Linux's renameat2
 
 
 def check_output(target: str | Path, *, overwrite: bool, folder: bool = False) -> None:
-    """Raise OutputError if `target` exists and must not be replaced; call this before long work, to fail early."""
+    """Raise OutputError if `target` exists and must not be replaced, or cannot be written.
+
+    Call this before long work, to fail early.
+    """
     if (url := as_url(target)) is not None:
         check_writable(url, overwrite=overwrite, folder=folder)
         return
     target = as_path(target)
+    above = next(path for path in target.absolute().parents if os.path.lexists(path))
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        reason = "it is read-only for this user" if above.is_dir() else "it is not a folder"
+        raise OutputError(f"cannot write into {above} ({reason})", where=target, hint="choose another path")
     if not os.path.lexists(target):
         return
     if not overwrite:

@@ -75,6 +75,109 @@ def test_a_day_is_appended_only_once(files, lists):
     assert (lists / "lists.json").read_bytes() == before
 
 
+@pytest.fixture
+def days(tmp_path):
+    """Days as partitions, and the folder of their lists."""
+
+    def write(number, content):
+        folder = tmp_path / "log" / f"date=2026-01-0{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        content.to_parquet(folder / "log.parquet", index=False)
+        return folder
+
+    first, *others = (write(number, day(number, shops)) for number, shops in ((1, "bc"), (2, "abz"), (3, "cq")))
+    prepare_lists(first, tmp_path / "lists", **OPTIONS)
+    for other in others:
+        prepare_lists(other, tmp_path / "lists", append=True)
+    return write, tmp_path / "lists"
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_corrected_day_replaces_the_old_one(number, days, tmp_path):
+    write, lists = days
+    corrected = day(number, "bq", requests=50).assign(f=0.5)
+    folder, before = write(number, corrected), Manifest.load(lists)
+    with pytest.raises(
+        DataError, match=rf"40 requests of the log are in .*{number}0.*--replace date=2026-01-0{number}"
+    ):
+        prepare_lists(folder, lists, append=True)
+    assert Manifest.load(lists) == before
+    prepare_lists(folder, lists, append=True, replace=[f"date=2026-01-0{number}"])
+    whole = prepare_lists(tmp_path / "log", tmp_path / "whole", **OPTIONS)
+    manifest = Manifest.load(lists)
+    for split in SPLITS:
+        pd.testing.assert_frame_equal(rows(lists, split), rows(tmp_path / "whole", split), check_like=True)
+    assert manifest.splits == whole.splits
+    assert (manifest.positions, manifest.binary) == (whole.positions, whole.binary)
+    assert manifest.about["requests"] == whole.about["requests"] == 130
+    day_of = Shards(lists, decay=1.0).read_all()  # the corrected day is still the same day
+    np.testing.assert_allclose(day_of.weights, 2.0 ** (np.asarray(day_of.request_ids) // 1000 - 3.0))
+    files = {f"{path.parent.name}/{path.name}" for path in lists.glob("*/*.parquet")}
+    assert files == set(manifest.footers)
+    again = prepare_lists(folder, lists, append=True, replace=[f"date=2026-01-0{number}"])
+    assert "was appended before" in again.about["notes"][0]
+
+
+def test_only_whole_sources_can_be_replaced(days, tmp_path):
+    write, lists = days
+    for number in (4, 5):
+        write(number, day(number, "b"))
+    log = tmp_path / "log"
+    prepare_lists(f"{log}/date=2026-01-0[45]", lists, append=True)
+    corrected = write(5, day(5, "c"))
+    for replaced, match in (
+        (["date=2026-01-05"], "were prepared together with date=2026-01-04; name all of them"),
+        (["date=2026-01-09"], "no such partition, got date=2026-01-09; the lists have date=2026-01-01, "),
+        (["day=5"], "no such partition, got day=5; the lists have no partitions of this name"),
+        (["date=2026-01-03"], "the partitions of the log are not those of --replace, got date=2026-01-05"),
+        (["2026-01-05"], "--replace must be NAME=VALUE"),
+    ):
+        with pytest.raises(OptionError, match=match):
+            prepare_lists(corrected, lists, append=True, replace=replaced)
+    both = ["date=2026-01-04", "date=2026-01-05"]
+    prepare_lists(f"{log}/date=2026-01-0[45]", lists, append=True, replace=both)
+    plain = tmp_path / "plain.parquet"
+    pd.concat([day(4, "b", 10), day(5, "c", 10)]).to_parquet(plain, index=False)
+    prepare_lists(plain, lists, append=True, replace=both)  # a file without partitions
+    prepare_lists(f"{log}/date=2026-01-0[45]", lists, append=True, replace=both)
+    assert Manifest.load(lists).about["requests"] == 200
+    with pytest.raises(OptionError, match="--replace is an option of --append"):
+        prepare_lists(plain, tmp_path / "other", replace=both)
+
+
+def test_requests_without_partitions_are_not_stored_twice(files, lists, tmp_path):
+    both = pd.concat([day(1, "b").query("request < 1002"), day(2, "b")])
+    both.to_parquet(tmp_path / "both.parquet", index=False)
+    match = r"2 requests of the log are in the lists already, got 1000, 1001, \.\.\.; leave them out"
+    with pytest.raises(DataError, match=match):
+        prepare_lists(tmp_path / "both.parquet", lists, append=True)
+    assert not (lists / ".appending").exists()
+    assert not Manifest.load(lists).appended
+
+
+@pytest.mark.parametrize("moment", ["check_same", "_joined", "remove_unlisted"])
+def test_a_kill_leaves_the_old_or_the_corrected_day(moment, days):
+    write, lists = days
+    folder, before = write(2, day(2, "bq").assign(f=0.5)), rows(lists, "train")
+    code = (
+        "import os, sys\n"
+        "from ultr.log.prepare import folders, pipeline\n"
+        "def kill(*_): os.kill(os.getpid(), 9)\n"
+        f"{'pipeline' if moment == 'check_same' else 'folders'}.{moment} = kill\n"
+        "pipeline.prepare_lists(sys.argv[1], sys.argv[2], append=True, replace=['date=2026-01-02'])\n"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(lists)]
+    assert subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": ":".join(sys.path)}).returncode == -9
+    done = moment == "remove_unlisted"
+    assert rows(lists, "train").equals(before) != done
+    manifest = prepare_lists(folder, lists, append=True, replace=["date=2026-01-02"])
+    assert ("was appended before" in " ".join(manifest.about["notes"])) == done
+    changed = rows(lists, "train")
+    assert set(changed[changed.request // 1000 == 2]["features"].map(tuple).str[0]) == {0.5}
+    assert list(changed.request) == list(before.request)
+    assert len(list((lists / "train").iterdir())) == 3
+
+
 def test_weights_decay_with_the_days_that_were_appended(files, lists):
     with pytest.raises(OptionError, match="the days of the lists are not known"):
         Shards(lists, decay=1.0)
@@ -85,15 +188,15 @@ def test_weights_decay_with_the_days_that_were_appended(files, lists):
     np.testing.assert_allclose(log.weights, 2.0 ** ((day_of - 3) / 2), rtol=1e-6)
 
 
-@pytest.mark.parametrize("moment", ["_check_same", "_joined"])
+@pytest.mark.parametrize("moment", ["check_same", "_joined"])
 def test_a_kill_leaves_the_old_lists_and_the_same_command_appends_them(moment, files, lists):
     before = rows(lists, "train")
     code = (
         "import os, sys\n"
-        "from ultr.log.prepare import folders as appending\n"
-        "from ultr.log.prepare.pipeline import prepare_lists\n"
-        f"appending.{moment} = lambda *_: os.kill(os.getpid(), 9)\n"
-        "prepare_lists(sys.argv[1], sys.argv[2], append=True)\n"
+        "from ultr.log.prepare import folders, pipeline\n"
+        "def kill(*_): os.kill(os.getpid(), 9)\n"
+        f"{'pipeline' if moment == 'check_same' else 'folders'}.{moment} = kill\n"
+        "pipeline.prepare_lists(sys.argv[1], sys.argv[2], append=True)\n"
     )
     command = [sys.executable, "-c", code, str(files / "2.parquet"), str(lists)]
     assert subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": ":".join(sys.path)}).returncode == -9
@@ -135,6 +238,16 @@ def test_only_lists_split_by_hash_can_be_appended_to(files, tmp_path):
 def test_another_process_that_appends_is_an_error(files, lists):
     with folders.locked(lists), pytest.raises(Exception, match="another process appends to these lists"):
         prepare_lists(files / "2.parquet", lists, append=True)
+
+
+def test_the_command_replaces_a_partition(ultr, days):
+    write, lists = days
+    folder = write(3, day(3, "cq", requests=45))
+    done = ultr("prepare", folder, "--append", lists)
+    assert (done.returncode, "--replace date=2026-01-03" in done.stderr) == (1, True), done.stderr
+    done = ultr("prepare", folder, "--append", lists, "--replace", "date=2026-01-03")
+    assert done.returncode == 0, done.stderr
+    assert Manifest.load(lists).about["requests"] == 125
 
 
 def test_the_command_appends(ultr, files, lists):

@@ -34,7 +34,7 @@ from ultr.log.sources import (
     read_schemas,
 )
 from ultr.log.table import FEATURE_NAMES_KEY
-from ultr.utils.stores import as_fsspec
+from ultr.utils.stores import as_fsspec, reject_network
 
 # --- Files ------------------------------------------------------------------------------------------------------------
 # The files of a log for `ultr prepare`, as Parquet, and their columns.
@@ -214,6 +214,7 @@ def engine_errors(where: object) -> Iterator[None]:
         if type(error).__module__.split(".")[0] not in ENGINE_MODULES:
             raise
         text = str(error)
+        reject_network(error, where)
         if messages := WORKER_ERROR.findall(text):
             raise DataError(messages[0].strip(), where=where) from error
         brief = " ".join(text.split())[:300]
@@ -315,6 +316,11 @@ def _duckdb(scratch: Path, memory: int, threads: int | None) -> Iterator[DuckDB]
         raise MissingExtraError("--engine duckdb", package="ibis-framework[duckdb]", extra="prepare") from error
     # This optimizer trusts the statistics in Parquet files, which ignore NaN, so that checks would not find NaN.
     backend.con.execute("SET disabled_optimizers = 'statistics_propagation'")
+    # Give memory back after each query; else it adds up above the limit. Older versions lack a setting.
+    known = {name for (name,) in backend.con.execute("SELECT name FROM duckdb_settings()").fetchall()}
+    for name, value in (("allocator_flush_threshold", "'1MB'"), ("allocator_background_threads", "true")):
+        if name in known:
+            backend.con.execute(f"SET {name} = {value}")
     try:
         yield DuckDB(backend)
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,10 +17,12 @@ import pyarrow.parquet as pq
 from ultr.errors import ColumnError, DataError, OptionError, OutputError
 from ultr.log.cleaning import SUSPICIOUS_FILE
 from ultr.log.columns import MAX_CATEGORIES
+from ultr.log.prepare.engines import Engine, Tables
 from ultr.log.prepare.options import Preparation
 from ultr.log.shards import SPLITS, Manifest, Shards, is_lists
+from ultr.log.sources import PARTITION, Source, SourceFile
 from ultr.utils.files import lock, output_errors, sync_folder
-from ultr.utils.stores import as_path, as_url
+from ultr.utils.stores import as_path, as_url, unescaped
 
 # --- Facts of shards --------------------------------------------------------------------------------------------------
 # Counts, positions and categories of all shards, for `lists.json`; they are found without reading features.
@@ -37,14 +39,24 @@ class Facts:
     tied: int = 0  # items with the same position as the item before them in their request
 
 
-def shard_facts(folder: Path, *, actions: Sequence[str], categorical: Sequence[str], feedback: Sequence[str]) -> Facts:
-    """Return the facts of a folder of shards; a request has feedback if one of the actions `feedback` is above 0."""
+def shard_facts(
+    folder: Path,
+    *,
+    actions: Sequence[str],
+    categorical: Sequence[str],
+    feedback: Sequence[str],
+    only: Collection[str] | None = None,
+) -> Facts:
+    """Return the facts of the shards in a folder, or of those with the names `only`.
+
+    A request has feedback if one of the actions `feedback` is above 0.
+    """
     facts = Facts()
     positions = np.zeros(0, np.int64)
     binary = set(actions)
     values: dict[str, pa.Array] = {name: pa.array([], pa.string()) for name in categorical}
     for split in SPLITS:
-        shards = sorted((folder / split).glob("*.parquet"))
+        shards = [p for p in sorted((folder / split).glob("*.parquet")) if only is None or f"{split}/{p.name}" in only]
         counts = {"requests": 0, "rows": 0, "longest": 0, "with_feedback": 0}
         names = ["position", *actions, *(categorical if split == "train" else ())]
         for table in (t for shard in shards for t in _row_groups(shard, names)):
@@ -99,6 +111,9 @@ def _with_new(categories: pa.Array, column: pa.Array, name: str) -> pa.Array:
 # Options that must be those of the lists, and where the manifest has them; an append takes them from there.
 OPTIONAL = ("relevance", "weight", "item", "query", "segment", "randomised", "swaps")  # roles that lists may lack
 FIXED = ("on_duplicates", "min_items", "max_items", "keep_clickless")
+PART = ("source", "partitions", "fingerprint")  # what `lists.json` says of a source, next to COUNTS and its shards
+COUNTS = ("rows", "requests", "requests_dropped")
+NUMBER = pa.schema([("part", pa.int64())])  # the number of the part that a shard belongs to, as a partition of its file
 
 
 @contextmanager
@@ -147,34 +162,118 @@ def _as_list(value: Any) -> Any:
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
-def append_shards(lists: Path, new: Path, added: Manifest, *, source: str, fingerprint: str) -> Manifest:
-    """Move the shards of the folder `new` to the folder `lists`, and return the manifest of both, which is saved last.
+def parts_of(manifest: Manifest) -> list[dict[str, Any]]:
+    """Return a description of each source of the lists, in their order: the first one, and those that were appended."""
+    about, later = manifest.about, [dict(part) for part in manifest.appended]
+    of_later = {shard for part in later for shard in part["shards"]}
+    first = {name: about.get(name) for name in PART}
+    first |= {key: about[key] - sum(part.get(key, 0) for part in later) for key in COUNTS}
+    return [{**first, "shards": [name for name in manifest.footers if name not in of_later]}, *later]
 
-    Until then the lists are those of before, because shards that the manifest does not have are not read.
+
+def parts_to_replace(
+    parts: Sequence[Mapping[str, Any]], texts: Sequence[str], source: Source, *, where: object
+) -> tuple[int, ...]:
+    """Return the numbers of the parts of the lists that `--replace NAME=VALUE` names.
+
+    Raise OptionError if there is no such part, if a part has other partitions too, or if the source has other ones.
     """
-    old = Manifest.load(lists)
-    _check_same(old, added, lists, new)
-    moved = []
+    wanted: dict[str, set[str]] = {}
+    for text in texts:
+        if (match := PARTITION.fullmatch(text)) is None:
+            hint = "write the column and the value of the partition, such as date=2026-01-05"
+            raise OptionError("--replace must be NAME=VALUE", got=f"'{text}'", hint=hint)
+        wanted.setdefault(match[1], set()).add(unescaped(match[2]))
+    chosen = []
+    for number, part in enumerate(parts):
+        values = {name: set((part.get("partitions") or {}).get(name, ())) for name in wanted}
+        if not all(values[name] & wanted[name] for name in wanted):
+            continue
+        if others := [f"{name}={value}" for name in wanted for value in sorted(values[name] - wanted[name])]:
+            what = f"the lists of {' '.join(texts)} were prepared together with {_brief(others)}"
+            raise OptionError(
+                what, where=where, hint="name all of them with --replace, and pass a log with all of them"
+            )
+        chosen.append(number)
+    for name, expected in wanted.items():
+        there = {value for part in parts for value in (part.get("partitions") or {}).get(name, ())}
+        if missing := sorted(expected - there if chosen else expected):
+            hint = f"the lists have {_brief([f'{name}={v}' for v in sorted(there)]) or 'no partitions of this name'}"
+            raise OptionError("the lists have no such partition", where=where, got=f"{name}={missing[0]}", hint=hint)
+        given = set(source.partition_values().get(name, expected))
+        if given != expected:
+            got = ", ".join(f"{name}={value}" for value in sorted(given))
+            hint = "replace the partitions that the log has"
+            raise OptionError(
+                "the partitions of the log are not those of --replace", where=source.name, got=got, hint=hint
+            )
+    return tuple(chosen)
+
+
+def reject_known_requests(engine: Engine, lists: Path, parts: Sequence[Mapping[str, Any]], new: Path) -> None:
+    """Raise DataError if a request of the shards in `new` is in one of the `parts` of the lists.
+
+    The engine joins the ids of both, on disk if they do not fit in memory.
+    """
+
+    def ids(files: Sequence[SourceFile]) -> Any:
+        return engine.read(Tables(Source(str(lists), tuple(files), "Parquet", NUMBER), ()))
+
+    known = [SourceFile(f"{lists / s}", partitions={"part": f"{n}"}) for n, p in enumerate(parts) for s in p["shards"]]
+    if not known:
+        return
+    added = ids([SourceFile(str(path), partitions={"part": "0"}) for path in sorted(new.glob("*/*.parquet"))])
+    twice = ids(known).select("request", "part").semi_join(added.select("request"), "request")
+    counts = engine.fetch(twice.group_by("part").aggregate(count=twice.count())).to_pylist()
+    if not counts:
+        return
+    some = engine.fetch(twice.order_by("request").limit(3))["request"].to_pylist()
+    values = [(parts[each["part"]].get("partitions") or {}) for each in counts]
+    names = sorted({f"{name}={value}" for each in values for name, listed in each.items() for value in listed})
+    hint = "leave them out of the log, or prepare all days again"
+    if all(values):
+        hint = f"to replace a corrected day, pass {' '.join(f'--replace {name}' for name in names[:3])}"
+    what = f"{sum(each['count'] for each in counts):,} requests of the log are in the lists already"
+    raise DataError(what, where=lists, got=f"{', '.join(map(str, some))}, ...", hint=hint)
+
+
+def append_shards(
+    lists: Path, new: Path, added: Manifest, part: Mapping[str, Any], *, replaced: Collection[int] = ()
+) -> Manifest:
+    """Move the shards of the folder `new` to the folder `lists`, and return the manifest of both.
+
+    `part` describes the source of the new shards. They replace the parts with the numbers `replaced`. The manifest is
+    saved last. Until then the lists are those of before, because shards that the manifest does not have are not read.
+    """
+    old, moved = Manifest.load(lists), {}
     for split in SPLITS:
-        count = sum(name.startswith(f"{split}/") for name in old.footers)
+        numbers = [int(Path(name).stem.rsplit("-", 1)[1]) for name in old.footers if name.startswith(f"{split}/")]
         (lists / split).mkdir(exist_ok=True)
-        for number, path in enumerate(sorted((new / split).glob("*.parquet")), count):
+        for number, path in enumerate(sorted((new / split).glob("*.parquet")), max(numbers, default=-1) + 1):
             target = lists / split / f"part-{number:05}.parquet"
             with path.open("rb") as file:
                 os.fsync(file.fileno())
             path.replace(target)
-            moved.append((f"{split}/{path.name}", f"{split}/{target.name}"))
+            moved[f"{split}/{path.name}"] = f"{split}/{target.name}"
         sync_folder(lists / split)
     if (new / SUSPICIOUS_FILE).is_file():
         ids = (new / SUSPICIOUS_FILE).read_text().split("\n", 1)[1]
         before = (lists / SUSPICIOUS_FILE).read_text() if (lists / SUSPICIOUS_FILE).is_file() else "request\n"
         (lists / SUSPICIOUS_FILE).write_text(before + ids)
-    manifest = _joined(old, added, dict(moved), source, fingerprint)
+    manifest = _joined(old, added, moved, part, replaced, lists)
     manifest.save(lists)
+    remove_unlisted(lists, manifest)
     return manifest
 
 
-def _check_same(old: Manifest, added: Manifest, lists: Path, new: Path) -> None:
+def remove_unlisted(lists: Path, manifest: Manifest) -> None:
+    """Remove shards that the manifest does not have: those of a killed append, and those that were replaced."""
+    for path in lists.glob("*/*.parquet"):
+        if path.parent.name in SPLITS and f"{path.parent.name}/{path.name}" not in manifest.footers:
+            path.unlink()
+
+
+def check_same(old: Manifest, added: Manifest, lists: Path, new: Path) -> None:
     """Raise ColumnError if the new shards have other columns or types than the lists."""
     for what, before, after in (
         ("features", old.features, added.features),
@@ -194,16 +293,19 @@ def _check_same(old: Manifest, added: Manifest, lists: Path, new: Path) -> None:
         raise ColumnError(what, where=lists, got=got, hint="convert the column of the log")
 
 
-def _brief(names: tuple[str, ...]) -> str:
+def _brief(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _joined(old: Manifest, added: Manifest, moved: Mapping[str, str], source: str, fingerprint: str) -> Manifest:
+def _joined(
+    old: Manifest,
+    added: Manifest,
+    moved: Mapping[str, str],
+    part: Mapping[str, Any],
+    replaced: Collection[int],
+    lists: Path,
+) -> Manifest:
     """Return the manifest of lists and of the shards that were added; `moved` has their old and new names."""
-    splits = {}
-    for split in (name for name in SPLITS if name in old.splits or name in added.splits):
-        parts = [each.splits[split] for each in (old, added) if split in each.splits]
-        splits[split] = {key: (max if key == "longest" else sum)(part[key] for part in parts) for key in parts[0]}
     categorical = {}
     for name, values in old.categorical.items():
         categorical[name] = (*values, *sorted({*added.categorical[name]} - {*values}))  # codes of old values stay
@@ -211,15 +313,38 @@ def _joined(old: Manifest, added: Manifest, moved: Mapping[str, str], source: st
         if len(values) >= MAX_CATEGORIES:
             hint = "prepare all days again, with rare categories merged"
             raise ColumnError(f"'{name}' has too many categories", got=f"{len(values):,}", hint=hint)
-    counts = {key: old.about[key] + added.about[key] for key in ("rows", "requests", "requests_dropped")}
-    part = {"source": source, "fingerprint": fingerprint, "shards": sorted(moved.values())}
+    parts = parts_of(old)
+    place = min(replaced, default=len(parts))  # a corrected day stays where it was
+    parts = [each for number, each in enumerate(parts) if number not in replaced]
+    parts.insert(place, {**part, **{key: added.about[key] for key in COUNTS}, "shards": sorted(moved.values())})
+    footers = {**old.footers, **{moved[name]: value for name, value in added.footers.items()}}
+    footers = {name: value for name, value in footers.items() if any(name in each["shards"] for each in parts)}
+    if replaced:
+        feedback = old.actions if old.label is None else ("label",)
+        facts = shard_facts(lists, actions=old.actions, categorical=(), feedback=feedback, only=footers)
+    else:
+        facts = Facts(
+            splits=_summed(old.splits, added.splits),
+            positions=tuple(sorted({*old.positions, *added.positions})),
+            binary=tuple(name for name in old.binary if name in added.binary),
+        )
+    counts = {key: sum(each.get(key, 0) for each in parts) for key in COUNTS}
     return replace(
         old,
-        positions=tuple(sorted({*old.positions, *added.positions})),
-        splits=splits,
+        positions=facts.positions,
+        splits=facts.splits,
         categorical=categorical,
-        binary=tuple(name for name in old.binary if name in added.binary),
-        about={**old.about, **counts, "notes": added.about["notes"]},
-        footers={**old.footers, **{moved[name]: value for name, value in added.footers.items()}},
-        appended=(*old.appended, part),
+        binary=facts.binary,
+        about={**old.about, **{name: parts[0][name] for name in PART}, **counts, "notes": added.about["notes"]},
+        footers=footers,
+        appended=tuple(parts[1:]),
     )
+
+
+def _summed(old: Mapping[str, Mapping[str, int]], added: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Return the counts of the splits of lists and of shards that were added."""
+    splits = {}
+    for split in (name for name in SPLITS if name in old or name in added):
+        parts = [each[split] for each in (old, added) if split in each]
+        splits[split] = {key: (max if key == "longest" else sum)(part[key] for part in parts) for key in parts[0]}
+    return splits

@@ -28,7 +28,17 @@ from ultr.log.columns import Columns, missing_note, resolve_columns
 from ultr.log.conditions import parse_conditions
 from ultr.log.labels import Label
 from ultr.log.prepare.engines import Engine, Tables, engine_errors, feature_names, find_tables, start_engine
-from ultr.log.prepare.folders import append_shards, locked, options_of_lists, shard_facts
+from ultr.log.prepare.folders import (
+    append_shards,
+    check_same,
+    locked,
+    options_of_lists,
+    parts_of,
+    parts_to_replace,
+    reject_known_requests,
+    remove_unlisted,
+    shard_facts,
+)
 from ultr.log.prepare.impressions import (
     action_names,
     actions_by_item,
@@ -199,6 +209,7 @@ def prepare_lists(
     *,
     overwrite: bool = False,
     append: bool = False,
+    replace: Sequence[str] = (),
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> Manifest:
@@ -210,13 +221,16 @@ def prepare_lists(
 
     With `append`, the requests of the log are added to the lists in `out`, as the options of these lists say. The old
     shards stay as they are. Until all is written, and after a kill, the folder has the old lists. Files that were
-    appended before are not appended again.
+    appended before are not appended again. A request that is in the lists already is an error. With `replace`, such as
+    `["date=2026-01-05"]`, the log replaces the requests of these partitions.
     """
     known = [f.name for f in fields(Preparation)]
     if unknown := next((name for name in options if name not in known), None):
         raise OptionError(f"no option '{unknown}'", hint=nearest(unknown, known))
     if append:
-        return _append(source, out, progress, options)
+        return _append(source, out, progress, replace, options)
+    if replace:
+        raise OptionError("--replace is an option of --append", hint="pass --append LISTS in place of --out LISTS")
     chosen = Preparation(**options)
     label = None if chosen.label is None else Label.of(chosen.label)
     with atomic_path(out, overwrite=overwrite, folder=True) as folder:
@@ -224,24 +238,44 @@ def prepare_lists(
         return _prepare(source, folder, scratch, chosen, label, progress)
 
 
-def _append(source: str | Path, out: str | Path, progress: Progress, options: dict[str, Any]) -> Manifest:
+def _append(
+    source: str | Path, out: str | Path, progress: Progress, replaces: Sequence[str], options: dict[str, Any]
+) -> Manifest:
     with locked(out) as lists:
         manifest, temporary = Manifest.load(lists), lists / ".appending"
-        chosen = Preparation(**options_of_lists(manifest, options, where=lists))
+        remove_unlisted(lists, manifest)  # of a killed process
+        chosen, parts = Preparation(**options_of_lists(manifest, options, where=lists)), parts_of(manifest)
         files = open_source(source).only(chosen.where)
         fingerprint = " ".join([files.fingerprint(), *chosen.where])
-        if fingerprint in (part["fingerprint"] for part in manifest.appended):
+        if fingerprint in (part["fingerprint"] for part in parts):
             notes = [f"{files.name} was appended before, so it is not appended again"]
             return replace(manifest, about={**manifest.about, "notes": notes})
+        replaced = parts_to_replace(parts, replaces, files, where=lists) if replaces else ()
+        partitions = files.partition_values()
+        for number in replaced:  # a corrected file without partitions has those that it replaces
+            for name in parts[number]["partitions"].keys() - set(files.partitions.names):
+                partitions[name] = sorted({*partitions.get(name, ()), *parts[number]["partitions"][name]})
+        part = {"source": files.name, "partitions": partitions, "fingerprint": fingerprint}
         with output_errors(lists):
             shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
             (temporary / "new").mkdir(parents=True)
             try:
                 label = None if chosen.label is None else Label.of(chosen.label)
                 added = _prepare(source, temporary / "new", temporary / "scratch", chosen, label, progress)
-                return append_shards(lists, temporary / "new", added, source=files.name, fingerprint=fingerprint)
+                check_same(manifest, added, lists, temporary / "new")
+                progress("comparing requests", 0, 0)
+                others = [each for number, each in enumerate(parts) if number not in replaced]
+                settings: dict[str, Any] = {"memory": _memory(chosen), "threads": chosen.threads, "master": None}
+                with start_engine("duckdb", scratch=temporary / "scratch", **settings) as engine, engine_errors(source):
+                    reject_known_requests(engine, lists, others, temporary / "new")
+                return append_shards(lists, temporary / "new", added, part, replaced=replaced)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _memory(chosen: Preparation) -> int:
+    """Return the memory limit of an engine, in bytes."""
+    return max(MIN_MEMORY, available_memory() // 2 if chosen.memory is None else chosen.memory)
 
 
 def _prepare(
@@ -258,8 +292,7 @@ def _prepare(
 def open_log(source: str | Path, chosen: Preparation, scratch: Path) -> Iterator[tuple[Engine, Tables]]:
     """Start the engine of `chosen`, and find the files of a log; `scratch` is a folder for temporary files."""
     files = _find(source, chosen, scratch)
-    memory = max(MIN_MEMORY, available_memory() // 2 if chosen.memory is None else chosen.memory)
-    settings: dict[str, Any] = {"memory": memory, "threads": chosen.threads, "master": chosen.master}
+    settings: dict[str, Any] = {"memory": _memory(chosen), "threads": chosen.threads, "master": chosen.master}
     with start_engine(chosen.engine, scratch=scratch, **settings) as engine, engine_errors(source):
         yield engine, files
 
@@ -482,6 +515,7 @@ class _Work:
         kept = sum(counts["requests"] for counts in facts.splits.values())
         about = {
             "source": self.where,
+            "partitions": self.source.source.partition_values(),
             "columns": {**columns.by_role, "actions": list(nesting.actions)},
             "engine": chosen.engine,
             "events": None if chosen.events is None else str(chosen.events),

@@ -32,7 +32,7 @@ def check_grpc() -> None:
 
 def serve(
     listener: socket.socket,
-    folder: Path,
+    folder: str | Path,
     options: ServerOptions,
     *,
     grpc: socket.socket | None = None,

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -16,11 +17,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from ultr.errors import DataError, MissingExtraError, UltrError
+from ultr.errors import DataError, MissingExtraError, NetworkError, UltrError
 from ultr.serving.exported import ABOUT, Exported, is_exported, load_exported, onnx_scores
 from ultr.serving.http.options import Say, silent
 from ultr.serving.http.wire import RequestError
 from ultr.utils.files import fingerprint
+from ultr.utils.stores import as_path, as_url, copy_here, named, stored_files
 
 # --- Export in a process of its own -----------------------------------------------------------------------------------
 # Export of a run in a separate process, so that a server does not load torch.
@@ -137,10 +139,10 @@ class Scorer:
         return scores
 
 
-def _target(folder: Path) -> Path:
+def _target(folder: str | Path) -> Path:
     """Return the folder that a link leads to, or the folder itself."""
     try:
-        return folder.resolve()
+        return as_path(folder).resolve()
     except RuntimeError as error:
         raise DataError("the link leads to itself", where=folder, hint="point it to a run") from error
 
@@ -206,7 +208,7 @@ class Served:
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | Path,
         *,
         any_schema: bool = False,
         stage: Path | None = None,
@@ -222,10 +224,13 @@ class Served:
 
     def reload(self) -> None:
         """Load the model that is in the folder now, if it is another; requests that have started keep the old one."""
-        current = identity(self.folder)
+        try:
+            current, problem = identity(self.folder), f"{self.folder} has no model now"
+        except UltrError as error:  # of a store
+            current, problem = None, str(error)
         if current is None:
             if not self._deleted:
-                self.say(f"{self.folder} has no model now; still serving version {self.scorer.version}", "warning")
+                self.say(f"{problem}; still serving version {self.scorer.version}", "warning")
             self._deleted = True
             return
         self._deleted = False
@@ -235,8 +240,8 @@ class Served:
             newer, failure = self._newer(), None
         except Exception as error:  # whatever is wrong with the newer model, the old one still works
             newer, failure = None, error
-        if self.stopped.is_set() or identity(self.folder) != current:
-            return  # a model that changed again is loaded by the next call
+        if self.stopped.is_set() or isinstance(failure, NetworkError) or self._changed(current):
+            return  # a model that changed again, or could not be fetched, is loaded by the next call
         self._identity = current
         if newer is None:
             text = str(failure) if isinstance(failure, UltrError) else f"{type(failure).__name__}: {failure}"
@@ -250,8 +255,18 @@ class Served:
             self.announce(f"now serving version {newer.version} in place of {old.version}{change}")
         self.on_reload(newer is not None)
 
+    def _changed(self, current: tuple[object, ...]) -> bool:
+        with suppress(NetworkError):
+            return identity(self.folder) != current
+        return True
+
     def _load(self, stopped: threading.Event | None = None) -> Scorer:
-        return load_scorer(_target(self.folder), stopped=stopped, stage=self._stage)
+        if (url := as_url(self.folder)) is None:
+            return load_scorer(_target(self.folder), stopped=stopped, stage=self._stage)
+        with TemporaryDirectory(prefix="ultr-serve-") as temporary:
+            folder = copy_here(url.rstrip("/"), Path(temporary))
+            with named(folder, url):
+                return load_scorer(folder, stopped=stopped, stage=self._stage)
 
     def _newer(self) -> Scorer:
         newer = self._load(self.stopped)
@@ -268,8 +283,10 @@ def _model_folder(folder: Path) -> Path | None:
     return files if (files / ABOUT).is_file() else None
 
 
-def identity(folder: Path) -> tuple[object, ...] | None:
+def identity(folder: str | Path) -> tuple[object, ...] | None:
     """Return values that change when the model's files change, without reading them; None if there is no model."""
+    if (url := as_url(folder)) is not None:
+        return stored_files(url)
     try:
         files = _model_folder(_target(folder))
         if files is None:

@@ -43,7 +43,7 @@ SWITCH_SECONDS = 0.001  # between threads, so that loading a newer model delays 
 
 def serve_alone(
     listener: socket.socket,
-    folder: Path,
+    folder: str | Path,
     options: ServerOptions,
     *,
     grpc: socket.socket | None = None,

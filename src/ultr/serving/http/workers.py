@@ -35,7 +35,7 @@ Message = tuple[str, str]  # from a worker: "started", "failed" or the level of 
 
 
 def serve_with_workers(
-    listener: socket.socket, folder: Path, options: ServerOptions, *, grpc: socket.socket | None, say: Say
+    listener: socket.socket, folder: str | Path, options: ServerOptions, *, grpc: socket.socket | None, say: Say
 ) -> None:
     """Serve with several processes until SIGTERM or SIGINT, and replace each one that ends before."""
     with TemporaryDirectory(prefix="ultr-serve-") as temporary:
@@ -226,4 +226,4 @@ class _Staged(Served):
 
     def _load(self, stopped: threading.Event | None = None) -> Scorer:
         scorer = super()._load(stopped)
-        return replace(scorer, version=self.folder.resolve().name)
+        return replace(scorer, version=Path(self.folder).resolve().name)
