@@ -188,6 +188,7 @@ def run(bucket, tmp_path_factory):
     return f"{bucket}/first"
 
 
+OPEN = ["--min-evidence", 0, "--allow", "all", "--gate", 0.999999]  # for logs of a few requests
 COMPARED = ["--methods", "pointwise,pal-click", "--seeds", 2, "--lrs", "0.1", "--steps", 3, "--jobs", 1]
 
 
@@ -196,7 +197,7 @@ def stored_names(url):
 
 
 def test_an_update_in_a_store_is_complete_or_absent(ultr, run, bucket, own_cache, monkeypatch):
-    command = ["update", run, "--log", f"{bucket}/days", "--out", f"{bucket}/second", "--steps", 3]
+    command = ["update", run, "--log", f"{bucket}/days", "--out", f"{bucket}/second", *OPEN, "--steps", 3]
     sends, content = stores._write, {}
 
     def cut(filesystem, url, target, file=None):
@@ -228,12 +229,12 @@ def test_an_update_in_a_store_is_complete_or_absent(ultr, run, bucket, own_cache
 def test_a_rejected_update_is_next_to_its_output_in_the_store(ultr, run, bucket, own_cache, monkeypatch):
     def reject(run, data, out, **options):
         result = update_run(run, data, out, **options)
-        return replace(result, run=out.rename(out.with_name(f"{out.name}{update.CANDIDATE}")), accepted=False)
+        return replace(result, run=out.rename(out.with_name(f"{out.name}{update.CANDIDATE}")), status="worse")
 
     update_run = update.update_run
     monkeypatch.setattr(update, "update_run", reject)
-    done = ultr("update", run, "--log", f"{bucket}/days", "--out", f"{bucket}/worse", "--steps", 3)
-    assert (done.returncode, f"it is in {bucket}/worse.candidate" in done.stderr) == (3, True), done.stderr
+    done = ultr("update", run, "--log", f"{bucket}/days", "--out", f"{bucket}/worse", *OPEN, "--steps", 3)
+    assert (done.returncode, f"the new run is in {bucket}/worse.candidate" in done.stderr) == (3, True), done.stderr
     assert "model/model.json" in stored_names(f"{bucket}/worse.candidate")
     assert stores.find(f"{bucket}/worse") is None
 
@@ -260,7 +261,7 @@ def test_a_served_model_of_a_store_is_replaced(run, bucket, own_cache, tmp_path)
     served_module = pytest.importorskip("ultr.serving.http.served")
     url, said = f"{bucket}/live", list[str]()
     stores.send(stores.fetched(run), url, last=stores.COMPLETE)
-    served = served_module.Served(url, say=said.append)
+    served = served_module.Served(url, say=lambda text, *_: said.append(text))
     first = served.scorer.version
     served.reload()
     assert said == []

@@ -22,6 +22,8 @@ REQUESTS, ITEMS = 80, 5
 ULTR = [sys.executable, "-c", "import sys, torch; torch.set_num_threads(1); from ultr.cli import main; main()"]
 SMALL = ["--ranker", "mlp", "--label", "click", "--set", "hidden=4", "--set", "bias_steps=5", "--steps", "5"]
 
+OPEN = ["--gate", "0.999999", "--min-evidence", "0", "--allow", "all"]  # for logs of a few requests
+
 
 def day(number: int) -> pa.Table:
     rng, rows = np.random.default_rng(number), REQUESTS * ITEMS
@@ -58,7 +60,7 @@ def week(name: str, folder, environment, kills: random.Random | None) -> int:
     commands = [["prepare", log[0], "--out", str(lists)], ["train", log[0], "--out", runs[0], *SMALL]]
     for number in range(1, DAYS):
         commands.append(["prepare", log[number], "--append", str(lists)])
-        commands.append(["update", runs[number - 1], "--log", log[number], "--out", runs[number], "--gate", "0.999999"])
+        commands.append(["update", runs[number - 1], "--log", log[number], "--out", runs[number], *OPEN])
     environment = {**environment, "ULTR_CACHE": str(folder / "cache")}
     seconds = 4.0  # the time of a command, about
     for number, command in enumerate(commands):

@@ -283,7 +283,7 @@ def kept_here(out: str | Path, cache: Path, *, resume: bool, overwrite: bool, wr
         if fetches:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    if writes:
+    if writes and folder.parent.is_dir():
         above = url.rsplit("/", 1)[0]
         for each in sorted(folder.parent.iterdir()):
             if not copied or each != folder or _files_here(folder) != copied:

@@ -244,7 +244,7 @@ def test_the_command_replaces_a_partition(ultr, days):
     write, lists = days
     folder = write(3, day(3, "cq", requests=45))
     done = ultr("prepare", folder, "--append", lists)
-    assert (done.returncode, "--replace date=2026-01-03" in done.stderr) == (1, True), done.stderr
+    assert (done.returncode, "--replace date=2026-01-03" in done.stderr) == (5, True), done.stderr
     done = ultr("prepare", folder, "--append", lists, "--replace", "date=2026-01-03")
     assert done.returncode == 0, done.stderr
     assert Manifest.load(lists).about["requests"] == 125
