@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +14,9 @@ import pytest
 from conftest import make_shown_log
 from lists_folder import write_lists
 from ultr.bias.examination import SOURCES
+from ultr.cli.evaluate import _passes
 from ultr.datasets.users import User, simulate_log
-from ultr.evaluation.comparing import LOGGED_RANKING
+from ultr.evaluation.comparing import DEPLOY, LOGGED_RANKING, REJECT, TEST, UNCLEAR, Decision
 from ultr.evaluation.scores import holm
 from ultr.log import sampling, write_log
 from ultr.log.shards import Shards
@@ -79,11 +81,31 @@ def test_the_first_line_is_a_decision_and_the_exit_code_may_follow_it(ultr, here
     assert ultr(*arguments, "--json", "--fail-unless", "test").returncode == 3 * (
         not decision["action"].startswith("test")
     )
+    assert ultr(*arguments, "--fail-if-worse").returncode == 3 * (decision["action"] == "do not deploy")
     known = json.loads(ultr(*arguments, "--propensities", here / "theta.csv", "--json").stdout)
     assert known["examination"]["confirmed"] is True
     wide, narrow = (each["rankers"][str(here / "a")][REWARD] for each in (found, known))
     assert wide["high"] - wide["low"] > narrow["high"] - narrow["low"]
     assert "--fail-unless must be deploy or test" in ultr(*arguments, "--fail-unless", "best").stderr
+
+
+@pytest.mark.parametrize(
+    ("actions", "least", "or_worse", "passes"),
+    [
+        ([REJECT], None, False, True),
+        ([REJECT], None, True, False),
+        ([DEPLOY, REJECT], None, True, False),
+        ([UNCLEAR, DEPLOY, None], None, True, True),
+        ([DEPLOY, DEPLOY], "deploy", True, True),
+        ([DEPLOY, TEST], "deploy", False, False),
+        ([DEPLOY, TEST], "test", True, True),
+        ([DEPLOY, None], "test", False, False),
+    ],
+)
+def test_decisions_set_the_exit_code(actions, least, or_worse, passes):
+    decisions = {f"{i}": action and Decision(action, "", 0.5) for i, action in enumerate(actions)}
+    found = SimpleNamespace(rankers={"logged": {}, **decisions}, against="logged", decision=decisions.get)
+    assert _passes(found, least, or_worse=or_worse) is passes
 
 
 def test_requests_that_a_run_was_trained_on_or_chosen_by_are_left_out(ultr, here):
