@@ -51,7 +51,7 @@ class Gate:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """The old run, as far as a new log is compared with it: its label, its θ by position, and scores of its ranker."""
+    """What the old run knows: its label, and θ by position."""
 
     label: str
     theta: Mapping[str, float]

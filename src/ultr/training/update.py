@@ -17,6 +17,7 @@ from ultr.evaluation.comparing import RankerComparison, RankerValue
 from ultr.evaluation.scores import OFF_POLICY, judging_metric
 from ultr.log import Log
 from ultr.log.labels import Label
+from ultr.log.sampling import sample_log
 from ultr.log.shards import concatenate_logs, is_lists
 from ultr.rankers.model import Model, load_model
 from ultr.training.config import Config, differences
@@ -48,6 +49,7 @@ from ultr.utils.stores import fetched, url_below
 
 TEST = 0.2  # least share of the requests of a new log that the gate compares the two rankers on
 PARTS = 5  # an update has this part of the steps of the first training
+MOST_ROWS, MOST_NUMBERS = 200_000, 20_000_000  # rows, and rows times features, of a new log that are checked
 CANDIDATE = ".candidate"  # end of the name of a new run until it is accepted
 
 
@@ -170,7 +172,9 @@ class Judges:
         """Return whether the new log may be learned from, and if not, why."""
         known = Known.of(self.run)
         if self.reference:
-            new, logs = self.model.view(self.new), [self.model.view(log) for log in self.reference]
+            rows = min(MOST_ROWS, MOST_NUMBERS // max(1, len(self.model.feature_names)))
+            new = self.model.view(sample_log(self.new, rows))
+            logs = [self.model.view(log) for log in self.reference]
             scores = {REFERENCE_LOG: self.model.score(logs[0]), NEW_LOG: self.model.score(new)}
             if found := stopping(check_log(known, logs, new, scores), gate):
                 return QUARANTINED, found
