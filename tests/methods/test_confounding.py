@@ -190,7 +190,7 @@ def test_gradients_of_a_reversed_tower_are_as_computed_by_hand():
         tower.weight.copy_(torch.linspace(0.1, -0.2, 13))
         line.weight.copy_(torch.tensor([0.13, -0.04]))
     method.loss(lists).backward()
-    score = method.ranker.outputs(lists.features).detach().squeeze(-1).double()
+    score = method.ranker.outputs(lists.features).detach().squeeze((-2, -1)).double()
     b, (v, w) = tower.values.detach().double()[lists.positions - 1], line.values.detach().double().tolist()
     click, share = (
         lists.actions["click"].double(),

@@ -219,13 +219,18 @@ class Synthesised(nn.Module):
 
     def outputs(self, features: Tensor) -> Tensor:
         """Return the output of each network for each action: [..., networks, actions]."""
+        return torch.stack(self._by_network(features), -2)
+
+    def _by_network(self, features: Tensor) -> tuple[Tensor, ...]:
         outputs: Tensor = self.ranker(features)
         if outputs.dim() < features.dim():  # one network with one output
             outputs = outputs[..., None]
-        return outputs.reshape(*outputs.shape[:-1], -1, len(self.scale))
+        size = len(self.scale)
+        return tuple(outputs[..., first : first + size] for first in range(0, outputs.shape[-1], size))
 
     def forward(self, features: Tensor) -> Tensor:
-        outputs = self.outputs(features).mean(-2)
+        by_network = self._by_network(features)
+        outputs = by_network[0] if len(by_network) == 1 else torch.stack(by_network).mean(0)
         predicted = torch.where(self.is_binary, outputs.sigmoid(), self.scale * softplus(outputs))
         scores: Tensor = self.label(dict(zip(self.label.actions, predicted.unbind(-1), strict=True)), check=False)
         return scores

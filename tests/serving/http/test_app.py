@@ -17,7 +17,7 @@ import pytest
 from serving.http.client import FEATURES, INFER, MAX_ROWS, binary_body, fetch, fetch_async, json_body, rows
 from serving.http.conftest import train
 from serving.http.malformed import malformed
-from ultr.errors import DataError
+from ultr.errors import DataError, UltrError
 from ultr.rankers.model import load_model
 from ultr.serving.http import app as app_module
 from ultr.serving.http.app import ARRIVED, App
@@ -310,7 +310,7 @@ def test_a_folder_without_a_model_is_an_error(tmp_path):
 def test_the_error_of_an_export_is_the_error_of_the_server(folders, tmp_path):
     run = shutil.copytree(folders.trees, tmp_path / "run")
     (run / "model" / "rows.safetensors").unlink()
-    with pytest.raises(DataError, match=r"no rows to test the exported model with; .* --out DIR --rows LOG"):
+    with pytest.raises(UltrError, match=r"no rows to test the exported model with; .* --out DIR --rows LOG"):
         Served(run)
 
 
