@@ -97,7 +97,7 @@ def test_texts_without_secrets_stay_as_they_are(text):
 
 def test_long_texts_are_redacted_quickly():
     for text in ("a" * 10**6, ":/" * 10**5, "token" * 10**5, "." * 10**5, ":@" * 10**5, "://x" * 10**5):
-        redact(text)
+        assert len(redact(text)) <= len(text)
 
 
 @pytest.mark.parametrize("url", ["s3://anna:word@host/log.parquet", "http://anna:word@host/log.csv?token=word"])

@@ -282,6 +282,13 @@ def test_a_served_model_of_a_store_is_replaced(run, bucket, own_cache, tmp_path)
 # --- Broken URLs, and stores that do not answer -----------------------------------------------------------------------
 
 
+def test_a_password_in_the_url_of_a_store_is_an_error_since_runs_record_urls():
+    with pytest.raises(OptionError, match=r"must not have a password, got 's3://\*\*\*@logs/x'; set the environment"):
+        check_output("s3://key:secret@logs/x", overwrite=False)
+    assert stores.as_url("abfss://container@account.dfs.core.windows.net/x")
+    assert stores.as_url("http://anna:word@host/x")  # a tracking server
+
+
 @pytest.mark.parametrize("url", ["s3:/bucket/x", "s3:bucket/x", "s3:///x", "gs:/bucket/x", "s3://"])
 def test_a_mistyped_url_never_becomes_a_folder(url, ultr, tmp_path, monkeypatch, own_cache):
     monkeypatch.chdir(tmp_path)

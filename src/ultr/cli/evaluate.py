@@ -13,11 +13,10 @@ from rich.table import Table
 from ultr.cli import options
 from ultr.cli.messages import words
 from ultr.cli.options import free_path, named_columns, plain, print_next, print_notes, print_table, print_warnings
-from ultr.errors import OptionError
+from ultr.errors import OptionError, UnfinishedError
 
 SHOWN_POSITIONS = 20  # positions whose examination is printed, at most
 RANGE = "nothing confirms how often users look, so intervals are those of half to one and a half times this bias"
-UNMET = 3  # exit code if a decision is not the one of --fail-unless
 
 if TYPE_CHECKING:
     from ultr.evaluation.comparing import RankerComparison
@@ -164,7 +163,7 @@ def evaluate(
         if folders:
             print_next("report", *folders, out=free_path("report.html"))
     if not _passes(found.comparison, fail_unless, or_worse=fail_if_worse):
-        raise typer.Exit(UNMET)
+        raise typer.Exit(UnfinishedError.exit_code)
 
 
 def _evaluate_teams(

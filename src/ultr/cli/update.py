@@ -11,8 +11,7 @@ from ultr.cli import options
 from ultr.cli.evaluate import print_comparison
 from ultr.cli.messages import progress_bar, words
 from ultr.cli.options import free_path, metrics_text, one_source, plain, print_next, print_notes, print_warnings
-
-REJECTED = 3  # the exit code if the gate stops the update
+from ultr.errors import UnfinishedError
 
 
 def update(
@@ -119,7 +118,7 @@ def update(
             words.print(plain(f"{each.name}: {each.what}; {each.hint}"), soft_wrap=True)
         kept = f"; the new run is in {written}" if written else ", and nothing was trained"
         words.print(plain(f"{result.status}: {out} was not written{kept}"), soft_wrap=True)
-        raise typer.Exit(REJECTED)
+        raise typer.Exit(UnfinishedError.exit_code)
     test = result.value.difference if result.value else None
     about = (
         "" if test is None else f"difference {test.difference:+.4f}, 95% interval {test.low:+.4f} to {test.high:+.4f}"

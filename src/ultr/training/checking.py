@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from ultr.checks.leaks import find_leaks
-from ultr.checks.pitfalls import TRAINING_CHECKS, Pitfall, find_bots, find_pitfalls
+from ultr.checks.pitfalls import CHECKS, TRAINING_CHECKS, Check, Pitfall, find_bots, find_pitfalls
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.cleaning import SUSPICIOUS_FILE
@@ -35,17 +37,24 @@ def check(config: Config, data: Data) -> list[Pitfall]:
         pitfalls.append(Pitfall("suspicious requests", what, f"their ids are written to {SUSPICIOUS_FILE} in the run"))
     if config.users is not None or config.simulation.learn_from != "feedback" or log.positions is None:
         return pitfalls
-    clear, likely = find_leaks(log)
+    checks = [check for check in TRAINING_CHECKS if data.suspicious is None or check is not find_bots]
+    clear, others = find_problems(log, Label(data.label), checks)
     if clear and not config.data.allow_leaks:
         what = f"features follow the feedback on their item: {clear[0].what}"
         hint = f"{clear[0].hint}; to train with them, pass --set allow_leaks=true (allow_leaks=True)"
         raise DataError(what, where=config.data.source or None, hint=hint)
+    return [*pitfalls, *clear, *others]
+
+
+def find_problems(log: Log, label: Label, checks: Iterable[Check] = CHECKS) -> tuple[list[Pitfall], list[Pitfall]]:
+    """Return features of a log that clearly follow its feedback, and all other problems, both from samples of it."""
+    clear, likely = find_leaks(log)
+    if log.positions is None:
+        return clear, likely
     counted = sample_log(log.without_features(), COUNTED_ROWS)
-    clicked = np.asarray(Label(data.label)(counted.actions)) > 0
-    checks = [check for check in TRAINING_CHECKS if data.suspicious is None or check is not find_bots]
+    clicked = np.asarray(label(counted.actions)) > 0
     rows = min(CHECKED_ROWS, CHECKED_NUMBERS // max(1, len(log.feature_names)))
-    found = find_pitfalls(counted, clicked, sample=sample_log(log, rows), checks=checks)
-    return [*pitfalls, *clear, *likely, *found]
+    return clear, [*likely, *find_pitfalls(counted, clicked, sample=sample_log(log, rows), checks=checks)]
 
 
 def check_pairs(config: Config, kind: str, log: Log) -> None:

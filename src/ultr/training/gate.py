@@ -16,16 +16,15 @@ from ultr.bias.counts import queries_recur
 from ultr.bias.examination import Examination
 from ultr.bias.propensities import theta_by_id
 from ultr.checks.drift import find_drift
-from ultr.checks.leaks import find_leaks
-from ultr.checks.pitfalls import Pitfall, find_pitfalls
+from ultr.checks.pitfalls import Pitfall
 from ultr.evaluation.comparing import FEW_CLICKS, RankerComparison, compare_rankers
 from ultr.evaluation.off_policy import Likelihood
 from ultr.evaluation.scores import paired_test
 from ultr.log import Log
 from ultr.log.labels import Label
-from ultr.log.sampling import sample_log
 from ultr.log.splits import codes
 from ultr.log.table import by_segment, slot
+from ultr.training.checking import find_problems
 from ultr.training.data import Decisions
 from ultr.training.folder import EXAMINATION
 
@@ -37,12 +36,11 @@ REFERENCE_LOG, NEW_LOG = "the reference", "the new log"
 LEAST_LOSS, LEAST_UNEXPLAINED = 0.005, 0.05
 UNEXPLAINED = 0.5  # share of what the old ranker explained before
 SIGMAS = 4.0
-CHECKED_ROWS, CHECKED_NUMBERS = 50_000, 1_000_000  # most rows, and rows times features, whose features are checked
 
 
 @dataclass(frozen=True)
 class Gate:
-    """What a new log and a new ranker have to pass."""
+    """The limits that a new log and a new ranker have to keep."""
 
     confidence: float = 0.95
     min_evidence: float = FEW_CLICKS  # effective clicks of the requests of the new log that judge
@@ -51,7 +49,7 @@ class Gate:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What the old run knows: its label, and θ by position."""
+    """The label of the old run, and its θ by position, which is 1 everywhere if the run has estimated none."""
 
     label: str
     theta: Mapping[str, float]
@@ -59,7 +57,7 @@ class Known:
     @staticmethod
     def of(run: Path) -> Known:
         decisions = Decisions.load(run)
-        theta = {}
+        theta = {"1": 1.0}
         if (run / EXAMINATION).is_file():
             by_position = Examination.load(run / EXAMINATION).by_position()
             theta = {slot(position, decisions.segments): value for position, value in by_position.items()}
@@ -70,7 +68,7 @@ class Known:
         clicked = np.asarray(Label(self.label)(log.actions)) > 0
         coded, segments = by_segment(log) if "segment" in log.context else (log, ())
         ids = tuple(np.unique(coded.shown_positions("the gate of an update")).tolist())
-        theta = theta_by_id(self.theta or {"1": 1.0}, ids, segments, nearest=True)
+        theta = theta_by_id(self.theta, ids, segments, nearest=True)
         coded = replace(coded, actions={"click": clicked.astype(np.float32)})
         return Likelihood(coded, theta=theta, label="click")(scores).per_request
 
@@ -83,20 +81,11 @@ def check_log(known: Known, logs: Sequence[Log], new: Log, scores: Mapping[str, 
     label = Label(known.label)
     newest, older = logs[0], logs[1] if len(logs) > 1 else None
     found = find_drift(newest, new, label, older=older)
-    before = {each.name for each in _pitfalls(newest, label)}
-    found += [each for each in _pitfalls(new, label) if each.name not in before]
+    before = {each.name for part in find_problems(newest, label) for each in part}
+    found += [each for part in find_problems(new, label) for each in part if each.name not in before]
     if new.positions is not None and not found:
         found += _unexplained(known, newest, new, scores)
     return found
-
-
-def _pitfalls(log: Log, label: Label) -> list[Pitfall]:
-    clear, likely = find_leaks(log)
-    if log.positions is None:
-        return [*clear, *likely]
-    rows = min(CHECKED_ROWS, CHECKED_NUMBERS // max(1, len(log.feature_names)))
-    clicked = np.asarray(label(log.actions)) > 0
-    return [*clear, *likely, *find_pitfalls(log.without_features(), clicked, sample=sample_log(log, rows))]
 
 
 def _unexplained(known: Known, before: Log, after: Log, scores: Mapping[str, np.ndarray]) -> list[Pitfall]:
@@ -139,17 +128,19 @@ def judge_new(
 ) -> tuple[str, list[Pitfall]]:
     """Return the status of a new ranker, with reasons, from its comparisons with the old one on the two logs."""
     worse = []
+    tests = len(comparisons) + (reference is not None)
+    least_p = (1 - gate.confidence) / tests
     for where, comparison in comparisons.items():
         value = comparison.rankers[NEW][metric]
         test = value.difference
         if test is None:
             continue
         loss = -test.difference / max(value.mean.mean - test.difference, 1e-12)
-        if loss > LEAST_LOSS and test.p < (1 - gate.confidence) / len(comparisons):
+        if loss > LEAST_LOSS and test.p < least_p:
             about = f"difference of {metric} {test.difference:+.4f}, 95% interval {test.low:+.4f} to {test.high:+.4f}"
             worse.append(Pitfall(f"worse on {where}", about, "look for what has changed in the new log"))
     if reference is not None and not worse:
-        worse += _explains_less(gate, known, *reference)
+        worse += _explains_less(least_p, known, *reference)
     if worse:
         return WORSE, worse
     clicks = comparisons[NEW_LOG].rankers[NEW][metric].effective_clicks
@@ -158,14 +149,14 @@ def judge_new(
     return ACCEPTED, []
 
 
-def _explains_less(gate: Gate, known: Known, log: Log, scores: Mapping[str, np.ndarray]) -> list[Pitfall]:
+def _explains_less(least_p: float, known: Known, log: Log, scores: Mapping[str, np.ndarray]) -> list[Pitfall]:
     if log.positions is None:
         return []
     old, new = (known.click_gains(log, scores[name]) for name in (OLD, NEW))
     groups = codes(log.context["query"]) if queries_recur(log) else None
     test = paired_test(new, old, log.weights, groups=groups)
     loss = -test.difference / max(float(np.average(old, weights=log.weights)), 1e-12)
-    if loss < LEAST_UNEXPLAINED or test.p >= 1 - gate.confidence:
+    if loss < LEAST_UNEXPLAINED or test.p >= least_p:
         return []
     what = f"it explains {loss:.0%} less of which items of the reference are clicked (p = {test.p:.2g})"
     return [Pitfall(f"worse on {REFERENCE_LOG}", what, "look for what has changed in the new log")]

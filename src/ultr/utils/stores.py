@@ -60,6 +60,9 @@ def as_url(path: str | Path) -> str | None:
     if scheme in (*NATIVE, *OTHER) and not complete:
         hint = f"write two slashes and a name, such as {scheme}://bucket/folder"
         raise OptionError("this is not a complete URL", got=f"'{path}'", hint=hint)
+    if scheme in (*NATIVE, *OTHER) and re.match(r"[^/@]*:[^/]*@", rest):  # a run records where its data is from
+        hint = "set the environment variables of the store, such as AWS_SECRET_ACCESS_KEY"
+        raise OptionError("a URL must not have a password", got=f"'{path}'", hint=hint)
     return f"{scheme}://{'/' * (slashes > 2)}{rest}"
 
 
