@@ -47,8 +47,8 @@ def changed(log: Log, name: str, change) -> Log:
     return replace(log, features=features)
 
 
-def names(before: Log, after: Log, **given) -> list[str]:
-    return [each.name for each in find_drift(before, after, SECONDS, **given)]
+def names(before: Log, after: Log, *older: Log) -> list[str]:
+    return [each.name for each in find_drift([before, *older], after, SECONDS)]
 
 
 def test_the_index_is_the_sum_of_its_definition():
@@ -89,18 +89,25 @@ def test_quiet_days_are_not_found_whatever_their_size():
     ],
 )
 def test_a_changed_feature_is_found_by_its_name(name, change, said):
-    (found,) = find_drift(make_log(0), changed(make_log(1), name, change), SECONDS)
+    (found,) = find_drift([make_log(0)], changed(make_log(1), name, change), SECONDS)
     assert (found.name, found.features) == (f"feature {name}", (name,))
     assert said in found.what
     assert "--allow" in found.hint
 
 
 def test_a_trend_is_not_found_and_other_units_of_it_are():
-    older, before, after = (changed(make_log(day), "age", lambda x, day=day: x / 8 + 3 * day) for day in range(3))
-    assert names(before, after, older=older) == []
-    assert names(before, changed(after, "age", lambda x: 24 * x), older=older) == ["feature age"]
-    assert names(before, after, older=make_log(7)) == []  # the first step of a trend is as far as this one
-    assert names(make_log(8), after) == ["feature age"]  # nothing says that it moves
+    first, second, today = (changed(make_log(day), "age", lambda x, day=day: x / 8 + 3 * day) for day in range(3))
+    assert names(second, today, first) == []
+    assert names(second, changed(today, "age", lambda x: 24 * x), first) == ["feature age"]
+    assert names(second, today) == ["feature age"]  # nothing says that it moves
+    quiet = [make_log(seed) for seed in range(3, 8)]
+    assert names(*quiet[:2], *quiet[2:]) == []
+
+
+def test_a_feature_that_moved_once_may_move_again_as_far():
+    days = [changed(make_log(day), "match", lambda x, day=day: x + (day == 2)) for day in range(4)]
+    assert names(days[0], days[2]) == ["feature match"]
+    assert names(days[3], changed(make_log(9), "match", lambda x: x - 1), *days[2::-1]) == []
 
 
 def test_lists_and_segments_are_compared():
@@ -108,7 +115,7 @@ def test_lists_and_segments_are_compared():
     short = after.select(after.lengths <= 5)
     assert "lengths of lists" in names(before, short)
     other = replace(after, context={**after.context, "segment": pa.array(["tv"] * len(after))})
-    (found,) = find_drift(before, other, SECONDS)
+    (found,) = find_drift([before], other, SECONDS)
     assert found.name == "segments"
     assert "tv among them" in found.what
     assert names(before, replace(after, positions=after.positions + 4)) == ["positions", "feedback by position"]

@@ -1,8 +1,8 @@
 """Whether a log is like those that a run knows: its features, lists, feedback, and feedback by position.
 
 Distributions are compared by the population stability index Σ (q - p) log(q / p) of shares p and q. It has to be above
-what chance gives, where rows of a request count as one, and above the movement that the known logs have among
-themselves: the age of an item rises by a day each day.
+what chance gives, where rows of a request count as one, and above the movement from one known log to the next: the age
+of an item rises by a day each day.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ultr.log.splits import as_texts
 
 BINS = 10  # of a number; also the values of a number that has no more
 MOVED = 0.25  # least index of a distribution that has changed
-CHANCE = 4.0  # times the index that chance gives
-USUAL = 4.0  # times the index between the two newest of the known logs
+CHANCE = 4.0  # times the index that chance gives in the mean
+USUAL = 4.0  # times the largest index from one known log to the next
 FAR = 5.0  # an index of nearly disjoint distributions, which no trend explains
 OTHER_RATE = 1.5  # factor of the feedback by request
 SIGMAS = 4.0
@@ -42,30 +42,39 @@ class Change:
         return Pitfall(self.name, f"{self.what}: stability index {self.index:.2f}", CHECK, self.features)
 
 
-def find_drift(before: Log, after: Log, label: Label, *, older: Log | None = None) -> list[Pitfall]:
-    """Return how the log `after` differs from `before`, which has the same features and codes of categories.
+def find_drift(known: Sequence[Log], new: Log, label: Label) -> list[Pitfall]:
+    """Return how a log differs from the known logs, the newest first, which have the same features and codes."""
+    moved = [each.finding for each in changes(known, new, label) if each.index > each.limit]
+    return [*moved, *_rates(known[0], new, label)]
 
-    `older` is the log before it; without one, the first half of `before` takes its place.
+
+def changes(known: Sequence[Log], new: Log, label: Label) -> Iterator[Change]:
+    """Yield how far each distribution of a log is from that of the newest known log, and how far it may be.
+
+    The two halves of a single known log show how far distributions move.
     """
-    moved = [each.finding for each in changes(before, after, label, older=older) if each.index > each.limit]
-    return [*moved, *_rates(before, after, label)]
-
-
-def changes(before: Log, after: Log, label: Label, *, older: Log | None = None) -> Iterator[Change]:
-    """Yield how far each distribution of a log has moved, and how far it may."""
-    if older is None:
-        middle = len(before) // 2
-        older, before = before.select(np.arange(middle)), before.select(np.arange(middle, len(before)))
-    if not min(len(older), len(before), len(after)):
+    before = [log for log in reversed(known) if len(log)]
+    if len(before) == 1:
+        middle = len(before[0]) // 2
+        before = [before[0].select(np.arange(middle)), before[0].select(np.arange(middle, len(before[0])))]
+    if not before or not all(map(len, (*before, new))):
         return
-    for name, samples, sizes, what, features in _columns((older, before, after), label):
-        width = max(int(codes.max(initial=0)) for codes in samples) + 1
-        counts = np.stack([np.bincount(codes, minlength=width) for codes in samples]).astype(np.float64)
-        first, second, last = counts[:, counts.any(0)]
-        chance = CHANCE * (len(last) - 1)
-        usual = USUAL * stability_index(first, second) - chance * (1 / sizes[0] + 1 / sizes[1])
-        limit = max(MOVED, chance * (1 / sizes[1] + 1 / sizes[2]), min(usual, FAR))
-        yield Change(name, stability_index(second, last), limit, what(), features)
+    for name, samples, sizes, what, features in _columns([*before, new], label):
+        *usual, (index, chance) = (_moved(samples[k : k + 2], sizes[k : k + 2]) for k in range(len(before)))
+        farthest = max(index - chance for index, chance in usual)
+        yield Change(name, index, max(MOVED, CHANCE * chance, min(USUAL * farthest, FAR)), what(), features)
+
+
+def _moved(samples: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[float, float]:
+    """Return the stability index of two samples, and the mean that chance gives.
+
+    Numbers are binned by the first sample, so that a steady trend moves each day as far as the day before.
+    """
+    codes = samples if samples[0].dtype.kind == "i" else _binned(*samples)
+    width = max(int(each.max(initial=0)) for each in codes) + 1
+    counts = np.stack([np.bincount(each, minlength=width) for each in codes]).astype(np.float64)
+    before, after = counts[:, counts.any(0)]
+    return stability_index(before, after), (len(before) - 1) * (1 / sizes[0] + 1 / sizes[1])
 
 
 def stability_index(before: np.ndarray, after: np.ndarray) -> float:
@@ -78,7 +87,7 @@ Column = tuple[str, list[np.ndarray], tuple[int, ...], Callable[[], str], tuple[
 
 
 def _columns(logs: Sequence[Log], label: Label) -> Iterator[Column]:
-    """Yield each distribution: its name, its codes and the size of the sample in each log, what is said, features."""
+    """Yield for each distribution its name, its numbers or codes and sizes by log, what is said of it, and features."""
     sizes = tuple(map(len, logs))
     for column, name in enumerate(logs[0].feature_names):
         values = [log.features[:, column] for log in logs]
@@ -88,16 +97,16 @@ def _columns(logs: Sequence[Log], label: Label) -> Iterator[Column]:
             more = f"; {new:.0%} of the rows have one that the run does not know" if new else ""
             yield f"feature {name}", codes, sizes, _said(f"the categories of {name} have changed{more}"), (name,)
         else:
-            yield f"feature {name}", _binned(values), sizes, _numbers(f"the values of {name}", values), (name,)
+            yield f"feature {name}", values, sizes, _numbers(f"the values of {name}", values), (name,)
     if all("segment" in log.context for log in logs):
         names = [np.array(as_texts(log.context["segment"]).to_pylist(), object).astype(str) for log in logs]
         segment = np.unique(np.concatenate(names), return_inverse=True)[1]
-        new_ones = sorted({*names[2]} - {*names[0], *names[1]})
+        new_ones = sorted({*names[-1]}.difference(*names[:-1]))
         among = f", {names_of(new_ones)} among them" if new_ones else ""
         parts = np.split(segment, np.cumsum(sizes)[:-1])
         yield "segments", parts, sizes, _said(f"requests are from other segments than before{among}"), ()
     lengths = [log.lengths.astype(np.float64) for log in logs]
-    yield "lengths of lists", _binned(lengths), sizes, _numbers("the lengths of lists", lengths), ()
+    yield "lengths of lists", lengths, sizes, _numbers("the lengths of lists", lengths), ()
     labels = [np.asarray(label(log.actions), np.float64) for log in logs]
     clicks = tuple(int((each > 0).sum()) for each in labels)
     if not min(clicks):
@@ -105,13 +114,13 @@ def _columns(logs: Sequence[Log], label: Label) -> Iterator[Column]:
     sizes_of_labels = [each[each > 0] for each in labels]
     if len(np.unique(sizes_of_labels[0])) > 1:
         what = _numbers("the labels above 0", sizes_of_labels)
-        yield "size of the label", _binned(sizes_of_labels), clicks, what, ()
+        yield "size of the label", sizes_of_labels, clicks, what, ()
     if any(log.positions is None for log in logs):
         return
     places = [np.asarray(log.positions, np.float64) for log in logs]
-    yield "positions", _binned(places), sizes, _numbers("the positions", places), ()
+    yield "positions", places, sizes, _numbers("the positions", places), ()
     clicked = [place[each > 0] for place, each in zip(places, labels, strict=True)]
-    yield "feedback by position", _binned(clicked), clicks, _numbers("the positions of feedback", clicked), ()
+    yield "feedback by position", clicked, clicks, _numbers("the positions of feedback", clicked), ()
 
 
 def _said(text: str) -> Callable[[], str]:
@@ -137,15 +146,19 @@ def _median(values: np.ndarray) -> float:
     return float(np.median(present)) if len(present) else float("nan")
 
 
-def _binned(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return codes of numbers by deciles of all samples but the last, or by value if they have few; 0 if missing."""
-    before = np.concatenate(values[:-1])
-    known = np.unique(before[~np.isnan(before)])
+def _binned(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return codes of numbers by deciles of the first sample, or by value if it has few; 0 if missing."""
+    present = before[~np.isnan(before)]
+    known = np.unique(present)
     if len(known) > BINS:
-        edges = np.unique(np.quantile(before[~np.isnan(before)], np.arange(1, BINS) / BINS))
+        edges = np.unique(np.quantile(present, np.arange(1, BINS) / BINS))
     else:  # numbers between two of the values have bins of their own
         edges = np.sort(np.concatenate([known, np.nextafter(known, np.inf)]))
-    return [np.where(np.isnan(each), 0, 1 + np.searchsorted(edges, each, "right")) for each in values]
+
+    def code(values: np.ndarray) -> np.ndarray:
+        return np.where(np.isnan(values), 0, 1 + np.searchsorted(edges, values, "right"))
+
+    return code(before), code(after)
 
 
 def _rates(before: Log, after: Log, label: Label) -> Iterator[Pitfall]:

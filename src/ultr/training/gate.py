@@ -79,8 +79,8 @@ def check_log(known: Known, logs: Sequence[Log], new: Log, scores: Mapping[str, 
     All have the features of the old ranker. Its `scores` of the rows are by the names of the two logs.
     """
     label = Label(known.label)
-    newest, older = logs[0], logs[1] if len(logs) > 1 else None
-    found = find_drift(newest, new, label, older=older)
+    newest = logs[0]
+    found = find_drift(logs, new, label)
     before = {each.name for part in find_problems(newest, label) for each in part}
     found += [each for part in find_problems(new, label) for each in part if each.name not in before]
     if new.positions is not None and not found:
