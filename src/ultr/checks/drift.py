@@ -20,7 +20,7 @@ from ultr.log.splits import as_texts
 BINS = 10  # of a number; also the values of a number that has no more
 MOVED = 0.25  # least index of a distribution that has changed
 CHANCE = 4.0  # times the index that chance gives in the mean
-USUAL = 4.0  # times the largest index from one known log to the next
+USUAL = 9.0  # times the largest index from one known log to the next: a trend has that after three steps
 FAR = 5.0  # an index of nearly disjoint distributions, which no trend explains
 OTHER_RATE = 1.5  # factor of the feedback by request
 SIGMAS = 4.0

@@ -32,8 +32,8 @@ ACCEPTED, WORSE, QUARANTINED, UNCLEAR = "accepted", "worse", "quarantined", "not
 ALL = "all"
 OLD, NEW = "the old run", "the new run"
 REFERENCE_LOG, NEW_LOG = "the reference", "the new log"
-# Smaller losses are no reason to stop: of the value of the old ranker, and of what it explains of the clicks.
-LEAST_LOSS, LEAST_UNEXPLAINED = 0.005, 0.05
+LEAST_LOSS = 0.005  # of the value of the old ranker; a smaller loss is no reason to stop
+MOST_FORGOTTEN = 0.1  # of what the old ranker explains of the clicks; a good ranker of a new day forgets up to this
 UNEXPLAINED = 0.5  # share of what the old ranker explained before
 SIGMAS = 4.0
 
@@ -154,10 +154,10 @@ def _explains_less(least_p: float, known: Known, log: Log, scores: Mapping[str, 
         return []
     old, new = (known.click_gains(log, scores[name]) for name in (OLD, NEW))
     groups = codes(log.context["query"]) if queries_recur(log) else None
-    test = paired_test(new, old, log.weights, groups=groups)
-    loss = -test.difference / max(float(np.average(old, weights=log.weights)), 1e-12)
-    if loss < LEAST_UNEXPLAINED or test.p >= least_p:
+    test = paired_test(new, (1 - MOST_FORGOTTEN) * old, log.weights, groups=groups)
+    if test.difference >= 0 or test.p >= least_p:
         return []
+    loss = 1 - np.average(new, weights=log.weights) / np.average(old, weights=log.weights)
     what = f"it explains {loss:.0%} less of which items of the reference are clicked (p = {test.p:.2g})"
     return [Pitfall(f"worse on {REFERENCE_LOG}", what, "look for what has changed in the new log")]
 
