@@ -101,8 +101,7 @@ class FitInputs:
 def uses_examination(method: Method | TreeMethod) -> bool:
     """Return whether a method takes the best estimate of examination of the log."""
     if isinstance(method, TreeMethod):
-        pair_model, positions = method.pair_model(), method.position_model()
-        positions = positions if pair_model is None else pair_model.bias_model
+        positions = method.positions if method.pairs is None else method.pairs.bias_model
         models = [] if positions is None or method.inputs.truth else [positions]
     else:
         models = [model for model in method.modules() if isinstance(model, PositionModel)]

@@ -60,7 +60,7 @@ class TreeFit:
         self.library = BOOSTERS[inputs.kind]
         self._anchor, self._starts = self._trees_to_extend()
         self._has_positions = False
-        with_pairs = self.method.pair_model() is not None
+        with_pairs = self.method.pairs is not None
         if with_pairs:
             kernels()  # raise MissingExtraError now, not after the bias stage
         self.device = choose_device(config.machine.device) if with_pairs else torch.device("cpu")
@@ -121,14 +121,14 @@ class TreeFit:
         return self._anchor is not None
 
     def _estimate_positions(self, examined: Examined) -> None:
-        if (positions := self.method.position_model()) is not None and not self._has_positions:
+        if (positions := self.method.positions) is not None and not self._has_positions:
             log, seed = self.inputs.data.train, self.options.seed
             positions.estimate(log, user=None, sessions=0, seed=seed, examination=examined.examination)
             self._has_positions = True
 
     def _run_bias_stage(self, examined: Examined, shared: Path | None) -> None:
         self._estimate_positions(examined)
-        pair_model = self.method.pair_model()
+        pair_model = self.method.pairs
         if pair_model is None or pair_model.bias_learner() is None:
             return
         pair_model.to(self.device)
