@@ -68,7 +68,7 @@ def test_only_items_that_were_clicked_and_shown_at_several_positions_are_counted
     shown, clicked = by_hand(log, seen.items, np.ones(20), seen)
     cells = [(telling[s], int(seen.positions[k])) for s, k in zip(found.strata, found.places, strict=True)]
     assert sorted(cells) == sorted(cell for cell in shown if cell[0] in telling)
-    for values, expected in zip(both(found.weighted(np.ones(20))), (shown, clicked), strict=True):
+    for values, expected in zip(both(found.total()), (shown, clicked), strict=True):
         np.testing.assert_allclose(values, [expected[cell] for cell in cells])
 
 
@@ -110,7 +110,7 @@ def test_too_many_items_are_sampled_and_the_share_is_recorded(monkeypatch):
 def cells_of(found):
     """Impressions and clicks of each item at all positions."""
     table = np.zeros((*found.size, 2))
-    for i, values in enumerate(both(found.weighted(np.ones(found.shown.shape[1])))):
+    for i, values in enumerate(both(found.total())):
         table[found.strata, found.places, i] = values
     return table.reshape(len(table), -1).tolist()
 
@@ -167,7 +167,7 @@ def test_requests_in_random_order_are_counted_by_their_set_of_positions(seed, we
     if not any(clicked.values()):
         assert found is None
         return
-    cells = found.weighted(np.ones(found.shown.shape[1]))
+    cells = found.total()
     assert sorted(cells.shown) == sorted(shown.values())
     assert sorted(cells.clicked) == sorted(clicked.values())
     sets = {positions for positions, _ in shown}

@@ -18,13 +18,10 @@ import torch
 from ultr.bias import estimators
 from ultr.bias.counts import (
     LogCounts,
-    compared_clicks,
     counted,
     impressions,
-    in_pools,
     log_counts,
     replicates,
-    weight_unit,
 )
 from ultr.bias.estimators import SCALE, SMALLEST, best_source, items_comparable, largest_one, pools
 from ultr.bias.identification import (
@@ -431,8 +428,7 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
         log = replace(log, sources={name: counts for name, counts in log.sources.items() if name != "items"})
         log = replace(log, seen=None)
     best = best_source(log)
-    unit = weight_unit(log.weight / log.requests)
-    pool = pools(clicks if best is None else compared_clicks(best.cells, unit), positions)
+    pool = pools(clicks if best is None else best.cells.compared_clicks(log.weight / log.requests), positions)
     view = _View(positions, pool, int((rate * shown).argmax()), {})
     values = np.array([known.get(str(k), np.nan) for k in positions.tolist()])
     if np.isfinite(values).any():
@@ -484,7 +480,7 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
 def _refutations(
     log: LogCounts, view: _View, weights: np.ndarray, sample: Log | None, options: AuditOptions
 ) -> tuple[Refutation, ...]:
-    counts = log.sources["items"].in_pools(view.pool) if "items" in log.sources else None
+    counts = log.sources["items"].pooled(view.pool).compared() if "items" in log.sources else None
     if counts is None:
         return ()
     shown, clicked = (np.bincount(view.pool, each) for each in (log.shown, log.clicked))
@@ -529,7 +525,7 @@ def _count_estimates(
     training = _training_groups(weights)
     of_pool = np.bincount(view.pool, log.shown)
     fitted = {name: np.bincount(view.pool, log.shown * got.theta) / of_pool for name, got in view.estimates.items()}
-    sources = {name: counts.in_pools(view.pool) for name, counts in log.sources.items()}
+    sources = {name: counts.pooled(view.pool).compared() for name, counts in log.sources.items()}
     graph = None
     for name in ("randomised", "swaps"):
         if (counts := sources.get(name)) is not None:
@@ -545,7 +541,7 @@ def _count_estimates(
         fitted["items"] = estimators.position_based(counts, training)[0]
         graph = links(estimators.pair_clicks(counts, weights[:, 0], seed=seed), view.positions, view.pool)
     if log.seen is not None and log.seen.items is not None and fitted:
-        held_out = HeldOut(in_pools(log.seen, view.pool), log.seen.items, seed=seed)
+        held_out = HeldOut(log.seen.pooled(view.pool), log.seen.items, seed=seed)
         common = np.isfinite(list(fitted.values())).all(0)  # likelihoods are comparable only at the same positions
         for name, theta in fitted.items():
             score = held_out.score(np.where(common, theta, np.nan))
@@ -574,7 +570,7 @@ def _feature_estimates(
         hint = "draw the sample from the requests of the log"
         raise DataError("the sample must be a subset of the log's requests", got=got, hint=hint)
     pool = view.pool[np.searchsorted(view.positions, sampled.positions)]
-    sampled, at = in_pools(sampled, pool), np.unique(pool)
+    sampled, at = sampled.pooled(pool), np.unique(pool)
     logging = recovered_score(sample, seed=seed, network=network)
     strata = strata_of(sample, logging.score, clicks=float(clicked.sum()))
     weights = replicates(int(sampled.group.max()) + 1, options.bootstrap, seed=seed + 1)

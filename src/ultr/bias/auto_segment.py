@@ -21,10 +21,8 @@ from scipy import sparse
 from scipy.special import gammaincc
 
 from ultr.bias.counts import (
-    Cells,
     Counts,
     Impressions,
-    compared_clicks,
     counted_items,
     counted_random,
     counted_swaps,
@@ -185,15 +183,16 @@ def _compare(seen: Impressions, value: np.ndarray, source: str) -> _Comparison |
     counts = [each for v in range(int(value.max()) + 1) if (each := count(seen.select(value == v))) is not None]
     if len(counts) <= value.max():
         return None
-    compared = np.array([compared_clicks(_cells(each), 1.0) for each in counts]).min(0)
+    compared = np.array([each.total().compared_clicks() for each in counts]).min(0)
     places = np.flatnonzero(compared >= POOL_CLICKS)
     # Positions are not pooled: values with lists of other lengths would have other positions in a pool.
-    fits = [fit_conditional(_cells(_at(each, places))) for each in counts] if len(places) > 1 else []
-    places = places[np.isfinite([fit.theta for fit in fits]).all(0)] if fits else places
+    if len(places) > 1:
+        theta = np.array([fit_conditional(_at(each, places).total()).theta for each in counts])
+        places = places[np.isfinite(theta).all(0)]
     if len(places) < 2:
         return None
     parts = [_at(each, places) for each in counts]
-    fits = [fit_conditional(_cells(each)) for each in parts]
+    fits = [fit_conditional(each.total()) for each in parts]
     theta = np.array([fit.theta for fit in fits])
     if not np.isfinite(theta).all():
         return None
@@ -207,35 +206,24 @@ def _compare(seen: Impressions, value: np.ndarray, source: str) -> _Comparison |
     return _Comparison(positions, theta / theta[:, :1], p, _difference(fits, compared[places], shown))
 
 
-def _cells(counts: Counts) -> Cells:
-    return counts.weighted(np.ones(counts.shown.shape[1]))
-
-
 def _at(counts: Counts, places: np.ndarray) -> Counts:
     """Return the counts at some positions, which are numbered 0, 1, ... then."""
-    kept = np.isin(counts.places, places)
-    return replace(
-        counts,
-        strata=counts.strata[kept],
-        places=np.searchsorted(places, counts.places[kept]),
-        size=(counts.size[0], len(places)),
-        shown=counts.shown[kept],
-        clicked=counts.clicked[kept],
-    )
+    kept = counts.select(np.isin(counts.places, places))
+    return replace(kept, places=np.searchsorted(places, kept.places), size=(counts.size[0], len(places)))
 
 
-def _together(parts: Sequence[Counts]) -> Cells:
+def _together(parts: Sequence[Counts]) -> Counts:
     """Return the cells of all parts; a stratum of one part is not one of another."""
     before = np.cumsum([0, *(part.size[0] for part in parts)])
-    cells = [_cells(part) for part in parts]
+    cells = [part.total() for part in parts]
     strata = np.concatenate([each.strata + first for each, first in zip(cells, before, strict=False)])
     places, shown, clicked = (
         np.concatenate([getattr(each, name) for each in cells]) for name in ("places", "shown", "clicked")
     )
-    return Cells(strata, places, (int(before[-1]), parts[0].size[1]), shown, clicked)
+    return Counts(strata, places, (int(before[-1]), parts[0].size[1]), shown, clicked)
 
 
-def _shares(cells: Cells, theta: np.ndarray) -> np.ndarray:
+def _shares(cells: Counts, theta: np.ndarray) -> np.ndarray:
     """Return the share of the clicks of its stratum that each cell is expected to have."""
     expected = cells.shown * theta[cells.places]
     return np.asarray(expected / np.bincount(cells.strata, expected, cells.size[0])[cells.strata])
@@ -243,14 +231,14 @@ def _shares(cells: Cells, theta: np.ndarray) -> np.ndarray:
 
 def _likelihood(counts: Counts, theta: np.ndarray) -> float:
     """Return the log-likelihood of θ given the clicks of each stratum."""
-    cells = _cells(counts)
+    cells = counts.total()
     some = cells.clicked > 0
     return float(cells.clicked[some] @ np.log(_shares(cells, theta)[some]))
 
 
 def _dispersion(counts: Counts, fit: ConditionalFit) -> float:
     """Return the variance of the score of log θ between groups of requests, relative to that of independent clicks."""
-    cells = _cells(counts)
+    cells = counts.total()
     strata, width = cells.size
     index = np.arange(len(cells.places))
     share = sparse.csr_matrix((_shares(cells, fit.theta), (cells.places, cells.strata)), (width, strata))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -56,6 +57,11 @@ class Impressions:
             production=None if self.production is None else self.production[rows],
         )
 
+    def pooled(self, pool: np.ndarray) -> Impressions:
+        """Return impressions by pool of positions; `pool` has the pool of each position, and pools without rows go."""
+        _, first, place = np.unique(pool, return_index=True, return_inverse=True)
+        return replace(self, positions=self.positions[first], place=place[self.place].astype(np.int32))
+
     def of_rows(self, values: np.ndarray) -> np.ndarray:
         """Return values [rows] from values [requests]: each row has the value of its request."""
         return np.repeat(values, self.lengths)
@@ -64,13 +70,6 @@ class Impressions:
         if self.weights is None:
             return np.ones(len(self.place[rows]))
         return self.of_rows(self.weights.astype(np.float64))[rows]
-
-
-def in_pools(seen: Impressions, pool: np.ndarray) -> Impressions:
-    """Return impressions by pool of positions; `pool` has the pool of each position, and pools without rows go."""
-    used, place = np.unique(pool, return_inverse=True)
-    first = np.searchsorted(place, np.arange(len(used)))
-    return replace(seen, positions=seen.positions[first], place=place[seen.place].astype(np.int32))
 
 
 def check_positions(count: int, most: int) -> None:
@@ -137,78 +136,68 @@ def item_codes(log: Log) -> np.ndarray | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Cells:
-    """Impressions and clicks by cell. A cell has the rows of one stratum (rows of equal relevance) at one position."""
-
-    strata: np.ndarray  # [cells] index of the stratum
-    places: np.ndarray  # [cells] index of the position
-    size: tuple[int, int]  # number of strata, number of positions
-    shown: np.ndarray  # [cells] impressions
-    clicked: np.ndarray  # [cells] clicks
-
-
-def count_cells(strata: np.ndarray, places: np.ndarray, shown: np.ndarray, clicked: np.ndarray, *, width: int) -> Cells:
-    """Sum the impressions and clicks of rows by stratum and position; `width` is the number of positions."""
-    ids, cells = np.unique(strata.astype(np.int64) * width + places, return_inverse=True)
-    sums = (np.bincount(cells, rows, len(ids)) for rows in (shown, clicked))
-    return Cells(ids // width, ids % width, (int(strata.max(initial=-1)) + 1, width), *sums)
-
-
-def pooled(cells: Cells, pool: np.ndarray) -> Cells:
-    """Return cells by pool of positions; `pool` has the pool of each position."""
-    return count_cells(cells.strata, pool[cells.places], cells.shown, cells.clicked, width=int(pool[-1]) + 1)
-
-
-def compared_clicks(cells: Cells, unit: float) -> np.ndarray:
-    """Return the clicks behind θ of each position: those of strata that were shown at several positions.
-
-    Clicks are weighted; `unit` is the weight of one click (`weight_unit`).
-    """
-    compared = np.bincount(cells.strata)[cells.strata] > 1
-    return np.bincount(cells.places, cells.clicked * compared, cells.size[1]) / unit
-
-
-def weight_unit(mean: float) -> float:
-    """Return the weight of one request, given their mean weight: 1, or the mean if it is smaller (a share)."""
-    return min(1.0, mean)
-
-
-@dataclass(frozen=True, eq=False)
 class Counts:
-    """Impressions and clicks by cell (see `Cells`) and by random group of requests."""
+    """Impressions and clicks by cell. A cell has the rows of one stratum (rows of equal relevance) at one position.
+
+    They are sums over all requests [cells], or sparse, by random group of requests [cells, groups].
+    """
 
     strata: np.ndarray  # [cells] index of the stratum
     places: np.ndarray  # [cells] index of the position
     size: tuple[int, int]  # number of strata, number of positions
-    shown: sparse.csr_matrix  # [cells, groups] impressions
-    clicked: sparse.csr_matrix  # [cells, groups] clicks
+    shown: Any  # impressions: an array, or a sparse matrix
+    clicked: Any  # clicks
     share: float = 1.0  # share of the items that are counted; below 1 if items were sampled
 
-    def weighted(self, weights: np.ndarray) -> Cells:
-        """Return impressions and clicks by cell: sums over the groups of requests with these weights [groups]."""
-        return Cells(self.strata, self.places, self.size, self.shown @ weights, self.clicked @ weights)
+    def weighted(self, weights: np.ndarray) -> Counts:
+        """Return the sums over groups of requests with these weights [groups]."""
+        return replace(self, shown=self.shown @ weights, clicked=self.clicked @ weights)
 
-    def in_pools(self, pool: np.ndarray) -> Counts | None:
-        """Return the counts by pool of positions; `pool` has the pool of each position.
+    def total(self) -> Counts:
+        """Return the sums over all groups of requests."""
+        return self.weighted(np.ones(self.shown.shape[1]))
 
-        Strata in one pool compare nothing, so they are left out. Return None if there are no others.
-        """
+    def select(self, cells: np.ndarray) -> Counts:
+        """Return the counts of some cells, chosen by a mask."""
+        strata, places = self.strata[cells], self.places[cells]
+        return replace(self, strata=strata, places=places, shown=self.shown[cells], clicked=self.clicked[cells])
+
+    def pooled(self, pool: np.ndarray) -> Counts:
+        """Return the counts by pool of positions; `pool` has the pool of each position."""
         width = int(pool[-1]) + 1
-        ids, cells = np.unique(self.strata * width + pool[self.places], return_inverse=True)
-        compared = np.bincount(ids // width)[ids // width] > 1
-        if not compared.any():
-            return None
-        merge = sparse.csr_matrix((np.ones(len(cells)), (cells, np.arange(len(cells)))))[compared]
-        left, strata = np.unique(ids[compared] // width, return_inverse=True)
-        size = len(left), width
         return replace(
-            self,
-            strata=strata,
-            places=ids[compared] % width,
-            size=size,
-            shown=merge @ self.shown,
-            clicked=merge @ self.clicked,
+            count_cells(self.strata, pool[self.places], self.shown, self.clicked, width=width), share=self.share
         )
+
+    @property
+    def is_compared(self) -> np.ndarray:
+        """True for the cells of strata that were shown at several positions [cells]."""
+        return np.asarray(np.bincount(self.strata)[self.strata] > 1)
+
+    def compared(self) -> Counts | None:
+        """Return the counts of the strata that were shown at several positions; None if there are none."""
+        some = self.select(self.is_compared)
+        left, strata = np.unique(some.strata, return_inverse=True)
+        return replace(some, strata=strata, size=(len(left), self.size[1])) if len(left) else None
+
+    def compared_clicks(self, mean_weight: float = 1.0) -> np.ndarray:
+        """Return the clicks behind θ of each position: those of strata that were shown at several positions.
+
+        Clicks are weighted. If the mean weight of requests is below 1 (a share), a click counts as that much.
+        """
+        return np.bincount(self.places, self.clicked * self.is_compared, self.size[1]) / min(1.0, mean_weight)
+
+
+def count_cells(strata: np.ndarray, places: np.ndarray, shown: Any, clicked: Any, *, width: int) -> Counts:
+    """Sum the impressions and clicks of rows by stratum and position; `width` is the number of positions."""
+    ids, cells = np.unique(strata.astype(np.int64) * width + places, return_inverse=True)
+
+    def sums(rows: Any) -> Any:
+        if not sparse.issparse(rows):
+            return np.bincount(cells, rows, len(ids))
+        return sparse.csr_matrix((np.ones(len(cells)), (cells, np.arange(len(cells))))) @ rows
+
+    return Counts(ids // width, ids % width, (int(strata.max(initial=-1)) + 1, width), sums(shown), sums(clicked))
 
 
 def counted(seen: Impressions, strata: np.ndarray, rows: np.ndarray | slice = slice(None)) -> Counts:

@@ -22,7 +22,7 @@ import pyarrow as pa
 from scipy import sparse
 
 from ultr.bias.audit import AuditOptions, BiasReport, audit_counts, largest_segments, with_pitfalls, without_requests
-from ultr.bias.counts import CELLS, MAX_AUDITED_POSITIONS, Counts, LogCounts, check_positions
+from ultr.bias.counts import CELLS, MAX_AUDITED_POSITIONS, Counts, LogCounts, check_positions, count_cells
 from ultr.checks.pitfalls import find_pitfalls
 from ultr.errors import ColumnError, LabelError, OptionError
 from ultr.log import Log, read_log
@@ -325,13 +325,11 @@ def _as_counts(found: pa.Table, keys: list[str], positions: np.ndarray) -> Count
         values = codes(found[name].combine_chunks()).astype(np.int64)
         strata = strata * (int(values.max()) + 1) + values
     strata = np.unique(strata, return_inverse=True)[1]
-    width, places = len(positions), np.searchsorted(positions, found["position"].to_numpy())
+    places, shape = np.searchsorted(positions, found["position"].to_numpy()), (len(found), GROUPS)
     named = found["group"].combine_chunks().dictionary_encode()
     group = np.array([int(text, 16) for text in named.dictionary.to_pylist()])[named.indices.to_numpy()]
-    ids, cells = np.unique(strata * width + places, return_inverse=True)
-    shape = len(ids), GROUPS
     shown, clicked = (
-        sparse.csr_matrix((found[name].to_numpy().astype(np.float64), (cells, group)), shape)
+        sparse.csr_matrix((found[name].to_numpy().astype(np.float64), (np.arange(len(found)), group)), shape)
         for name in ("shown", "clicked")
     )
-    return Counts(ids // width, ids % width, (int(strata.max()) + 1, width), shown, clicked)
+    return count_cells(strata, places, shown, clicked, width=len(positions))

@@ -23,7 +23,7 @@ import torch
 from scipy import linalg, sparse
 from scipy.sparse.csgraph import connected_components
 
-from ultr.bias.counts import Cells, Counts, Impressions, LogCounts
+from ultr.bias.counts import Counts, Impressions, LogCounts
 from ultr.log import Log
 from ultr.log.table import SHIFT
 from ultr.utils.optimisation import minimise
@@ -140,7 +140,7 @@ class ConditionalFit:
         return covariance
 
 
-def fit_conditional(cells: Cells, start: np.ndarray | None = None) -> ConditionalFit:
+def fit_conditional(cells: Counts, start: np.ndarray | None = None) -> ConditionalFit:
     """Solve the equations of `position_based` by Newton's method; `start` is the first guess of log θ."""
     size, width = cells.size
     total = np.bincount(cells.strata, cells.clicked, size)
@@ -245,7 +245,7 @@ class TrustFit:
     moved: float
 
 
-def fit_trust(cells: Cells, *, iterations: int = 6000) -> TrustFit:
+def fit_trust(cells: Counts, *, iterations: int = 6000) -> TrustFit:
     """Fit P(c>0) = θ_k β_s + ζ_k (1 - β_s) by EM: θ and ζ of each position k, β of each stratum s.
 
     Clicks determine β up to an affine map. By convention the largest θ is 1 and the smallest ζ is 0. Positions never
@@ -421,9 +421,9 @@ class Source:
 
     name: str
     error: float  # standard error of log θ: its root mean square over impressions
-    cells: Cells  # the rows that are compared, by stratum and position
+    cells: Counts  # the rows that are compared, by stratum and position
     text: str  # the evidence in words, such as "1,000 requests in random order"
-    others: Cells | None = None  # rows whose more precise estimate the requests in random order correct
+    others: Counts | None = None  # rows whose more precise estimate the requests in random order correct
 
 
 def best_source(log: LogCounts, *, most_error: float = IMPRECISE) -> Source | None:
@@ -432,7 +432,7 @@ def best_source(log: LogCounts, *, most_error: float = IMPRECISE) -> Source | No
     Requests in random order come first, if they are precise enough; items then only make them more precise (`merged`).
     """
     sources, shown = log.sources, log.shown
-    cells = {name: counts.weighted(np.ones(counts.shown.shape[1])) for name, counts in sources.items()}
+    cells = {name: counts.total() for name, counts in sources.items()}
     fits = {name: fit_conditional(each) for name, each in cells.items()}
     errors = {name: standard_error(fit, shown) for name, fit in fits.items() if _links_most(fit, shown)}
     usable = {name: error for name, error in errors.items() if error <= most_error}

@@ -24,15 +24,12 @@ import numpy as np
 import torch
 
 from ultr.bias.counts import (
-    Cells,
+    Counts,
     check_positions,
-    compared_clicks,
     count_cells,
     impressions,
     item_codes,
     log_counts,
-    pooled,
-    weight_unit,
 )
 from ultr.bias.estimators import (
     IMPRECISE,
@@ -203,7 +200,7 @@ def estimate_examination(
         clicked = shown * _simulated_clicks(log, label, user, passes, seed, device)
         shown = shown * passes
 
-    def by_strata() -> Cells:
+    def by_strata() -> Counts:
         strata = _items(log) if theta_from == "items" else _strata(log, clicked, seed, device)
         return count_cells(strata, places, shown, clicked, width=len(ids))
 
@@ -213,17 +210,19 @@ def estimate_examination(
     if theta_from == "auto" and user is None and not trust:
         best = _best_source(log, clicked > 0, seed, by_strata)
     cells = by_strata() if best is None else best.cells
-    unit = 1.0 if log.weights is None else weight_unit(float(log.weights.mean()))
-    pool, clicks_behind = _pools([cells] if best is None or best.others is None else [cells, best.others], ids, unit)
+    evidence = [cells] if best is None or best.others is None else [cells, best.others]
+    mean_weight = 1.0 if log.weights is None else float(log.weights.mean())
+    clicks = np.sum([each.compared_clicks(mean_weight) for each in evidence], axis=0)
+    pool = pools(clicks, ids)
     shown_at, clicks_at = (np.bincount(places, rows, len(ids)) for rows in (shown, clicked))
     if trust:
-        fit = fit_trust(pooled(cells, pool))
+        fit = fit_trust(cells.pooled(pool))
         theta, zeta, moved = fit.theta[pool], fit.zeta[pool], fit.moved
     else:
-        conditional = fit_conditional(pooled(cells, pool))
+        conditional = fit_conditional(cells.pooled(pool))
         if best is not None and best.others is not None:
-            conditional = _merged(conditional, pooled(best.others, pool))
-        theta = largest_one(conditional.theta, clicks_behind)[pool]
+            conditional = _merged(conditional, best.others.pooled(pool))
+        theta = largest_one(conditional.theta, np.bincount(pool, clicks))[pool]
         zeta, moved, covariance = np.zeros(len(ids)), conditional.moved, _of_pools(conditional, pool)
     if best is not None and covariance is not None:
         name, text = best.name, best.text
@@ -233,14 +232,7 @@ def estimate_examination(
     )
 
 
-def _pools(evidence: Sequence[Cells], ids: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pool of each position (`estimators.pools`), and the clicks behind the θ of each pool."""
-    clicks = np.sum([compared_clicks(cells, unit) for cells in evidence], axis=0)
-    pool = pools(clicks, ids)
-    return pool, np.bincount(pool, clicks)
-
-
-def _merged(random: ConditionalFit, others: Cells) -> ConditionalFit:
+def _merged(random: ConditionalFit, others: Counts) -> ConditionalFit:
     shown, clicked = (np.bincount(others.places, values, others.size[1]) for values in (others.shown, others.clicked))
     return merged(random, fit_conditional(others), clicked / np.maximum(shown, 1e-12))
 
@@ -261,7 +253,7 @@ def _of_pools(fit: ConditionalFit, pool: np.ndarray) -> np.ndarray:
     return covariance + np.diag((slope * (places - middle[pool])) ** 2)
 
 
-def _best_source(log: Log, clicked: np.ndarray, seed: int, by_strata: Callable[[], Cells]) -> Source | None:
+def _best_source(log: Log, clicked: np.ndarray, seed: int, by_strata: Callable[[], Counts]) -> Source | None:
     """Return the best evidence of a log; None if it is that of its features (`by_strata`).
 
     Features make an estimate from requests in random order more precise if the items of the log cannot. It may then be

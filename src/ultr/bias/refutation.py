@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import fdtrc, stdtr
 
-from ultr.bias.counts import Counts, Impressions, counted, impressions, in_pools
+from ultr.bias.counts import Counts, Impressions, counted, impressions
 from ultr.bias.estimators import position_based
 from ultr.bias.identification import PRECISE, RANDOMISED, SIGNIFICANCE, Estimate, Refutation
 from ultr.log import Log
@@ -66,7 +66,7 @@ def refutations(evidence: Evidence, estimates: Mapping[str, Estimate], first: np
     tests = [*_items(evidence, estimates, first)]
     if evidence.seen is not None:
         seen, segment = _sampled(evidence.seen, evidence.segment)
-        seen = in_pools(seen, evidence.pool)
+        seen = seen.pooled(evidence.pool)
         tests += [_shuffled(evidence, seen), _time(evidence, seen), _given(evidence, seen, segment)]
         tests += [_others(evidence, seen), _random_order(seen)]
     return [test for test in tests if test is not None]
@@ -123,8 +123,7 @@ def _tested(a: np.ndarray, b: np.ndarray, evidence: Evidence) -> _Difference | N
 
 def _draws(counts: Counts | None, evidence: Evidence) -> np.ndarray:
     width = evidence.counts.size[1]
-    counts = None if counts is None else counts.in_pools(np.arange(width))  # without items at one position
-    if counts is None:
+    if counts is None or (counts := counts.compared()) is None:
         return np.full((1, width), np.nan)
     with np.errstate(divide="ignore"):
         logs = np.log(position_based(counts, evidence.weights[:, : 1 + REPLICATES]))
@@ -147,20 +146,13 @@ def _items(evidence: Evidence, estimates: Mapping[str, Estimate], first: np.ndar
     often = np.bincount(counts.strata, shown)[counts.strata]
     order = np.argsort(often, kind="stable")
     middle = often[order][int(np.searchsorted(np.cumsum(clicks[order]), clicks.sum() / 2))]
-    rare, frequent = (_of_cells(counts, half) for half in (often < middle, often >= middle))
+    rare, frequent = (counts.select(half) for half in (often < middle, often >= middle))
     yield _differ("halves of items", _difference(rare, frequent, evidence), "Frequent and rare items", PRECISE)
     for name in RANDOMISED:
         if name != "known" and name in estimates and "items" in estimates:
             chance, items = (estimates[each].logs[: 1 + REPLICATES, first] for each in (name, "items"))
             what = f"The estimates items and {name}"
             yield _differ("random requests", _tested(chance, items, evidence), what, np.inf)
-
-
-def _of_cells(counts: Counts, cells: np.ndarray) -> Counts | None:
-    if not cells.any():
-        return None
-    parts = (counts.strata[cells], counts.places[cells], counts.size, counts.shown[cells], counts.clicked[cells])
-    return Counts(*parts)
 
 
 def _of_rows(seen: Impressions, strata: np.ndarray, rows: np.ndarray | None = None) -> Counts | None:
@@ -238,7 +230,7 @@ def _feature_reasons(evidence: Evidence) -> Iterator[tuple[str, Impressions, np.
     pool = evidence.pool[np.searchsorted(evidence.seen.positions, seen.positions)]
     if not np.array_equal(np.unique(pool), np.arange(evidence.counts.size[1])):
         return
-    seen = in_pools(seen, pool)
+    seen = seen.pooled(pool)
     strata = _known_items(seen)
     first = np.unique(strata, return_index=True)[1][np.unique(strata, return_inverse=True)[1]]
     for i, name in enumerate(sample.feature_names[:MOST_TESTED]):
