@@ -52,6 +52,7 @@ from ultr.log.splits import codes
 from ultr.rankers import FeatureEncoder
 from ultr.utils.arguments import Seed, Within, checked
 from ultr.utils.display import facts_html, table_html
+from ultr.utils.jsonfiles import finite
 
 if TYPE_CHECKING:
     from ultr.bias.click_models import QualityReport
@@ -145,15 +146,8 @@ class BiasReport:
 
 
 def _estimate_json(result: Estimate) -> dict[str, Any]:
-    def plain(values: np.ndarray) -> list[float | None]:
-        return [float(v) if np.isfinite(v) else None for v in values]
-
-    return {
-        "theta": plain(result.theta),
-        "low": plain(result.low),
-        "high": plain(result.high),
-        "held_out_log_likelihood": None if result.held_out is None else plain(np.array([result.held_out]))[0],
-    }
+    curves = {"theta": result.theta.tolist(), "low": result.low.tolist(), "high": result.high.tolist()}
+    return dict(finite({**curves, "held_out_log_likelihood": result.held_out}))
 
 
 def summary(report: BiasReport) -> dict[str, str]:

@@ -58,6 +58,7 @@ class Segment:
     positions: tuple[int, ...]
     theta: np.ndarray  # [values, positions] relative to the first of the positions
     p: float  # corrected for the number of columns
+    difference: float  # typical difference of log θ between two values, without sampling error
 
     def __str__(self) -> str:
         at = min(range(1, len(self.positions)), key=lambda i: abs(self.positions[i] - SHOWN_POSITION))
@@ -137,13 +138,9 @@ def choose_segment(log: Log, names: Sequence[str], *, label: str | None = None) 
     best = best_source(log_counts(seen))
     if best is None:
         return None
-    comparisons = [(name, values, _compare(seen, code, best.name)) for name, values, code in several]
-    chosen = [
-        (found.p, -found.difference, Segment(name, values, found.positions, found.theta, found.p * len(several)))
-        for name, values, found in comparisons
-        if found is not None and found.difference >= MATERIAL and found.p * len(several) < LEVEL
-    ]
-    return min(chosen, key=lambda each: each[:2])[2] if chosen else None
+    tested = [_tested(seen, *column, source=best.name, columns=len(several)) for column in several]
+    chosen = [each for each in tested if each is not None and each.difference >= MATERIAL and each.p < LEVEL]
+    return min(chosen, key=lambda each: (each.p, -each.difference), default=None)
 
 
 def _clicked(log: Log, label: str | None) -> np.ndarray:
@@ -169,16 +166,13 @@ def _values(log: Log, name: str, clicked: np.ndarray) -> tuple[tuple[str, ...], 
     return tuple(texts[int(i)] for i in used), code
 
 
-@dataclass(frozen=True, eq=False)
-class _Comparison:
-    positions: tuple[int, ...]
-    theta: np.ndarray  # [values, positions] relative to the first
-    p: float
-    difference: float  # typical difference of log θ between two values, without sampling error
+def _tested(
+    seen: Impressions, column: str, values: tuple[str, ...], value: np.ndarray, *, source: str, columns: int
+) -> Segment | None:
+    """Test whether θ differs between the values of requests; None if fewer than two positions can be compared.
 
-
-def _compare(seen: Impressions, value: np.ndarray, source: str) -> _Comparison | None:
-    """Test whether θ differs between the values of requests; None if fewer than two positions can be compared."""
+    `value` has the index of each request's value. The p value is corrected for the number of `columns`.
+    """
     count = COUNTED[source]
     counts = [each for v in range(int(value.max()) + 1) if (each := count(seen.select(value == v))) is not None]
     if len(counts) <= value.max():
@@ -203,7 +197,8 @@ def _compare(seen: Impressions, value: np.ndarray, source: str) -> _Comparison |
     p = float(gammaincc(freedom / 2, max(0.0, sum(gains)) / max(1.0, float(dispersion))))
     shown = np.bincount(seen.place, minlength=len(seen.positions))[places]
     positions = tuple(seen.positions[places].tolist())
-    return _Comparison(positions, theta / theta[:, :1], p, _difference(fits, compared[places], shown))
+    difference = _difference(fits, compared[places], shown)
+    return Segment(column, values, positions, theta / theta[:, :1], p * columns, difference)
 
 
 def _at(counts: Counts, places: np.ndarray) -> Counts:

@@ -11,7 +11,6 @@ Estimates from features, and warnings, need rows. They use the requests with the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,12 +78,6 @@ class EngineAudit:
         return without_requests(self.sample, self.suspicious) if len(self.suspicious) else self.sample
 
 
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    with TemporaryDirectory(prefix="ultr-") as folder:
-        yield Path(folder)
-
-
 def count_on_engine(
     source: str,
     chosen: Preparation,
@@ -97,7 +90,7 @@ def count_on_engine(
 
     The rows are read as they are: rows that repeat a position of their request are an error.
     """
-    with _scratch() as scratch, open_log(source, chosen, scratch) as (engine, files):
+    with TemporaryDirectory(prefix="ultr-") as scratch, open_log(source, chosen, Path(scratch)) as (engine, files):
         return _Work(engine, files, chosen, keep_suspicious=keep_suspicious).count(label, sample_rows)
 
 

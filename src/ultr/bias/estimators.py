@@ -174,16 +174,12 @@ def fit_conditional(cells: Counts, start: np.ndarray | None = None) -> Condition
 
 def _matrices(strata: np.ndarray, places: np.ndarray, size: tuple[int, int]) -> Callable[[np.ndarray], Any]:
     """Return a function from values of cells to a matrix [strata, positions], which is dense if it is small."""
-    if size[0] * size[1] > DENSE:
-        return lambda values: sparse.csr_matrix((values.astype(np.float64), (strata, places)), size)
-    at = strata * size[1] + places
 
-    def dense(values: np.ndarray) -> np.ndarray:
-        flat = np.zeros(size[0] * size[1])
-        flat[at] = values
-        return flat.reshape(size)
+    def matrix(values: np.ndarray) -> Any:
+        made = sparse.csr_matrix((values.astype(np.float64), (strata, places)), size)
+        return made if size[0] * size[1] > DENSE else made.toarray()
 
-    return dense
+    return matrix
 
 
 def _product(a: Any, b: Any) -> np.ndarray:
@@ -236,12 +232,11 @@ def fill_gaps(theta: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class TrustFit:
-    """The result of `fit_trust`; `moved` is the largest relative change of θ in the last of the `iterations`."""
+    """The result of `fit_trust`; `moved` is the largest relative change of θ in the last iteration."""
 
     theta: np.ndarray
     zeta: np.ndarray
     beta: np.ndarray
-    iterations: int
     moved: float
 
 
@@ -295,7 +290,7 @@ def fit_trust(cells: Counts, *, iterations: int = 6000) -> TrustFit:
         best = leap if likelihood(*leap) >= likelihood(*twice) else twice
         moved = float(np.abs((best[0] / best[0].max()) / (theta / theta.max()) - 1).max())
         (theta, zeta, beta), made = best, made + 3
-    return TrustFit(*_canonical(theta, zeta, beta, shown_at > 0), made, moved)
+    return TrustFit(*_canonical(theta, zeta, beta, shown_at > 0), moved)
 
 
 def _joint(theta: np.ndarray, zeta: np.ndarray, beta: np.ndarray) -> tuple[tuple[np.ndarray, ...], ...]:
@@ -408,6 +403,7 @@ def _one_step(
 # training does the same with strata of the logging score.
 
 RANDOM = ("randomised", "swaps")  # sources in which chance decided the order
+CONFIRMED = ("known", *RANDOM)  # evidence that does not rest on how production orders items
 MOST = 0.5  # a source must link positions with more than this share of the impressions
 SURE = 1.4  # standard errors by which items and random requests must differ before items count as biased
 MORE = 4.0  # items are used next to random requests, which they may include, if they have this many times the clicks

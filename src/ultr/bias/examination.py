@@ -32,6 +32,7 @@ from ultr.bias.counts import (
     log_counts,
 )
 from ultr.bias.estimators import (
+    CONFIRMED,
     IMPRECISE,
     MORE,
     RANDOM,
@@ -64,7 +65,6 @@ SOURCES = {
     "items": "items that occur in several requests",
     "known": "known propensities",
 }
-CONFIRMED = ("known", *RANDOM)  # evidence that does not rest on how production orders items
 FORMAT = 1
 BY_POSITION = ("theta", "zeta", "impressions", "clicks")  # the arrays of an Examination
 
@@ -138,10 +138,8 @@ class Examination:
         return Examination(tuple(theta), values, zeros, zeros, zeros, moved=0.0, strata=0, **known)
 
     def save(self, path: Path) -> None:
-        values = {name: getattr(self, name).tolist() for name in BY_POSITION}
-        others = {name: getattr(self, name) for name in ("moved", "strata", "source", "error", "evidence")}
-        covariance = None if self.covariance is None else self.covariance.tolist()
-        content = {"positions": list(self.positions), **values, **others, "covariance": covariance}
+        fields = vars(self).items()
+        content = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields}
         write_json(path, {"format": FORMAT, **content})
 
     @staticmethod

@@ -26,7 +26,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression, minimize
 
 from ultr.bias.audit import BiasReport
-from ultr.bias.identification import MOST_IMPRESSIONS, NORMAL, NOT
+from ultr.bias.identification import MOST_IMPRESSIONS, NORMAL, NOT, rounded_up
 from ultr.errors import DataError, OptionError
 from ultr.log.swaps import CONTROL, parse_swap, swap_text
 from ultr.utils.arguments import Within, checked
@@ -231,7 +231,7 @@ def make_plan(
     if not np.isfinite(needed) or needed > MOST_REQUESTS:
         hint = "name the actions with --actions, or pass a log with more clicks"
         raise DataError("the log has too few clicks to plan an experiment", hint=hint)
-    requests, lost = _rounded_up(needed), _lost(traffic, arms, shares, share)
+    requests, lost = rounded_up(needed, DIGITS), _lost(traffic, arms, shares, share)
     return ExplorationPlan(
         name=name,
         swaps=tuple(swap_text(traffic.positions[list(arm)].tolist()) for arm in arms),
@@ -334,11 +334,6 @@ def _cheapest(
     )
     numbers = _enough(traffic, arms, width, variance, share, start * np.exp(solution.x))
     return numbers if cost @ (numbers / start) < 1 else start
-
-
-def _rounded_up(number: float) -> int:
-    unit: int = 10 ** max(0, math.floor(math.log10(max(number, 1.0))) + 1 - DIGITS)
-    return math.ceil(number / unit) * unit
 
 
 # --- Table of arms ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ The verdict has three parts: the evidence, the assumption that makes it evidence
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
 from scipy.special import ndtri
 
 from ultr.bias.counts import Impressions
+from ultr.bias.estimators import CONFIRMED, RANDOM
 
 MIN_ESTIMATED = 0.8  # a position has an interval if this share of the replicates has an estimate for it
 NORMAL = 1.959964  # half-width of a 95% interval, in standard deviations
@@ -37,8 +39,7 @@ INTERVALS = "95% intervals cover sampling error only; they do not cover wrong as
 OTHERWISE = "known examination (--propensities) may do as well"
 NO_ITEM_IDS = "the log has no item ids"
 ITEM_IDS = "ids of items that were shown at several positions (--item) may do as well"
-RANDOMISED = ("known", "randomised", "swaps")  # sources without an assumption about why items stand where they do
-INTERVENED = ("known", "randomised", "swaps", "items", "harvest")  # most trusted first; these can identify examination
+INTERVENED = (*CONFIRMED, "items", "harvest")  # most trusted first; these can identify examination
 EVIDENCE = {
     "known": "The propensities are known.",
     "randomised": "Some requests were in random order.",
@@ -210,7 +211,7 @@ def verdict(
 
     Positions of one `pool` have one estimate.
 
-    Only known propensities, random order and random swaps identify examination (`RANDOMISED`). Items at several
+    Only known propensities, random order and random swaps identify examination (`CONFIRMED`). Items at several
     positions do so under an assumption, which `refutations` test; of all these, `best` is the best one
     (`estimators.best_source`). Features alone cannot: the rest of the order may be chance, or may follow something that
     also makes items better. These two cases look the same in a log. `suspicious` is the number of suspicious requests
@@ -220,7 +221,7 @@ def verdict(
     candidates = [name for name in ("known", best) if name is not None and name in estimates]
     anchor = next((name for name in candidates if share[np.isfinite(estimates[name].theta)].sum() > 0.5), None)
     found = _Findings(IDENTIFIED)
-    few = anchor not in RANDOMISED  # whether more requests in random order would help
+    few = anchor not in CONFIRMED  # whether more requests in random order would help
     if anchor is not None:
         precise = float(share[estimates[anchor].half_width <= PRECISE].sum())
         found.add(EVIDENCE[anchor], CONDITIONAL if few else IDENTIFIED)
@@ -236,7 +237,7 @@ def verdict(
     elif explained is None or (explained < SOME_ORDER and not features_explain_clicks):
         found.add(_sentence(*_missing(estimates, no_links), "no features explain clicks"), NOT)
     else:
-        anchor = _best_of_features(estimates)
+        anchor = next((name for name in ("strata", "regression") if name in estimates), None)
         share_explained = f"features explain {max(0, explained):.0%} of the logged order"
         found.add(_sentence(share_explained, *_missing(estimates, no_links)), NOT)
         found.add("Higher positions may be seen more or may hold better items; this log cannot separate the two.")
@@ -271,7 +272,7 @@ class _Findings:
 
 def _compare(found: _Findings, anchor: str, agreements: list[Agreement]) -> None:
     """Add the estimates that differ from the anchor; items that differ from random requests are a refutation."""
-    others = RANDOMISED if anchor in ("randomised", "swaps") else INTERVENED
+    others = CONFIRMED if anchor in RANDOM else INTERVENED
     differ = [
         each for each in agreements if anchor in (each.first, each.second) and {each.first, each.second} <= {*others}
     ]
@@ -285,16 +286,16 @@ def _compare(found: _Findings, anchor: str, agreements: list[Agreement]) -> None
 
 def _refute(found: _Findings, anchor: str, refutations: Sequence[Refutation]) -> None:
     """Add the results of the tests of an estimate. The order of random requests is tested too, where it is declared."""
-    if anchor in RANDOMISED:
+    if anchor in CONFIRMED:
         refutations = [each for each in refutations if anchor == "randomised" and each.name == "random order"]
     elif not refutations:
         found.add("No test of the assumption could be run, because there are too few clicks or replicates.")
     failed = [each for each in refutations if not each.passed]
     for each in failed:
         found.add(f"The test '{each.name}' failed: {each.text}", NOT if each.severe else CARE)
-    if failed and anchor in RANDOMISED:
+    if failed and anchor in CONFIRMED:
         found.remedies.append(CHECKS[anchor])
-    if refutations and not failed and anchor not in RANDOMISED:
+    if refutations and not failed and anchor not in CONFIRMED:
         found.add("No test of the assumption failed.")
 
 
@@ -312,10 +313,6 @@ def _missing(estimates: Mapping[str, Estimate], no_links: str) -> tuple[str, ...
 def _sentence(*parts: str) -> str:
     text = f"{', '.join(parts[:-1])}, and {parts[-1]}."
     return text[0].upper() + text[1:]
-
-
-def _best_of_features(estimates: Mapping[str, Estimate]) -> str | None:
-    return next((name for name in ("strata", "regression") if name in estimates), None)
 
 
 def _requests_needed(
@@ -339,9 +336,13 @@ def _requests_needed(
     enough[best] = 0
     order = np.argsort(enough)
     covered = np.cumsum(seen[order]) >= MOST_IMPRESSIONS * impressions.sum()
-    number = MARGIN * float(enough[order][covered.argmax() if covered.any() else -1])
-    digits = 10.0 ** max(0, np.floor(np.log10(max(number, 1))) - 1)
-    return int(np.ceil(number / digits) * digits)
+    return rounded_up(MARGIN * float(enough[order][covered.argmax() if covered.any() else -1]))
+
+
+def rounded_up(number: float, digits: int = 2) -> int:
+    """Return a number rounded up to a whole one with a number of significant digits."""
+    unit: int = 10 ** max(0, math.floor(math.log10(max(number, 1.0))) + 1 - digits)
+    return math.ceil(number / unit - 1e-9) * unit
 
 
 # --- Likelihood of held-out clicks ------------------------------------------------------------------------------------
@@ -390,9 +391,9 @@ class HeldOut:
         estimated = np.isfinite(theta)[self.places]
         here = np.where(estimated, (theta / np.nanmax(theta))[self.places], 1.0)
         shown, clicked = self.shown * estimated, self.clicked * estimated
-        strengths = [self._mean(here, shown[0], clicked[0], shown[1], clicked[1], s) for s in STRENGTHS]
-        strength = STRENGTHS[int(np.argmax(strengths))]
-        return self._mean(here, shown[0] + shown[1], clicked[0] + clicked[1], shown[2], clicked[2], strength)
+        first, second, last = zip(shown, clicked, strict=True)
+        strength = max(STRENGTHS, key=lambda strength: self._mean(here, *first, *second, strength))
+        return self._mean(here, shown[0] + shown[1], clicked[0] + clicked[1], *last, strength)
 
     def _mean(
         self,
@@ -400,9 +401,10 @@ class HeldOut:
         shown: np.ndarray,
         clicked: np.ndarray,
         held_out: np.ndarray,
-        held_out_clicks: np.ndarray,
+        clicks: np.ndarray,
         strength: float,
     ) -> float:
+        """Return the mean log-likelihood of held-out impressions with their `clicks`; others fit β."""
         if not held_out.sum() or not shown.sum():
             return float("nan")
         mean = np.clip(clicked.sum() / (shown * theta).sum(), 1e-6, 1 - 1e-6)
@@ -414,5 +416,5 @@ class HeldOut:
             relevant = np.bincount(self.strata, clicked + (shown - clicked) * unseen, self.size[0])
             beta = np.clip((relevant + strength * mean) / (total + strength), 1e-9, 1 - 1e-9)
         chance = np.clip(theta * beta[self.strata], 1e-12, 1 - 1e-12)
-        likelihood = held_out_clicks * np.log(chance) + (held_out - held_out_clicks) * np.log1p(-chance)
+        likelihood = clicks * np.log(chance) + (held_out - clicks) * np.log1p(-chance)
         return float(likelihood.sum() / held_out.sum())

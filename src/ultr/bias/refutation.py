@@ -26,8 +26,8 @@ import numpy as np
 from scipy.special import fdtrc, stdtr
 
 from ultr.bias.counts import Counts, Impressions, counted, impressions
-from ultr.bias.estimators import position_based
-from ultr.bias.identification import PRECISE, RANDOMISED, SIGNIFICANCE, Estimate, Refutation
+from ultr.bias.estimators import RANDOM, position_based
+from ultr.bias.identification import PRECISE, SIGNIFICANCE, Estimate, Refutation
 from ultr.log import Log
 
 ROWS = 500_000  # most rows of a test; it uses a random sample of requests if there are more
@@ -148,8 +148,8 @@ def _items(evidence: Evidence, estimates: Mapping[str, Estimate], first: np.ndar
     middle = often[order][int(np.searchsorted(np.cumsum(clicks[order]), clicks.sum() / 2))]
     rare, frequent = (counts.select(half) for half in (often < middle, often >= middle))
     yield _differ("halves of items", _difference(rare, frequent, evidence), "Frequent and rare items", PRECISE)
-    for name in RANDOMISED:
-        if name != "known" and name in estimates and "items" in estimates:
+    for name in RANDOM:
+        if name in estimates and "items" in estimates:
             chance, items = (estimates[each].logs[: 1 + REPLICATES, first] for each in (name, "items"))
             what = f"The estimates items and {name}"
             yield _differ("random requests", _tested(chance, items, evidence), what, np.inf)

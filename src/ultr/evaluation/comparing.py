@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.special import ndtr
 
 from ultr.bias.counts import queries_recur
 from ultr.bias.examination import Examination, estimate_examination
-from ultr.bias.identification import NORMAL
+from ultr.bias.identification import NORMAL, rounded_up
 from ultr.bias.propensities import theta_by_id
 from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError, nearest
@@ -124,7 +125,7 @@ class RankerComparison:
             return Decision(UNCLEAR, "one request, or one query, gives no interval", value.worse)
         if value.effective_clicks is not None and value.effective_clicks < FEW_CLICKS:
             few = f"the test requests have the information of {value.effective_clicks:.0f} clicks"
-            needed = _rounded(self.requests * FEW_CLICKS / max(value.effective_clicks, 1))
+            needed = rounded_up(self.requests * FEW_CLICKS / max(value.effective_clicks, 1))
             return Decision(UNCLEAR, f"{few}; it needs about {needed:,} requests", value.worse, needed)
         if high < 0 and clear:
             return Decision(REJECT, f"it is worse: {about}", value.worse)
@@ -165,13 +166,7 @@ def _change(value: float, test: PairedTest) -> str:
 def requests_needed(test: PairedTest, requests: int) -> int | None:
     """Return about how many requests make the interval as narrow as the difference is; None if nobody collects them."""
     enough = requests * (max(test.high - test.low, 0.0) / 2 / max(abs(test.difference), 1e-12)) ** 2
-    return None if enough > MOST_REQUESTS * requests else _rounded(enough)
-
-
-def _rounded(number: float) -> int:
-    """Return a number rounded up to two digits."""
-    digits = 10.0 ** max(0, np.floor(np.log10(max(number, 1))) - 1)
-    return int(np.ceil(number / digits - 1e-9) * digits)
+    return None if enough > MOST_REQUESTS * requests else rounded_up(enough)
 
 
 def logged_scores(log: Log) -> np.ndarray | None:
@@ -303,16 +298,8 @@ def _with_error_of_first(tests: Sequence[PairedTest]) -> list[PairedTest]:
 
     With more position bias than the estimate has, the errors of a few rare clicks would hide what the others show.
     """
-    from scipy.special import ndtr
-
     most = tests[0].high - tests[0].difference
-    limited = [tests[0]]
-    for test in tests[1:]:
-        margin = min(most, test.high - test.difference)
-        p = float(2 * ndtr(-NORMAL * abs(test.difference) / max(margin, 1e-300)))
-        low, high = test.difference - margin, test.difference + margin
-        limited.append(replace(test, low=low, high=high, p=p))
-    return limited
+    return [tests[0], *(test.with_margin(min(most, test.high - test.difference)) for test in tests[1:])]
 
 
 def under_all(tests: Sequence[PairedTest]) -> PairedTest:
@@ -324,8 +311,6 @@ def under_all(tests: Sequence[PairedTest]) -> PairedTest:
 
 def _worse(test: PairedTest, sign: int) -> float:
     """Return the probability that the difference is below 0 (above, if `sign` is -1), given its interval."""
-    from scipy.special import ndtr
-
     error = (test.high - test.low) / (2 * NORMAL)
     return float(ndtr(-sign * test.difference / max(error, 1e-300))) if error < np.inf else 0.5
 
