@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 
 from ultr.bias import estimators
 from ultr.bias.counts import (
+    Counts,
     LogCounts,
     counted,
     impressions,
@@ -277,6 +279,7 @@ class AuditOptions:
     seed: int
     described: Log | None = None  # rows with numbers that show whether items are the same, if there are no features
     segment: np.ndarray | None = None  # [requests] code of the segment of each request in memory
+    known: Mapping[str, float] = field(default_factory=dict)  # propensities by position
 
 
 @checked
@@ -303,7 +306,8 @@ def audit(
         sample = log
     log = log.without_features()
     pitfalls = find_pitfalls(log, _clicked(log, label), sample=sample)
-    options, left_out = AuditOptions(label, bootstrap, seed, described), 0
+    propensities = {str(position): theta for position, theta in (known or {}).items()}
+    options, left_out = AuditOptions(label, bootstrap, seed, described, known=propensities), 0
     if not keep_suspicious:
         log, sample, left_out = without_suspicious(log, sample, label)
     clicked = _clicked(log, label)
@@ -321,7 +325,7 @@ def audit(
             yield each, count(log.select(requests), clicked[np.repeat(requests, log.lengths)])
 
     parts = segments() if "segment" in log.context else ()
-    report = audit_counts(count(log, clicked), parts, options, sample=sample, known=known)
+    report = audit_counts(count(log, clicked), parts, options, sample)
     return with_pitfalls(report, pitfalls, left_out)
 
 
@@ -329,21 +333,17 @@ def audit_counts(
     whole: LogCounts,
     segments: Iterable[tuple[str, LogCounts]],
     options: AuditOptions,
-    *,
-    sample: Log | None = None,
-    known: Mapping[Any, float] | None = None,
+    sample: Log | None,
 ) -> BiasReport:
     """Return the results and a verdict as `audit` does, from the counts of a log and of each of its segments."""
-    known = {str(slot): theta for slot, theta in (known or {}).items()}
-    report, reports = _audit(whole, sample, known, options), {}
-    options = replace(options, segment=None)
+    report, reports = _audit(whole, sample, options), {}
     for name, counts in segments:
         if not counts.clicks.any():
             continue
         part = None if sample is None else sample.select(_segment_names(sample)[1] == name)
         part = part if part is not None and len(part) else None
-        known_here = {slot.removesuffix(f"@{name}"): theta for slot, theta in known.items()}
-        reports[name] = _audit(counts, part, known_here, options)
+        known = {slot.removesuffix(f"@{name}"): theta for slot, theta in options.known.items()}
+        reports[name] = _audit(counts, part, replace(options, segment=None, known=known))
     return replace(report, segments=reports)
 
 
@@ -404,7 +404,7 @@ def _segment_names(log: Log) -> tuple[pa.Array, np.ndarray]:
     return names, names.to_numpy(zero_copy_only=False)
 
 
-def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], options: AuditOptions) -> BiasReport:
+def _audit(log: LogCounts, sample: Log | None, options: AuditOptions) -> BiasReport:
     if not log.clicks.any():
         what = f"the log has no positive feedback: the label '{options.label}' is never above 0"
         raise DataError(what, hint="choose another label with --label")
@@ -419,16 +419,17 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
             "Items are not compared across positions: most items that occur again have other features each time, so "
             "their relevance may differ too. To compare them, add a column `query`, or a new item id for each context."
         )
-        log = replace(log, sources={name: counts for name, counts in log.sources.items() if name != "items"})
-        log = replace(log, seen=None)
+        log = replace(log, sources={name: log.sources[name] for name in log.sources if name != "items"}, seen=None)
     best = best_source(log)
     pool = pools(clicks if best is None else best.cells.compared_clicks(log.weight / log.requests), positions)
     view = _View(positions, pool, int((rate * shown).argmax()), {})
-    values = np.array([known.get(str(k), np.nan) for k in positions.tolist()])
+    values = np.array([options.known.get(str(k), np.nan) for k in positions.tolist()])
     if np.isfinite(values).any():
         view.estimates["known"] = estimate("known", np.tile(values, (options.bootstrap + 1, 1)), view.reference)
     weights = replicates(log.groups, options.bootstrap, seed=options.seed)
-    graph = _count_estimates(log, weights, view, notes, options.seed)
+    pooled = {name: counts.pooled(pool).compared() for name, counts in log.sources.items()}
+    sources = {name: counts for name, counts in pooled.items() if counts is not None}
+    graph = _count_estimates(log, sources, weights, view, notes, options.seed)
     explained, explain_clicks = None, False
     if sample is not None:
         explained, explain_clicks = _feature_estimates(view, sample, notes, options, network=best is None)
@@ -436,7 +437,21 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
     pairs = [(a, b) for i, a in enumerate(estimates.values()) for b in list(estimates.values())[i + 1 :]]
     tests = [agreement(a, b, positions, shown=shown, pool=pool) for a, b in pairs]
     agreements = [test for test in tests if test is not None]
-    refuted = _refutations(log, view, weights, sample, options)
+    refuted: tuple[Refutation, ...] = ()
+    if "items" in sources:
+        shown_in, clicked_in = (np.bincount(pool, each) for each in (shown, log.clicked))
+        evidence = Evidence(
+            sources["items"],
+            log.seen,
+            pool,
+            shown_in,
+            clicked_in / shown_in,
+            weights,
+            segment=options.segment,
+            sample=sample,
+            sample_clicked=None if sample is None else _clicked(sample, options.label),
+        )
+        refuted = refutations(evidence, estimates)
     return BiasReport(
         label=options.label,
         requests=log.requests,
@@ -450,15 +465,12 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
         verdict=verdict(
             estimates,
             agreements,
+            log,
             best=None if best is None else best.name,
-            impressions=shown,
-            requests=log.weight,
-            rate=rate,
             explained=explained,
             features_explain_clicks=explain_clicks,
             no_links=no_links,
             pool=pool,
-            suspicious=log.suspicious,
             refutations=refuted,
         ),
         pitfalls=[],
@@ -469,27 +481,6 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
         notes=tuple(notes),
         refutations=refuted,
     )
-
-
-def _refutations(
-    log: LogCounts, view: _View, weights: np.ndarray, sample: Log | None, options: AuditOptions
-) -> tuple[Refutation, ...]:
-    counts = log.sources["items"].pooled(view.pool).compared() if "items" in log.sources else None
-    if counts is None:
-        return ()
-    shown, clicked = (np.bincount(view.pool, each) for each in (log.shown, log.clicked))
-    evidence = Evidence(
-        counts,
-        log.seen,
-        view.pool,
-        shown,
-        clicked / shown,
-        weights,
-        segment=options.segment,
-        sample=sample,
-        sample_clicked=None if sample is None else _clicked(sample, options.label),
-    )
-    return tuple(refutations(evidence, view.estimates, np.unique(view.pool, return_index=True)[1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -510,29 +501,31 @@ class _View:
 
 
 def _count_estimates(
-    log: LogCounts, weights: np.ndarray, view: _View, notes: list[str], seed: int
+    log: LogCounts, sources: Mapping[str, Counts], weights: np.ndarray, view: _View, notes: list[str], seed: int
 ) -> Mapping[str, Any] | None:
     """Add estimates from requests in random order and from items shown at several positions to those of `view`.
 
-    Return the groups of positions that such items link (`identification.links`), or None without such items.
+    `sources` has the counts by pool. Return the groups of positions that such items link (`identification.links`), or
+    None without such items.
     """
     training = _training_groups(weights)
     of_pool = np.bincount(view.pool, log.shown)
     fitted = {name: np.bincount(view.pool, log.shown * got.theta) / of_pool for name, got in view.estimates.items()}
-    sources = {name: counts.pooled(view.pool).compared() for name, counts in log.sources.items()}
+    harvest = partial(estimators.harvest, seed=seed)
+    for name, source, estimator in (
+        ("randomised", "randomised", estimators.position_based),
+        ("swaps", "swaps", estimators.position_based),
+        ("harvest", "items", harvest),
+        ("items", "items", estimators.position_based),
+    ):
+        if source in sources:
+            view.add(name, estimator(sources[source], weights))
+            fitted[name] = estimator(sources[source], training)[0]
     graph = None
-    for name in ("randomised", "swaps"):
-        if (counts := sources.get(name)) is not None:
-            view.add(name, estimators.position_based(counts, weights))
-            fitted[name] = estimators.position_based(counts, training)[0]
     if (counts := sources.get("items")) is not None:
         if counts.share < 1:
             used = f"a random {counts.share:.1%} of the items that were clicked and shown at several positions"
             notes.append(f"The estimators harvest and items use {used}.")
-        view.add("harvest", estimators.harvest(counts, weights, seed=seed))
-        view.add("items", estimators.position_based(counts, weights))
-        fitted["harvest"] = estimators.harvest(counts, training, seed=seed)[0]
-        fitted["items"] = estimators.position_based(counts, training)[0]
         graph = links(estimators.pair_clicks(counts, weights[:, 0], seed=seed), view.positions, view.pool)
     if log.seen is not None and log.seen.items is not None and fitted:
         held_out = HeldOut(log.seen.pooled(view.pool), log.seen.items, seed=seed)

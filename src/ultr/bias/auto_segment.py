@@ -29,7 +29,15 @@ from ultr.bias.counts import (
     impressions,
     log_counts,
 )
-from ultr.bias.estimators import POOL_CLICKS, RANDOM, ConditionalFit, best_source, fit_conditional, items_comparable
+from ultr.bias.estimators import (
+    POOL_CLICKS,
+    RANDOM,
+    ConditionalFit,
+    best_source,
+    fit_conditional,
+    items_comparable,
+    relative_variance,
+)
 from ultr.checks.pitfalls import suspicious_requests
 from ultr.log import Log, read_log
 from ultr.log.columns import Columns, as_data_error, combined, resolve_columns
@@ -250,14 +258,10 @@ def _difference(fits: Sequence[ConditionalFit], clicks: np.ndarray, shown: np.nd
     """
     reference = int(clicks.argmax())
     log_theta = np.log([fit.theta / fit.theta[reference] for fit in fits])
-    squares = 2 * log_theta.var(0, ddof=1) - 2 * np.mean([_variances(fit, reference) for fit in fits], axis=0)
+    errors = [relative_variance(fit.covariance(), reference) for fit in fits]
+    squares = 2 * log_theta.var(0, ddof=1) - 2 * np.mean(errors, axis=0)
     weights = np.where(np.arange(len(shown)) == reference, 0, shown)
     return float(np.sqrt(max(0.0, np.average(squares, weights=weights))))
-
-
-def _variances(fit: ConditionalFit, reference: int) -> np.ndarray:
-    covariance = fit.covariance()
-    return np.asarray(covariance.diagonal() + covariance[reference, reference] - 2 * covariance[reference])
 
 
 def segment_candidates(

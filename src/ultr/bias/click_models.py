@@ -53,6 +53,7 @@ class ClickModel:
     """
 
     OUTPUTS: ClassVar[int] = 1
+    SIZE: ClassVar[int] = 0  # of models whose number of parameters does not depend on the positions
 
     def __init__(self, positions: int) -> None:
         self.positions = positions
@@ -60,7 +61,7 @@ class ClickModel:
     @property
     def size(self) -> int:
         """The number of the model's own parameters."""
-        return 0
+        return self.SIZE
 
     def modelled(self, clicked: Tensor, where: Tensor) -> Tensor:
         """Return True for the items whose clicks have a probability in this model."""
@@ -190,11 +191,7 @@ class SDBN(Chain):
 class DBN(Chain):
     """The user goes on with probability γ after no click, and with γ (1 - s) after a click."""
 
-    OUTPUTS = 2
-
-    @property
-    def size(self) -> int:
-        return 1
+    OUTPUTS, SIZE = 2, 1
 
     def goes_on(self, logits: Sequence[Tensor], parameters: Tensor) -> tuple[Tensor | None, Tensor]:
         gamma = parameters[0]
@@ -210,9 +207,7 @@ class CCM(Chain):
     The attraction a is the relevance of the paper: it is also the probability that a clicked item satisfies.
     """
 
-    @property
-    def size(self) -> int:
-        return 3
+    SIZE = 3
 
     def goes_on(self, logits: Sequence[Tensor], parameters: Tensor) -> tuple[Tensor | None, Tensor]:
         satisfied, unsatisfied = logsigmoid(logits[0]), logsigmoid(-logits[0])
@@ -263,13 +258,7 @@ def no_click_logit(examination: Tensor, attraction: Tensor) -> Tensor:
 
 
 def conditional_log_likelihood(
-    model: ClickModel,
-    clicked: Tensor,
-    logits: Sequence[Tensor],
-    *,
-    where: Tensor,
-    place: Tensor,
-    parameters: Tensor,
+    model: ClickModel, clicked: Tensor, logits: Sequence[Tensor], *, where: Tensor, place: Tensor, parameters: Tensor
 ) -> Tensor:
     """Return log P(c_k | c_1 .. c_{k-1}) of each item; zero for padding and for items that are not modelled.
 
@@ -289,13 +278,7 @@ def log_examination(
 
 
 def marginal_log_likelihood(
-    model: ClickModel,
-    clicked: Tensor,
-    logits: Sequence[Tensor],
-    *,
-    where: Tensor,
-    place: Tensor,
-    parameters: Tensor,
+    model: ClickModel, clicked: Tensor, logits: Sequence[Tensor], *, where: Tensor, place: Tensor, parameters: Tensor
 ) -> Tensor:
     """Return log P(c_k) of each item before any other click is known; zero for padding."""
     clicked, logits, place = _masked(clicked, logits, place, where)

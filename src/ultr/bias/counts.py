@@ -66,6 +66,10 @@ class Impressions:
         """Return values [rows] from values [requests]: each row has the value of its request."""
         return np.repeat(values, self.lengths)
 
+    @property
+    def request_of_row(self) -> np.ndarray:
+        return self.of_rows(np.arange(len(self.lengths)))
+
     def row_weights(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
         if self.weights is None:
             return np.ones(len(self.place[rows]))
@@ -233,7 +237,7 @@ def _position_sets(seen: Impressions) -> np.ndarray:
     """Return a number for each request, equal for requests with the same positions, whatever their segments."""
     in_list = np.unique(seen.positions & ((1 << SHIFT) - 1), return_inverse=True)[1]
     key = np.random.default_rng(0).random(len(seen.positions))[in_list]
-    positions = np.bincount(seen.of_rows(np.arange(len(seen.lengths))), key[seen.place], len(seen.lengths))
+    positions = np.bincount(seen.request_of_row, key[seen.place], len(seen.lengths))
     return np.unique(positions, return_inverse=True)[1]
 
 

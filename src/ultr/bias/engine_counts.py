@@ -69,8 +69,8 @@ class EngineAudit:
         has_features = bool(self.sample.feature_names)
         pitfalls = find_pitfalls(self.sample, clicked, sample=self.sample if has_features else None)
         sample = self.kept_sample() if has_features else None
-        options = AuditOptions(self.label, bootstrap, seed)
-        report = audit_counts(self.whole, self.segments.items(), options, sample=sample, known=known)
+        options = AuditOptions(self.label, bootstrap, seed, known=known or {})
+        report = audit_counts(self.whole, self.segments.items(), options, sample)
         return with_pitfalls(report, pitfalls, len(self.suspicious))
 
     def kept_sample(self) -> Log | None:

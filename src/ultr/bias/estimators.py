@@ -77,26 +77,16 @@ def harvest(counts: Counts, weights: np.ndarray, *, seed: int = 0) -> np.ndarray
 
 
 def bradley_terry(wins: np.ndarray, anchor: int = 0) -> np.ndarray:
-    """Return strengths in a Bradley-Terry model; k beat k' `wins[k, k']` times. NaN if k is not linked to `anchor`."""
-    games = wins + wins.T
-    inside = _linked(wins, anchor)
-    theta = np.full(len(wins), np.nan)
-    if inside.sum() < 2:
-        return theta
-    wins, games = wins[np.ix_(inside, inside)], games[np.ix_(inside, inside)]
-    size = len(wins)
-    log_theta = np.zeros(size)
-    for _ in range(NEWTON):
-        share = 1 / (1 + np.exp(log_theta[None, :] - log_theta[:, None]))
-        slope = (wins - games * share).sum(1)
-        curve = games * share * (1 - share)
-        hessian = np.diag(curve.sum(1)) - curve
-        step = np.linalg.solve(hessian + hessian.trace() / size**2, slope)  # the rank-one term fixes Σ log θ
-        log_theta += np.clip(step, -2, 2)
-        if np.abs(step).max() < 1e-10:
-            break
-    theta[inside] = np.exp(log_theta)
-    return theta
+    """Return strengths in a Bradley-Terry model; k beat k' `wins[k, k']` times. NaN if k is not linked to `anchor`.
+
+    This is `fit_conditional` with a stratum for each pair, which is shown once at both positions.
+    """
+    first, second = np.nonzero(np.triu(wins + wins.T, 1))
+    number, places = len(first), np.concatenate([first, second])
+    clicks = np.concatenate([wins[first, second], wins[second, first]])
+    pairs = Counts(np.tile(np.arange(number), 2), places, (number, len(wins)), np.ones(2 * number), clicks)
+    theta = fit_conditional(pairs, anchor=anchor).theta
+    return theta if np.isfinite(theta).sum() > 1 else np.full(len(wins), np.nan)
 
 
 def _linked(wins: np.ndarray, anchor: int) -> np.ndarray:
@@ -122,12 +112,12 @@ def position_based(counts: Counts, weights: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class ConditionalFit:
-    """Examination θ relative to the most clicked position; NaN at positions that no clicked strata link to it."""
+    """Examination θ relative to the anchor, a position; NaN at positions that no clicked strata link to it."""
 
     theta: np.ndarray
     moved: float  # the largest change of log θ in the last iteration
     information: np.ndarray  # [positions, positions] of log θ, given the clicks of each stratum
-    anchor: int  # the most clicked position
+    anchor: int
     spread: np.ndarray | None = None  # the covariance of log θ, if it is not that of the information
 
     def covariance(self) -> np.ndarray:
@@ -140,8 +130,11 @@ class ConditionalFit:
         return covariance
 
 
-def fit_conditional(cells: Counts, start: np.ndarray | None = None) -> ConditionalFit:
-    """Solve the equations of `position_based` by Newton's method; `start` is the first guess of log θ."""
+def fit_conditional(cells: Counts, start: np.ndarray | None = None, *, anchor: int | None = None) -> ConditionalFit:
+    """Solve the equations of `position_based` by Newton's method; `start` is the first guess of log θ.
+
+    θ is relative to the `anchor`, by default the most clicked position.
+    """
     size, width = cells.size
     total = np.bincount(cells.strata, cells.clicked, size)
     used = (total[cells.strata] > 0) & (cells.shown > 0)
@@ -149,7 +142,7 @@ def fit_conditional(cells: Counts, start: np.ndarray | None = None) -> Condition
         values[used] for values in (cells.strata, cells.places, cells.shown, cells.clicked)
     )
     clicks = np.bincount(places, clicked, width)
-    anchor = int(clicks.argmax())
+    anchor = int(clicks.argmax()) if anchor is None else anchor
     matrix = _matrices(strata, places, (size, width))
     linked = _linked(_product(matrix(clicked > 0), matrix(shown > 0)), anchor)
     free = linked & (np.arange(width) != anchor)
@@ -525,6 +518,11 @@ def _described(name: str, counts: Counts, log: LogCounts) -> str:
         return f"{log.swapped_requests:,} requests with swapped positions"
     one_query = " for the same query" if log.by_query else ""
     return f"{counts.clicked.sum():,.0f} clicks on items shown at several positions{one_query}"
+
+
+def relative_variance(covariance: np.ndarray, reference: int) -> np.ndarray:
+    """Return the variance of log θ relative to the position `reference` [positions], from the covariance of log θ."""
+    return np.asarray(covariance.diagonal() + covariance[reference, reference] - 2 * covariance[reference])
 
 
 def standard_error(fit: ConditionalFit, shown: np.ndarray) -> float:

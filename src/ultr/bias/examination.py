@@ -47,6 +47,7 @@ from ultr.bias.estimators import (
     largest_one,
     merged,
     pools,
+    relative_variance,
     standard_error,
 )
 from ultr.bias.logging_policy import logging_score, strata_of
@@ -102,7 +103,7 @@ class Examination:
         if self.covariance is None:
             return self
         top, largest = int(self.theta.argmax()), float(self.theta.max())
-        variance = self.covariance.diagonal() + self.covariance[top, top] - 2 * self.covariance[top]
+        variance = relative_variance(self.covariance, top)
         fall = np.log(np.maximum(self.theta / largest, SMALLEST))
         return replace(self, theta=largest * np.exp(fall / (1 + np.maximum(variance, 0) / LIKELY_FALL**2)))
 

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
 from scipy.special import ndtri
 
-from ultr.bias.counts import Impressions
+from ultr.bias.counts import Impressions, LogCounts
 from ultr.bias.estimators import CONFIRMED, RANDOM
 
 MIN_ESTIMATED = 0.8  # a position has an interval if this share of the replicates has an estimate for it
@@ -195,29 +195,25 @@ class Verdict:
 def verdict(
     estimates: Mapping[str, Estimate],
     agreements: list[Agreement],
+    log: LogCounts,
     *,
     best: str | None,
-    impressions: np.ndarray,
-    requests: float,
-    rate: np.ndarray,
     explained: float | None,
     features_explain_clicks: bool,
     no_links: str,
     pool: np.ndarray,
-    suspicious: int = 0,
     refutations: Sequence[Refutation] = (),
 ) -> Verdict:
-    """Return a verdict on estimates of examination; `no_links` says why items give no estimate, if they do not.
+    """Return a verdict on the estimates of a log; `no_links` says why items give no estimate, if they do not.
 
     Positions of one `pool` have one estimate.
 
     Only known propensities, random order and random swaps identify examination (`CONFIRMED`). Items at several
     positions do so under an assumption, which `refutations` test; of all these, `best` is the best one
     (`estimators.best_source`). Features alone cannot: the rest of the order may be chance, or may follow something that
-    also makes items better. These two cases look the same in a log. `suspicious` is the number of suspicious requests
-    behind the estimates.
+    also makes items better. These two cases look the same in a log.
     """
-    share = impressions / impressions.sum()
+    share = log.shown / log.shown.sum()
     candidates = [name for name in ("known", best) if name is not None and name in estimates]
     anchor = next((name for name in candidates if share[np.isfinite(estimates[name].theta)].sum() > 0.5), None)
     found = _Findings(IDENTIFIED)
@@ -231,8 +227,8 @@ def verdict(
             found.add(f"Only {precise:.0%} of the impressions are {where}.", CARE)
         _compare(found, anchor, agreements)
         _refute(found, anchor, refutations)
-        if suspicious:
-            found.add(f"The estimates use {suspicious:,} suspicious requests (see the warnings).", CARE)
+        if log.suspicious:
+            found.add(f"The estimates use {log.suspicious:,} suspicious requests (see the warnings).", CARE)
             found.remedies.append("leave out --keep-suspicious")
     elif explained is None or (explained < SOME_ORDER and not features_explain_clicks):
         found.add(_sentence(*_missing(estimates, no_links), "no features explain clicks"), NOT)
@@ -244,9 +240,9 @@ def verdict(
         found.add(f"Estimates from features are right only if {_OF_FEATURES}.")
     needed = 0
     if few:
-        theta = estimates[anchor].theta if anchor is not None else rate / rate.max()
-        needed = _requests_needed(theta, rate, impressions, requests, pool)
-        many = f"about {needed:,} requests in random order ({_size(needed / requests)})"
+        theta = estimates[anchor].theta if anchor is not None else log.rate / log.rate.max()
+        needed = _requests_needed(theta, log.rate, log.shown, log.weight, pool)
+        many = f"about {needed:,} requests in random order ({_size(needed / log.weight)})"
         random = many if needed else "some requests in random order"
         found.remedies.insert(0, f"{EXPLORE}, or show {random}, marked by the column of --randomised")
     if found.status == NOT:

@@ -215,11 +215,22 @@ def compare_rankers(
     models = None
     if any(metric.startswith(OFF_POLICY) for metric in metrics):
         parts = parts or LogParts.of(log)
-        models = _CrossFitted(log, parts, chosen, label, known, others, segments, groups, seed, device)
+        models = _cross_fitted(log, parts, chosen, label, known, others, segments, seed, device)
     values: dict[str, dict[str, RankerValue]] = {name: {} for name in scores}
     for metric in metrics:
         if models is not None and metric.startswith(OFF_POLICY):
-            by_ranker, tests = off_policy_values(models.estimators(metric), scores, metric, against)
+            estimators = plausible_estimators(
+                models.log,
+                metric,
+                models.theta,
+                models.direct,
+                draws=models.draws,
+                doubt=models.doubt,
+                label=label,
+                groups=groups,
+                device=device,
+            )
+            by_ranker, tests = off_policy_values(estimators, scores, metric, against)
         else:
             measure = ScoreMetrics(on, metric, user=user, label=label, device=device)
             plain = {name: check_finite(measure(each))[metric] for name, each in scores.items()}
@@ -233,7 +244,8 @@ def compare_rankers(
     found = RankerComparison(values, against, len(on), chosen_on=chosen_on)
     if models is None:
         return found
-    return replace(found, theta=models.theta_by_slot, evidence=models.evidence, confirmed=models.confirmed)
+    confirmed = models.doubt == CONFIRMED
+    return replace(found, theta=models.theta_by_slot, evidence=models.evidence, confirmed=confirmed)
 
 
 def in_random_order(log: Log, scores: np.ndarray, metric: str, label: str) -> Mean | None:
@@ -330,74 +342,71 @@ def doubt_about(
     return doubted, MISFIT
 
 
+@dataclass(frozen=True, eq=False)
 class _CrossFitted:
-    """A model of the test requests, or one of each half; each was fitted to other requests than it evaluates."""
+    """The test requests with a model of them, or of each half; each was fitted to other requests than it evaluates."""
 
-    def __init__(
-        self,
-        log: Log,
-        parts: LogParts,
-        chosen: np.ndarray,
-        label: str,
-        known: Mapping[str, float] | None,
-        others: Sequence[tuple[Sequence[str], Examination]],
-        segments: Sequence[str],
-        groups: np.ndarray | None,
-        seed: int,
-        device: torch.device | str,
-    ) -> None:
-        positions = log.shown_positions("an off-policy metric")
-        ids = np.unique(positions).tolist()
-        slots = {position: slot(position, segments) for position in ids}
-        given = None if known is None else Examination.known(theta_by_id(known, tuple(ids), tuple(segments)))
-        other = next((at for names, each in others if each.confirmed and (at := each.at(names, slots))), None)
-        places, direct = positions.copy(), np.zeros(log.rows)
-        self._theta: dict[int, float] = {}
-        draws: list[dict[int, float]] = [{} for _ in range(DRAWS)]
-        used: list[Examination] = []
-        doubt = CONFIRMED
-        for number, part in enumerate(_parts(log, chosen, seed)):
-            in_part = np.isin(np.arange(len(log)), part)
-            rest = parts.sample(~in_part, seed=seed)
-            own = given or estimate_examination(rest, Label(label), seed=seed, device=device)
-            examination = other if other is not None and not own.confirmed else own
-            model = fit_off_policy_model(rest, label=label, examination=examination, segments=segments, seed=seed)
-            doubted, why = doubt_about(rest, examination, model, label=label, segments=segments)
-            used.append(doubted)
-            doubt = max(doubt, why)
-            of_part = np.repeat(in_part, log.lengths)
-            places[of_part] += number * FOLD
-            direct[of_part] = parts.mapped(model.direct, in_part)
-            theta = model.theta_of(ids, segments)
-            self._theta |= {number * FOLD + position: value for position, value in theta.items()}
-            same = 0 if examination is other else number  # one examination of a run has the same error in both halves
-            for draw, moved in zip(draws, drawn(examination, theta, same), strict=False):
-                draw |= {number * FOLD + position: value for position, value in moved.items()}
-        rows = np.repeat(chosen, log.lengths)
-        self._log, self._direct = replace(log, positions=places).select(chosen), direct[rows]
-        self._label, self._device, self._groups = label, device, groups
-        self._draws = [draw for draw in draws if len(draw) == len(self._theta)]
-        self._doubt = doubt
-        self.confirmed = doubt == CONFIRMED
-        self.evidence = next((each.source for each in used if not each.confirmed), used[0].source)
-        self.theta_by_slot = {
-            name: float(np.mean([self._theta[number * FOLD + position] for number in range(len(used))]))
-            for position, name in slots.items()
-        }
+    log: Log  # the test requests; the positions of the two halves differ by `FOLD`
+    theta: Mapping[int, float]
+    direct: np.ndarray  # [rows]
+    draws: Sequence[Mapping[int, float]]  # of θ
+    doubt: int
+    evidence: str
+    theta_by_slot: Mapping[str, float]
 
-    def estimators(self, metric: str) -> list[OffPolicy]:
-        """Return the estimators of a metric under each plausible θ; the first is that of the estimate."""
-        return plausible_estimators(
-            self._log,
-            metric,
-            self._theta,
-            self._direct,
-            draws=self._draws,
-            doubt=self._doubt,
-            label=self._label,
-            groups=self._groups,
-            device=self._device,
-        )
+
+def _cross_fitted(
+    log: Log,
+    parts: LogParts,
+    chosen: np.ndarray,
+    label: str,
+    known: Mapping[str, float] | None,
+    others: Sequence[tuple[Sequence[str], Examination]],
+    segments: Sequence[str],
+    seed: int,
+    device: torch.device | str,
+) -> _CrossFitted:
+    """Return the `chosen` test requests of a log with θ and the direct model from other requests."""
+    positions = log.shown_positions("an off-policy metric")
+    ids = np.unique(positions).tolist()
+    slots = {position: slot(position, segments) for position in ids}
+    given = None if known is None else Examination.known(theta_by_id(known, tuple(ids), tuple(segments)))
+    other = next((at for names, each in others if each.confirmed and (at := each.at(names, slots))), None)
+    places, direct = positions.copy(), np.zeros(log.rows)
+    theta: dict[int, float] = {}
+    draws: list[dict[int, float]] = [{} for _ in range(DRAWS)]
+    used: list[Examination] = []
+    doubt = CONFIRMED
+    for number, part in enumerate(_parts(log, chosen, seed)):
+        in_part = np.isin(np.arange(len(log)), part)
+        rest = parts.sample(~in_part, seed=seed)
+        own = given or estimate_examination(rest, Label(label), seed=seed, device=device)
+        examination = other if other is not None and not own.confirmed else own
+        model = fit_off_policy_model(rest, label=label, examination=examination, segments=segments, seed=seed)
+        doubted, why = doubt_about(rest, examination, model, label=label, segments=segments)
+        used.append(doubted)
+        doubt = max(doubt, why)
+        of_part = np.repeat(in_part, log.lengths)
+        places[of_part] += number * FOLD
+        direct[of_part] = parts.mapped(model.direct, in_part)
+        of_model = model.theta_of(ids, segments)
+        theta |= {number * FOLD + position: value for position, value in of_model.items()}
+        same = 0 if examination is other else number  # one examination of a run has the same error in both halves
+        for draw, moved in zip(draws, drawn(examination, of_model, same), strict=False):
+            draw |= {number * FOLD + position: value for position, value in moved.items()}
+    mean = {
+        name: float(np.mean([theta[number * FOLD + position] for number in range(len(used))]))
+        for position, name in slots.items()
+    }
+    return _CrossFitted(
+        log=replace(log, positions=places).select(chosen),
+        theta=theta,
+        direct=direct[np.repeat(chosen, log.lengths)],
+        draws=[draw for draw in draws if len(draw) == len(theta)],
+        doubt=doubt,
+        evidence=next((each.source for each in used if not each.confirmed), used[0].source),
+        theta_by_slot=mean,
+    )
 
 
 def plausible_estimators(
