@@ -20,6 +20,7 @@ from ultr.bias import estimators
 from ultr.bias.counts import (
     Counts,
     LogCounts,
+    clicked_rows,
     counted,
     impressions,
     log_counts,
@@ -49,7 +50,6 @@ from ultr.bias.refutation import Evidence, refutations
 from ultr.checks.pitfalls import Pitfall, find_pitfalls, suspicious_requests
 from ultr.errors import DataError
 from ultr.log import Log
-from ultr.log.labels import Label
 from ultr.log.splits import codes
 from ultr.rankers import FeatureEncoder
 from ultr.utils.arguments import Seed, Within, checked
@@ -305,12 +305,12 @@ def audit(
     if sample is None and log.feature_names:
         sample = log
     log = log.without_features()
-    pitfalls = find_pitfalls(log, _clicked(log, label), sample=sample)
+    pitfalls = find_pitfalls(log, clicked_rows(log, label), sample=sample)
     propensities = {str(position): theta for position, theta in (known or {}).items()}
     options, left_out = AuditOptions(label, bootstrap, seed, described, known=propensities), 0
     if not keep_suspicious:
         log, sample, left_out = without_suspicious(log, sample, label)
-    clicked = _clicked(log, label)
+    clicked = clicked_rows(log, label)
     if "segment" in log.context:
         options = replace(options, segment=codes(_segment_names(log)[0]))
 
@@ -379,13 +379,9 @@ def largest_segments(counts: list[dict[str, Any]]) -> list[str]:
     return [str(each["values"]) for each in sorted(counts, key=lambda each: -each["counts"])[:MAX_SEGMENTS]]
 
 
-def _clicked(log: Log, label: str) -> np.ndarray:
-    return np.asarray(Label(label)(log.actions)) > 0
-
-
 def without_suspicious(log: Log, sample: Log | None, label: str) -> tuple[Log, Log | None, int]:
     """Return a log and a sample of its requests, both without suspicious requests, and the number of these."""
-    suspicious = suspicious_requests(log, _clicked(log, label))
+    suspicious = suspicious_requests(log, clicked_rows(log, label))
     if not suspicious.any():
         return log, sample, 0
     if sample is not None:
@@ -449,7 +445,7 @@ def _audit(log: LogCounts, sample: Log | None, options: AuditOptions) -> BiasRep
             weights,
             segment=options.segment,
             sample=sample,
-            sample_clicked=None if sample is None else _clicked(sample, options.label),
+            sample_clicked=None if sample is None else clicked_rows(sample, options.label),
         )
         refuted = refutations(evidence, estimates)
     return BiasReport(
@@ -550,7 +546,7 @@ def _feature_estimates(
     that features explain, and True if features explain clicks.
     """
     seed = options.seed
-    clicked = _clicked(sample, options.label)
+    clicked = clicked_rows(sample, options.label)
     sampled = impressions(sample, clicked, seed=seed)
     if not np.isin(sampled.positions, view.positions).all():
         got = f"position {np.setdiff1d(sampled.positions, view.positions)[0]}, which the log does not show"

@@ -23,6 +23,7 @@ from scipy.special import gammaincc
 from ultr.bias.counts import (
     Counts,
     Impressions,
+    clicked_rows,
     counted_items,
     counted_random,
     counted_swaps,
@@ -41,7 +42,7 @@ from ultr.bias.estimators import (
 from ultr.checks.pitfalls import suspicious_requests
 from ultr.log import Log, read_log
 from ultr.log.columns import Columns, as_data_error, combined, resolve_columns
-from ultr.log.labels import Label, click_label
+from ultr.log.labels import click_label
 from ultr.log.readers import FIRST_ROWS, as_table, first_rows, is_files, read_columns
 from ultr.log.sampling import SAMPLE_ROWS, sample_log
 
@@ -129,9 +130,10 @@ def choose_segment(log: Log, names: Sequence[str], *, label: str | None = None) 
     """Return the best of the columns `names` of a log, which are among its categorical features."""
     # The whole log, which training reads, must have one value per request, and no other value than the sample.
     values_of = {name: len(np.unique(_column(log, name))) for name in names if _one_per_request(log, name)}
-    suspicious = suspicious_requests(log.without_features(), _clicked(log, label))
+    label = label or click_label(log.actions)
+    suspicious = suspicious_requests(log.without_features(), clicked_rows(log, label))
     log = sample_log(log.select(~suspicious) if suspicious.any() else log, SAMPLE_ROWS)
-    clicked = _clicked(log, label)
+    clicked = clicked_rows(log, label)
     common = [(name, *part) for name in values_of if (part := _values(log, name, clicked)) is not None]
     several = [(name, values, code) for name, values, code in common if len(values) == values_of[name]]
     if not several:
@@ -149,10 +151,6 @@ def choose_segment(log: Log, names: Sequence[str], *, label: str | None = None) 
     tested = [_tested(seen, *column, source=best.name, columns=len(several)) for column in several]
     chosen = [each for each in tested if each is not None and each.difference >= MATERIAL and each.p < LEVEL]
     return min(chosen, key=lambda each: (each.p, -each.difference), default=None)
-
-
-def _clicked(log: Log, label: str | None) -> np.ndarray:
-    return np.asarray(Label(label or click_label(log.actions))(log.actions)) > 0
 
 
 def _column(log: Log, name: str) -> np.ndarray:

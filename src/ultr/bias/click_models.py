@@ -31,11 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, logsigmoid, softplus
 
-from ultr.bias.counts import Impressions, impressions
+from ultr.bias.counts import Impressions, clicked_rows, impressions
 from ultr.bias.identification import ROWS, TRAINED, TUNED
 from ultr.errors import DataError, OptionError, nearest
 from ultr.log import Log
-from ultr.log.labels import Label
 from ultr.log.sampling import sample_log
 from ultr.log.splits import split_by_query
 from ultr.rankers import FeatureEncoder, fit_encoders, make_ranker
@@ -466,7 +465,7 @@ def compare_click_models(
         hint = "name the column of item ids with --item, or feature columns with --features"
         raise DataError("click models need items that recur, or features", hint=hint)
     log = sample_log(log, ROWS, seed=seed)
-    seen = impressions(log, np.asarray(Label(label)(log.actions)) > 0, seed=seed)
+    seen = impressions(log, clicked_rows(log, label), seed=seed)
     lists = ClickLists(seen, None if by_item else log.features)
     parts = split_requests(seen, None if by_item else log, seed=seed)
     made = [make_click_model(name, len(lists.positions)) for name in models]

@@ -17,6 +17,7 @@ from scipy import sparse
 
 from ultr.errors import DataError
 from ultr.log import Log
+from ultr.log.labels import Label
 from ultr.log.splits import codes
 from ultr.log.swaps import CONTROL, checked_swaps, production_positions
 from ultr.log.table import SHIFT
@@ -81,6 +82,11 @@ def check_positions(count: int, most: int) -> None:
     if count > most:
         what = f"bias can be estimated for up to {most:,} different positions"
         raise DataError(what, got=f"{count:,} in 'position'", hint="drop the rows of the last positions")
+
+
+def clicked_rows(log: Log, label: Label | str) -> np.ndarray:
+    """Return True for the rows that count as clicked: those whose label is above 0."""
+    return np.asarray(Label.of(label)(log.actions)) > 0
 
 
 def impressions(log: Log, clicked: np.ndarray, *, seed: int = 0, most_positions: int | None = None) -> Impressions:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from scipy import sparse
 
 from ultr.bias.audit import AuditOptions, BiasReport, audit_counts, largest_segments, with_pitfalls, without_requests
-from ultr.bias.counts import CELLS, MAX_AUDITED_POSITIONS, Counts, LogCounts, check_positions, count_cells
+from ultr.bias.counts import CELLS, MAX_AUDITED_POSITIONS, Counts, LogCounts, check_positions, clicked_rows, count_cells
 from ultr.checks.pitfalls import find_pitfalls
 from ultr.errors import ColumnError, LabelError, OptionError
 from ultr.log import Log, read_log
@@ -65,7 +65,7 @@ class EngineAudit:
 
     def report(self, *, known: dict[str, float] | None = None, bootstrap: int = 50, seed: int = 0) -> BiasReport:
         """Return the results and a verdict, as `audit` does."""
-        clicked = np.asarray(Label(self.label)(self.sample.actions)) > 0
+        clicked = clicked_rows(self.sample, self.label)
         has_features = bool(self.sample.feature_names)
         pitfalls = find_pitfalls(self.sample, clicked, sample=self.sample if has_features else None)
         sample = self.kept_sample() if has_features else None

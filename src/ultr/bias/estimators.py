@@ -380,18 +380,13 @@ def _one_step(
 
 
 # --- Evidence ---------------------------------------------------------------------------------------------------------
-# The evidence about examination that a log has apart from its features, and the choice of the best of it.
+# The evidence about examination that a log has apart from its features, and the choice of the best of it
+# (`best_source`), for `ultr bias`, training and `ultr evaluate`. If it finds nothing, strata of the logging score are
+# left.
 #
-# | source       | rows that are compared           | valid if                                                      |
-# |--------------|----------------------------------|---------------------------------------------------------------|
-# | `randomised` | of requests marked as randomised | their order was random                                        |
-# | `swaps`      | of a position in production      | chance decided which requests had swaps (`ultr explore`)      |
-# | `items`      | of an item, or of a query's item | the relevance of an item does not depend on where it is shown |
-#
-# All leave relevance free in each stratum (`estimators.fit_conditional`). In a log whose queries recur, an item is
-# another one under another query: a ranker moves items between queries because of their relevance. `ultr bias`,
-# training and `ultr evaluate` use the same choice (`best_source`). Strata of the logging score remain if it finds
-# nothing. Items are precise, and may be wrong; random requests are right, and may be few. If a log has both, `merged`
+# The sources `randomised`, `swaps` and `items` all leave relevance free in each stratum (`fit_conditional`). In a log
+# whose queries recur, an item is another one under another query: a ranker moves items between queries because of their
+# relevance. Items are precise, and may be wrong; random requests are right, and may be few. If a log has both, `merged`
 # moves the estimate of the items towards that of the random requests, by how far the two are apart. Without item ids,
 # training does the same with strata of the logging score.
 

@@ -26,6 +26,7 @@ import torch
 from ultr.bias.counts import (
     Counts,
     check_positions,
+    clicked_rows,
     count_cells,
     impressions,
     item_codes,
@@ -193,14 +194,17 @@ def estimate_examination(
     check_positions(len(ids), MAX_TRAINED_POSITIONS)
     shown = np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths).astype(np.float64)
     if user is None:
-        clicked = shown * (np.asarray(label(log.actions)) > 0)
+        clicked = shown * clicked_rows(log, label)
     else:
         passes = max(1, -(-sessions // len(log)))
         clicked = shown * _simulated_clicks(log, label, user, passes, seed, device)
         shown = shown * passes
 
     def by_strata() -> Counts:
-        strata = _items(log) if theta_from == "items" else _strata(log, clicked, seed, device)
+        if theta_from == "items":
+            strata = _items(log)
+        else:
+            strata = strata_of(log, logging_score(log, seed=seed, device=device).score, clicks=float(clicked.sum()))
         return count_cells(strata, places, shown, clicked, width=len(ids))
 
     name = "items" if theta_from == "items" else "strata"
@@ -279,10 +283,6 @@ def _items(log: Log) -> np.ndarray:
         what = "an estimate of examination by item needs item ids, and the log has none"
         raise DataError(what, hint="name their column with --item")
     return items
-
-
-def _strata(log: Log, clicked: np.ndarray, seed: int, device: torch.device | str) -> np.ndarray:
-    return strata_of(log, logging_score(log, seed=seed, device=device).score, clicks=float(clicked.sum()))
 
 
 def _simulated_clicks(

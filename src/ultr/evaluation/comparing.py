@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from scipy.special import ndtr
 
-from ultr.bias.counts import queries_recur
+from ultr.bias.counts import clicked_rows, queries_recur
 from ultr.bias.examination import Examination, estimate_examination
 from ultr.bias.identification import NORMAL, rounded_up
 from ultr.bias.propensities import theta_by_id
@@ -335,7 +335,7 @@ def doubt_about(
     If one curve does not describe the users, the examination that is returned says so, and is not confirmed.
     """
     theta = model.theta_of(np.unique(log.shown_positions("a test of examination")).tolist(), segments)
-    why = misfit(log, np.asarray(Label(label)(log.actions)) > 0, theta, model.direct(log))
+    why = misfit(log, clicked_rows(log, label), theta, model.direct(log))
     if why is None:
         return examination, CONFIRMED if examination.confirmed else PLAUSIBLE
     doubted = replace(examination, evidence="misfit", source=f"{examination.source}, but {why}")

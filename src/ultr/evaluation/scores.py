@@ -183,7 +183,12 @@ class ScoreMetrics:
         options: dict[str, object] = {"k": k, "where": lists.where}
         on_feedback = text in self._on_feedback
         if name == "reward":
-            options |= {"user": _required(self._user, on_feedback), "label": self._label}
+            if on_feedback:
+                what = "feedback-reward does not exist: reward is expected, not logged, feedback"
+                raise OptionError(what, hint="use reward")
+            if self._user is None:
+                raise OptionError("reward needs a simulated user who sees the ranking", hint="pass user=User()")
+            options |= {"user": self._user, "label": self._label}
         if on_feedback and name in ("ndcg", "dcg"):
             options["gain"] = "linear"
         return METRICS[name](scores, lists.actions["label"] if on_feedback else lists.true_relevance, **options)
@@ -193,14 +198,6 @@ class ScoreMetrics:
         on_gpu = self._source.device.type == "cuda"
         for requests, lists in self._source.by_length(GPU_ITEMS if on_gpu else CPU_ITEMS):
             yield requests, lists, self._source.rows(requests, lists.where)
-
-
-def _required(user: User | None, on_feedback: bool) -> User:
-    if on_feedback:
-        raise OptionError("feedback-reward does not exist: reward is expected, not logged, feedback", hint="use reward")
-    if user is None:
-        raise OptionError("reward needs a simulated user who sees the ranking", hint="pass user=User()")
-    return user
 
 
 @checked
