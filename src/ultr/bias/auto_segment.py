@@ -138,7 +138,7 @@ def choose_segment(log: Log, names: Sequence[str], *, label: str | None = None) 
     several = [(name, values, code) for name, values, code in common if len(values) == values_of[name]]
     if not several:
         return None
-    seen = replace(impressions(log, clicked), weights=None)  # θ does not depend on the weights of requests
+    seen = impressions(replace(log, weights=None), clicked)  # θ does not depend on the weights of requests
     others = [i for i, name in enumerate(log.feature_names) if name not in names]
     described = replace(
         log, features=log.features[:, others], feature_names=tuple(log.feature_names[i] for i in others)

@@ -381,8 +381,7 @@ class ClickLists:
         self._lengths = torch.from_numpy(np.array(seen.lengths, np.int64))
         self._first = self._lengths.cumsum(0) - self._lengths
         self._features = None if features is None else torch.from_numpy(np.array(features))
-        weights = np.ones(len(seen.lengths)) if seen.weights is None else np.array(seen.weights)
-        self._weights = torch.from_numpy(weights).float()
+        self._weights = torch.from_numpy(np.array(seen.weights)).float()
         self.longest = int(self._lengths.max())
 
     def batch(self, requests: Tensor) -> Batch:

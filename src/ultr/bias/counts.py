@@ -36,9 +36,9 @@ class Impressions:
     clicked: np.ndarray  # [rows] bool
     lengths: np.ndarray  # [requests]
     group: np.ndarray  # [requests] number of the random group
-    weights: np.ndarray | None  # [requests]
+    weights: np.ndarray  # [requests]
     items: np.ndarray | None  # [rows] codes of items; an item has another code under another query
-    randomised: np.ndarray | None  # [requests] True if shown in random order
+    randomised: np.ndarray  # [requests] True if shown in random order
     by_query: bool = False  # whether codes of items differ by query
     production: np.ndarray | None = None  # [rows] position of the item before swaps; -1 if the row is not compared
     swapped_requests: int = 0  # requests whose drawn arm is a swap
@@ -52,9 +52,9 @@ class Impressions:
             clicked=self.clicked[rows],
             lengths=self.lengths[requests],
             group=self.group[requests],
-            weights=None if self.weights is None else self.weights[requests],
+            weights=self.weights[requests],
             items=None if self.items is None else self.items[rows],
-            randomised=None if self.randomised is None else self.randomised[requests],
+            randomised=self.randomised[requests],
             production=None if self.production is None else self.production[rows],
         )
 
@@ -71,10 +71,9 @@ class Impressions:
     def request_of_row(self) -> np.ndarray:
         return self.of_rows(np.arange(len(self.lengths)))
 
-    def row_weights(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
-        if self.weights is None:
-            return np.ones(len(self.place[rows]))
-        return self.of_rows(self.weights.astype(np.float64))[rows]
+    @property
+    def row_weights(self) -> np.ndarray:
+        return self.of_rows(self.weights.astype(np.float64))
 
 
 def check_positions(count: int, most: int) -> None:
@@ -105,9 +104,9 @@ def impressions(log: Log, clicked: np.ndarray, *, seed: int = 0, most_positions:
         clicked,
         log.lengths,
         group,
-        log.weights,
+        np.ones(len(log)) if log.weights is None else log.weights,
         item_codes(log),
-        None if marked is None else marked.to_numpy(zero_copy_only=False),
+        np.zeros(len(log), bool) if marked is None else marked.to_numpy(zero_copy_only=False),
         queries_recur(log),
         production,
         swapped_requests,
@@ -218,7 +217,7 @@ def counted(seen: Impressions, strata: np.ndarray, rows: np.ndarray | slice = sl
     cells, ids = encoded.indices.to_numpy(), encoded.dictionary.to_numpy()
     groups = int(seen.group.max()) + 1
     shape = len(ids), groups
-    group, weights, clicked = seen.of_rows(seen.group)[rows], seen.row_weights(rows), seen.clicked[rows]
+    group, weights, clicked = seen.of_rows(seen.group)[rows], seen.row_weights[rows], seen.clicked[rows]
     return Counts(
         ids // width,
         ids % width,
@@ -234,7 +233,8 @@ def counted_random(seen: Impressions) -> Counts | None:
     A stratum is all requests with the same positions: over these, the mean relevance of items is the same. Segments
     share strata, as they share items, so that θ of one segment is relative to that of the others.
     """
-    if seen.randomised is None or not seen.clicked[rows := seen.of_rows(seen.randomised)].any():
+    rows = seen.of_rows(seen.randomised)
+    if not seen.clicked[rows].any():
         return None
     return counted(seen, seen.of_rows(_position_sets(seen))[rows], rows)
 
@@ -310,7 +310,7 @@ class LogCounts:
 
 def log_counts(seen: Impressions, *, seed: int = 0) -> LogCounts:
     """Count the rows of a log by position, and for each source of evidence."""
-    width, weights = len(seen.positions), seen.row_weights()
+    width, weights = len(seen.positions), seen.row_weights
     sources = {
         "randomised": counted_random(seen),
         "swaps": counted_swaps(seen),
@@ -322,12 +322,12 @@ def log_counts(seen: Impressions, *, seed: int = 0) -> LogCounts:
         clicked=np.bincount(seen.place, weights * seen.clicked, width),
         clicks=np.bincount(seen.place[seen.clicked], minlength=width),
         requests=len(seen.lengths),
-        weight=float(len(seen.lengths) if seen.weights is None else seen.weights.sum()),
+        weight=float(seen.weights.sum()),
         groups=int(seen.group.max()) + 1,
         sources={name: counts for name, counts in sources.items() if counts is not None},
         has_items=seen.items is not None,
         by_query=seen.by_query,
-        random_requests=0 if seen.randomised is None else int(seen.randomised.sum()),
+        random_requests=int(seen.randomised.sum()),
         swapped_requests=seen.swapped_requests,
         seen=seen,
     )

@@ -334,7 +334,7 @@ def fitted_regression(
     """Return log θ [positions] and the logit of relevance [rows], fitted with a weight for each group of requests."""
     x = torch.from_numpy(features)
     place, clicked = torch.from_numpy(seen.place.astype(np.int64)), torch.from_numpy(seen.clicked)
-    each = torch.from_numpy(seen.row_weights() * seen.of_rows(group_weights[seen.group])).float()
+    each = torch.from_numpy(seen.row_weights * seen.of_rows(group_weights[seen.group])).float()
     width = len(seen.positions)
     rate = torch.bincount(place, each * clicked, width) / torch.bincount(place, each, width).clamp(min=1e-9)
     coefficients = torch.zeros(x.shape[1] + 1, requires_grad=True)
@@ -360,7 +360,7 @@ def _one_step(
     # The derivative of log P by the logit's coefficients is (1 - β) [1, x]; by log θ_k it is 1 at position k.
     slopes = np.column_stack([np.ones(len(features), np.float32), features])
     slopes *= (1 / (1 + np.exp(logit)))[:, None].astype(np.float32)
-    row_weights = seen.row_weights()
+    row_weights = seen.row_weights
     information = (row_weights * chance / (1 - chance)).astype(np.float32)
     residual = (row_weights * (seen.clicked - chance) / (1 - chance)).astype(np.float32)
     curve = np.zeros((size + width, size + width))

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
 from scipy.special import ndtri
 
-from ultr.bias.counts import Impressions, LogCounts
+from ultr.bias.counts import Counts, Impressions, LogCounts, counted
 from ultr.bias.estimators import CONFIRMED, RANDOM
 
 MIN_ESTIMATED = 0.8  # a position has an interval if this share of the replicates has an estimate for it
@@ -360,57 +360,40 @@ class HeldOut:
     def __init__(self, seen: Impressions, strata: np.ndarray, *, seed: int = 0) -> None:
         rows: np.ndarray | slice = slice(None)
         if len(strata) > ROWS:
-            number = int(strata.max()) + 1
-            sampled = np.random.default_rng(seed).random(number) < ROWS / len(strata)
+            sampled = np.random.default_rng(seed).random(int(strata.max()) + 1) < ROWS / len(strata)
             rows = np.flatnonzero(sampled[strata])
-        groups = int(seen.group.max()) + 1
-        part = np.digitize(seen.of_rows(seen.group)[rows], [TRAINED * groups, TUNED * groups])
-        self.size = int(strata.max()) + 1, len(seen.positions)
-        cell = strata[rows].astype(np.int64) * self.size[1] + seen.place[rows]
-        ids, cells = np.unique(cell, return_inverse=True)
-        if len(ids) > CELLS:
-            sampled = np.random.default_rng(seed).random(self.size[0]) < CELLS / len(ids)
-            kept = sampled[ids // self.size[1]]
-            rows = np.arange(len(strata))[rows][kept[cells]]
-            part, cells, ids = part[kept[cells]], (np.cumsum(kept) - 1)[cells[kept[cells]]], ids[kept]
-        self.strata, self.places = ids // self.size[1], ids % self.size[1]
-        weights, clicked = seen.row_weights(rows), seen.clicked[rows]
-        self.shown, self.clicked = (
-            np.array([np.bincount(cells, weights * mark * (part == i), len(ids)) for i in range(3)])
-            for mark in (np.ones(len(cells)), clicked)
-        )
+        counts = counted(seen, strata[rows], rows)
+        if len(counts.strata) > CELLS:
+            sampled = np.random.default_rng(seed).random(counts.size[0]) < CELLS / len(counts.strata)
+            counts = counts.select(sampled[counts.strata])
+        groups = counts.shown.shape[1]
+        part = np.digitize(np.arange(groups), [TRAINED * groups, TUNED * groups])
+        self.parts = [counts.weighted(in_part.astype(float)) for in_part in (part == 0, part == 1, part < 2, part == 2)]
 
     def score(self, theta: np.ndarray) -> float:
         """Return the mean log-likelihood of an impression in held-out requests; rows where θ is NaN are ignored."""
         if not np.isfinite(theta).any():
             return float("nan")
-        estimated = np.isfinite(theta)[self.places]
-        here = np.where(estimated, (theta / np.nanmax(theta))[self.places], 1.0)
-        shown, clicked = self.shown * estimated, self.clicked * estimated
-        first, second, last = zip(shown, clicked, strict=True)
-        strength = max(STRENGTHS, key=lambda strength: self._mean(here, *first, *second, strength))
-        return self._mean(here, shown[0] + shown[1], clicked[0] + clicked[1], *last, strength)
+        estimated = np.isfinite(theta)[self.parts[0].places]
+        first, second, others, held_out = (part.select(estimated) for part in self.parts)
+        theta = (theta / np.nanmax(theta))[held_out.places]
+        strength = max(STRENGTHS, key=lambda strength: _mean_likelihood(theta, first, second, strength))
+        return _mean_likelihood(theta, others, held_out, strength)
 
-    def _mean(
-        self,
-        theta: np.ndarray,
-        shown: np.ndarray,
-        clicked: np.ndarray,
-        held_out: np.ndarray,
-        clicks: np.ndarray,
-        strength: float,
-    ) -> float:
-        """Return the mean log-likelihood of held-out impressions with their `clicks`; others fit β."""
-        if not held_out.sum() or not shown.sum():
-            return float("nan")
-        mean = np.clip(clicked.sum() / (shown * theta).sum(), 1e-6, 1 - 1e-6)
-        total = np.bincount(self.strata, shown, self.size[0])
-        beta = np.full(self.size[0], mean)
-        for _ in range(EM_STEPS):
-            here = beta[self.strata]
-            unseen = (1 - theta) * here / (1 - theta * here)
-            relevant = np.bincount(self.strata, clicked + (shown - clicked) * unseen, self.size[0])
-            beta = np.clip((relevant + strength * mean) / (total + strength), 1e-9, 1 - 1e-9)
-        chance = np.clip(theta * beta[self.strata], 1e-12, 1 - 1e-12)
-        likelihood = clicks * np.log(chance) + (held_out - clicks) * np.log1p(-chance)
-        return float(likelihood.sum() / held_out.sum())
+
+def _mean_likelihood(theta: np.ndarray, fitted: Counts, held_out: Counts, strength: float) -> float:
+    """Return the mean log-likelihood of held-out impressions, with β from others in the same cells; θ is by cell."""
+    if not held_out.shown.sum() or not fitted.shown.sum():
+        return float("nan")
+    shown, clicked, strata, size = fitted.shown, fitted.clicked, fitted.strata, fitted.size[0]
+    mean = np.clip(clicked.sum() / (shown * theta).sum(), 1e-6, 1 - 1e-6)
+    total = np.bincount(strata, shown, size)
+    beta = np.full(size, mean)
+    for _ in range(EM_STEPS):
+        here = beta[strata]
+        unseen = (1 - theta) * here / (1 - theta * here)
+        relevant = np.bincount(strata, clicked + (shown - clicked) * unseen, size)
+        beta = np.clip((relevant + strength * mean) / (total + strength), 1e-9, 1 - 1e-9)
+    chance = np.clip(theta * beta[strata], 1e-12, 1 - 1e-12)
+    missed = held_out.shown - held_out.clicked
+    return float((held_out.clicked * np.log(chance) + missed * np.log1p(-chance)).sum() / held_out.shown.sum())

@@ -260,7 +260,7 @@ def _within(values: np.ndarray, groups: np.ndarray) -> tuple[float, int]:
 
 def _random_order(seen: Impressions) -> Refutation | None:
     """Test whether the usual position of an item predicts its position in requests that are marked as random."""
-    if seen.randomised is None or seen.items is None:
+    if seen.items is None:
         return None
     random = seen.of_rows(seen.randomised)
     number = int(seen.items.max()) + 1
