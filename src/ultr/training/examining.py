@@ -21,7 +21,7 @@ from ultr.bias.logging_policy import share_logging_score
 from ultr.bias.propensities import read_bias_theta, theta_by_id
 from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError
-from ultr.evaluation.off_policy import OffPolicyModel, evaluate_requests, fit_off_policy_model, load_off_policy_model
+from ultr.evaluation.off_policy import OffPolicyModel, fit_off_policy_model, load_off_policy_model, request_metrics
 from ultr.evaluation.scores import OFF_POLICY, ScoreMetrics, less_is_better
 from ultr.log import Log
 from ultr.log.labels import Label
@@ -210,5 +210,5 @@ def mean_metrics(
 ) -> dict[str, float]:
     """Return metric -> mean over the requests of a log, weighted by the request weights of the log."""
     options: dict[str, Any] = {"user": user, "label": label, "model": values, "segments": segments, "device": device}
-    by_request: Mapping[str, np.ndarray] = evaluate_requests(log, scores, metrics, **options)
+    by_request: Mapping[str, np.ndarray] = request_metrics(log, metrics, **options)(scores)
     return {name: float(np.average(each, weights=log.weights)) for name, each in by_request.items()}

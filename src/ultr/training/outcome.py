@@ -34,7 +34,6 @@ from ultr.evaluation.importance import REPEATS, FeatureImportance, permutation_i
 from ultr.evaluation.metrics import MAX_GRADE
 from ultr.evaluation.off_policy import (
     OffPolicyModel,
-    evaluate_requests,
     load_off_policy_model,
     request_metrics,
     widened_test,
@@ -233,18 +232,15 @@ def judge(
     if log.relevance is not None and log.relevance.max() <= MAX_GRADE:
         metrics += [name for name in ("ndcg@10", *(("reward@10",) if data.user else ())) if name not in metrics]
 
-    def evaluate(scores: np.ndarray) -> dict[str, np.ndarray]:
-        return evaluate_requests(
-            log,
-            scores,
-            metrics,
-            user=data.user,
-            label=data.label,
-            model=values,
-            segments=data.segments,
-            device=choose_device(config.machine.device),
-        )
-
+    evaluate = request_metrics(
+        log,
+        metrics,
+        user=data.user,
+        label=data.label,
+        model=values,
+        segments=data.segments,
+        device=choose_device(config.machine.device),
+    )
     columns: dict[str, Any] = {"request": as_texts(log.request_ids), "weight": _weights(log), **evaluate(scores)}
     about: dict[str, Any] = {
         "format": FORMAT,
