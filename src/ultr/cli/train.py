@@ -129,12 +129,12 @@ def _tracked(run: Path, *, tensorboard: bool, mlflow: str | None) -> Iterator[li
     """Yield what follows a run next to the printed progress, if the user asks for it: TensorBoard and MLflow."""
     from ultr.training.tracking import Board, Tolerant, Tracker
 
-    writes, chosen = not words.quiet, list[Board | Tracker]()
+    chosen = list[Board | Tracker]()
     if tensorboard:
-        chosen.append(Board(run, writes=writes))
+        chosen.append(Board(run))
     if mlflow is not None:
-        chosen.append(Tracker(run, mlflow, writes=writes))
-    trackers = [Tolerant(tracker, lambda text: print_warnings([text])) for tracker in chosen]
+        chosen.append(Tracker(run, mlflow))
+    trackers = [Tolerant(each, lambda text: print_warnings([text]), writes=not words.quiet) for each in chosen]
     try:
         yield trackers
     except BaseException:

@@ -40,10 +40,10 @@ from ultr.serving.exported import (
 )
 from ultr.serving.onnx_graphs import NotInOnnxError, blend_to_onnx, trees_to_onnx
 from ultr.training.config import Config, is_trees, train_command
-from ultr.training.data import Decisions, columns_for_run, read_rows
+from ultr.training.data import OUTCOME, Decisions, columns_for_run, read_rows
 from ultr.training.examining import best_evaluation
 from ultr.training.folder import CONFIG, MODEL, read_config
-from ultr.training.outcome import FOLDER, value_of_run
+from ultr.training.outcome import value_of_run
 from ultr.utils.arguments import checked
 from ultr.utils.files import atomic_path, check_output
 from ultr.utils.jsonfiles import add_checksum, content_errors, read_json
@@ -116,7 +116,7 @@ def _data(run: Path, config: Config, about: Mapping[str, Any]) -> list[str]:
     if config.users is not None:
         options = _options(config.simulation.user_options)
         lines.append(f"- feedback of simulated users ({code(config.users)}, options: {options}), not of people")
-    path = run / FOLDER / "outcome.json"
+    path = run / OUTCOME / "outcome.json"
     if path.is_file():
         outcome = read_json(path)
         training, held_out = outcome["data"], outcome["split"]
@@ -169,7 +169,7 @@ def _parts(run: Path, config: Config, decisions: Decisions, shares: Mapping[str,
 def _quality(run: Path, decisions: Decisions) -> list[str]:
     select, value, step = value_of_run(run)
     at_step = "" if len(decisions.rankers) > 1 else f", at step {step:,}, which was selected"
-    split = read_json(run / FOLDER / "outcome.json")["split"]["name"] if (run / FOLDER).is_dir() else "validation"
+    split = read_json(run / OUTCOME / "outcome.json")["split"]["name"] if (run / OUTCOME).is_dir() else "validation"
     lines = ["## Quality", "", f"- {code(select)} on {split}: {_number(value)}{at_step}"]
     source = next((words for start, words in FROM_METRIC.items() if select.startswith(start)), None)
     if source is not None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ from ultr.log.prepare.options import Preparation
 from ultr.log.shards import SPLITS, Manifest, Shards, is_lists
 from ultr.log.sources import PARTITION, Source, SourceFile
 from ultr.utils.files import lock, output_errors, sync_folder
-from ultr.utils.stores import as_path, as_url, unescaped
+from ultr.utils.stores import as_path, as_url
 
 # --- Facts of shards --------------------------------------------------------------------------------------------------
 # Counts, positions and categories of all shards, for `lists.json`; they are found without reading features.
@@ -183,7 +184,7 @@ def parts_to_replace(
         if (match := PARTITION.fullmatch(text)) is None:
             hint = "write the column and the value of the partition, such as date=2026-01-05"
             raise OptionError("--replace must be NAME=VALUE", got=f"'{text}'", hint=hint)
-        wanted.setdefault(match[1], set()).add(unescaped(match[2]))
+        wanted.setdefault(match[1], set()).add(unquote(match[2]))
     chosen = []
     for number, part in enumerate(parts):
         values = {name: set((part.get("partitions") or {}).get(name, ())) for name in wanted}
