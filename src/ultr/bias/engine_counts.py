@@ -29,16 +29,16 @@ from ultr.log.columns import Columns, missing_note, resolve_columns
 from ultr.log.conditions import parse_conditions
 from ultr.log.labels import Label, click_label
 from ultr.log.prepare.engines import Engine, Tables, feature_names
-from ultr.log.prepare.impressions import filtered, id_column, impressions, rounded, without_missing_actions
-from ultr.log.prepare.options import Preparation
-from ultr.log.prepare.pipeline import (
-    MIN_MEMORY,
-    check_rows,
-    count_differing,
-    open_log,
-    reject_differing,
-    suspicious_ids,
+from ultr.log.prepare.impressions import (
+    count_rows,
+    filtered,
+    id_column,
+    impressions,
+    rounded,
+    without_missing_actions,
 )
+from ultr.log.prepare.options import Preparation
+from ultr.log.prepare.pipeline import MIN_MEMORY, check_requests, check_rows, open_log, suspicious_ids
 from ultr.log.sampling import SAMPLE_VALUES
 from ultr.log.splits import codes
 from ultr.utils.display import begin_stage
@@ -154,13 +154,10 @@ class _Work:
         total, missing = check_rows(rows, names, fetch=self.fetch, where=self.where)
         self.notes += [missing_note(name, count) for name, count in missing.items()]
         rows = rounded(without_missing_actions(rows) if missing else rows)
-        roles = [*columns.context, *(("weight",) if columns.weight is not None else ())]
-        differing = count_differing(rows, roles, fetch=self.fetch)
-        if "query" in differing and self.chosen.query is None:
-            self.notes.append(f"column '{names['query']}' differs within requests, so it is not used as the query")
-            rows = rows.drop("query")
-            del differing["query"]
-        reject_differing(differing, names, where=self.where)
+        named_query, where = self.chosen.query is not None, self.where
+        kept, notes = check_requests(rows, columns, names, named_query=named_query, fetch=self.fetch, where=where)
+        self.notes += notes
+        rows = rows.drop(*(role for role in columns.context if role not in kept.context))
         self._check_repeats(rows, total)
         value = label.on_engine({n: rows[f"action_{i}"].cast("float64") for i, n in enumerate(columns.actions)})
         bad = self.fetch(rows.aggregate(bad=(~((value >= 0) & (value < float("inf")))).coalesce(True).sum()))
@@ -171,8 +168,7 @@ class _Work:
 
     def _check_repeats(self, rows: Any, total: int) -> None:
         places = rows.select("request", "position").distinct()
-        repeats = total - int(self.fetch(places.aggregate(rows=places.count()))["rows"][0].as_py())
-        if repeats:
+        if repeats := total - count_rows(places, self.fetch):
             what = f"{repeats:,} rows have the same request and position as another row"
             hint = "merge them with ultr prepare --on-duplicates first, and pass its lists without --engine"
             raise ColumnError(what, where=self.where, hint=hint)
