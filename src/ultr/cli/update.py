@@ -9,8 +9,8 @@ import typer
 
 from ultr.cli import options
 from ultr.cli.evaluate import print_comparison
-from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import free_path, metrics_text, one_source, plain, print_next, print_notes, print_warnings
+from ultr.cli.messages import plain, progress_bar, words
+from ultr.cli.options import free_path, metrics_text, one_source, print_next, print_notes, print_warnings
 
 REJECTED = 3  # the exit code if the gate stops the update
 
@@ -84,13 +84,10 @@ def update(
 
     source = one_source(log)
     here = kept_here(out, cache_folder() / "runs", resume=True, overwrite=overwrite, writes=True)
-    with progress_bar() as bar, here as folder:
-        task = bar.add_task("update", total=None, figure="")
+    with progress_bar("update") as bar, here as folder:
 
         def show(progress: Any) -> None:
-            bar.update(
-                task, description=progress.ranker, completed=progress.step, figure=metrics_text(progress.metrics)
-            )
+            bar.update(description=progress.ranker, completed=progress.step, figure=metrics_text(progress.metrics))
 
         result = update_run(
             run,
