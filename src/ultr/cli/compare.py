@@ -25,10 +25,9 @@ from ultr.errors import OptionError, nearest
 if TYPE_CHECKING:
     from ultr.training.comparing.results import Comparison
 
-NAMES = ("data", "label", "ranker", "users", "steps", "device", *options.LOG_COLUMNS)
 
-
-OPTIONS = {name: kind for name, kind in shared.OPTIONS.items() if name in NAMES} | {
+WITHOUT = {"method", "propensities", "bias", "seed", "where", "categorical"}  # options of `ultr train` alone
+OPTIONS = {name: kind for name, kind in shared.OPTIONS.items() if name not in WITHOUT} | {
     "ranker": Annotated[
         str | None, typer.Option(help="mlp, linear, lightgbm, xgboost or auto (as ultr train).", show_default="mlp")
     ]
@@ -48,7 +47,6 @@ def compare(
     out: Annotated[
         str, typer.Option(help="Folder of the comparison; finished runs in it are not repeated; also a URL.")
     ],
-    given: dict[str, Any],
     seeds: Annotated[int, typer.Option(help="Runs of each method, with different seeds.")] = 5,
     reference: Annotated[
         str | None, typer.Option(help="Test the others against this method.", show_default="the first")
@@ -70,6 +68,7 @@ def compare(
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(help="Parallel runs; 0: the number of cores, up to ten.", min=0)] = 0,
+    given: dict[str, Any],
     settings: shared.SetOption = None,
     config_file: shared.ConfigOption = None,
     as_json: options.Json = False,

@@ -15,6 +15,8 @@ from ultr.cli.options import Json, Seed, free_path, new_table, pages_can_be_made
 if TYPE_CHECKING:
     from ultr.experiments.demo import Demo, Learned
 
+WIDTH = 30  # of a bar for 100%
+
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the files of the demo.")] = Path("ultr-demo"),
@@ -53,9 +55,7 @@ def _print_learned(learned: Learned) -> None:
     table.add_column("position", justify="right")
     table.add_column("estimated (above) and true (below)", no_wrap=True)
     for i, shares in enumerate(zip(learned.theta, learned.true_theta, strict=True), start=1):
-        colours = ("blue", "green")
-        bars = (f"[{colour}]{_bar(share)}[/] {share:.0%}" for colour, share in zip(colours, shares, strict=True))
-        table.add_row(str(i), "\n".join(bars))
+        table.add_row(str(i), _bars(blue=shares[0], green=shares[1]))
     print_table(table)
     title = "\nThe cost of the bias: metrics on test requests, by true labels"
     table = new_table(title, names=("ranker",), numbers=("NDCG@10", "Reward@10"))
@@ -76,10 +76,7 @@ def _print_bias(result: Demo) -> None:
         table.add_column(heading, justify="right")
     table.add_column("relevance: apparent (above) and true (below),\nposition 1 = 100%", no_wrap=True)
     for i, position in enumerate(result.positions):
-        bars = "\n".join(
-            f"[{colour}]{_bar(share)}[/] {share:.0%}"
-            for colour, share in (("red", result.looks[i]), ("green", result.truth[i]))
-        )
+        bars = _bars(red=result.looks[i], green=result.truth[i])
         table.add_row(str(position), f"{result.examined[i]:.0%}", f"{result.clicked[i]:.1%}", bars)
     print_table(table)
     first, last = result.positions[0], result.positions[-1]
@@ -90,5 +87,8 @@ def _print_bias(result: Demo) -> None:
     )
 
 
-def _bar(share: float, width: int = 30) -> str:
-    return "█" * max(0, round(float(share) * width))
+def _bars(**shares: float) -> str:
+    """Return a bar for each share, by its colour, with lines between them."""
+    return "\n".join(
+        f"[{colour}]{'█' * max(0, round(float(share) * WIDTH))}[/] {share:.0%}" for colour, share in shares.items()
+    )

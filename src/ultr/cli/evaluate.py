@@ -131,7 +131,8 @@ def evaluate(
         if folders or score_column or fail_unless or fail_if_worse:
             what = "--team compares the rankers of a log, so runs, --score-column and --fail-... are of no use"
             raise OptionError(what, hint="pass only the log")
-        _evaluate_teams(data, team, label, where, on_duplicates, columns, as_json=as_json)
+        rows: dict[str, Any] = {"where": where or (), "on_duplicates": on_duplicates or "error"}
+        _evaluate_teams(data, team, {"label": label, **rows, **columns}, as_json=as_json)
         return
     known = None if propensities is None else read_propensities(propensities)
     with words.status(f"reading {data} and scoring it ..."):
@@ -166,22 +167,12 @@ def evaluate(
         raise typer.Exit(UNMET)
 
 
-def _evaluate_teams(
-    data: str,
-    team: str,
-    label: str | None,
-    where: list[str] | None,
-    on_duplicates: str | None,
-    columns: dict[str, Any],
-    *,
-    as_json: bool,
-) -> None:
+def _evaluate_teams(data: str, team: str, settings: dict[str, Any], *, as_json: bool) -> None:
     """Compare the rankers of interleaved lists, and print a decision on each pair, and a table."""
     from ultr import api
 
-    rows: dict[str, Any] = {"where": where or (), "on_duplicates": on_duplicates or "error"}
     with words.status(f"reading {data} ..."):
-        found = api.interleaving(data, team, label=label, **rows, **columns)
+        found = api.interleaving(data, team, **settings)
     print_warnings(found.warnings)
     if as_json:
         print(json.dumps({"data": data, **found.to_json()}))
