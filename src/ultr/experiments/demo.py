@@ -10,7 +10,7 @@ import torch
 
 from ultr.datasets import load_dataset, ranking_svm, show
 from ultr.datasets.users import User, simulate_log
-from ultr.evaluation.off_policy import evaluate_requests
+from ultr.evaluation.off_policy import request_metrics
 from ultr.log import Log, write_log
 from ultr.log.labels import DEFAULT_LABEL
 from ultr.log.table import by_position
@@ -85,7 +85,7 @@ def run_learning(out: Path, *, seed: int = 0, steps: int = 300) -> Learned:
     user = User(max_grade=data.max_grade)
 
     def evaluate(name: str, scores: np.ndarray) -> DemoResult:
-        metrics = evaluate_requests(data.test, scores, ["ndcg@10", "reward@10"], user=user, label=DEFAULT_LABEL)
+        metrics = request_metrics(data.test, ["ndcg@10", "reward@10"], user=user, label=DEFAULT_LABEL)(scores)
         return DemoResult(name, float(metrics["ndcg@10"].mean()), float(metrics["reward@10"].mean()))
 
     results = [evaluate("the logging ranker", ranking_svm(data.train, seed=seed)(data.test.features))]
