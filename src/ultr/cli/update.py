@@ -9,7 +9,7 @@ import typer
 
 from ultr.cli import options
 from ultr.cli.evaluate import print_comparison
-from ultr.cli.messages import plain, progress_bar, words
+from ultr.cli.messages import progress_bar, words
 from ultr.cli.options import free_path, metrics_text, one_source, print_next, print_notes, print_warnings
 from ultr.errors import UnfinishedError
 
