@@ -57,7 +57,7 @@ def main() -> None:
             counts = log_counts(seen, seed=seed)
             sources, best = counts.sources, best_source(counts)
             seconds += time.monotonic() - started
-            theta = {name: fit_conditional(c.weighted(np.ones(c.shown.shape[1]))).theta for name, c in sources.items()}
+            theta = {name: fit_conditional(c.total()).theta for name, c in sources.items()}
             theta["click rates"] = log.actions["click"].reshape(-1, SHOWN).mean(0)
             if options.strata or best is None:
                 theta["strata"] = estimate_examination(log, Label("click"), seed=seed, theta_from="strata").theta

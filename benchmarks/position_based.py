@@ -49,7 +49,7 @@ def ultr_models(seen: Impressions, held: np.ndarray, seed: int) -> Iterator[dict
         if counts is None:
             raise SystemExit("no item was clicked and shown at several positions")
         theta = (harvest(counts, early, seed=seed) if name == "harvest" else position_based(counts, early))[0]
-        if not np.isfinite(theta).all() or held_out.shown[2].sum() != held.sum():
+        if not np.isfinite(theta).all() or held_out.parts[3].shown.sum() != held.sum():
             raise SystemExit("cannot compare: θ of a position is not identified, or held-out rows are missing")
         yield result(f"ultr, {name}", held_out.score(theta), started, theta)
 

@@ -7,11 +7,12 @@ from ultr.log import Log
 from ultr.methods import Method
 from ultr.training.biases import bias_training
 from ultr.training.config import TrainingOptions
+from ultr.training.data import Data
 from ultr.training.loop import train
 
 
 def fit_bias(method: Method, log: Log, options: TrainingOptions, user: User | None = None) -> None:
-    if (training := bias_training(method, log, options, user=user)) is not None:
+    if (training := bias_training(method, Data(log, log, "", feeding_user=user), options)) is not None:
         for _ in train(training.state, training.feed, training.evaluate, training.options, select="likelihood"):
             pass
         training.finish()

@@ -79,9 +79,9 @@ def test_messages_logs_and_errors_have_no_secrets(text, capsys, caplog):
         assert SECRET not in str(error)
     assert redact(text) == SHOWN[text]
     with messages_on_stderr():
-        words.print(f"reading {text}", markup=False, soft_wrap=True)
+        words.say(f"reading {text}")
         words.as_json = True
-        words.print(f"reading {text}", level="warning", markup=False)
+        words.say(f"reading {text}", level="warning")
         logging.getLogger("ultr").info("reading %s", text)
         begin_stage(f"reading {text}")
     printed = capsys.readouterr().err

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from ultr.bias.equations import (
     PairModel,
-    coherent_gamma,
-    coherent_preference,
     exact_above,
     exact_below,
     examined_though_zero,
@@ -34,7 +32,6 @@ from ultr.bias.equations import (
     quotient,
     released_target,
     relevance_posterior,
-    relevant_though_zero,
     scoring_terms,
     sums_by_cell,
     trust_terms,
@@ -94,7 +91,6 @@ def test_the_posteriors_of_an_item_equal_enumeration(theta, beta):
     states = states_of(theta, beta)  # e, r > 0
     t, b = tensor(theta), tensor(beta)
     assert_conditional(examined_though_zero(t, b), states, lambda e, r: e, lambda e, r: not (e and r))
-    assert_conditional(relevant_though_zero(t, b), states, lambda e, r: r, lambda e, r: not (e and r))
     for positive in EITHER:
         posterior = relevance_posterior(torch.tensor(positive), t, b)
         assert_conditional(posterior, states, lambda e, r: r, lambda e, r, seen=positive: (e and r) == seen)
@@ -193,27 +189,6 @@ def test_the_released_target_of_an_unexamined_pair_is_one_half(parameters):
         assert target <= 1
 
 
-@given(st.tuples(*[probabilities] * 5))
-def test_the_coherent_preference_equals_enumeration(parameters):
-    theta_i, theta_j, beta_i, beta_j, kappa = parameters
-    states = states_of(theta_i, theta_j, beta_i, beta_j, kappa)  # e_i, e_j, r_i > 0, r_j > 0, r_i > r_j given both
-
-    def above(e_i, e_j, r_i, r_j, order):
-        return r_i and (order or not r_j)
-
-    def kind(e_i, e_j, r_i, r_j, order):
-        c_i, c_j = e_i and r_i, e_j and r_j
-        return c_i, c_j, c_i and c_j and order
-
-    for label_i, label_j in [(2.0, 1.0), (1.0, 2.0), (1.0, 1.0), (0.5, 0.0), (0.0, 0.0), (0.0, 0.5)]:
-        seen = label_i > 0, label_j > 0, label_i > label_j > 0
-        value = coherent_preference(tensor(label_i), tensor(label_j), *map(tensor, parameters))
-        assert_conditional(value, states, above, lambda *state, seen=seen: kind(*state) == seen, within=1e-9)
-    gamma = coherent_gamma(tensor(beta_i), tensor(beta_j), tensor(kappa))
-    assert_conditional(gamma, states, above, lambda *state: True)
-    assert gamma <= beta_i
-
-
 def exact_weights(positive_j: Tensor, theta_i: Tensor, theta_j: Tensor, beta_j: Tensor) -> Tensor:
     """Return the exact weight without trust, which does not depend on β_i."""
     return exact_above(theta_i, torch.full_like(theta_i, 0.3)) * exact_below(positive_j, theta_j, beta_j)
@@ -277,7 +252,6 @@ def test_every_posterior_is_a_probability_at_the_edges(dtype):
     theta, beta, zeta = grid(EDGES[dtype], 3, dtype)
     assert_probabilities(
         examined_though_zero(theta, beta),
-        relevant_though_zero(theta, beta),
         relevance_posterior(positive, theta, beta),
         relevance_posterior(positive, theta, beta, zeta),
         pair_trust(theta, beta, zeta),
@@ -288,11 +262,7 @@ def test_every_posterior_is_a_probability_at_the_edges(dtype):
     assert bool((likelihood.isfinite() & (likelihood <= 2 * ulp)).all())
     assert all(bool((term.isfinite() & (term >= 0)).all()) for term in scoring_terms(positive, theta, beta))
 
-    theta_i, theta_j, beta_i, beta_j, kappa = grid(EDGES[dtype], 5, dtype)
-    assert_probabilities(coherent_gamma(beta_i, beta_j, kappa), pair_examined(theta_i, theta_j, beta_i, beta_j, kappa))
-    for label_i, label_j in product((0.0, 1.0, 2.0), repeat=2):
-        labels = torch.tensor(label_i, dtype=dtype), torch.tensor(label_j, dtype=dtype)
-        assert_probabilities(coherent_preference(*labels, theta_i, theta_j, beta_i, beta_j, kappa))
+    assert_probabilities(pair_examined(*grid(EDGES[dtype], 5, dtype)))
 
     pair = PairModel(*grid(EDGES[dtype], 6, dtype))
     posterior = pair_posterior(pair)
@@ -330,9 +300,8 @@ def test_single_and_double_precision_agree_if_an_item_is_almost_surely_seen_or_r
     theta, beta, zeta = grid(near, 3, torch.float32)
     positive = torch.tensor([[True], [False]])
     wide = [value.double() for value in (theta, beta, zeta)]
-    for function in (examined_though_zero, relevant_though_zero):
-        narrow = function(theta, beta).double()
-        torch.testing.assert_close(narrow, function(*wide[:2]), rtol=1e-6, atol=0)
+    narrow = examined_though_zero(theta, beta).double()
+    torch.testing.assert_close(narrow, examined_though_zero(*wide[:2]), rtol=1e-6, atol=0)
     narrow = exact_weights(positive, zeta, theta, beta).double()
     torch.testing.assert_close(narrow, exact_weights(positive, wide[2], *wide[:2]), rtol=1e-6, atol=0)
     narrow = relevance_posterior(positive, theta, beta, zeta).double()

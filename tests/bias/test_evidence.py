@@ -38,7 +38,7 @@ def estimated(log: Log, **options: Any) -> Examination:
 def error_by_source(log: Log) -> dict[str, float]:
     """Return the mean relative error of θ by each source of a log, and by all of them together."""
     sources = log_counts(seen_in(log)).sources
-    fits = {name: fit_conditional(counts.weighted(np.ones(200))).theta for name, counts in sources.items()}
+    fits = {name: fit_conditional(counts.total()).theta for name, counts in sources.items()}
     return {name: error_of(fill_gaps(theta)) for name, theta in {**fits, "auto": estimated(log).theta}.items()}
 
 
@@ -146,7 +146,7 @@ def test_random_order_of_equal_lists_gives_ratios_of_click_rates():
     seen = seen_in(log)
     counts = counted_random(seen)
     assert counts is not None
-    theta = fit_conditional(counts.weighted(np.ones(200))).theta
+    theta = fit_conditional(counts.total()).theta
     rate = log.actions["click"].reshape(-1, SHOWN).mean(0)
     np.testing.assert_allclose(theta / theta[0], rate / rate[0], rtol=1e-6)
 

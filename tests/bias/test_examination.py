@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bias.worlds import THETA as WORLD_THETA
 from bias.worlds import with_rare_positions, world
 from ultr.bias import examination, logging_policy
-from ultr.bias.counts import Cells
+from ultr.bias.counts import Counts
 from ultr.bias.estimators import fit_conditional, fit_trust
 from ultr.bias.examination import Examination, estimate_examination
 from ultr.bias.logging_policy import logging_score, recovered_score, share_logging_score
@@ -40,11 +40,11 @@ def uneven_counts(strata: int = 200, seed: int = 0) -> tuple[torch.Tensor, torch
     return (20_000 * tilt).round(), beta
 
 
-def table(shown: torch.Tensor, clicked: torch.Tensor) -> Cells:
+def table(shown: torch.Tensor, clicked: torch.Tensor) -> Counts:
     """Return the cells of a table of strata by positions, without those that were never shown."""
     strata, places = shown.numpy().nonzero()
     counts = (values.numpy()[strata, places] for values in (shown, clicked))
-    return Cells(strata, places, tuple(shown.shape), *counts)
+    return Counts(strata, places, tuple(shown.shape), *counts)
 
 
 def test_theta_is_estimated_if_positions_follow_relevance():

@@ -233,7 +233,7 @@ def test_a_table_is_not_overwritten_by_accident(tmp_path):
 def test_a_stratum_has_the_items_of_one_position_in_production():
     log = experiment(500, short=0.5)
     counts = counted_swaps(impressions(log, log.actions["click"] > 0))
-    cells = counts.weighted(np.ones(counts.shown.shape[1]))
+    cells = counts.total()
     assert cells.size == (7, 5)  # 5 positions of long requests, 2 of short ones
     # An item of position 1 is shown at all positions; those of 3 to 5 at their position and at 1.
     assert Counter(np.bincount(cells.strata).tolist()) == {5: 1, 2: 3 + 3}
@@ -246,7 +246,7 @@ def test_a_stratum_has_the_items_of_one_position_in_production():
 def test_examination_is_estimated_also_if_short_requests_cannot_be_swapped(short):
     log = experiment(60_000, short=short)
     counts = counted_swaps(impressions(log, log.actions["click"] > 0))
-    fit = fit_conditional(counts.weighted(np.ones(counts.shown.shape[1])))
+    fit = fit_conditional(counts.total())
     error = np.sqrt(np.diag(fit.covariance()))
     assert (np.abs(np.log(fit.theta / THETA)) < 3 * error + 1e-9).all()
     assert error.max() < 0.08

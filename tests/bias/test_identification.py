@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultr.bias import identification
+from ultr.bias.counts import LogCounts
 from ultr.bias.identification import (
     CARE,
     CONDITIONAL,
@@ -157,11 +158,27 @@ def judge(
     estimates, agreements=(), *, explained=None, explain_clicks=False, impressions=(100, 100, 100, 100), refutations=()
 ):
     named = {result.name: result for result in estimates}
-    shown = np.array(impressions, float)
     options = {"explained": explained, "features_explain_clicks": explain_clicks, "no_links": "the log has no item ids"}
     options |= {"pool": np.arange(4), "refutations": refutations}
     best = next((name for name in ("randomised", "swaps", "items", "harvest") if name in named), None)
-    return verdict(named, list(agreements), best=best, impressions=shown, requests=100, rate=RATE, **options)
+    return verdict(named, list(agreements), counts_of(impressions), best=best, **options)
+
+
+def counts_of(impressions, suspicious=0) -> LogCounts:
+    """Return the counts of a log of 100 requests with click rates `RATE`."""
+    shown = np.array(impressions, float)
+    return LogCounts(
+        positions=POSITIONS,
+        shown=shown,
+        clicked=RATE * shown,
+        clicks=RATE * shown,
+        requests=100,
+        weight=100.0,
+        groups=1,
+        sources={},
+        has_items=True,
+        suspicious=suspicious,
+    )
 
 
 def wide(name="harvest", *, at=(1, 2, 3)):
@@ -296,14 +313,11 @@ def test_suspicious_requests_in_the_estimates_need_care():
     found = verdict(
         {"items": precise("items")},
         [],
-        impressions=np.full(4, 100.0),
-        requests=100,
-        rate=RATE,
+        counts_of(np.full(4, 100.0), suspicious=1200),
         explained=None,
         features_explain_clicks=False,
         no_links="",
         pool=np.arange(4),
-        suspicious=1200,
         best="items",
     )
     assert found.status == CARE

@@ -25,7 +25,7 @@ def parts_of(seen) -> np.ndarray:
 @given(seed=st.integers(0, 10**6), weights=st.booleans())
 def test_the_score_with_mean_relevance_is_a_sum_over_rows(seed, weights):
     seen = seen_in(small_log(seed, requests=30, weights=weights))
-    theta, each, part = LOW[: len(seen.positions)], seen.row_weights(), parts_of(seen)
+    theta, each, part = LOW[: len(seen.positions)], seen.row_weights, parts_of(seen)
     seen_by = (theta / theta.max())[seen.place]
     fitted, held_out = part < 2, part == 2
     mean = np.clip((each * seen.clicked)[fitted].sum() / (each * seen_by)[fitted].sum(), 1e-6, 1 - 1e-6)
@@ -66,9 +66,9 @@ def test_relevance_is_the_mode_of_its_posterior(strength, monkeypatch):
 def test_the_prior_maximises_the_likelihood_of_other_requests(monkeypatch):
     seen = seen_in(world("random", requests=1000))
     judge = HeldOut(seen, seen.items)
-    counts = [judge.shown[0], judge.clicked[0], judge.shown[1], judge.clicked[1]]
-    here = THETA[judge.places] / THETA.max()
-    chosen = max(identification.STRENGTHS, key=lambda strength: judge._mean(here, *counts, strength))
+    first, second = judge.parts[:2]
+    here = THETA[first.places] / THETA.max()
+    chosen = max(identification.STRENGTHS, key=lambda s: identification._mean_likelihood(here, first, second, s))
     found = judge.score(THETA)
     monkeypatch.setattr(identification, "STRENGTHS", (chosen,))
     assert judge.score(THETA) == found
@@ -108,12 +108,14 @@ def test_positions_without_theta_are_left_out():
 def test_a_large_log_is_validated_on_a_sample_of_its_items(monkeypatch):
     seen = seen_in(world("random", requests=2000))
     whole = HeldOut(seen, seen.items)
+    shown_in_whole = sum(part.shown.sum() for part in whole.parts[2:])
     monkeypatch.setattr(identification, "ROWS", 4000)
     some = HeldOut(seen, seen.items)
-    assert 0.2 * whole.shown.sum() < some.shown.sum() < 0.6 * whole.shown.sum()
+    shown = sum(part.shown.sum() for part in some.parts[2:])
+    assert 0.2 * shown_in_whole < shown < 0.6 * shown_in_whole
     assert some.score(THETA) == pytest.approx(whole.score(THETA), rel=0.1)
-    taken = np.unique(some.strata)
-    assert some.shown.sum() == np.isin(seen.items, taken).sum()  # whole items
+    taken = np.unique(some.parts[0].strata)
+    assert shown == np.isin(seen.items, taken).sum()  # whole items
 
 
 def test_a_log_that_is_too_small_has_no_likelihood():

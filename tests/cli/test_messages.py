@@ -149,13 +149,12 @@ def test_levels_choose_messages(ultr, log, tmp_path):
 
 def test_without_a_terminal_there_is_a_line_every_few_seconds(monkeypatch, capsys):
     monkeypatch.setattr(messages, "LINE_SECONDS", 0.05)
-    with messages.messages_on_stderr(), messages.progress_bar() as bar:
-        task = bar.add_task("starting", total=None, figure="rows")
+    with messages.messages_on_stderr(), messages.progress_bar("starting", "rows") as bar:
         begin_stage("reading the data")
         time.sleep(0.2)  # work that reports nothing
-        bar.update(task, description="writing", completed=1000, total=4000, figure="rows")
+        bar.update(description="writing", completed=1000, total=4000, figure="rows")
         time.sleep(0.12)
-        bar.update(task, description="pairwise-em", completed=50, total=100, figure="ndcg@10 0.1234")
+        bar.update(description="pairwise-em", completed=50, total=100, figure="ndcg@10 0.1234")
         time.sleep(0.12)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "reading the data: 0 s"
@@ -171,8 +170,8 @@ def test_a_status_is_a_line_too_and_a_terminal_has_a_bar(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[0] == "estimating examination: 0 s"
     screen = io.StringIO()
     monkeypatch.setattr(messages.words, "console", Console(file=screen, force_terminal=True, width=100))
-    with messages.messages_on_stderr(), messages.progress_bar() as bar:
-        bar.update(bar.add_task("starting", total=10, figure=""), completed=5)
+    with messages.messages_on_stderr(), messages.progress_bar("starting") as bar:
+        bar.update(total=10, completed=5)
         begin_stage("making the judge")
     assert "making the judge" in screen.getvalue()
     assert "5/10" in screen.getvalue()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ultr.datasets import SPLITS, ranking_svm
-from ultr.datasets.movielens import bpr_vectors, cached_vectors, parse_ratings, read_movielens, time_split
+from ultr.datasets.base import fitted_arrays
+from ultr.datasets.movielens import bpr_vectors, parse_ratings, read_movielens, time_split
 from ultr.datasets.users import User
 from ultr.errors import DataError, MissingExtraError
 from ultr.evaluation.scores import evaluate_scores
@@ -66,12 +67,13 @@ def test_vectors_are_kept_and_made_again_when_damaged(own_cache):
         made.append(1)
         return np.ones((2, 60)), np.zeros((4, 60))
 
+    path, shapes = own_cache / "toy.npz", {"users": (2, 60), "movies": (4, 60)}
     for _ in range(2):
-        users, movies = cached_vectors("toy", (2, 4), compute)
+        users, movies = fitted_arrays(path, shapes, compute)
         assert (users.shape, movies.shape) == ((2, 60), (4, 60))
     assert len(made) == 1
-    (own_cache / "toy.npz").write_bytes(b"damaged")
-    cached_vectors("toy", (2, 4), compute)
+    path.write_bytes(b"damaged")
+    fitted_arrays(path, shapes, compute)
     assert len(made) == 2
 
 

@@ -234,7 +234,7 @@ def test_no_request_is_evaluated_by_a_model_that_was_fitted_to_it(log, rankers, 
     for part, (_, model) in zip(parts, made, strict=True):
         of_part = log.select(sorted(part))
         rows = np.repeat(np.isin(np.arange(len(log)), sorted(part)), log.lengths)
-        expected += model.value(of_part, rankers["first"][rows], METRIC, label="click").per_request.sum()
+        expected += model.estimator(of_part, METRIC, label="click").per_request(rankers["first"][rows]).sum()
     assert found.rankers["first"][METRIC].mean.mean == pytest.approx(expected / test)
     assert found.theta["3"] == pytest.approx(np.mean([model.theta["3"] for _, model in made]))
 

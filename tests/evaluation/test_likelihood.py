@@ -56,7 +56,7 @@ def by_search(log, scores, label: str) -> np.ndarray:
 def test_the_value_is_that_of_the_best_slope(seed, label, weighted):
     log, scores = feedback(seed, weighted=weighted)
     value = Likelihood(log, theta=THETA, label=label)
-    found, expected = value(scores).per_request, by_search(log, scores, label)
+    found, expected = value.per_request(scores), by_search(log, scores, label)
     weights = np.ones(len(log)) if log.weights is None else log.weights
     assert np.average(found, weights=weights) == pytest.approx(np.average(expected, weights=weights), abs=1e-4)
     np.testing.assert_allclose(found, expected, atol=0.02)

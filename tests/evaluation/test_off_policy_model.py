@@ -14,7 +14,6 @@ from ultr.datasets.users import make_user, simulate_log
 from ultr.errors import DataError, OptionError
 from ultr.evaluation.off_policy import (
     OffPolicyModel,
-    evaluate_requests,
     fit_off_policy_model,
     load_off_policy_model,
     request_metrics,
@@ -48,7 +47,7 @@ def test_a_model_is_saved_and_loaded(log, model, tmp_path):
     model.save(tmp_path / "model")
     again = load_off_policy_model(tmp_path / "model")
     scores = np.arange(log.rows, dtype=float)
-    a, b = (each.value(log, scores, "off-policy-reward@5", label="click") for each in (model, again))
+    a, b = (each.estimator(log, "off-policy-reward@5", label="click")(scores) for each in (model, again))
     assert a.value == b.value
     assert again.theta == {str(k): v for k, v in THETA.items()}
     assert load_off_policy_model(tmp_path / "none") is None
@@ -60,7 +59,7 @@ def test_a_model_is_saved_and_loaded(log, model, tmp_path):
 
 
 def test_the_value_of_the_logged_order_is_its_feedback(log, model):
-    found = evaluate_requests(log, -log.positions.astype(float), ["off-policy-reward@10"], label="click", model=model)
+    found = request_metrics(log, ["off-policy-reward@10"], label="click", model=model)(-log.positions.astype(float))
     clicks = np.add.reduceat(log.actions["click"], log.offsets[:-1])
     np.testing.assert_allclose(found["off-policy-reward@10"], clicks, rtol=1e-6)
 
@@ -68,7 +67,7 @@ def test_the_value_of_the_logged_order_is_its_feedback(log, model):
 def test_an_evaluator_serves_any_number_of_scores(log, model, monkeypatch):
     metrics = ["off-policy-reward@10", "feedback-ndcg@10"]
     scores = np.random.default_rng(0).normal(size=(2, log.rows))
-    expected = [evaluate_requests(log, each, metrics, label="click", model=model) for each in scores]
+    expected = [request_metrics(log, metrics, label="click", model=model)(each) for each in scores]
     evaluate = request_metrics(log, metrics, keep=True, label="click", model=model)
     monkeypatch.setattr(OffPolicyModel, "estimator", lambda *_: pytest.fail("made again"))
     for each, values in zip(scores, expected, strict=True):
@@ -83,7 +82,7 @@ def test_unknown_positions_have_the_lowest_examination(model):
 
 def test_off_policy_metrics_need_a_model(log):
     with pytest.raises(DataError, match=r"train again with training\.select=off-policy-reward@10"):
-        evaluate_requests(log, np.zeros(log.rows), ["off-policy-reward@10"], label="click")
+        request_metrics(log, ["off-policy-reward@10"], label="click")
     with pytest.raises(OptionError, match="reward@k, dcg@k, gain@k and likelihood"):
         make_config("x", select="off-policy-ndcg@10")
 

@@ -272,7 +272,7 @@ def read_network_run(folder: Path) -> Any:
 
 
 def read_tree_run(folder: Path) -> Any:
-    pair_model = TreeFit(inputs_of(read_config(folder), "lightgbm")).method.pair_model()
+    pair_model = TreeFit(inputs_of(read_config(folder), "lightgbm")).method.pairs
     assert pair_model is not None
     load_bias(fit_folder(folder, "lightgbm") / "bias", pair_model.bias_model)
     return [read_run(folder), plain(pair_model.bias_model.state_dict())]

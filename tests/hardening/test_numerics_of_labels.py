@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_matrix
 
 from hardening.extremes import GARBAGE, Ranked, assert_near, check_draws, effort, pools, ranked, write_counts
-from ultr.bias.counts import Cells, Counts
+from ultr.bias.counts import Counts
 from ultr.bias.estimators import SMALLEST, bradley_terry, fit_conditional, fit_trust, harvest, position_based
 from ultr.bias.logging_policy import _order_loss
 from ultr.datasets.base import by_grade
@@ -153,7 +153,7 @@ def test_examination_of_any_counts_is_a_probability(examples):
         size = tuple(rng.integers(1, 6, 2))
         strata, places = np.indices(size).reshape(2, -1)
         shown = rng.choice([0.0, 1e-6, 1.0, 30.0, 1e12], size).ravel()
-        cells = Cells(strata, places, size, shown, shown * rng.choice([0.0, 1e-9, 0.2, 1.0], size).ravel())
+        cells = Counts(strata, places, size, shown, shown * rng.choice([0.0, 1e-9, 0.2, 1.0], size).ravel())
         fit = fit_trust(cells, iterations=60)
         for values, least in ((fit.theta, SMALLEST), (fit.zeta, 0), (fit.beta, 0)):
             assert ((values >= least) & (values <= 1)).all(), values

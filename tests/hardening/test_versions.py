@@ -151,5 +151,7 @@ def test_golden_files_are_read(golden):
     assert sum(len(part) for part in lists) == len(log)
     assert read_config(Path("network")).data.source == "log.parquet"
     model = load_off_policy_model(Path("network/off-policy"))
-    assert model.value(log, log.features[:, 0], "off-policy-reward@10", label="click").per_request.shape == (len(log),)
+    assert model.estimator(log, "off-policy-reward@10", label="click").per_request(log.features[:, 0]).shape == (
+        len(log),
+    )
     write_report(["network", "trees"], "page.html")

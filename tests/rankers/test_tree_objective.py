@@ -223,12 +223,12 @@ def tree_method(seed: int = 0, *, ranker: str = "lightgbm", truth: bool = False,
     torch.manual_seed(seed)
     inputs = MethodInputs(Label(), FEATURES, POSITIONS, ranker=ranker, truth=truth, feature_names=tuple("abc"))
     method = make_tree_method("pairwise-em", inputs, final="pairs", **options)
-    model, size = method.pair_model().bias_model, len(POSITIONS)
+    model, size = method.pairs.bias_model, len(POSITIONS)
     if truth:
         return method
     model.theta.uniform_(0.005, 1)
     model.theta_minus.uniform_(0, 1)
-    if method.pair_model().trust == "pairs":
+    if method.pairs.trust == "pairs":
         model.plus.uniform_(0.3, 1)
         model.minus.copy_(model.plus * torch.rand(size, size))
     if model.trust_in_clicks:
@@ -256,7 +256,7 @@ def by_torch(pair_model, log: Log, scores: np.ndarray, options) -> tuple[float, 
 
 
 def assert_as_torch_has_it(method, log: Log, scores: np.ndarray, **options) -> None:
-    pair_model = method.pair_model()
+    pair_model = method.pairs
     objective = PairwiseObjective(pair_terms(pair_model, log, method.labels(log)))
     loss, gradient = by_torch(pair_model, log, scores, options)
     total = len(log) if log.weights is None else log.weights.sum()
@@ -280,9 +280,7 @@ def test_true_labels_have_the_same_weights_as_for_networks(loss):
     scores = np.random.default_rng(0).normal(size=log.rows).astype(np.float32)
     method = tree_method(loss=loss, truth=True)
     assert_as_torch_has_it(method, log, scores, loss=loss)
-    shown, never = (
-        PairwiseObjective(pair_terms(method.pair_model(), some, log.relevance)) for some in (log, unseen(log))
-    )
+    shown, never = (PairwiseObjective(pair_terms(method.pairs, some, log.relevance)) for some in (log, unseen(log)))
     assert shown.loss(scores) == never.loss(scores)
 
 

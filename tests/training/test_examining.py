@@ -12,6 +12,7 @@ import torch
 from runs import FEEDBACK, KNOWN, PLAIN, feedback_log, quick
 from ultr.bias.examination import Examination
 from ultr.errors import DataError
+from ultr.evaluation.off_policy import request_metrics
 from ultr.training.data import load_run_data
 from ultr.training.examining import (
     Examined,
@@ -21,7 +22,6 @@ from ultr.training.examining import (
     examine,
     has_values,
     less_is_better,
-    mean_metrics,
     share_values,
 )
 from ultr.training.folder import CONFIG, append_metrics, read_metrics
@@ -148,12 +148,13 @@ def test_less_is_better_for_positions(tmp_path):
 def test_means_have_the_weights_of_the_requests():
     log = feedback_log(20)
     scores = np.random.default_rng(0).normal(size=log.rows)
-    mean = mean_metrics(log, scores, [FEEDBACK], user=None, label="click")[FEEDBACK]
+    mean = np.average(request_metrics(log, [FEEDBACK], label="click")(scores)[FEEDBACK], weights=log.weights)
     data = load_run_data(quick("", select=FEEDBACK, label="click"), log)
     alone = evaluator(quick("", select=FEEDBACK, label="click"), data, None)
     rows = np.isin(np.asarray(log.request_ids), np.asarray(data.validation.request_ids))
     part = log.select(rows)
     of_part = torch.from_numpy(scores[np.repeat(rows, log.lengths)].astype(np.float32))
-    expected = mean_metrics(part, of_part.numpy(), [FEEDBACK], user=None, label="click")[FEEDBACK]
+    values = request_metrics(part, [FEEDBACK], label="click")(of_part.numpy())[FEEDBACK]
+    expected = np.average(values, weights=part.weights)
     assert float(alone(of_part)[FEEDBACK]) == pytest.approx(expected, rel=1e-5)
     assert mean != expected

@@ -124,7 +124,7 @@ def test_a_metric_where_less_is_better_is_selected_by_its_least():
     state = start(method(), log, settings)
     values = iter([3.0, 1.0, 2.0])
     feed = Feed(ListBatches(log), batch=8, seed=0)
-    list(train(state, feed, lambda _: {"arp": next(values)}, settings, select="arp", larger_is_better=False))
+    list(train(state, feed, lambda _: {"arp": next(values)}, settings, select="arp"))
     assert state.stopping.best_step == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ultr.utils.optimizers import FlatAdagrad
+from ultr.utils.optimisation import FlatAdagrad
 
 
 def networks(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
@@ -90,7 +90,7 @@ def test_a_parameter_without_a_gradient_keeps_its_value():
 def test_training_does_not_load_the_compiler_of_torch():
     code = """
 import sys, torch
-from ultr.utils.optimizers import make_optimizer
+from ultr.utils.optimisation import make_optimizer
 weight = torch.nn.Parameter(torch.ones(3))
 optimizer = make_optimizer("adagrad", [[weight]], lr=0.1, weight_decay=0.0, clip=1.0, device=torch.device("cpu"))
 optimizer.zero_grad()

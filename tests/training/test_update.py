@@ -236,7 +236,8 @@ def test_an_update_has_the_options_of_its_run(network, days):
 
 
 def test_a_worse_ranker_is_not_accepted(network, days, tmp_path, monkeypatch):
-    monkeypatch.setattr("ultr.training.networks.less_is_better", lambda _: True)  # the worst step is chosen
+    worst_is_chosen = lambda metric: metric != "likelihood"  # noqa: E731 - of the ranker, not of its bias model
+    monkeypatch.setattr("ultr.training.loop.less_is_better", worst_is_chosen)
     worse = update_run(network, days[2], tmp_path / "run", lr=50.0, patience=0, gate=Gate(0.5, 0, ("all",)))
     assert worse.value.difference.difference < 0
     assert (worse.accepted, worse.run) == (False, tmp_path / "run.candidate")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -17,14 +18,13 @@ import torch
 
 from ultr.bias import estimators
 from ultr.bias.counts import (
+    Counts,
     LogCounts,
-    compared_clicks,
+    clicked_rows,
     counted,
     impressions,
-    in_pools,
     log_counts,
     replicates,
-    weight_unit,
 )
 from ultr.bias.estimators import SCALE, SMALLEST, best_source, items_comparable, largest_one, pools
 from ultr.bias.identification import (
@@ -50,11 +50,11 @@ from ultr.bias.refutation import Evidence, refutations
 from ultr.checks.pitfalls import Pitfall, find_pitfalls, suspicious_requests
 from ultr.errors import DataError
 from ultr.log import Log
-from ultr.log.labels import Label
 from ultr.log.splits import codes
 from ultr.rankers import FeatureEncoder
 from ultr.utils.arguments import Seed, Within, checked
 from ultr.utils.display import facts_html, table_html
+from ultr.utils.jsonfiles import finite
 
 if TYPE_CHECKING:
     from ultr.bias.click_models import QualityReport
@@ -148,15 +148,8 @@ class BiasReport:
 
 
 def _estimate_json(result: Estimate) -> dict[str, Any]:
-    def plain(values: np.ndarray) -> list[float | None]:
-        return [float(v) if np.isfinite(v) else None for v in values]
-
-    return {
-        "theta": plain(result.theta),
-        "low": plain(result.low),
-        "high": plain(result.high),
-        "held_out_log_likelihood": None if result.held_out is None else plain(np.array([result.held_out]))[0],
-    }
+    curves = {"theta": result.theta.tolist(), "low": result.low.tolist(), "high": result.high.tolist()}
+    return dict(finite({**curves, "held_out_log_likelihood": result.held_out}))
 
 
 def summary(report: BiasReport) -> dict[str, str]:
@@ -286,6 +279,7 @@ class AuditOptions:
     seed: int
     described: Log | None = None  # rows with numbers that show whether items are the same, if there are no features
     segment: np.ndarray | None = None  # [requests] code of the segment of each request in memory
+    known: Mapping[str, float] = field(default_factory=dict)  # propensities by position
 
 
 @checked
@@ -311,11 +305,12 @@ def audit(
     if sample is None and log.feature_names:
         sample = log
     log = log.without_features()
-    pitfalls = find_pitfalls(log, _clicked(log, label), sample=sample)
-    options, left_out = AuditOptions(label, bootstrap, seed, described), 0
+    pitfalls = find_pitfalls(log, clicked_rows(log, label), sample=sample)
+    propensities = {str(position): theta for position, theta in (known or {}).items()}
+    options, left_out = AuditOptions(label, bootstrap, seed, described, known=propensities), 0
     if not keep_suspicious:
         log, sample, left_out = without_suspicious(log, sample, label)
-    clicked = _clicked(log, label)
+    clicked = clicked_rows(log, label)
     if "segment" in log.context:
         options = replace(options, segment=codes(_segment_names(log)[0]))
 
@@ -330,7 +325,7 @@ def audit(
             yield each, count(log.select(requests), clicked[np.repeat(requests, log.lengths)])
 
     parts = segments() if "segment" in log.context else ()
-    report = audit_counts(count(log, clicked), parts, options, sample=sample, known=known)
+    report = audit_counts(count(log, clicked), parts, options, sample)
     return with_pitfalls(report, pitfalls, left_out)
 
 
@@ -338,21 +333,17 @@ def audit_counts(
     whole: LogCounts,
     segments: Iterable[tuple[str, LogCounts]],
     options: AuditOptions,
-    *,
-    sample: Log | None = None,
-    known: Mapping[Any, float] | None = None,
+    sample: Log | None,
 ) -> BiasReport:
     """Return the results and a verdict as `audit` does, from the counts of a log and of each of its segments."""
-    known = {str(slot): theta for slot, theta in (known or {}).items()}
-    report, reports = _audit(whole, sample, known, options), {}
-    options = replace(options, segment=None)
+    report, reports = _audit(whole, sample, options), {}
     for name, counts in segments:
         if not counts.clicks.any():
             continue
         part = None if sample is None else sample.select(_segment_names(sample)[1] == name)
         part = part if part is not None and len(part) else None
-        known_here = {slot.removesuffix(f"@{name}"): theta for slot, theta in known.items()}
-        reports[name] = _audit(counts, part, known_here, options)
+        known = {slot.removesuffix(f"@{name}"): theta for slot, theta in options.known.items()}
+        reports[name] = _audit(counts, part, replace(options, segment=None, known=known))
     return replace(report, segments=reports)
 
 
@@ -388,13 +379,9 @@ def largest_segments(counts: list[dict[str, Any]]) -> list[str]:
     return [str(each["values"]) for each in sorted(counts, key=lambda each: -each["counts"])[:MAX_SEGMENTS]]
 
 
-def _clicked(log: Log, label: str) -> np.ndarray:
-    return np.asarray(Label(label)(log.actions)) > 0
-
-
 def without_suspicious(log: Log, sample: Log | None, label: str) -> tuple[Log, Log | None, int]:
     """Return a log and a sample of its requests, both without suspicious requests, and the number of these."""
-    suspicious = suspicious_requests(log, _clicked(log, label))
+    suspicious = suspicious_requests(log, clicked_rows(log, label))
     if not suspicious.any():
         return log, sample, 0
     if sample is not None:
@@ -413,7 +400,7 @@ def _segment_names(log: Log) -> tuple[pa.Array, np.ndarray]:
     return names, names.to_numpy(zero_copy_only=False)
 
 
-def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], options: AuditOptions) -> BiasReport:
+def _audit(log: LogCounts, sample: Log | None, options: AuditOptions) -> BiasReport:
     if not log.clicks.any():
         what = f"the log has no positive feedback: the label '{options.label}' is never above 0"
         raise DataError(what, hint="choose another label with --label")
@@ -428,17 +415,17 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
             "Items are not compared across positions: most items that occur again have other features each time, so "
             "their relevance may differ too. To compare them, add a column `query`, or a new item id for each context."
         )
-        log = replace(log, sources={name: counts for name, counts in log.sources.items() if name != "items"})
-        log = replace(log, seen=None)
+        log = replace(log, sources={name: log.sources[name] for name in log.sources if name != "items"}, seen=None)
     best = best_source(log)
-    unit = weight_unit(log.weight / log.requests)
-    pool = pools(clicks if best is None else compared_clicks(best.cells, unit), positions)
+    pool = pools(clicks if best is None else best.cells.compared_clicks(log.weight / log.requests), positions)
     view = _View(positions, pool, int((rate * shown).argmax()), {})
-    values = np.array([known.get(str(k), np.nan) for k in positions.tolist()])
+    values = np.array([options.known.get(str(k), np.nan) for k in positions.tolist()])
     if np.isfinite(values).any():
         view.estimates["known"] = estimate("known", np.tile(values, (options.bootstrap + 1, 1)), view.reference)
     weights = replicates(log.groups, options.bootstrap, seed=options.seed)
-    graph = _count_estimates(log, weights, view, notes, options.seed)
+    pooled = {name: counts.pooled(pool).compared() for name, counts in log.sources.items()}
+    sources = {name: counts for name, counts in pooled.items() if counts is not None}
+    graph = _count_estimates(log, sources, weights, view, notes, options.seed)
     explained, explain_clicks = None, False
     if sample is not None:
         explained, explain_clicks = _feature_estimates(view, sample, notes, options, network=best is None)
@@ -446,7 +433,21 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
     pairs = [(a, b) for i, a in enumerate(estimates.values()) for b in list(estimates.values())[i + 1 :]]
     tests = [agreement(a, b, positions, shown=shown, pool=pool) for a, b in pairs]
     agreements = [test for test in tests if test is not None]
-    refuted = _refutations(log, view, weights, sample, options)
+    refuted: tuple[Refutation, ...] = ()
+    if "items" in sources:
+        shown_in, clicked_in = (np.bincount(pool, each) for each in (shown, log.clicked))
+        evidence = Evidence(
+            sources["items"],
+            log.seen,
+            pool,
+            shown_in,
+            clicked_in / shown_in,
+            weights,
+            segment=options.segment,
+            sample=sample,
+            sample_clicked=None if sample is None else clicked_rows(sample, options.label),
+        )
+        refuted = refutations(evidence, estimates)
     return BiasReport(
         label=options.label,
         requests=log.requests,
@@ -460,15 +461,12 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
         verdict=verdict(
             estimates,
             agreements,
+            log,
             best=None if best is None else best.name,
-            impressions=shown,
-            requests=log.weight,
-            rate=rate,
             explained=explained,
             features_explain_clicks=explain_clicks,
             no_links=no_links,
             pool=pool,
-            suspicious=log.suspicious,
             refutations=refuted,
         ),
         pitfalls=[],
@@ -479,27 +477,6 @@ def _audit(log: LogCounts, sample: Log | None, known: Mapping[str, float], optio
         notes=tuple(notes),
         refutations=refuted,
     )
-
-
-def _refutations(
-    log: LogCounts, view: _View, weights: np.ndarray, sample: Log | None, options: AuditOptions
-) -> tuple[Refutation, ...]:
-    counts = log.sources["items"].in_pools(view.pool) if "items" in log.sources else None
-    if counts is None:
-        return ()
-    shown, clicked = (np.bincount(view.pool, each) for each in (log.shown, log.clicked))
-    evidence = Evidence(
-        counts,
-        log.seen,
-        view.pool,
-        shown,
-        clicked / shown,
-        weights,
-        segment=options.segment,
-        sample=sample,
-        sample_clicked=None if sample is None else _clicked(sample, options.label),
-    )
-    return tuple(refutations(evidence, view.estimates, np.unique(view.pool, return_index=True)[1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -520,32 +497,34 @@ class _View:
 
 
 def _count_estimates(
-    log: LogCounts, weights: np.ndarray, view: _View, notes: list[str], seed: int
+    log: LogCounts, sources: Mapping[str, Counts], weights: np.ndarray, view: _View, notes: list[str], seed: int
 ) -> Mapping[str, Any] | None:
     """Add estimates from requests in random order and from items shown at several positions to those of `view`.
 
-    Return the groups of positions that such items link (`identification.links`), or None without such items.
+    `sources` has the counts by pool. Return the groups of positions that such items link (`identification.links`), or
+    None without such items.
     """
     training = _training_groups(weights)
     of_pool = np.bincount(view.pool, log.shown)
     fitted = {name: np.bincount(view.pool, log.shown * got.theta) / of_pool for name, got in view.estimates.items()}
-    sources = {name: counts.in_pools(view.pool) for name, counts in log.sources.items()}
+    harvest = partial(estimators.harvest, seed=seed)
+    for name, source, estimator in (
+        ("randomised", "randomised", estimators.position_based),
+        ("swaps", "swaps", estimators.position_based),
+        ("harvest", "items", harvest),
+        ("items", "items", estimators.position_based),
+    ):
+        if source in sources:
+            view.add(name, estimator(sources[source], weights))
+            fitted[name] = estimator(sources[source], training)[0]
     graph = None
-    for name in ("randomised", "swaps"):
-        if (counts := sources.get(name)) is not None:
-            view.add(name, estimators.position_based(counts, weights))
-            fitted[name] = estimators.position_based(counts, training)[0]
     if (counts := sources.get("items")) is not None:
         if counts.share < 1:
             used = f"a random {counts.share:.1%} of the items that were clicked and shown at several positions"
             notes.append(f"The estimators harvest and items use {used}.")
-        view.add("harvest", estimators.harvest(counts, weights, seed=seed))
-        view.add("items", estimators.position_based(counts, weights))
-        fitted["harvest"] = estimators.harvest(counts, training, seed=seed)[0]
-        fitted["items"] = estimators.position_based(counts, training)[0]
         graph = links(estimators.pair_clicks(counts, weights[:, 0], seed=seed), view.positions, view.pool)
     if log.seen is not None and log.seen.items is not None and fitted:
-        held_out = HeldOut(in_pools(log.seen, view.pool), log.seen.items, seed=seed)
+        held_out = HeldOut(log.seen.pooled(view.pool), log.seen.items, seed=seed)
         common = np.isfinite(list(fitted.values())).all(0)  # likelihoods are comparable only at the same positions
         for name, theta in fitted.items():
             score = held_out.score(np.where(common, theta, np.nan))
@@ -567,14 +546,14 @@ def _feature_estimates(
     that features explain, and True if features explain clicks.
     """
     seed = options.seed
-    clicked = _clicked(sample, options.label)
+    clicked = clicked_rows(sample, options.label)
     sampled = impressions(sample, clicked, seed=seed)
     if not np.isin(sampled.positions, view.positions).all():
         got = f"position {np.setdiff1d(sampled.positions, view.positions)[0]}, which the log does not show"
         hint = "draw the sample from the requests of the log"
         raise DataError("the sample must be a subset of the log's requests", got=got, hint=hint)
     pool = view.pool[np.searchsorted(view.positions, sampled.positions)]
-    sampled, at = in_pools(sampled, pool), np.unique(pool)
+    sampled, at = sampled.pooled(pool), np.unique(pool)
     logging = recovered_score(sample, seed=seed, network=network)
     strata = strata_of(sample, logging.score, clicks=float(clicked.sum()))
     weights = replicates(int(sampled.group.max()) + 1, options.bootstrap, seed=seed + 1)

@@ -21,21 +21,28 @@ from scipy import sparse
 from scipy.special import gammaincc
 
 from ultr.bias.counts import (
-    Cells,
     Counts,
     Impressions,
-    compared_clicks,
+    clicked_rows,
     counted_items,
     counted_random,
     counted_swaps,
     impressions,
     log_counts,
 )
-from ultr.bias.estimators import POOL_CLICKS, RANDOM, ConditionalFit, best_source, fit_conditional, items_comparable
+from ultr.bias.estimators import (
+    POOL_CLICKS,
+    RANDOM,
+    ConditionalFit,
+    best_source,
+    fit_conditional,
+    items_comparable,
+    relative_variance,
+)
 from ultr.checks.pitfalls import suspicious_requests
 from ultr.log import Log, read_log
 from ultr.log.columns import Columns, as_data_error, combined, resolve_columns
-from ultr.log.labels import Label, click_label
+from ultr.log.labels import click_label
 from ultr.log.readers import FIRST_ROWS, as_table, first_rows, is_files, read_columns
 from ultr.log.sampling import SAMPLE_ROWS, sample_log
 
@@ -60,6 +67,7 @@ class Segment:
     positions: tuple[int, ...]
     theta: np.ndarray  # [values, positions] relative to the first of the positions
     p: float  # corrected for the number of columns
+    difference: float  # typical difference of log θ between two values, without sampling error
 
     def __str__(self) -> str:
         at = min(range(1, len(self.positions)), key=lambda i: abs(self.positions[i] - SHOWN_POSITION))
@@ -122,14 +130,15 @@ def choose_segment(log: Log, names: Sequence[str], *, label: str | None = None) 
     """Return the best of the columns `names` of a log, which are among its categorical features."""
     # The whole log, which training reads, must have one value per request, and no other value than the sample.
     values_of = {name: len(np.unique(_column(log, name))) for name in names if _one_per_request(log, name)}
-    suspicious = suspicious_requests(log.without_features(), _clicked(log, label))
+    label = label or click_label(log.actions)
+    suspicious = suspicious_requests(log.without_features(), clicked_rows(log, label))
     log = sample_log(log.select(~suspicious) if suspicious.any() else log, SAMPLE_ROWS)
-    clicked = _clicked(log, label)
+    clicked = clicked_rows(log, label)
     common = [(name, *part) for name in values_of if (part := _values(log, name, clicked)) is not None]
     several = [(name, values, code) for name, values, code in common if len(values) == values_of[name]]
     if not several:
         return None
-    seen = replace(impressions(log, clicked), weights=None)  # θ does not depend on the weights of requests
+    seen = impressions(replace(log, weights=None), clicked)  # θ does not depend on the weights of requests
     others = [i for i, name in enumerate(log.feature_names) if name not in names]
     described = replace(
         log, features=log.features[:, others], feature_names=tuple(log.feature_names[i] for i in others)
@@ -139,17 +148,9 @@ def choose_segment(log: Log, names: Sequence[str], *, label: str | None = None) 
     best = best_source(log_counts(seen))
     if best is None:
         return None
-    comparisons = [(name, values, _compare(seen, code, best.name)) for name, values, code in several]
-    chosen = [
-        (found.p, -found.difference, Segment(name, values, found.positions, found.theta, found.p * len(several)))
-        for name, values, found in comparisons
-        if found is not None and found.difference >= MATERIAL and found.p * len(several) < LEVEL
-    ]
-    return min(chosen, key=lambda each: each[:2])[2] if chosen else None
-
-
-def _clicked(log: Log, label: str | None) -> np.ndarray:
-    return np.asarray(Label(label or click_label(log.actions))(log.actions)) > 0
+    tested = [_tested(seen, *column, source=best.name, columns=len(several)) for column in several]
+    chosen = [each for each in tested if each is not None and each.difference >= MATERIAL and each.p < LEVEL]
+    return min(chosen, key=lambda each: (each.p, -each.difference), default=None)
 
 
 def _column(log: Log, name: str) -> np.ndarray:
@@ -171,29 +172,27 @@ def _values(log: Log, name: str, clicked: np.ndarray) -> tuple[tuple[str, ...], 
     return tuple(texts[int(i)] for i in used), code
 
 
-@dataclass(frozen=True, eq=False)
-class _Comparison:
-    positions: tuple[int, ...]
-    theta: np.ndarray  # [values, positions] relative to the first
-    p: float
-    difference: float  # typical difference of log θ between two values, without sampling error
+def _tested(
+    seen: Impressions, column: str, values: tuple[str, ...], value: np.ndarray, *, source: str, columns: int
+) -> Segment | None:
+    """Test whether θ differs between the values of requests; None if fewer than two positions can be compared.
 
-
-def _compare(seen: Impressions, value: np.ndarray, source: str) -> _Comparison | None:
-    """Test whether θ differs between the values of requests; None if fewer than two positions can be compared."""
+    `value` has the index of each request's value. The p value is corrected for the number of `columns`.
+    """
     count = COUNTED[source]
     counts = [each for v in range(int(value.max()) + 1) if (each := count(seen.select(value == v))) is not None]
     if len(counts) <= value.max():
         return None
-    compared = np.array([compared_clicks(_cells(each), 1.0) for each in counts]).min(0)
+    compared = np.array([each.total().compared_clicks() for each in counts]).min(0)
     places = np.flatnonzero(compared >= POOL_CLICKS)
     # Positions are not pooled: values with lists of other lengths would have other positions in a pool.
-    fits = [fit_conditional(_cells(_at(each, places))) for each in counts] if len(places) > 1 else []
-    places = places[np.isfinite([fit.theta for fit in fits]).all(0)] if fits else places
+    if len(places) > 1:
+        theta = np.array([fit_conditional(_at(each, places).total()).theta for each in counts])
+        places = places[np.isfinite(theta).all(0)]
     if len(places) < 2:
         return None
     parts = [_at(each, places) for each in counts]
-    fits = [fit_conditional(_cells(each)) for each in parts]
+    fits = [fit_conditional(each.total()) for each in parts]
     theta = np.array([fit.theta for fit in fits])
     if not np.isfinite(theta).all():
         return None
@@ -204,38 +203,28 @@ def _compare(seen: Impressions, value: np.ndarray, source: str) -> _Comparison |
     p = float(gammaincc(freedom / 2, max(0.0, sum(gains)) / max(1.0, float(dispersion))))
     shown = np.bincount(seen.place, minlength=len(seen.positions))[places]
     positions = tuple(seen.positions[places].tolist())
-    return _Comparison(positions, theta / theta[:, :1], p, _difference(fits, compared[places], shown))
-
-
-def _cells(counts: Counts) -> Cells:
-    return counts.weighted(np.ones(counts.shown.shape[1]))
+    difference = _difference(fits, compared[places], shown)
+    return Segment(column, values, positions, theta / theta[:, :1], p * columns, difference)
 
 
 def _at(counts: Counts, places: np.ndarray) -> Counts:
     """Return the counts at some positions, which are numbered 0, 1, ... then."""
-    kept = np.isin(counts.places, places)
-    return replace(
-        counts,
-        strata=counts.strata[kept],
-        places=np.searchsorted(places, counts.places[kept]),
-        size=(counts.size[0], len(places)),
-        shown=counts.shown[kept],
-        clicked=counts.clicked[kept],
-    )
+    kept = counts.select(np.isin(counts.places, places))
+    return replace(kept, places=np.searchsorted(places, kept.places), size=(counts.size[0], len(places)))
 
 
-def _together(parts: Sequence[Counts]) -> Cells:
+def _together(parts: Sequence[Counts]) -> Counts:
     """Return the cells of all parts; a stratum of one part is not one of another."""
     before = np.cumsum([0, *(part.size[0] for part in parts)])
-    cells = [_cells(part) for part in parts]
+    cells = [part.total() for part in parts]
     strata = np.concatenate([each.strata + first for each, first in zip(cells, before, strict=False)])
     places, shown, clicked = (
         np.concatenate([getattr(each, name) for each in cells]) for name in ("places", "shown", "clicked")
     )
-    return Cells(strata, places, (int(before[-1]), parts[0].size[1]), shown, clicked)
+    return Counts(strata, places, (int(before[-1]), parts[0].size[1]), shown, clicked)
 
 
-def _shares(cells: Cells, theta: np.ndarray) -> np.ndarray:
+def _shares(cells: Counts, theta: np.ndarray) -> np.ndarray:
     """Return the share of the clicks of its stratum that each cell is expected to have."""
     expected = cells.shown * theta[cells.places]
     return np.asarray(expected / np.bincount(cells.strata, expected, cells.size[0])[cells.strata])
@@ -243,14 +232,14 @@ def _shares(cells: Cells, theta: np.ndarray) -> np.ndarray:
 
 def _likelihood(counts: Counts, theta: np.ndarray) -> float:
     """Return the log-likelihood of θ given the clicks of each stratum."""
-    cells = _cells(counts)
+    cells = counts.total()
     some = cells.clicked > 0
     return float(cells.clicked[some] @ np.log(_shares(cells, theta)[some]))
 
 
 def _dispersion(counts: Counts, fit: ConditionalFit) -> float:
     """Return the variance of the score of log θ between groups of requests, relative to that of independent clicks."""
-    cells = _cells(counts)
+    cells = counts.total()
     strata, width = cells.size
     index = np.arange(len(cells.places))
     share = sparse.csr_matrix((_shares(cells, fit.theta), (cells.places, cells.strata)), (width, strata))
@@ -267,14 +256,10 @@ def _difference(fits: Sequence[ConditionalFit], clicks: np.ndarray, shown: np.nd
     """
     reference = int(clicks.argmax())
     log_theta = np.log([fit.theta / fit.theta[reference] for fit in fits])
-    squares = 2 * log_theta.var(0, ddof=1) - 2 * np.mean([_variances(fit, reference) for fit in fits], axis=0)
+    errors = [relative_variance(fit.covariance(), reference) for fit in fits]
+    squares = 2 * log_theta.var(0, ddof=1) - 2 * np.mean(errors, axis=0)
     weights = np.where(np.arange(len(shown)) == reference, 0, shown)
     return float(np.sqrt(max(0.0, np.average(squares, weights=weights))))
-
-
-def _variances(fit: ConditionalFit, reference: int) -> np.ndarray:
-    covariance = fit.covariance()
-    return np.asarray(covariance.diagonal() + covariance[reference, reference] - 2 * covariance[reference])
 
 
 def segment_candidates(

@@ -31,11 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, logsigmoid, softplus
 
-from ultr.bias.counts import Impressions, impressions
+from ultr.bias.counts import Impressions, clicked_rows, impressions
 from ultr.bias.identification import ROWS, TRAINED, TUNED
 from ultr.errors import DataError, OptionError, nearest
 from ultr.log import Log
-from ultr.log.labels import Label
 from ultr.log.sampling import sample_log
 from ultr.log.splits import split_by_query
 from ultr.rankers import FeatureEncoder, fit_encoders, make_ranker
@@ -53,6 +52,7 @@ class ClickModel:
     """
 
     OUTPUTS: ClassVar[int] = 1
+    SIZE: ClassVar[int] = 0  # of models whose number of parameters does not depend on the positions
 
     def __init__(self, positions: int) -> None:
         self.positions = positions
@@ -60,7 +60,7 @@ class ClickModel:
     @property
     def size(self) -> int:
         """The number of the model's own parameters."""
-        return 0
+        return self.SIZE
 
     def modelled(self, clicked: Tensor, where: Tensor) -> Tensor:
         """Return True for the items whose clicks have a probability in this model."""
@@ -190,11 +190,7 @@ class SDBN(Chain):
 class DBN(Chain):
     """The user goes on with probability γ after no click, and with γ (1 - s) after a click."""
 
-    OUTPUTS = 2
-
-    @property
-    def size(self) -> int:
-        return 1
+    OUTPUTS, SIZE = 2, 1
 
     def goes_on(self, logits: Sequence[Tensor], parameters: Tensor) -> tuple[Tensor | None, Tensor]:
         gamma = parameters[0]
@@ -210,9 +206,7 @@ class CCM(Chain):
     The attraction a is the relevance of the paper: it is also the probability that a clicked item satisfies.
     """
 
-    @property
-    def size(self) -> int:
-        return 3
+    SIZE = 3
 
     def goes_on(self, logits: Sequence[Tensor], parameters: Tensor) -> tuple[Tensor | None, Tensor]:
         satisfied, unsatisfied = logsigmoid(logits[0]), logsigmoid(-logits[0])
@@ -263,13 +257,7 @@ def no_click_logit(examination: Tensor, attraction: Tensor) -> Tensor:
 
 
 def conditional_log_likelihood(
-    model: ClickModel,
-    clicked: Tensor,
-    logits: Sequence[Tensor],
-    *,
-    where: Tensor,
-    place: Tensor,
-    parameters: Tensor,
+    model: ClickModel, clicked: Tensor, logits: Sequence[Tensor], *, where: Tensor, place: Tensor, parameters: Tensor
 ) -> Tensor:
     """Return log P(c_k | c_1 .. c_{k-1}) of each item; zero for padding and for items that are not modelled.
 
@@ -289,13 +277,7 @@ def log_examination(
 
 
 def marginal_log_likelihood(
-    model: ClickModel,
-    clicked: Tensor,
-    logits: Sequence[Tensor],
-    *,
-    where: Tensor,
-    place: Tensor,
-    parameters: Tensor,
+    model: ClickModel, clicked: Tensor, logits: Sequence[Tensor], *, where: Tensor, place: Tensor, parameters: Tensor
 ) -> Tensor:
     """Return log P(c_k) of each item before any other click is known; zero for padding."""
     clicked, logits, place = _masked(clicked, logits, place, where)
@@ -399,8 +381,7 @@ class ClickLists:
         self._lengths = torch.from_numpy(np.array(seen.lengths, np.int64))
         self._first = self._lengths.cumsum(0) - self._lengths
         self._features = None if features is None else torch.from_numpy(np.array(features))
-        weights = np.ones(len(seen.lengths)) if seen.weights is None else np.array(seen.weights)
-        self._weights = torch.from_numpy(weights).float()
+        self._weights = torch.from_numpy(np.array(seen.weights)).float()
         self.longest = int(self._lengths.max())
 
     def batch(self, requests: Tensor) -> Batch:
@@ -483,7 +464,7 @@ def compare_click_models(
         hint = "name the column of item ids with --item, or feature columns with --features"
         raise DataError("click models need items that recur, or features", hint=hint)
     log = sample_log(log, ROWS, seed=seed)
-    seen = impressions(log, np.asarray(Label(label)(log.actions)) > 0, seed=seed)
+    seen = impressions(log, clicked_rows(log, label), seed=seed)
     lists = ClickLists(seen, None if by_item else log.features)
     parts = split_requests(seen, None if by_item else log, seed=seed)
     made = [make_click_model(name, len(lists.positions)) for name in models]

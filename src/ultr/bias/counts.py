@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,7 @@ from scipy import sparse
 
 from ultr.errors import DataError
 from ultr.log import Log
+from ultr.log.labels import Label
 from ultr.log.splits import codes
 from ultr.log.swaps import CONTROL, checked_swaps, production_positions
 from ultr.log.table import SHIFT
@@ -34,9 +36,9 @@ class Impressions:
     clicked: np.ndarray  # [rows] bool
     lengths: np.ndarray  # [requests]
     group: np.ndarray  # [requests] number of the random group
-    weights: np.ndarray | None  # [requests]
+    weights: np.ndarray  # [requests]
     items: np.ndarray | None  # [rows] codes of items; an item has another code under another query
-    randomised: np.ndarray | None  # [requests] True if shown in random order
+    randomised: np.ndarray  # [requests] True if shown in random order
     by_query: bool = False  # whether codes of items differ by query
     production: np.ndarray | None = None  # [rows] position of the item before swaps; -1 if the row is not compared
     swapped_requests: int = 0  # requests whose drawn arm is a swap
@@ -50,27 +52,28 @@ class Impressions:
             clicked=self.clicked[rows],
             lengths=self.lengths[requests],
             group=self.group[requests],
-            weights=None if self.weights is None else self.weights[requests],
+            weights=self.weights[requests],
             items=None if self.items is None else self.items[rows],
-            randomised=None if self.randomised is None else self.randomised[requests],
+            randomised=self.randomised[requests],
             production=None if self.production is None else self.production[rows],
         )
+
+    def pooled(self, pool: np.ndarray) -> Impressions:
+        """Return impressions by pool of positions; `pool` has the pool of each position, and pools without rows go."""
+        _, first, place = np.unique(pool, return_index=True, return_inverse=True)
+        return replace(self, positions=self.positions[first], place=place[self.place].astype(np.int32))
 
     def of_rows(self, values: np.ndarray) -> np.ndarray:
         """Return values [rows] from values [requests]: each row has the value of its request."""
         return np.repeat(values, self.lengths)
 
-    def row_weights(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
-        if self.weights is None:
-            return np.ones(len(self.place[rows]))
-        return self.of_rows(self.weights.astype(np.float64))[rows]
+    @property
+    def request_of_row(self) -> np.ndarray:
+        return self.of_rows(np.arange(len(self.lengths)))
 
-
-def in_pools(seen: Impressions, pool: np.ndarray) -> Impressions:
-    """Return impressions by pool of positions; `pool` has the pool of each position, and pools without rows go."""
-    used, place = np.unique(pool, return_inverse=True)
-    first = np.searchsorted(place, np.arange(len(used)))
-    return replace(seen, positions=seen.positions[first], place=place[seen.place].astype(np.int32))
+    @property
+    def row_weights(self) -> np.ndarray:
+        return self.of_rows(self.weights.astype(np.float64))
 
 
 def check_positions(count: int, most: int) -> None:
@@ -78,6 +81,11 @@ def check_positions(count: int, most: int) -> None:
     if count > most:
         what = f"bias can be estimated for up to {most:,} different positions"
         raise DataError(what, got=f"{count:,} in 'position'", hint="drop the rows of the last positions")
+
+
+def clicked_rows(log: Log, label: Label | str) -> np.ndarray:
+    """Return True for the rows that count as clicked: those whose label is above 0."""
+    return np.asarray(Label.of(label)(log.actions)) > 0
 
 
 def impressions(log: Log, clicked: np.ndarray, *, seed: int = 0, most_positions: int | None = None) -> Impressions:
@@ -96,9 +104,9 @@ def impressions(log: Log, clicked: np.ndarray, *, seed: int = 0, most_positions:
         clicked,
         log.lengths,
         group,
-        log.weights,
+        np.ones(len(log)) if log.weights is None else log.weights,
         item_codes(log),
-        None if marked is None else marked.to_numpy(zero_copy_only=False),
+        np.zeros(len(log), bool) if marked is None else marked.to_numpy(zero_copy_only=False),
         queries_recur(log),
         production,
         swapped_requests,
@@ -137,78 +145,68 @@ def item_codes(log: Log) -> np.ndarray | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Cells:
-    """Impressions and clicks by cell. A cell has the rows of one stratum (rows of equal relevance) at one position."""
-
-    strata: np.ndarray  # [cells] index of the stratum
-    places: np.ndarray  # [cells] index of the position
-    size: tuple[int, int]  # number of strata, number of positions
-    shown: np.ndarray  # [cells] impressions
-    clicked: np.ndarray  # [cells] clicks
-
-
-def count_cells(strata: np.ndarray, places: np.ndarray, shown: np.ndarray, clicked: np.ndarray, *, width: int) -> Cells:
-    """Sum the impressions and clicks of rows by stratum and position; `width` is the number of positions."""
-    ids, cells = np.unique(strata.astype(np.int64) * width + places, return_inverse=True)
-    sums = (np.bincount(cells, rows, len(ids)) for rows in (shown, clicked))
-    return Cells(ids // width, ids % width, (int(strata.max(initial=-1)) + 1, width), *sums)
-
-
-def pooled(cells: Cells, pool: np.ndarray) -> Cells:
-    """Return cells by pool of positions; `pool` has the pool of each position."""
-    return count_cells(cells.strata, pool[cells.places], cells.shown, cells.clicked, width=int(pool[-1]) + 1)
-
-
-def compared_clicks(cells: Cells, unit: float) -> np.ndarray:
-    """Return the clicks behind θ of each position: those of strata that were shown at several positions.
-
-    Clicks are weighted; `unit` is the weight of one click (`weight_unit`).
-    """
-    compared = np.bincount(cells.strata)[cells.strata] > 1
-    return np.bincount(cells.places, cells.clicked * compared, cells.size[1]) / unit
-
-
-def weight_unit(mean: float) -> float:
-    """Return the weight of one request, given their mean weight: 1, or the mean if it is smaller (a share)."""
-    return min(1.0, mean)
-
-
-@dataclass(frozen=True, eq=False)
 class Counts:
-    """Impressions and clicks by cell (see `Cells`) and by random group of requests."""
+    """Impressions and clicks by cell. A cell has the rows of one stratum (rows of equal relevance) at one position.
+
+    They are sums over all requests [cells], or sparse, by random group of requests [cells, groups].
+    """
 
     strata: np.ndarray  # [cells] index of the stratum
     places: np.ndarray  # [cells] index of the position
     size: tuple[int, int]  # number of strata, number of positions
-    shown: sparse.csr_matrix  # [cells, groups] impressions
-    clicked: sparse.csr_matrix  # [cells, groups] clicks
+    shown: Any  # impressions: an array, or a sparse matrix
+    clicked: Any  # clicks
     share: float = 1.0  # share of the items that are counted; below 1 if items were sampled
 
-    def weighted(self, weights: np.ndarray) -> Cells:
-        """Return impressions and clicks by cell: sums over the groups of requests with these weights [groups]."""
-        return Cells(self.strata, self.places, self.size, self.shown @ weights, self.clicked @ weights)
+    def weighted(self, weights: np.ndarray) -> Counts:
+        """Return the sums over groups of requests with these weights [groups]."""
+        return replace(self, shown=self.shown @ weights, clicked=self.clicked @ weights)
 
-    def in_pools(self, pool: np.ndarray) -> Counts | None:
-        """Return the counts by pool of positions; `pool` has the pool of each position.
+    def total(self) -> Counts:
+        """Return the sums over all groups of requests."""
+        return self.weighted(np.ones(self.shown.shape[1]))
 
-        Strata in one pool compare nothing, so they are left out. Return None if there are no others.
-        """
+    def select(self, cells: np.ndarray) -> Counts:
+        """Return the counts of some cells, chosen by a mask."""
+        strata, places = self.strata[cells], self.places[cells]
+        return replace(self, strata=strata, places=places, shown=self.shown[cells], clicked=self.clicked[cells])
+
+    def pooled(self, pool: np.ndarray) -> Counts:
+        """Return the counts by pool of positions; `pool` has the pool of each position."""
         width = int(pool[-1]) + 1
-        ids, cells = np.unique(self.strata * width + pool[self.places], return_inverse=True)
-        compared = np.bincount(ids // width)[ids // width] > 1
-        if not compared.any():
-            return None
-        merge = sparse.csr_matrix((np.ones(len(cells)), (cells, np.arange(len(cells)))))[compared]
-        left, strata = np.unique(ids[compared] // width, return_inverse=True)
-        size = len(left), width
         return replace(
-            self,
-            strata=strata,
-            places=ids[compared] % width,
-            size=size,
-            shown=merge @ self.shown,
-            clicked=merge @ self.clicked,
+            count_cells(self.strata, pool[self.places], self.shown, self.clicked, width=width), share=self.share
         )
+
+    @property
+    def is_compared(self) -> np.ndarray:
+        """True for the cells of strata that were shown at several positions [cells]."""
+        return np.asarray(np.bincount(self.strata)[self.strata] > 1)
+
+    def compared(self) -> Counts | None:
+        """Return the counts of the strata that were shown at several positions; None if there are none."""
+        some = self.select(self.is_compared)
+        left, strata = np.unique(some.strata, return_inverse=True)
+        return replace(some, strata=strata, size=(len(left), self.size[1])) if len(left) else None
+
+    def compared_clicks(self, mean_weight: float = 1.0) -> np.ndarray:
+        """Return the clicks behind θ of each position: those of strata that were shown at several positions.
+
+        Clicks are weighted. If the mean weight of requests is below 1 (a share), a click counts as that much.
+        """
+        return np.bincount(self.places, self.clicked * self.is_compared, self.size[1]) / min(1.0, mean_weight)
+
+
+def count_cells(strata: np.ndarray, places: np.ndarray, shown: Any, clicked: Any, *, width: int) -> Counts:
+    """Sum the impressions and clicks of rows by stratum and position; `width` is the number of positions."""
+    ids, cells = np.unique(strata.astype(np.int64) * width + places, return_inverse=True)
+
+    def sums(rows: Any) -> Any:
+        if not sparse.issparse(rows):
+            return np.bincount(cells, rows, len(ids))
+        return sparse.csr_matrix((np.ones(len(cells)), (cells, np.arange(len(cells))))) @ rows
+
+    return Counts(ids // width, ids % width, (int(strata.max(initial=-1)) + 1, width), sums(shown), sums(clicked))
 
 
 def counted(seen: Impressions, strata: np.ndarray, rows: np.ndarray | slice = slice(None)) -> Counts:
@@ -219,7 +217,7 @@ def counted(seen: Impressions, strata: np.ndarray, rows: np.ndarray | slice = sl
     cells, ids = encoded.indices.to_numpy(), encoded.dictionary.to_numpy()
     groups = int(seen.group.max()) + 1
     shape = len(ids), groups
-    group, weights, clicked = seen.of_rows(seen.group)[rows], seen.row_weights(rows), seen.clicked[rows]
+    group, weights, clicked = seen.of_rows(seen.group)[rows], seen.row_weights[rows], seen.clicked[rows]
     return Counts(
         ids // width,
         ids % width,
@@ -235,7 +233,8 @@ def counted_random(seen: Impressions) -> Counts | None:
     A stratum is all requests with the same positions: over these, the mean relevance of items is the same. Segments
     share strata, as they share items, so that θ of one segment is relative to that of the others.
     """
-    if seen.randomised is None or not seen.clicked[rows := seen.of_rows(seen.randomised)].any():
+    rows = seen.of_rows(seen.randomised)
+    if not seen.clicked[rows].any():
         return None
     return counted(seen, seen.of_rows(_position_sets(seen))[rows], rows)
 
@@ -244,7 +243,7 @@ def _position_sets(seen: Impressions) -> np.ndarray:
     """Return a number for each request, equal for requests with the same positions, whatever their segments."""
     in_list = np.unique(seen.positions & ((1 << SHIFT) - 1), return_inverse=True)[1]
     key = np.random.default_rng(0).random(len(seen.positions))[in_list]
-    positions = np.bincount(seen.of_rows(np.arange(len(seen.lengths))), key[seen.place], len(seen.lengths))
+    positions = np.bincount(seen.request_of_row, key[seen.place], len(seen.lengths))
     return np.unique(positions, return_inverse=True)[1]
 
 
@@ -311,7 +310,7 @@ class LogCounts:
 
 def log_counts(seen: Impressions, *, seed: int = 0) -> LogCounts:
     """Count the rows of a log by position, and for each source of evidence."""
-    width, weights = len(seen.positions), seen.row_weights()
+    width, weights = len(seen.positions), seen.row_weights
     sources = {
         "randomised": counted_random(seen),
         "swaps": counted_swaps(seen),
@@ -323,12 +322,12 @@ def log_counts(seen: Impressions, *, seed: int = 0) -> LogCounts:
         clicked=np.bincount(seen.place, weights * seen.clicked, width),
         clicks=np.bincount(seen.place[seen.clicked], minlength=width),
         requests=len(seen.lengths),
-        weight=float(len(seen.lengths) if seen.weights is None else seen.weights.sum()),
+        weight=float(seen.weights.sum()),
         groups=int(seen.group.max()) + 1,
         sources={name: counts for name, counts in sources.items() if counts is not None},
         has_items=seen.items is not None,
         by_query=seen.by_query,
-        random_requests=0 if seen.randomised is None else int(seen.randomised.sum()),
+        random_requests=int(seen.randomised.sum()),
         swapped_requests=seen.swapped_requests,
         seen=seen,
     )

@@ -11,7 +11,6 @@ Estimates from features, and warnings, need rows. They use the requests with the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +21,7 @@ import pyarrow as pa
 from scipy import sparse
 
 from ultr.bias.audit import AuditOptions, BiasReport, audit_counts, largest_segments, with_pitfalls, without_requests
-from ultr.bias.counts import CELLS, MAX_AUDITED_POSITIONS, Counts, LogCounts, check_positions
+from ultr.bias.counts import CELLS, MAX_AUDITED_POSITIONS, Counts, LogCounts, check_positions, clicked_rows, count_cells
 from ultr.checks.pitfalls import find_pitfalls
 from ultr.errors import ColumnError, LabelError, OptionError
 from ultr.log import Log, read_log
@@ -30,16 +29,16 @@ from ultr.log.columns import Columns, missing_note, resolve_columns
 from ultr.log.conditions import parse_conditions
 from ultr.log.labels import Label, click_label
 from ultr.log.prepare.engines import Engine, Tables, feature_names
-from ultr.log.prepare.impressions import filtered, id_column, impressions, rounded, without_missing_actions
-from ultr.log.prepare.options import Preparation
-from ultr.log.prepare.pipeline import (
-    MIN_MEMORY,
-    check_rows,
-    count_differing,
-    open_log,
-    reject_differing,
-    suspicious_ids,
+from ultr.log.prepare.impressions import (
+    count_rows,
+    filtered,
+    id_column,
+    impressions,
+    rounded,
+    without_missing_actions,
 )
+from ultr.log.prepare.options import Preparation
+from ultr.log.prepare.pipeline import MIN_MEMORY, check_requests, check_rows, open_log, suspicious_ids
 from ultr.log.sampling import SAMPLE_VALUES
 from ultr.log.splits import codes
 from ultr.utils.display import begin_stage
@@ -66,23 +65,17 @@ class EngineAudit:
 
     def report(self, *, known: dict[str, float] | None = None, bootstrap: int = 50, seed: int = 0) -> BiasReport:
         """Return the results and a verdict, as `audit` does."""
-        clicked = np.asarray(Label(self.label)(self.sample.actions)) > 0
+        clicked = clicked_rows(self.sample, self.label)
         has_features = bool(self.sample.feature_names)
         pitfalls = find_pitfalls(self.sample, clicked, sample=self.sample if has_features else None)
         sample = self.kept_sample() if has_features else None
-        options = AuditOptions(self.label, bootstrap, seed)
-        report = audit_counts(self.whole, self.segments.items(), options, sample=sample, known=known)
+        options = AuditOptions(self.label, bootstrap, seed, known=known or {})
+        report = audit_counts(self.whole, self.segments.items(), options, sample)
         return with_pitfalls(report, pitfalls, len(self.suspicious))
 
     def kept_sample(self) -> Log | None:
         """Return the sample without suspicious requests; None if no request is left."""
         return without_requests(self.sample, self.suspicious) if len(self.suspicious) else self.sample
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    with TemporaryDirectory(prefix="ultr-") as folder:
-        yield Path(folder)
 
 
 def count_on_engine(
@@ -97,7 +90,7 @@ def count_on_engine(
 
     The rows are read as they are: rows that repeat a position of their request are an error.
     """
-    with _scratch() as scratch, open_log(source, chosen, scratch) as (engine, files):
+    with TemporaryDirectory(prefix="ultr-") as scratch, open_log(source, chosen, Path(scratch)) as (engine, files):
         return _Work(engine, files, chosen, keep_suspicious=keep_suspicious).count(label, sample_rows)
 
 
@@ -161,13 +154,10 @@ class _Work:
         total, missing = check_rows(rows, names, fetch=self.fetch, where=self.where)
         self.notes += [missing_note(name, count) for name, count in missing.items()]
         rows = rounded(without_missing_actions(rows) if missing else rows)
-        roles = [*columns.context, *(("weight",) if columns.weight is not None else ())]
-        differing = count_differing(rows, roles, fetch=self.fetch)
-        if "query" in differing and self.chosen.query is None:
-            self.notes.append(f"column '{names['query']}' differs within requests, so it is not used as the query")
-            rows = rows.drop("query")
-            del differing["query"]
-        reject_differing(differing, names, where=self.where)
+        named_query, where = self.chosen.query is not None, self.where
+        kept, notes = check_requests(rows, columns, names, named_query=named_query, fetch=self.fetch, where=where)
+        self.notes += notes
+        rows = rows.drop(*(role for role in columns.context if role not in kept.context))
         self._check_repeats(rows, total)
         value = label.on_engine({n: rows[f"action_{i}"].cast("float64") for i, n in enumerate(columns.actions)})
         bad = self.fetch(rows.aggregate(bad=(~((value >= 0) & (value < float("inf")))).coalesce(True).sum()))
@@ -178,8 +168,7 @@ class _Work:
 
     def _check_repeats(self, rows: Any, total: int) -> None:
         places = rows.select("request", "position").distinct()
-        repeats = total - int(self.fetch(places.aggregate(rows=places.count()))["rows"][0].as_py())
-        if repeats:
+        if repeats := total - count_rows(places, self.fetch):
             what = f"{repeats:,} rows have the same request and position as another row"
             hint = "merge them with ultr prepare --on-duplicates first, and pass its lists without --engine"
             raise ColumnError(what, where=self.where, hint=hint)
@@ -325,13 +314,11 @@ def _as_counts(found: pa.Table, keys: list[str], positions: np.ndarray) -> Count
         values = codes(found[name].combine_chunks()).astype(np.int64)
         strata = strata * (int(values.max()) + 1) + values
     strata = np.unique(strata, return_inverse=True)[1]
-    width, places = len(positions), np.searchsorted(positions, found["position"].to_numpy())
+    places, shape = np.searchsorted(positions, found["position"].to_numpy()), (len(found), GROUPS)
     named = found["group"].combine_chunks().dictionary_encode()
     group = np.array([int(text, 16) for text in named.dictionary.to_pylist()])[named.indices.to_numpy()]
-    ids, cells = np.unique(strata * width + places, return_inverse=True)
-    shape = len(ids), GROUPS
     shown, clicked = (
-        sparse.csr_matrix((found[name].to_numpy().astype(np.float64), (cells, group)), shape)
+        sparse.csr_matrix((found[name].to_numpy().astype(np.float64), (np.arange(len(found)), group)), shape)
         for name in ("shown", "clicked")
     )
-    return Counts(ids // width, ids % width, (int(strata.max()) + 1, width), shown, clicked)
+    return count_cells(strata, places, shown, clicked, width=len(positions))

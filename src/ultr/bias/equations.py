@@ -6,7 +6,7 @@ All functions are pure, on tensors that broadcast. Notation, for an item i at po
     e_i, r_i    examined, and the value to the user (both hidden)               c_i >= 0   the label (seen)
     θ_k         P(e=1 | k)                                 β_i    P(r_i > 0 | x_i)
     t_i         P(e_i=1 | x_i, k, c_i=0)                   γ_ij   P(r_i > r_j | x_i, x_j)
-    ε⁺_ij       P(c_i>c_j | both examined, r_i >  r_j)     κ_ij   P(r_i > r_j | both above zero)
+    ε⁺_ij       P(c_i>c_j | both examined, r_i >  r_j)
     ε⁻_ij       P(c_i>c_j | both examined, r_i <= r_j)
 
 Denominators are sums of non-negative terms, so that no digits cancel if probabilities are near 0 or 1. A ratio 0/0
@@ -27,11 +27,6 @@ def examined_though_zero(theta: Tensor, beta: Tensor) -> Tensor:
     """Return t, the probability that an item with label 0 was examined: P(e=1 | c=0) = θ(1-β) / (1-θβ)."""
     seen = theta * (1 - beta)
     return quotient(seen, (1 - theta) + seen)
-
-
-def relevant_though_zero(theta: Tensor, beta: Tensor) -> Tensor:
-    """Return P(r>0 | c=0) = P(e=0, r>0 | c=0) = (1-θ)β / (1-θβ) = (1-t)β: relevance of an item with label 0."""
-    return quotient((1 - theta) * beta, (1 - theta) + theta * (1 - beta))
 
 
 def relevance_posterior(positive: Tensor, theta: Tensor, beta: Tensor, zeta: Tensor | float = 0.0) -> Tensor:
@@ -137,33 +132,6 @@ def released_target(positive_j: Tensor, pair: PairModel, theta_minus_j: Tensor) 
     alone = (1 - theta_minus_j) * pair.beta_i
     zero = quotient(theta_minus_j * right + 0.5 * alone, theta_minus_j * (right + wrong) + alone)
     return torch.where(positive_j, quotient(right, right + wrong), zero).clamp(max=1)
-
-
-# --- A pair, with γ that follows from β ---------------------------------------------------------------------------
-
-
-def coherent_gamma(beta_i: Tensor, beta_j: Tensor, kappa: Tensor) -> Tensor:
-    """Return P(r_i>r_j) = γ_ij = β_i (1-β_j) + β_i β_j κ_ij, which allows ties and is never above β_i."""
-    return beta_i * ((1 - beta_j) + beta_j * kappa)
-
-
-def coherent_preference(
-    label_i: Tensor, label_j: Tensor, theta_i: Tensor, theta_j: Tensor, beta_i: Tensor, beta_j: Tensor, kappa: Tensor
-) -> Tensor:
-    """Return P(r_i > r_j | c_i, c_j) where c = e r: a positive label is r; with label 0, r may be 0 or not examined.
-
-    | c_i > 0, c_j > 0 | [c_i > c_j]                                |
-    | c_i > 0, c_j = 0 | t_j + (1-t_j) γ_ij/β_i                     |
-    | both 0           | (1-t_i) (t_j β_i + (1-t_j) γ_ij)           |
-    | c_i = 0, c_j > 0 | (1-t_i) β_i κ_ij                           |
-    """
-    t_j = examined_though_zero(theta_j, beta_j)
-    given_relevant = (1 - beta_j) + beta_j * kappa  # γ_ij / β_i
-    i_only = t_j + (1 - t_j) * given_relevant
-    hidden = relevant_though_zero(theta_i, beta_i)  # (1-t_i) β_i
-    neither, j_only = hidden * i_only, hidden * kappa
-    shown = (label_i > label_j).to(kappa.dtype)
-    return torch.where(label_i > 0, torch.where(label_j > 0, shown, i_only), torch.where(label_j > 0, j_only, neither))
 
 
 # --- Statistics and updates ---------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 from scipy import linalg, sparse
 from scipy.sparse.csgraph import connected_components
 
-from ultr.bias.counts import Cells, Counts, Impressions, LogCounts
+from ultr.bias.counts import Counts, Impressions, LogCounts
 from ultr.log import Log
 from ultr.log.table import SHIFT
 from ultr.utils.optimisation import minimise
@@ -77,26 +77,16 @@ def harvest(counts: Counts, weights: np.ndarray, *, seed: int = 0) -> np.ndarray
 
 
 def bradley_terry(wins: np.ndarray, anchor: int = 0) -> np.ndarray:
-    """Return strengths in a Bradley-Terry model; k beat k' `wins[k, k']` times. NaN if k is not linked to `anchor`."""
-    games = wins + wins.T
-    inside = _linked(wins, anchor)
-    theta = np.full(len(wins), np.nan)
-    if inside.sum() < 2:
-        return theta
-    wins, games = wins[np.ix_(inside, inside)], games[np.ix_(inside, inside)]
-    size = len(wins)
-    log_theta = np.zeros(size)
-    for _ in range(NEWTON):
-        share = 1 / (1 + np.exp(log_theta[None, :] - log_theta[:, None]))
-        slope = (wins - games * share).sum(1)
-        curve = games * share * (1 - share)
-        hessian = np.diag(curve.sum(1)) - curve
-        step = np.linalg.solve(hessian + hessian.trace() / size**2, slope)  # the rank-one term fixes Σ log θ
-        log_theta += np.clip(step, -2, 2)
-        if np.abs(step).max() < 1e-10:
-            break
-    theta[inside] = np.exp(log_theta)
-    return theta
+    """Return strengths in a Bradley-Terry model; k beat k' `wins[k, k']` times. NaN if k is not linked to `anchor`.
+
+    This is `fit_conditional` with a stratum for each pair, which is shown once at both positions.
+    """
+    first, second = np.nonzero(np.triu(wins + wins.T, 1))
+    number, places = len(first), np.concatenate([first, second])
+    clicks = np.concatenate([wins[first, second], wins[second, first]])
+    pairs = Counts(np.tile(np.arange(number), 2), places, (number, len(wins)), np.ones(2 * number), clicks)
+    theta = fit_conditional(pairs, anchor=anchor).theta
+    return theta if np.isfinite(theta).sum() > 1 else np.full(len(wins), np.nan)
 
 
 def _linked(wins: np.ndarray, anchor: int) -> np.ndarray:
@@ -122,12 +112,12 @@ def position_based(counts: Counts, weights: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class ConditionalFit:
-    """Examination θ relative to the most clicked position; NaN at positions that no clicked strata link to it."""
+    """Examination θ relative to the anchor, a position; NaN at positions that no clicked strata link to it."""
 
     theta: np.ndarray
     moved: float  # the largest change of log θ in the last iteration
     information: np.ndarray  # [positions, positions] of log θ, given the clicks of each stratum
-    anchor: int  # the most clicked position
+    anchor: int
     spread: np.ndarray | None = None  # the covariance of log θ, if it is not that of the information
 
     def covariance(self) -> np.ndarray:
@@ -140,8 +130,11 @@ class ConditionalFit:
         return covariance
 
 
-def fit_conditional(cells: Cells, start: np.ndarray | None = None) -> ConditionalFit:
-    """Solve the equations of `position_based` by Newton's method; `start` is the first guess of log θ."""
+def fit_conditional(cells: Counts, start: np.ndarray | None = None, *, anchor: int | None = None) -> ConditionalFit:
+    """Solve the equations of `position_based` by Newton's method; `start` is the first guess of log θ.
+
+    θ is relative to the `anchor`, by default the most clicked position.
+    """
     size, width = cells.size
     total = np.bincount(cells.strata, cells.clicked, size)
     used = (total[cells.strata] > 0) & (cells.shown > 0)
@@ -149,7 +142,7 @@ def fit_conditional(cells: Cells, start: np.ndarray | None = None) -> Conditiona
         values[used] for values in (cells.strata, cells.places, cells.shown, cells.clicked)
     )
     clicks = np.bincount(places, clicked, width)
-    anchor = int(clicks.argmax())
+    anchor = int(clicks.argmax()) if anchor is None else anchor
     matrix = _matrices(strata, places, (size, width))
     linked = _linked(_product(matrix(clicked > 0), matrix(shown > 0)), anchor)
     free = linked & (np.arange(width) != anchor)
@@ -174,16 +167,12 @@ def fit_conditional(cells: Cells, start: np.ndarray | None = None) -> Conditiona
 
 def _matrices(strata: np.ndarray, places: np.ndarray, size: tuple[int, int]) -> Callable[[np.ndarray], Any]:
     """Return a function from values of cells to a matrix [strata, positions], which is dense if it is small."""
-    if size[0] * size[1] > DENSE:
-        return lambda values: sparse.csr_matrix((values.astype(np.float64), (strata, places)), size)
-    at = strata * size[1] + places
 
-    def dense(values: np.ndarray) -> np.ndarray:
-        flat = np.zeros(size[0] * size[1])
-        flat[at] = values
-        return flat.reshape(size)
+    def matrix(values: np.ndarray) -> Any:
+        made = sparse.csr_matrix((values.astype(np.float64), (strata, places)), size)
+        return made if size[0] * size[1] > DENSE else made.toarray()
 
-    return dense
+    return matrix
 
 
 def _product(a: Any, b: Any) -> np.ndarray:
@@ -236,16 +225,15 @@ def fill_gaps(theta: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class TrustFit:
-    """The result of `fit_trust`; `moved` is the largest relative change of θ in the last of the `iterations`."""
+    """The result of `fit_trust`; `moved` is the largest relative change of θ in the last iteration."""
 
     theta: np.ndarray
     zeta: np.ndarray
     beta: np.ndarray
-    iterations: int
     moved: float
 
 
-def fit_trust(cells: Cells, *, iterations: int = 6000) -> TrustFit:
+def fit_trust(cells: Counts, *, iterations: int = 6000) -> TrustFit:
     """Fit P(c>0) = θ_k β_s + ζ_k (1 - β_s) by EM: θ and ζ of each position k, β of each stratum s.
 
     Clicks determine β up to an affine map. By convention the largest θ is 1 and the smallest ζ is 0. Positions never
@@ -295,7 +283,7 @@ def fit_trust(cells: Cells, *, iterations: int = 6000) -> TrustFit:
         best = leap if likelihood(*leap) >= likelihood(*twice) else twice
         moved = float(np.abs((best[0] / best[0].max()) / (theta / theta.max()) - 1).max())
         (theta, zeta, beta), made = best, made + 3
-    return TrustFit(*_canonical(theta, zeta, beta, shown_at > 0), made, moved)
+    return TrustFit(*_canonical(theta, zeta, beta, shown_at > 0), moved)
 
 
 def _joint(theta: np.ndarray, zeta: np.ndarray, beta: np.ndarray) -> tuple[tuple[np.ndarray, ...], ...]:
@@ -346,7 +334,7 @@ def fitted_regression(
     """Return log θ [positions] and the logit of relevance [rows], fitted with a weight for each group of requests."""
     x = torch.from_numpy(features)
     place, clicked = torch.from_numpy(seen.place.astype(np.int64)), torch.from_numpy(seen.clicked)
-    each = torch.from_numpy(seen.row_weights() * seen.of_rows(group_weights[seen.group])).float()
+    each = torch.from_numpy(seen.row_weights * seen.of_rows(group_weights[seen.group])).float()
     width = len(seen.positions)
     rate = torch.bincount(place, each * clicked, width) / torch.bincount(place, each, width).clamp(min=1e-9)
     coefficients = torch.zeros(x.shape[1] + 1, requires_grad=True)
@@ -372,7 +360,7 @@ def _one_step(
     # The derivative of log P by the logit's coefficients is (1 - β) [1, x]; by log θ_k it is 1 at position k.
     slopes = np.column_stack([np.ones(len(features), np.float32), features])
     slopes *= (1 / (1 + np.exp(logit)))[:, None].astype(np.float32)
-    row_weights = seen.row_weights()
+    row_weights = seen.row_weights
     information = (row_weights * chance / (1 - chance)).astype(np.float32)
     residual = (row_weights * (seen.clicked - chance) / (1 - chance)).astype(np.float32)
     curve = np.zeros((size + width, size + width))
@@ -392,22 +380,18 @@ def _one_step(
 
 
 # --- Evidence ---------------------------------------------------------------------------------------------------------
-# The evidence about examination that a log has apart from its features, and the choice of the best of it.
+# The evidence about examination that a log has apart from its features, and the choice of the best of it
+# (`best_source`), for `ultr bias`, training and `ultr evaluate`. If it finds nothing, strata of the logging score are
+# left.
 #
-# | source       | rows that are compared           | valid if                                                      |
-# |--------------|----------------------------------|---------------------------------------------------------------|
-# | `randomised` | of requests marked as randomised | their order was random                                        |
-# | `swaps`      | of a position in production      | chance decided which requests had swaps (`ultr explore`)      |
-# | `items`      | of an item, or of a query's item | the relevance of an item does not depend on where it is shown |
-#
-# All leave relevance free in each stratum (`estimators.fit_conditional`). In a log whose queries recur, an item is
-# another one under another query: a ranker moves items between queries because of their relevance. `ultr bias`,
-# training and `ultr evaluate` use the same choice (`best_source`). Strata of the logging score remain if it finds
-# nothing. Items are precise, and may be wrong; random requests are right, and may be few. If a log has both, `merged`
+# The sources `randomised`, `swaps` and `items` all leave relevance free in each stratum (`fit_conditional`). In a log
+# whose queries recur, an item is another one under another query: a ranker moves items between queries because of their
+# relevance. Items are precise, and may be wrong; random requests are right, and may be few. If a log has both, `merged`
 # moves the estimate of the items towards that of the random requests, by how far the two are apart. Without item ids,
 # training does the same with strata of the logging score.
 
 RANDOM = ("randomised", "swaps")  # sources in which chance decided the order
+CONFIRMED = ("known", *RANDOM)  # evidence that does not rest on how production orders items
 MOST = 0.5  # a source must link positions with more than this share of the impressions
 SURE = 1.4  # standard errors by which items and random requests must differ before items count as biased
 MORE = 4.0  # items are used next to random requests, which they may include, if they have this many times the clicks
@@ -421,9 +405,9 @@ class Source:
 
     name: str
     error: float  # standard error of log θ: its root mean square over impressions
-    cells: Cells  # the rows that are compared, by stratum and position
+    cells: Counts  # the rows that are compared, by stratum and position
     text: str  # the evidence in words, such as "1,000 requests in random order"
-    others: Cells | None = None  # rows whose more precise estimate the requests in random order correct
+    others: Counts | None = None  # rows whose more precise estimate the requests in random order correct
 
 
 def best_source(log: LogCounts, *, most_error: float = IMPRECISE) -> Source | None:
@@ -432,7 +416,7 @@ def best_source(log: LogCounts, *, most_error: float = IMPRECISE) -> Source | No
     Requests in random order come first, if they are precise enough; items then only make them more precise (`merged`).
     """
     sources, shown = log.sources, log.shown
-    cells = {name: counts.weighted(np.ones(counts.shown.shape[1])) for name, counts in sources.items()}
+    cells = {name: counts.total() for name, counts in sources.items()}
     fits = {name: fit_conditional(each) for name, each in cells.items()}
     errors = {name: standard_error(fit, shown) for name, fit in fits.items() if _links_most(fit, shown)}
     usable = {name: error for name, error in errors.items() if error <= most_error}
@@ -529,6 +513,11 @@ def _described(name: str, counts: Counts, log: LogCounts) -> str:
         return f"{log.swapped_requests:,} requests with swapped positions"
     one_query = " for the same query" if log.by_query else ""
     return f"{counts.clicked.sum():,.0f} clicks on items shown at several positions{one_query}"
+
+
+def relative_variance(covariance: np.ndarray, reference: int) -> np.ndarray:
+    """Return the variance of log θ relative to the position `reference` [positions], from the covariance of log θ."""
+    return np.asarray(covariance.diagonal() + covariance[reference, reference] - 2 * covariance[reference])
 
 
 def standard_error(fit: ConditionalFit, shown: np.ndarray) -> float:

@@ -24,17 +24,16 @@ import numpy as np
 import torch
 
 from ultr.bias.counts import (
-    Cells,
+    Counts,
     check_positions,
-    compared_clicks,
+    clicked_rows,
     count_cells,
     impressions,
     item_codes,
     log_counts,
-    pooled,
-    weight_unit,
 )
 from ultr.bias.estimators import (
+    CONFIRMED,
     IMPRECISE,
     MORE,
     RANDOM,
@@ -49,6 +48,7 @@ from ultr.bias.estimators import (
     largest_one,
     merged,
     pools,
+    relative_variance,
     standard_error,
 )
 from ultr.bias.logging_policy import logging_score, strata_of
@@ -67,7 +67,6 @@ SOURCES = {
     "items": "items that occur in several requests",
     "known": "known propensities",
 }
-CONFIRMED = ("known", *RANDOM)  # evidence that does not rest on how production orders items
 FORMAT = 1
 BY_POSITION = ("theta", "zeta", "impressions", "clicks")  # the arrays of an Examination
 
@@ -105,7 +104,7 @@ class Examination:
         if self.covariance is None:
             return self
         top, largest = int(self.theta.argmax()), float(self.theta.max())
-        variance = self.covariance.diagonal() + self.covariance[top, top] - 2 * self.covariance[top]
+        variance = relative_variance(self.covariance, top)
         fall = np.log(np.maximum(self.theta / largest, SMALLEST))
         return replace(self, theta=largest * np.exp(fall / (1 + np.maximum(variance, 0) / LIKELY_FALL**2)))
 
@@ -141,10 +140,8 @@ class Examination:
         return Examination(tuple(theta), values, zeros, zeros, zeros, moved=0.0, strata=0, **known)
 
     def save(self, path: Path) -> None:
-        values = {name: getattr(self, name).tolist() for name in BY_POSITION}
-        others = {name: getattr(self, name) for name in ("moved", "strata", "source", "error", "evidence")}
-        covariance = None if self.covariance is None else self.covariance.tolist()
-        content = {"positions": list(self.positions), **values, **others, "covariance": covariance}
+        fields = vars(self).items()
+        content = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields}
         write_json(path, {"format": FORMAT, **content})
 
     @staticmethod
@@ -197,14 +194,17 @@ def estimate_examination(
     check_positions(len(ids), MAX_TRAINED_POSITIONS)
     shown = np.ones(log.rows) if log.weights is None else np.repeat(log.weights, log.lengths).astype(np.float64)
     if user is None:
-        clicked = shown * (np.asarray(label(log.actions)) > 0)
+        clicked = shown * clicked_rows(log, label)
     else:
         passes = max(1, -(-sessions // len(log)))
         clicked = shown * _simulated_clicks(log, label, user, passes, seed, device)
         shown = shown * passes
 
-    def by_strata() -> Cells:
-        strata = _items(log) if theta_from == "items" else _strata(log, clicked, seed, device)
+    def by_strata() -> Counts:
+        if theta_from == "items":
+            strata = _items(log)
+        else:
+            strata = strata_of(log, logging_score(log, seed=seed, device=device).score, clicks=float(clicked.sum()))
         return count_cells(strata, places, shown, clicked, width=len(ids))
 
     name = "items" if theta_from == "items" else "strata"
@@ -213,17 +213,19 @@ def estimate_examination(
     if theta_from == "auto" and user is None and not trust:
         best = _best_source(log, clicked > 0, seed, by_strata)
     cells = by_strata() if best is None else best.cells
-    unit = 1.0 if log.weights is None else weight_unit(float(log.weights.mean()))
-    pool, clicks_behind = _pools([cells] if best is None or best.others is None else [cells, best.others], ids, unit)
+    evidence = [cells] if best is None or best.others is None else [cells, best.others]
+    mean_weight = 1.0 if log.weights is None else float(log.weights.mean())
+    clicks = np.sum([each.compared_clicks(mean_weight) for each in evidence], axis=0)
+    pool = pools(clicks, ids)
     shown_at, clicks_at = (np.bincount(places, rows, len(ids)) for rows in (shown, clicked))
     if trust:
-        fit = fit_trust(pooled(cells, pool))
+        fit = fit_trust(cells.pooled(pool))
         theta, zeta, moved = fit.theta[pool], fit.zeta[pool], fit.moved
     else:
-        conditional = fit_conditional(pooled(cells, pool))
+        conditional = fit_conditional(cells.pooled(pool))
         if best is not None and best.others is not None:
-            conditional = _merged(conditional, pooled(best.others, pool))
-        theta = largest_one(conditional.theta, clicks_behind)[pool]
+            conditional = _merged(conditional, best.others.pooled(pool))
+        theta = largest_one(conditional.theta, np.bincount(pool, clicks))[pool]
         zeta, moved, covariance = np.zeros(len(ids)), conditional.moved, _of_pools(conditional, pool)
     if best is not None and covariance is not None:
         name, text = best.name, best.text
@@ -233,14 +235,7 @@ def estimate_examination(
     )
 
 
-def _pools(evidence: Sequence[Cells], ids: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pool of each position (`estimators.pools`), and the clicks behind the θ of each pool."""
-    clicks = np.sum([compared_clicks(cells, unit) for cells in evidence], axis=0)
-    pool = pools(clicks, ids)
-    return pool, np.bincount(pool, clicks)
-
-
-def _merged(random: ConditionalFit, others: Cells) -> ConditionalFit:
+def _merged(random: ConditionalFit, others: Counts) -> ConditionalFit:
     shown, clicked = (np.bincount(others.places, values, others.size[1]) for values in (others.shown, others.clicked))
     return merged(random, fit_conditional(others), clicked / np.maximum(shown, 1e-12))
 
@@ -261,7 +256,7 @@ def _of_pools(fit: ConditionalFit, pool: np.ndarray) -> np.ndarray:
     return covariance + np.diag((slope * (places - middle[pool])) ** 2)
 
 
-def _best_source(log: Log, clicked: np.ndarray, seed: int, by_strata: Callable[[], Cells]) -> Source | None:
+def _best_source(log: Log, clicked: np.ndarray, seed: int, by_strata: Callable[[], Counts]) -> Source | None:
     """Return the best evidence of a log; None if it is that of its features (`by_strata`).
 
     Features make an estimate from requests in random order more precise if the items of the log cannot. It may then be
@@ -288,10 +283,6 @@ def _items(log: Log) -> np.ndarray:
         what = "an estimate of examination by item needs item ids, and the log has none"
         raise DataError(what, hint="name their column with --item")
     return items
-
-
-def _strata(log: Log, clicked: np.ndarray, seed: int, device: torch.device | str) -> np.ndarray:
-    return strata_of(log, logging_score(log, seed=seed, device=device).score, clicks=float(clicked.sum()))
 
 
 def _simulated_clicks(

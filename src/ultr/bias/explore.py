@@ -26,7 +26,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression, minimize
 
 from ultr.bias.audit import BiasReport
-from ultr.bias.identification import MOST_IMPRESSIONS, NORMAL, NOT
+from ultr.bias.identification import MOST_IMPRESSIONS, NORMAL, NOT, rounded_up
 from ultr.errors import DataError, OptionError
 from ultr.log.swaps import CONTROL, parse_swap, swap_text
 from ultr.utils.arguments import Within, checked
@@ -222,16 +222,17 @@ def make_plan(
     if name == "shuffle":
         reached = _variances_of_shuffle(traffic, width) / share  # of one request
     else:
-        numbers = _enough(traffic, arms, width, variance, share, np.ones(len(arms)))
+        experiment = _Experiment(traffic, arms, width, variance, share)
+        numbers = experiment.enough(np.ones(len(arms)))
         if name != "top3":
-            numbers = _cheapest(traffic, arms, width, variance, share, start=numbers)
+            numbers = experiment.cheapest(numbers)
         shares = numbers * share / numbers.sum()
         reached = variances(traffic, arms, shares, 1 - share, width=width)[0]
     needed = float(reached.max()) / variance
     if not np.isfinite(needed) or needed > MOST_REQUESTS:
         hint = "name the actions with --actions, or pass a log with more clicks"
         raise DataError("the log has too few clicks to plan an experiment", hint=hint)
-    requests, lost = _rounded_up(needed), _lost(traffic, arms, shares, share)
+    requests, lost = rounded_up(needed, DIGITS), _lost(traffic, arms, shares, share)
     return ExplorationPlan(
         name=name,
         swaps=tuple(swap_text(traffic.positions[list(arm)].tolist()) for arm in arms),
@@ -286,59 +287,53 @@ def _variances_of_shuffle(traffic: Traffic, width: int) -> np.ndarray:
     return np.append(0.0, of_rate[1:] + of_rate[0])
 
 
-def _enough(
-    traffic: Traffic, arms: Sequence[Sequence[int]], width: int, variance: float, share: float, numbers: np.ndarray
-) -> np.ndarray:
-    """Return numbers of requests in the same proportions that are just enough: a variance falls as their inverse."""
-    found = variances(traffic, arms, numbers, _control(numbers, share), width=width)[0]
-    return np.asarray(numbers * found.max() / variance)
+@dataclass(frozen=True, eq=False)
+class _Experiment:
+    """Arms in a `share` of the requests, which estimate θ of the first `width` positions with a `variance`."""
 
+    traffic: Traffic
+    arms: Sequence[Sequence[int]]
+    width: int
+    variance: float
+    share: float
 
-def _control(numbers: np.ndarray, share: float) -> float:
-    return float(numbers.sum()) * (1 - share) / share
+    def variances(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the variances with these numbers of requests of the arms, and their derivatives by these numbers."""
+        control = float(numbers.sum()) * (1 - self.share) / self.share
+        found, slopes, of_control = variances(self.traffic, self.arms, numbers, control, width=self.width)
+        return found, slopes + (of_control * (1 - self.share) / self.share)[:, None]
 
+    def enough(self, numbers: np.ndarray) -> np.ndarray:
+        """Return numbers in the same proportions that are just enough: a variance falls as their inverse."""
+        return np.asarray(numbers * self.variances(numbers)[0].max() / self.variance)
 
-def _cheapest(
-    traffic: Traffic,
-    arms: Sequence[Sequence[int]],
-    width: int,
-    variance: float,
-    share: float,
-    *,
-    start: np.ndarray,
-) -> np.ndarray:
-    """Return the numbers of requests of the arms that lose the fewest clicks and are enough.
+    def cheapest(self, start: np.ndarray) -> np.ndarray:
+        """Return the numbers of requests of the arms that lose the fewest clicks and are enough.
 
-    Each request also has a price, the mean loss of the arms, because it makes the experiment longer. The variables are
-    logarithms relative to `start`: the objective and the constraints are then of a similar size.
-    """
-    lost = np.maximum([loss_of_arm(traffic, arm) for arm in arms], 0.0)
-    price = lost.mean() or 1.0
-    cost = (lost + price) * start / ((lost + price) @ start)
+        Each request also has a price, the mean loss of the arms, because it makes the experiment longer. The variables
+        are logarithms relative to `start`: the objective and the constraints are then of a similar size.
+        """
+        lost = np.maximum([loss_of_arm(self.traffic, arm) for arm in self.arms], 0.0)
+        price = lost.mean() or 1.0
+        cost = (lost + price) * start / ((lost + price) @ start)
 
-    def slack(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        numbers = start * np.exp(logs)
-        found, slopes, of_control = variances(traffic, arms, numbers, _control(numbers, share), width=width)
-        by_number = slopes + (of_control * (1 - share) / share)[:, None]
-        found = np.maximum(found[1:], 1e-300)
-        return np.log(variance / found), -by_number[1:] * numbers / found[:, None]
+        def slack(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            numbers = start * np.exp(logs)
+            found, by_number = self.variances(numbers)
+            found = np.maximum(found[1:], 1e-300)
+            return np.log(self.variance / found), -by_number[1:] * numbers / found[:, None]
 
-    solution = minimize(
-        lambda logs: (cost @ np.exp(logs), cost * np.exp(logs)),
-        np.zeros(len(arms)),
-        jac=True,
-        method="SLSQP",
-        bounds=[(-8.0, 8.0)] * len(arms),
-        constraints={"type": "ineq", "fun": lambda logs: slack(logs)[0], "jac": lambda logs: slack(logs)[1]},
-        options={"maxiter": 300, "ftol": 1e-9},
-    )
-    numbers = _enough(traffic, arms, width, variance, share, start * np.exp(solution.x))
-    return numbers if cost @ (numbers / start) < 1 else start
-
-
-def _rounded_up(number: float) -> int:
-    unit: int = 10 ** max(0, math.floor(math.log10(max(number, 1.0))) + 1 - DIGITS)
-    return math.ceil(number / unit) * unit
+        solution = minimize(
+            lambda logs: (cost @ np.exp(logs), cost * np.exp(logs)),
+            np.zeros(len(self.arms)),
+            jac=True,
+            method="SLSQP",
+            bounds=[(-8.0, 8.0)] * len(self.arms),
+            constraints={"type": "ineq", "fun": lambda logs: slack(logs)[0], "jac": lambda logs: slack(logs)[1]},
+            options={"maxiter": 300, "ftol": 1e-9},
+        )
+        numbers = self.enough(start * np.exp(solution.x))
+        return numbers if cost @ (numbers / start) < 1 else start
 
 
 # --- Table of arms ----------------------------------------------------------------------------------------------------

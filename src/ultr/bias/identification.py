@@ -5,6 +5,7 @@ The verdict has three parts: the evidence, the assumption that makes it evidence
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
 from scipy.special import ndtri
 
-from ultr.bias.counts import Impressions
+from ultr.bias.counts import Counts, Impressions, LogCounts, counted
+from ultr.bias.estimators import CONFIRMED, RANDOM
 
 MIN_ESTIMATED = 0.8  # a position has an interval if this share of the replicates has an estimate for it
 NORMAL = 1.959964  # half-width of a 95% interval, in standard deviations
@@ -37,8 +39,7 @@ INTERVALS = "95% intervals cover sampling error only; they do not cover wrong as
 OTHERWISE = "known examination (--propensities) may do as well"
 NO_ITEM_IDS = "the log has no item ids"
 ITEM_IDS = "ids of items that were shown at several positions (--item) may do as well"
-RANDOMISED = ("known", "randomised", "swaps")  # sources without an assumption about why items stand where they do
-INTERVENED = ("known", "randomised", "swaps", "items", "harvest")  # most trusted first; these can identify examination
+INTERVENED = (*CONFIRMED, "items", "harvest")  # most trusted first; these can identify examination
 EVIDENCE = {
     "known": "The propensities are known.",
     "randomised": "Some requests were in random order.",
@@ -194,33 +195,29 @@ class Verdict:
 def verdict(
     estimates: Mapping[str, Estimate],
     agreements: list[Agreement],
+    log: LogCounts,
     *,
     best: str | None,
-    impressions: np.ndarray,
-    requests: float,
-    rate: np.ndarray,
     explained: float | None,
     features_explain_clicks: bool,
     no_links: str,
     pool: np.ndarray,
-    suspicious: int = 0,
     refutations: Sequence[Refutation] = (),
 ) -> Verdict:
-    """Return a verdict on estimates of examination; `no_links` says why items give no estimate, if they do not.
+    """Return a verdict on the estimates of a log; `no_links` says why items give no estimate, if they do not.
 
     Positions of one `pool` have one estimate.
 
-    Only known propensities, random order and random swaps identify examination (`RANDOMISED`). Items at several
+    Only known propensities, random order and random swaps identify examination (`CONFIRMED`). Items at several
     positions do so under an assumption, which `refutations` test; of all these, `best` is the best one
     (`estimators.best_source`). Features alone cannot: the rest of the order may be chance, or may follow something that
-    also makes items better. These two cases look the same in a log. `suspicious` is the number of suspicious requests
-    behind the estimates.
+    also makes items better. These two cases look the same in a log.
     """
-    share = impressions / impressions.sum()
+    share = log.shown / log.shown.sum()
     candidates = [name for name in ("known", best) if name is not None and name in estimates]
     anchor = next((name for name in candidates if share[np.isfinite(estimates[name].theta)].sum() > 0.5), None)
     found = _Findings(IDENTIFIED)
-    few = anchor not in RANDOMISED  # whether more requests in random order would help
+    few = anchor not in CONFIRMED  # whether more requests in random order would help
     if anchor is not None:
         precise = float(share[estimates[anchor].half_width <= PRECISE].sum())
         found.add(EVIDENCE[anchor], CONDITIONAL if few else IDENTIFIED)
@@ -230,22 +227,22 @@ def verdict(
             found.add(f"Only {precise:.0%} of the impressions are {where}.", CARE)
         _compare(found, anchor, agreements)
         _refute(found, anchor, refutations)
-        if suspicious:
-            found.add(f"The estimates use {suspicious:,} suspicious requests (see the warnings).", CARE)
+        if log.suspicious:
+            found.add(f"The estimates use {log.suspicious:,} suspicious requests (see the warnings).", CARE)
             found.remedies.append("leave out --keep-suspicious")
     elif explained is None or (explained < SOME_ORDER and not features_explain_clicks):
         found.add(_sentence(*_missing(estimates, no_links), "no features explain clicks"), NOT)
     else:
-        anchor = _best_of_features(estimates)
+        anchor = next((name for name in ("strata", "regression") if name in estimates), None)
         share_explained = f"features explain {max(0, explained):.0%} of the logged order"
         found.add(_sentence(share_explained, *_missing(estimates, no_links)), NOT)
         found.add("Higher positions may be seen more or may hold better items; this log cannot separate the two.")
         found.add(f"Estimates from features are right only if {_OF_FEATURES}.")
     needed = 0
     if few:
-        theta = estimates[anchor].theta if anchor is not None else rate / rate.max()
-        needed = _requests_needed(theta, rate, impressions, requests, pool)
-        many = f"about {needed:,} requests in random order ({_size(needed / requests)})"
+        theta = estimates[anchor].theta if anchor is not None else log.rate / log.rate.max()
+        needed = _requests_needed(theta, log.rate, log.shown, log.weight, pool)
+        many = f"about {needed:,} requests in random order ({_size(needed / log.weight)})"
         random = many if needed else "some requests in random order"
         found.remedies.insert(0, f"{EXPLORE}, or show {random}, marked by the column of --randomised")
     if found.status == NOT:
@@ -271,7 +268,7 @@ class _Findings:
 
 def _compare(found: _Findings, anchor: str, agreements: list[Agreement]) -> None:
     """Add the estimates that differ from the anchor; items that differ from random requests are a refutation."""
-    others = RANDOMISED if anchor in ("randomised", "swaps") else INTERVENED
+    others = CONFIRMED if anchor in RANDOM else INTERVENED
     differ = [
         each for each in agreements if anchor in (each.first, each.second) and {each.first, each.second} <= {*others}
     ]
@@ -285,16 +282,16 @@ def _compare(found: _Findings, anchor: str, agreements: list[Agreement]) -> None
 
 def _refute(found: _Findings, anchor: str, refutations: Sequence[Refutation]) -> None:
     """Add the results of the tests of an estimate. The order of random requests is tested too, where it is declared."""
-    if anchor in RANDOMISED:
+    if anchor in CONFIRMED:
         refutations = [each for each in refutations if anchor == "randomised" and each.name == "random order"]
     elif not refutations:
         found.add("No test of the assumption could be run, because there are too few clicks or replicates.")
     failed = [each for each in refutations if not each.passed]
     for each in failed:
         found.add(f"The test '{each.name}' failed: {each.text}", NOT if each.severe else CARE)
-    if failed and anchor in RANDOMISED:
+    if failed and anchor in CONFIRMED:
         found.remedies.append(CHECKS[anchor])
-    if refutations and not failed and anchor not in RANDOMISED:
+    if refutations and not failed and anchor not in CONFIRMED:
         found.add("No test of the assumption failed.")
 
 
@@ -312,10 +309,6 @@ def _missing(estimates: Mapping[str, Estimate], no_links: str) -> tuple[str, ...
 def _sentence(*parts: str) -> str:
     text = f"{', '.join(parts[:-1])}, and {parts[-1]}."
     return text[0].upper() + text[1:]
-
-
-def _best_of_features(estimates: Mapping[str, Estimate]) -> str | None:
-    return next((name for name in ("strata", "regression") if name in estimates), None)
 
 
 def _requests_needed(
@@ -339,9 +332,13 @@ def _requests_needed(
     enough[best] = 0
     order = np.argsort(enough)
     covered = np.cumsum(seen[order]) >= MOST_IMPRESSIONS * impressions.sum()
-    number = MARGIN * float(enough[order][covered.argmax() if covered.any() else -1])
-    digits = 10.0 ** max(0, np.floor(np.log10(max(number, 1))) - 1)
-    return int(np.ceil(number / digits) * digits)
+    return rounded_up(MARGIN * float(enough[order][covered.argmax() if covered.any() else -1]))
+
+
+def rounded_up(number: float, digits: int = 2) -> int:
+    """Return a number rounded up to a whole one with a number of significant digits."""
+    unit: int = 10 ** max(0, math.floor(math.log10(max(number, 1.0))) + 1 - digits)
+    return math.ceil(number / unit - 1e-9) * unit
 
 
 # --- Likelihood of held-out clicks ------------------------------------------------------------------------------------
@@ -363,56 +360,40 @@ class HeldOut:
     def __init__(self, seen: Impressions, strata: np.ndarray, *, seed: int = 0) -> None:
         rows: np.ndarray | slice = slice(None)
         if len(strata) > ROWS:
-            number = int(strata.max()) + 1
-            sampled = np.random.default_rng(seed).random(number) < ROWS / len(strata)
+            sampled = np.random.default_rng(seed).random(int(strata.max()) + 1) < ROWS / len(strata)
             rows = np.flatnonzero(sampled[strata])
-        groups = int(seen.group.max()) + 1
-        part = np.digitize(seen.of_rows(seen.group)[rows], [TRAINED * groups, TUNED * groups])
-        self.size = int(strata.max()) + 1, len(seen.positions)
-        cell = strata[rows].astype(np.int64) * self.size[1] + seen.place[rows]
-        ids, cells = np.unique(cell, return_inverse=True)
-        if len(ids) > CELLS:
-            sampled = np.random.default_rng(seed).random(self.size[0]) < CELLS / len(ids)
-            kept = sampled[ids // self.size[1]]
-            rows = np.arange(len(strata))[rows][kept[cells]]
-            part, cells, ids = part[kept[cells]], (np.cumsum(kept) - 1)[cells[kept[cells]]], ids[kept]
-        self.strata, self.places = ids // self.size[1], ids % self.size[1]
-        weights, clicked = seen.row_weights(rows), seen.clicked[rows]
-        self.shown, self.clicked = (
-            np.array([np.bincount(cells, weights * mark * (part == i), len(ids)) for i in range(3)])
-            for mark in (np.ones(len(cells)), clicked)
-        )
+        counts = counted(seen, strata[rows], rows)
+        if len(counts.strata) > CELLS:
+            sampled = np.random.default_rng(seed).random(counts.size[0]) < CELLS / len(counts.strata)
+            counts = counts.select(sampled[counts.strata])
+        groups = counts.shown.shape[1]
+        part = np.digitize(np.arange(groups), [TRAINED * groups, TUNED * groups])
+        self.parts = [counts.weighted(in_part.astype(float)) for in_part in (part == 0, part == 1, part < 2, part == 2)]
 
     def score(self, theta: np.ndarray) -> float:
         """Return the mean log-likelihood of an impression in held-out requests; rows where θ is NaN are ignored."""
         if not np.isfinite(theta).any():
             return float("nan")
-        estimated = np.isfinite(theta)[self.places]
-        here = np.where(estimated, (theta / np.nanmax(theta))[self.places], 1.0)
-        shown, clicked = self.shown * estimated, self.clicked * estimated
-        strengths = [self._mean(here, shown[0], clicked[0], shown[1], clicked[1], s) for s in STRENGTHS]
-        strength = STRENGTHS[int(np.argmax(strengths))]
-        return self._mean(here, shown[0] + shown[1], clicked[0] + clicked[1], shown[2], clicked[2], strength)
+        estimated = np.isfinite(theta)[self.parts[0].places]
+        first, second, others, held_out = (part.select(estimated) for part in self.parts)
+        theta = (theta / np.nanmax(theta))[held_out.places]
+        strength = max(STRENGTHS, key=lambda strength: _mean_likelihood(theta, first, second, strength))
+        return _mean_likelihood(theta, others, held_out, strength)
 
-    def _mean(
-        self,
-        theta: np.ndarray,
-        shown: np.ndarray,
-        clicked: np.ndarray,
-        held_out: np.ndarray,
-        held_out_clicks: np.ndarray,
-        strength: float,
-    ) -> float:
-        if not held_out.sum() or not shown.sum():
-            return float("nan")
-        mean = np.clip(clicked.sum() / (shown * theta).sum(), 1e-6, 1 - 1e-6)
-        total = np.bincount(self.strata, shown, self.size[0])
-        beta = np.full(self.size[0], mean)
-        for _ in range(EM_STEPS):
-            here = beta[self.strata]
-            unseen = (1 - theta) * here / (1 - theta * here)
-            relevant = np.bincount(self.strata, clicked + (shown - clicked) * unseen, self.size[0])
-            beta = np.clip((relevant + strength * mean) / (total + strength), 1e-9, 1 - 1e-9)
-        chance = np.clip(theta * beta[self.strata], 1e-12, 1 - 1e-12)
-        likelihood = held_out_clicks * np.log(chance) + (held_out - held_out_clicks) * np.log1p(-chance)
-        return float(likelihood.sum() / held_out.sum())
+
+def _mean_likelihood(theta: np.ndarray, fitted: Counts, held_out: Counts, strength: float) -> float:
+    """Return the mean log-likelihood of held-out impressions, with β from others in the same cells; θ is by cell."""
+    if not held_out.shown.sum() or not fitted.shown.sum():
+        return float("nan")
+    shown, clicked, strata, size = fitted.shown, fitted.clicked, fitted.strata, fitted.size[0]
+    mean = np.clip(clicked.sum() / (shown * theta).sum(), 1e-6, 1 - 1e-6)
+    total = np.bincount(strata, shown, size)
+    beta = np.full(size, mean)
+    for _ in range(EM_STEPS):
+        here = beta[strata]
+        unseen = (1 - theta) * here / (1 - theta * here)
+        relevant = np.bincount(strata, clicked + (shown - clicked) * unseen, size)
+        beta = np.clip((relevant + strength * mean) / (total + strength), 1e-9, 1 - 1e-9)
+    chance = np.clip(theta * beta[strata], 1e-12, 1 - 1e-12)
+    missed = held_out.shown - held_out.clicked
+    return float((held_out.clicked * np.log(chance) + missed * np.log1p(-chance)).sum() / held_out.shown.sum())

@@ -24,8 +24,7 @@ from ultr.log.splits import queries_of, row_hashes, split_by_query
 from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, make_ranker, score_rows
 from ultr.utils.distributed import threads_for
 from ultr.utils.files import atomic_path
-from ultr.utils.optimisation import EarlyStopping, minimise
-from ultr.utils.optimizers import FlatAdagrad
+from ultr.utils.optimisation import EarlyStopping, FlatAdagrad, minimise
 from ultr.utils.tensors import load_tensors, save_tensors
 
 SCORED_ROWS = 20_000  # the linear score is learned from a sample of this many rows, or thirty per feature if more

@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import fdtrc, stdtr
 
-from ultr.bias.counts import Counts, Impressions, counted, impressions, in_pools
-from ultr.bias.estimators import position_based
-from ultr.bias.identification import PRECISE, RANDOMISED, SIGNIFICANCE, Estimate, Refutation
+from ultr.bias.counts import Counts, Impressions, counted, impressions
+from ultr.bias.estimators import RANDOM, position_based
+from ultr.bias.identification import PRECISE, SIGNIFICANCE, Estimate, Refutation
 from ultr.log import Log
 
 ROWS = 500_000  # most rows of a test; it uses a random sample of requests if there are more
@@ -50,7 +50,7 @@ class Evidence:
 
     counts: Counts
     seen: Impressions | None  # the rows; None if an engine counted them
-    pool: np.ndarray  # the pool of each position of `seen`
+    pool: np.ndarray  # the pool of each position of the log
     shown: np.ndarray  # [pools] impressions
     rate: np.ndarray  # [pools]
     weights: np.ndarray
@@ -59,17 +59,17 @@ class Evidence:
     sample_clicked: np.ndarray | None = None  # [rows of the sample]
 
 
-def refutations(evidence: Evidence, estimates: Mapping[str, Estimate], first: np.ndarray) -> list[Refutation]:
-    """Return the results of the tests that the log allows; `first` has the first position of each pool."""
+def refutations(evidence: Evidence, estimates: Mapping[str, Estimate]) -> tuple[Refutation, ...]:
+    """Return the results of the tests that the log allows."""
     if evidence.weights.shape[1] <= LEAST_REPLICATES:
-        return []
-    tests = [*_items(evidence, estimates, first)]
+        return ()
+    tests = [*_items(evidence, estimates)]
     if evidence.seen is not None:
         seen, segment = _sampled(evidence.seen, evidence.segment)
-        seen = in_pools(seen, evidence.pool)
+        seen = seen.pooled(evidence.pool)
         tests += [_shuffled(evidence, seen), _time(evidence, seen), _given(evidence, seen, segment)]
         tests += [_others(evidence, seen), _random_order(seen)]
-    return [test for test in tests if test is not None]
+    return tuple(test for test in tests if test is not None)
 
 
 # --- Tests that compare estimates -------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class _Difference:
         return self.p < LEVEL and self.mean > SLIGHT
 
 
-def _difference(first: Counts | None, second: Counts | None, evidence: Evidence) -> _Difference | None:
+def _difference(first: Counts, second: Counts, evidence: Evidence) -> _Difference | None:
     """Compare the estimates from two counts; None if too few positions or clicks can be compared."""
     return _tested(_draws(first, evidence), _draws(second, evidence), evidence)
 
@@ -121,13 +121,12 @@ def _tested(a: np.ndarray, b: np.ndarray, evidence: Evidence) -> _Difference | N
     return _Difference(float(np.expm1(np.abs(difference[0])) @ share), chance, min(1.0, 2 * smallest))
 
 
-def _draws(counts: Counts | None, evidence: Evidence) -> np.ndarray:
+def _draws(counts: Counts, evidence: Evidence) -> np.ndarray:
     width = evidence.counts.size[1]
-    counts = None if counts is None else counts.in_pools(np.arange(width))  # without items at one position
-    if counts is None:
+    if (compared := counts.compared()) is None:
         return np.full((1, width), np.nan)
     with np.errstate(divide="ignore"):
-        logs = np.log(position_based(counts, evidence.weights[:, : 1 + REPLICATES]))
+        logs = np.log(position_based(compared, evidence.weights[:, : 1 + REPLICATES]))
     return np.where(np.isfinite(logs), logs, np.nan)
 
 
@@ -140,59 +139,48 @@ def _differ(name: str, difference: _Difference | None, what: str, severe: float)
     return Refutation(name, not difference.is_clear, difference.mean, f"{what} {verb} (difference {size}).", bad)
 
 
-def _items(evidence: Evidence, estimates: Mapping[str, Estimate], first: np.ndarray) -> Iterator[Refutation | None]:
+def _items(evidence: Evidence, estimates: Mapping[str, Estimate]) -> Iterator[Refutation | None]:
     """Compare frequent with rare items, and all items with each randomised source."""
     counts = evidence.counts
     shown, clicks = (np.asarray(each.sum(1)).ravel() for each in (counts.shown, counts.clicked))
     often = np.bincount(counts.strata, shown)[counts.strata]
     order = np.argsort(often, kind="stable")
     middle = often[order][int(np.searchsorted(np.cumsum(clicks[order]), clicks.sum() / 2))]
-    rare, frequent = (_of_cells(counts, half) for half in (often < middle, often >= middle))
+    rare, frequent = (counts.select(half) for half in (often < middle, often >= middle))
     yield _differ("halves of items", _difference(rare, frequent, evidence), "Frequent and rare items", PRECISE)
-    for name in RANDOMISED:
-        if name != "known" and name in estimates and "items" in estimates:
+    first = np.unique(evidence.pool, return_index=True)[1]
+    for name in RANDOM:
+        if name in estimates and "items" in estimates:
             chance, items = (estimates[each].logs[: 1 + REPLICATES, first] for each in (name, "items"))
             what = f"The estimates items and {name}"
             yield _differ("random requests", _tested(chance, items, evidence), what, np.inf)
 
 
-def _of_cells(counts: Counts, cells: np.ndarray) -> Counts | None:
-    if not cells.any():
-        return None
-    parts = (counts.strata[cells], counts.places[cells], counts.size, counts.shown[cells], counts.clicked[cells])
-    return Counts(*parts)
-
-
-def _of_rows(seen: Impressions, strata: np.ndarray, rows: np.ndarray | None = None) -> Counts | None:
-    rows = np.arange(len(strata)) if rows is None else np.flatnonzero(rows)
-    return counted(seen, strata[rows], rows) if len(rows) else None
-
-
 def _shuffled(evidence: Evidence, seen: Impressions) -> Refutation | None:
     """Shuffle positions within requests. Rows are then compared within items and within equal sets of positions."""
     rng = np.random.default_rng(0)
-    request = np.repeat(np.arange(len(seen.lengths)), seen.lengths)
+    request = seen.request_of_row
     place = seen.place[np.lexsort((rng.random(len(request)), request))]
     keys = rng.random(len(seen.positions))
     sets = np.unique(np.bincount(request, keys[seen.place]).round(9), return_inverse=True)[1]
     strata = _joint(_known_items(seen), sets[request])
-    draws = _draws(_of_rows(replace(seen, place=place), strata), evidence)
+    draws = _draws(counted(replace(seen, place=place), strata), evidence)
     difference = _tested(draws, np.zeros_like(draws), evidence)
     what = "After positions were shuffled within requests, the estimate and a flat curve"
     return _differ("shuffled", difference, what, PRECISE)
 
 
 def _time(evidence: Evidence, seen: Impressions) -> Refutation | None:
-    early = seen.of_rows(_halves(seen))
-    first, last = (_of_rows(seen, _known_items(seen), early == half) for half in (0, 1))
+    items, late = _known_items(seen), seen.of_rows(_halves(seen))
+    first, last = (counted(seen, items[rows], rows) for rows in (np.flatnonzero(late == half) for half in (0, 1)))
     what = "The first and the last requests"
     return _differ("halves of time", _difference(first, last, evidence), what, PRECISE)
 
 
 def _others(evidence: Evidence, seen: Impressions) -> Refutation | None:
     items = _known_items(seen)
-    within = _of_rows(seen, _joint(items, _first_other(seen)))
-    difference = _difference(within, _of_rows(seen, items), evidence)
+    within = counted(seen, _joint(items, _first_other(seen)))
+    difference = _difference(within, counted(seen, items), evidence)
     what = "Estimates from requests with the same first other item, and from all requests"
     return _differ("other items", difference, what, CHANGED)
 
@@ -219,7 +207,7 @@ def _given(evidence: Evidence, seen: Impressions, segment: np.ndarray | None) ->
     if share < EXPLAINED:
         return Refutation("position given the item", True, share, f"{what}.")
     strata = _known_items(part)
-    difference = _difference(_of_rows(part, _joint(strata, values)), _of_rows(part, strata), evidence)
+    difference = _difference(counted(part, _joint(strata, values)), counted(part, strata), evidence)
     if difference is None:
         text = f"{what}, and too few clicks show whether it also makes items relevant."
         return Refutation("position given the item", False, share, text)
@@ -238,7 +226,7 @@ def _feature_reasons(evidence: Evidence) -> Iterator[tuple[str, Impressions, np.
     pool = evidence.pool[np.searchsorted(evidence.seen.positions, seen.positions)]
     if not np.array_equal(np.unique(pool), np.arange(evidence.counts.size[1])):
         return
-    seen = in_pools(seen, pool)
+    seen = seen.pooled(pool)
     strata = _known_items(seen)
     first = np.unique(strata, return_index=True)[1][np.unique(strata, return_inverse=True)[1]]
     for i, name in enumerate(sample.feature_names[:MOST_TESTED]):
@@ -267,21 +255,19 @@ def _explained(seen: Impressions, values: np.ndarray) -> float | None:
 
 def _within(values: np.ndarray, groups: np.ndarray) -> tuple[float, int]:
     """Return the sum of squares of values around the means of their groups, and the number of groups."""
-    group = np.unique(groups, return_inverse=True)[1]
-    number, total = np.bincount(group), np.bincount(group, values)
-    return float(((values - (total / number)[group]) ** 2).sum()), len(number)
+    return float((_centred(values, groups) ** 2).sum()), len(np.unique(groups))
 
 
 def _random_order(seen: Impressions) -> Refutation | None:
     """Test whether the usual position of an item predicts its position in requests that are marked as random."""
-    if seen.randomised is None or seen.items is None:
+    if seen.items is None:
         return None
     random = seen.of_rows(seen.randomised)
     number = int(seen.items.max()) + 1
     usual_rows = np.bincount(seen.items[~random], minlength=number)
     usual = np.bincount(seen.items[~random], seen.place[~random], number) / np.maximum(usual_rows, 1)
     rows = np.flatnonzero(random & (usual_rows[seen.items] > 0))
-    request = np.repeat(np.arange(len(seen.lengths)), seen.lengths)[rows]
+    request = seen.request_of_row[rows]
     if len(rows) < LEAST_ROWS:
         return None
     x, y = (_centred(values, request) for values in (usual[seen.items[rows]], seen.place[rows].astype(float)))
@@ -320,7 +306,7 @@ def _joint(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _first_other(seen: Impressions) -> np.ndarray:
     """Return for each row the item at the first position of its request; for that item, the one at the second."""
-    request = np.repeat(np.arange(len(seen.lengths)), seen.lengths)
+    request = seen.request_of_row
     order = np.lexsort((seen.place, request))
     start = np.cumsum(seen.lengths) - seen.lengths
     items = _known_items(seen)

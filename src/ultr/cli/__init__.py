@@ -32,7 +32,7 @@ from ultr.cli import (
     version,
 )
 from ultr.cli.messages import messages_on_stderr, with_log_options, words
-from ultr.cli.options import one_line, plain
+from ultr.cli.options import one_line
 from ultr.errors import OptionError, ProcessError, UltrError, missing_for_training
 from ultr.utils.stores import as_url
 
@@ -134,7 +134,7 @@ def _check_arguments() -> None:
 
 
 def _print_interrupt() -> None:
-    words.print("interrupted", fields={"exit_code": INTERRUPTED, "type": "KeyboardInterrupt"})
+    words.say("interrupted", fields={"exit_code": INTERRUPTED, "type": "KeyboardInterrupt"})
 
 
 def _fail(message: str, error: Exception, *, label: str = "error") -> NoReturn:
@@ -149,5 +149,5 @@ def _fail(message: str, error: Exception, *, label: str = "error") -> NoReturn:
         message = f"process {rank}: {message}"
         time.sleep(MESSAGE_DELAY)
     fields = {"exit_code": code, "type": type(error).__name__}
-    words.print(plain(message), level="error", label=label, fields=fields, soft_wrap=True)
+    words.say(message, level="error", label=label, fields=fields)
     sys.exit(code)

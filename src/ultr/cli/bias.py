@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ultr.cli import options
-from ultr.cli.messages import progress_bar, words
+from ultr.cli.messages import plain, progress_bar, with_options, words
 from ultr.cli.options import (
     free_path,
-    named_columns,
+    new_table,
     pages_can_be_made,
-    plain,
     print_next,
     print_notes,
     print_table,
     print_warning,
+    without_none,
 )
 from ultr.errors import OptionError
 
@@ -36,21 +35,14 @@ TABLE = "propensities.csv"
 MOST_ROWS = 30  # largest number of positions in a printed table
 
 
+@with_options("columns", options.columns(*options.LOG_COLUMNS) | options.FOUND_SEGMENT)
 def bias(
+    *,
     log: Annotated[list[str], typer.Argument(help=f"A log, as Parquet, CSV, JSONL or Arrow: {options.SOURCES}.")],
     label: Annotated[
         str | None, typer.Option(help="Expression over actions; a value above zero counts as a click. Default: click.")
     ] = None,
-    request: options.RequestColumn = None,
-    position: options.PositionColumn = None,
-    features: options.FeatureColumns = None,
-    categorical: options.CategoricalColumns = None,
-    actions: options.ActionColumns = None,
-    item: options.ItemColumn = None,
-    query: options.QueryColumn = None,
-    segment: options.FoundSegment = None,
-    randomised: options.RandomisedColumn = None,
-    swaps: options.SwapsColumn = None,
+    columns: dict[str, str],
     on_duplicates: options.OnDuplicates = "error",
     where: options.Where = None,
     propensities: Annotated[
@@ -87,7 +79,7 @@ def bias(
     from ultr.bias.propensities import read_propensities
     from ultr.utils.files import check_output
 
-    columns = named_columns(locals())
+    columns = without_none(columns)
     names = [] if models is None else checked_names(models)
     if out is not None:
         check_output(out, overwrite=overwrite, folder=True)
@@ -99,7 +91,7 @@ def bias(
     if engine is None:
         rows["on_duplicates"] = on_duplicates
         if known is None:
-            with words.status(plain(f"reading {source} ...")):
+            with words.status(f"reading {source} ..."):
                 columns = options.with_segment(source, columns, label=label, **rows)
         found = audited.in_memory(source, label, names, {**rows, **columns})
     else:
@@ -119,7 +111,7 @@ def bias(
         print(json.dumps(content))
         return
     read = f"{report.requests + report.left_out:,} requests with {found.rows:,} rows"
-    words.print(f"{read}; feedback: {plain(report.label)} > 0", soft_wrap=True)
+    words.say(f"{read}; feedback: {report.label} > 0")
     print_notes(found.notes)
     _print_summary(report)
     if verbose:
@@ -127,7 +119,7 @@ def bias(
     if quality is not None:
         _print_models(quality)
     if out is not None:
-        words.print(f"wrote {out}", soft_wrap=True)
+        words.say(f"wrote {out}")
         _print_table_note(report)
     if sampled is not None:  # rankers need features
         warned = {name for pitfall in report.pitfalls for name in pitfall.features}
@@ -162,7 +154,7 @@ def _label_to_learn(label: str | None, actions: Iterable[str]) -> str:
     chosen = label or default_label(names)
     if unused := [name for name in names if name not in Label(chosen).actions]:
         how = f"--label can add them, each with its weight: --label '{chosen} + {_weighted(unused[0], actions)}'"
-        words.print(plain(f"the label '{chosen}' does not use {', '.join(unused)}; {how}"), soft_wrap=True)
+        words.say(f"the label '{chosen}' does not use {', '.join(unused)}; {how}")
     return chosen
 
 
@@ -191,7 +183,7 @@ class _Audit:
         from ultr.log.labels import click_label
         from ultr.log.sampling import read_for_audit
 
-        with words.status(plain(f"reading {source} ...")):
+        with words.status(f"reading {source} ..."):
             whole, sampled = read_for_audit(source, sample_rows=self.sample, seed=self.seed, **reading)
         label = click_label(whole.actions) if label is None else label
         quality = None
@@ -210,8 +202,7 @@ class _Audit:
         from ultr.bias.engine_counts import count_on_engine
         from ultr.log.prepare.options import Preparation
 
-        with progress_bar() as bar:
-            bar.add_task("starting", total=None, figure="")
+        with progress_bar("starting"):
             counts = count_on_engine(
                 source,
                 Preparation(**settings),
@@ -241,7 +232,7 @@ def _features_without(warned: set[str], log: Log | None) -> dict[str, str]:
     columns = {role: log.columns.get(role, []) for role in ("features", "categorical")}
     if inside := sorted(warned - {name for names in columns.values() for name in names}):
         what = f"'{inside[0]}' is in a column of lists; to train without it, write a log without this feature"
-        words.print(plain(what), soft_wrap=True)
+        words.say(what)
     return {role: ",".join(n for n in names if n not in warned) for role, names in columns.items() if names}
 
 
@@ -252,7 +243,7 @@ def _print_summary(report: BiasReport) -> None:
         words.print(f"[bold]{name}:[/] {plain(text)}", soft_wrap=True)
     for name, part in report.segments.items():
         what = f"{part.verdict.status}; {summary(part)['how biased']}"
-        words.print(plain(f"segment '{name}' ({part.requests:,} requests): {what}"), soft_wrap=True)
+        words.say(f"segment '{name}' ({part.requests:,} requests): {what}")
     for pitfall in report.pitfalls:
         print_warning(pitfall)
 
@@ -261,26 +252,26 @@ def _print_details(report: BiasReport) -> None:
     from ultr.bias.identification import INTERVALS
 
     _print_estimates(report, title=f"Examination relative to position {report.reference}, with 95% intervals")
-    words.print(INTERVALS, soft_wrap=True)
+    words.say(INTERVALS)
     for note in report.notes:
-        words.print(f"note: {plain(note)}", soft_wrap=True)
+        words.say(f"note: {note}")
     for refutation in report.refutations:
         result = "passed" if refutation.passed else "failed"
-        words.print(f"test '{refutation.name}' {result}: {plain(refutation.text)}", soft_wrap=True)
+        words.say(f"test '{refutation.name}' {result}: {refutation.text}")
     for test in report.agreements:
         result = "agree within sampling error" if test.agree else "differ"
         where = f"difference {test.typical:.0%} on average over impressions, largest at position {test.position}"
-        words.print(f"{test.first} and {test.second} {result} ({where})", soft_wrap=True)
+        words.say(f"{test.first} and {test.second} {result} ({where})")
     if report.links is not None:
         groups, weakest = len(report.links["components"]), report.links["weakest"]
         linked = "link all positions" if groups == 1 else f"leave {groups} groups of positions without a link"
-        words.print(f"items shown at several positions {linked} (link: clicks on items shown at both)", soft_wrap=True)
+        words.say(f"items shown at several positions {linked} (link: clicks on items shown at both)")
         if weakest is not None:
             (first, second), clicks = weakest["positions"], weakest["clicks"]
-            words.print(f"the weakest link is between positions {first} and {second}: {clicks:.0f} clicks")
+            words.say(f"the weakest link is between positions {first} and {second}: {clicks:.0f} clicks")
     if report.explained is not None:
         share, requests = max(0, report.explained), report.sampled_requests
-        words.print(f"features explain {share:.0%} of the logged order ({requests:,} requests)")
+        words.say(f"features explain {share:.0%} of the logged order ({requests:,} requests)")
     for name, part in report.segments.items():
         _print_estimates(part, title=f"Segment '{plain(name)}' ({part.requests:,} requests)")
 
@@ -289,9 +280,8 @@ def _print_estimates(report: BiasReport, *, title: str) -> None:
     """Print the estimates, with a row for each position, or for each group of positions that share one estimate."""
     from ultr.bias.audit import rows_of
 
-    table = Table(title=title, title_justify="left")
-    for heading in ("position", "shown", "rate", *report.estimates, *(("rate/theta",) if report.anchor else ())):
-        table.add_column(heading, justify="right")
+    ratio = ("rate/theta",) if report.anchor else ()
+    table = new_table(title, numbers=("position", "shown", "rate", *report.estimates, *ratio))
     rows = rows_of(report)
     for row in rows[:MOST_ROWS]:
         cells = [_cell(each.theta[row.at], each.low[row.at], each.high[row.at]) for each in report.estimates.values()]
@@ -305,15 +295,13 @@ def _print_estimates(report: BiasReport, *, title: str) -> None:
         table.add_row("held-out", "log-lik.", "", *likelihoods)
     print_table(table)
     if len(rows) > MOST_ROWS:
-        words.print(f"and {len(rows) - MOST_ROWS} more positions (--json prints all)")
+        words.say(f"and {len(rows) - MOST_ROWS} more positions (--json prints all)")
 
 
 def _print_models(quality: QualityReport) -> None:
     """Print the likelihood and perplexity of click models on held-out requests, the best likelihood first."""
-    table = Table(title=f"Click models on {quality.held_out:,} held-out requests", title_justify="left")
     headings = ("log-lik. per impression", "per list", "perplexity", "conditional perplexity", "epochs", "s/epoch")
-    for heading in ("model", *headings):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
+    table = new_table(f"Click models on {quality.held_out:,} held-out requests", names=("model",), numbers=headings)
     for each in sorted(quality.models, key=lambda each: (each.modelled < 1, -each.log_likelihood)):
         numbers = (each.log_likelihood, each.per_list, each.perplexity, each.conditional_perplexity)
         mark = "*" if each.modelled < 1 else ""
@@ -322,11 +310,11 @@ def _print_models(quality: QualityReport) -> None:
         )
     print_table(table)
     by = "a parameter of each item under its query" if quality.attraction == "items" else "a network of features"
-    words.print(f"attraction: {by}; perplexity: mean over positions, before any click is known", soft_wrap=True)
+    words.say(f"attraction: {by}; perplexity: mean over positions, before any click is known")
     for each in quality.models:
         if each.modelled < 1:
             what = f"only items up to the first click count ({each.modelled:.0%} of the impressions)"
-            words.print(f"* {each.model}: {what}: its likelihood is not comparable with the others", soft_wrap=True)
+            words.say(f"* {each.model}: {what}: its likelihood is not comparable with the others")
 
 
 def _cell(theta: float, low: float, high: float) -> str:
@@ -340,9 +328,9 @@ def _print_table_note(report: BiasReport) -> None:
     from ultr.bias.identification import NOT
 
     if not (report.propensities() or any(part.propensities() for part in report.segments.values())):
-        words.print(f"note: {TABLE} is not written, because examination could not be estimated", soft_wrap=True)
+        words.say(f"note: {TABLE} is not written, because examination could not be estimated")
     elif report.verdict.status == NOT:
-        words.print(f"note: {TABLE} has estimates that this log cannot confirm", soft_wrap=True)
+        words.say(f"note: {TABLE} has estimates that this log cannot confirm")
 
 
 def _write(report: BiasReport, content: dict[str, Any], out: str, source: str, *, overwrite: bool) -> None:

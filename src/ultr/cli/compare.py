@@ -7,19 +7,36 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ultr.cli import options
 from ultr.cli import training_options as shared
-from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import free_path, pages_can_be_made, print_next, print_notes, print_table, print_warning
+from ultr.cli.messages import progress_bar, with_options, words
+from ultr.cli.options import (
+    free_path,
+    new_table,
+    pages_can_be_made,
+    print_next,
+    print_notes,
+    print_table,
+    print_warning,
+)
 from ultr.errors import OptionError, nearest
 
 if TYPE_CHECKING:
     from ultr.training.comparing.results import Comparison
 
 
+WITHOUT = {"method", "propensities", "bias", "seed", "where", "categorical"}  # options of `ultr train` alone
+OPTIONS = {name: kind for name, kind in shared.OPTIONS.items() if name not in WITHOUT} | {
+    "ranker": Annotated[
+        str | None, typer.Option(help="mlp, linear, lightgbm, xgboost or auto (as ultr train).", show_default="mlp")
+    ]
+}
+
+
+@with_options("given", OPTIONS)
 def compare(
+    *,
     methods: Annotated[
         str,
         typer.Option(
@@ -30,7 +47,6 @@ def compare(
     out: Annotated[
         str, typer.Option(help="Folder of the comparison; finished runs in it are not repeated; also a URL.")
     ],
-    data: shared.Data = None,
     seeds: Annotated[int, typer.Option(help="Runs of each method, with different seeds.")] = 5,
     reference: Annotated[
         str | None, typer.Option(help="Test the others against this method.", show_default="the first")
@@ -52,22 +68,7 @@ def compare(
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(help="Parallel runs; 0: the number of cores, up to ten.", min=0)] = 0,
-    label: shared.LabelOption = None,
-    ranker: Annotated[
-        str | None, typer.Option(help="mlp, linear, lightgbm, xgboost or auto (as ultr train).", show_default="mlp")
-    ] = None,
-    steps: shared.StepsOption = None,
-    users: shared.UsersOption = None,
-    request: options.RequestColumn = None,
-    position: options.PositionColumn = None,
-    item: options.ItemColumn = None,
-    features: options.FeatureColumns = None,
-    actions: options.ActionColumns = None,
-    query: options.QueryColumn = None,
-    randomised: options.RandomisedColumn = None,
-    swaps: options.SwapsColumn = None,
-    segment: options.FoundSegment = None,
-    device: shared.DeviceOption = None,
+    given: dict[str, Any],
     settings: shared.SetOption = None,
     config_file: shared.ConfigOption = None,
     as_json: options.Json = False,
@@ -77,8 +78,6 @@ def compare(
     A method differs from the reference if paired tests over seeds and over test requests both have p < 0.05. On a log,
     all runs and the logged ranking are evaluated under the same estimate of examination, on the same test requests.
     """
-    given = {name: value for name, value in locals().items() if name in shared.NAMES}
-
     from ultr.datasets.base import cache_folder
     from ultr.report import write_comparison_page
     from ultr.training.comparing.plan import LONGEST, run_folder
@@ -90,11 +89,10 @@ def compare(
         raise OptionError("there is no data to learn from", hint="pass a log: ultr compare LOG --methods ... --out DIR")
     tuning = {"longest": 1 if "steps" in base.network.model_fields_set else LONGEST, **_tuning(tune or ())}
     here = kept_here(out, cache_folder() / "runs", resume=True, overwrite=False, writes=True)
-    with progress_bar() as bar, here as folder:
-        task = bar.add_task("runs", total=None, figure="")
+    with progress_bar("runs") as bar, here as folder:
 
         def show(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, figure=name)
+            bar.update(completed=done, total=total, figure=name)
 
         result = run_comparison(
             base,
@@ -120,7 +118,7 @@ def compare(
         return
     _print_comparison(result)
     page = f" and {url_below(out, 'comparison.html')}" if has_page else ""
-    words.print(f"wrote {url_below(out, 'comparison.json')}{page}", soft_wrap=True)
+    words.say(f"wrote {url_below(out, 'comparison.json')}{page}")
     if has_model:
         print_next("report", url_below(out, best_name), out=free_path("report.html"))
 
@@ -158,10 +156,7 @@ def _print_comparison(result: Comparison) -> None:
     title = f"Mean ± standard deviation over seeds; * differs from {result.reference}, p < 0.05 over seeds and requests"
     if result.logged:
         title += f"; † differs from {LOGGED_RANKING}, p < 0.05 over requests"
-    table = Table(title=f"{title} (corrected by Holm)", title_justify="left")
-    table.add_column("method", no_wrap=True)
-    for heading in ("setting", *result.metrics):
-        table.add_column(heading, justify="right")
+    table = new_table(f"{title} (corrected by Holm)", names=("method",), numbers=("setting", *result.metrics))
     if result.logged:
         table.add_row(LOGGED_RANKING, "", *(f"{mean.mean:.4f}{'':11}" for mean in result.logged.values()))
     for row in result.rows:

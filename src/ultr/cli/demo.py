@@ -10,10 +10,12 @@ import typer
 from rich.table import Table
 
 from ultr.cli.messages import words
-from ultr.cli.options import Json, Seed, free_path, pages_can_be_made, print_next, print_table
+from ultr.cli.options import Json, Seed, free_path, new_table, pages_can_be_made, print_next, print_table
 
 if TYPE_CHECKING:
     from ultr.experiments.demo import Demo, Learned
+
+WIDTH = 30  # of a bar for 100%
 
 
 def demo(
@@ -42,9 +44,9 @@ def demo(
         return
     _print_learned(learned)
     log = out / "log.parquet"
-    words.print(f"\nwrote {log}: {result.log!r}", soft_wrap=True)
+    words.say(f"\nwrote {log}: {result.log!r}")
     if page is not None:
-        words.print(f"wrote {page}: open it in a browser to see the results", soft_wrap=True)
+        words.say(f"wrote {page}: open it in a browser to see the results")
     print_next("train", log, out=free_path("my-run"))
 
 
@@ -53,23 +55,18 @@ def _print_learned(learned: Learned) -> None:
     table.add_column("position", justify="right")
     table.add_column("estimated (above) and true (below)", no_wrap=True)
     for i, shares in enumerate(zip(learned.theta, learned.true_theta, strict=True), start=1):
-        colours = ("blue", "green")
-        bars = (f"[{colour}]{_bar(share)}[/] {share:.0%}" for colour, share in zip(colours, shares, strict=True))
-        table.add_row(str(i), "\n".join(bars))
+        table.add_row(str(i), _bars(blue=shares[0], green=shares[1]))
     print_table(table)
-    table = Table(title="\nThe cost of the bias: metrics on test requests, by true labels", title_justify="left")
-    table.add_column("ranker", no_wrap=True)
-    table.add_column("NDCG@10", justify="right")
-    table.add_column("Reward@10", justify="right")
+    title = "\nThe cost of the bias: metrics on test requests, by true labels"
+    table = new_table(title, names=("ranker",), numbers=("NDCG@10", "Reward@10"))
     for ranker in learned.results:
         table.add_row(ranker.name, f"{ranker.ndcg:.3f}", f"{ranker.reward:.3f}")
     print_table(table)
     start, biased, corrected, unbiased = (ranker.ndcg for ranker in learned.results)
     naive_gain, corrected_gain = ((ndcg - start) / (unbiased - start) for ndcg in (biased, corrected))
-    words.print(
+    words.say(
         "Training on the feedback of users without position bias gives the full gain in NDCG. Training on biased "
         f"feedback gives {naive_gain:.0%} of this gain; with bias correction, {corrected_gain:.0%}.",
-        soft_wrap=True,
     )
 
 
@@ -79,20 +76,19 @@ def _print_bias(result: Demo) -> None:
         table.add_column(heading, justify="right")
     table.add_column("relevance: apparent (above) and true (below),\nposition 1 = 100%", no_wrap=True)
     for i, position in enumerate(result.positions):
-        bars = "\n".join(
-            f"[{colour}]{_bar(share)}[/] {share:.0%}"
-            for colour, share in (("red", result.looks[i]), ("green", result.truth[i]))
-        )
+        bars = _bars(red=result.looks[i], green=result.truth[i])
         table.add_row(str(position), f"{result.examined[i]:.0%}", f"{result.clicked[i]:.1%}", bars)
     print_table(table)
     first, last = result.positions[0], result.positions[-1]
-    words.print(
+    words.say(
         f"Judged by clicks, items at position {last} are {1 / result.looks[-1]:.1f} times less relevant than at "
         f"position {first}. In truth they are {1 / result.truth[-1]:.1f} times less relevant.\n"
         f"Clicks overstate the difference by a factor of {result.overstated:.0f}, as users rarely look so far down.",
-        soft_wrap=True,
     )
 
 
-def _bar(share: float, width: int = 30) -> str:
-    return "█" * max(0, round(float(share) * width))
+def _bars(**shares: float) -> str:
+    """Return a bar for each share, by its colour, with lines between them."""
+    return "\n".join(
+        f"[{colour}]{'█' * max(0, round(float(share) * WIDTH))}[/] {share:.0%}" for colour, share in shares.items()
+    )

@@ -6,20 +6,18 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ultr.cli import options
-from ultr.cli.messages import words
+from ultr.cli.messages import with_options, words
 from ultr.cli.options import (
     columns_text,
     free_path,
-    named_columns,
-    plain,
+    new_table,
     print_next,
     print_notes,
     print_table,
     print_warning,
-    unless,
+    without_none,
 )
 
 if TYPE_CHECKING:
@@ -31,27 +29,17 @@ if TYPE_CHECKING:
 
 NAMED_POSITIONS = (1, 2, 3, 5, 10, 20)  # the positions, by their order in the list, whose feedback is printed
 MOST_WARNINGS, MOST_NAMES = 4, 12  # largest number of warnings, and of columns in a line, that are printed
+MOST_POSITIONS = 20  # in a printed table
 LEAST_ITEMS = 10  # a column with fewer values is not suggested as the id of the item
 ROWS_OF_CATEGORY = 20  # a column of texts with fewer rows for each value is not suggested as a category
 NOT_FEATURES = ("id", "time", "timestamp", "date", "day", "ts", "url", "seed")  # last words of names of other columns
 
 
+@with_options("columns", options.COLUMNS)
 def describe(
-    log_path: Annotated[
-        list[str],
-        typer.Argument(metavar="LOG", help=f"A log, as Parquet, Arrow, CSV, JSONL or SVMlight: {options.SOURCES}."),
-    ],
-    request: options.RequestColumn = None,
-    position: options.PositionColumn = None,
-    item: options.ItemColumn = None,
-    features: options.FeatureColumns = None,
-    categorical: options.CategoricalColumns = None,
-    actions: options.ActionColumns = None,
-    query: options.QueryColumn = None,
-    segment: options.SegmentColumn = None,
-    randomised: options.RandomisedColumn = None,
-    swaps: options.SwapsColumn = None,
-    relevance: options.RelevanceColumn = None,
+    *,
+    log_path: options.AnyLog,
+    columns: dict[str, str],
     on_duplicates: options.OnDuplicates = "error",
     where: options.Where = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print all feedback by position as a table.")] = False,
@@ -61,7 +49,7 @@ def describe(
     from ultr.log import read_log
     from ultr.log.table import by_position, missing_values
 
-    named = named_columns(locals())
+    named = without_none(columns)
     source = options.one_source(log_path)
     rows: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where or (), **named}
     log = read_log(source, **rows)
@@ -92,30 +80,33 @@ def describe(
     if as_json:
         print(json.dumps(facts))
         return
-    words.print(f"{log!r}, {lengths.min()} to {lengths.max()} items per request", soft_wrap=True)
+    words.say(f"{log!r}, {lengths.min()} to {lengths.max()} items per request")
     if log.columns:
-        words.print(plain(f"recognised: {columns_text(log.columns)}"), soft_wrap=True)
+        words.say(f"recognised: {columns_text(log.columns)}")
     if table is not None and log.actions:
-        _print_feedback(log, table, verbose=verbose)
+        if verbose:
+            _print_by_position(table)
+        else:
+            _print_rates(log, table)
     suggested = _suggestions(log, source, rows, notes)
     if log.unused_columns:
         use = "use them with --features, --categorical, --item, --segment or --actions"
-        words.print(plain(f"unused columns: {_names(log.unused_columns)} ({use})"), soft_wrap=True)
+        words.say(f"unused columns: {_names(log.unused_columns)} ({use})")
     print_notes(notes)
     for pitfall in warnings[:MOST_WARNINGS]:
         print_warning(pitfall)
     if len(warnings) > MOST_WARNINGS:
-        words.print(f"and {len(warnings) - MOST_WARNINGS} more warnings (--json prints all)")
+        words.say(f"and {len(warnings) - MOST_WARNINGS} more warnings (--json prints all)")
     if table is None or not log.actions:
         absent, option = ("positions", "--position") if table is None else ("actions", "--actions")
         what = f"the log has no {absent}: name their column with {option}, and run this command again"
-        words.print(what, soft_wrap=True)
+        words.say(what)
         return
     print_next(
         "bias",
         source,
         columns={**named, **suggested},
-        on_duplicates=unless(on_duplicates, "error"),
+        on_duplicates=None if on_duplicates == "error" else on_duplicates,
         where=where,
         out=free_path("bias"),
     )
@@ -142,7 +133,9 @@ def _suggestions(log: Log, source: Any, rows: dict[str, Any], notes: list[str]) 
     from ultr.log import read_log
     from ultr.log.readers import numeric_columns
 
-    numbers = _suggested_features(log, numeric_columns(source, log.unused_columns))
+    numbers = [name for name in numeric_columns(source, log.unused_columns) if _may_be_feature(name)]
+    if log.feature_names:
+        numbers = []
     found: dict[str, str] = {}
     if numbers and log.actions:
         of_feedback = _of_feedback(read_log(source, **{**rows, "features": numbers}))
@@ -178,13 +171,6 @@ def _of_feedback(log: Log) -> list[str]:
         if np.isin(values, (0, 1)).all() and acted.any() and (values[acted] == 1).all() and (values == 0).any():
             leaks.add(name)
     return [name for name in log.feature_names if name in leaks]
-
-
-def _suggested_features(log: Log, numbers: list[str]) -> list[str]:
-    """Return unused columns of numbers that may be features, by their names; none if the log has features."""
-    if log.feature_names:
-        return []
-    return [name for name in numbers if _may_be_feature(name)]
 
 
 def _may_be_feature(name: str) -> bool:
@@ -255,29 +241,24 @@ def _names(names: tuple[str, ...]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
-def _print_feedback(log: Log, table: ByPosition, *, verbose: bool) -> None:
-    """Print the rate of the click by position on one line, or all actions by position as a table."""
+def _print_rates(log: Log, table: ByPosition) -> None:
+    """Print the rate of the click by position on one line."""
     from ultr.log.labels import CLICKS
 
-    if verbose:
-        _print_by_position(table)
-        return
     name = next((each for each in log.actions if each.lower() in CLICKS), next(iter(log.actions)))
     places = [k - 1 for k in NAMED_POSITIONS if k <= len(table.positions)]
     rates = ", ".join(f"{table.rates[name][i]:.2%} at {table.positions[i]}" for i in places)
-    words.print(plain(f"feedback by position: {name} {rates} (--verbose prints all)"), soft_wrap=True)
+    words.say(f"feedback by position: {name} {rates} (--verbose prints all)")
 
 
-def _print_by_position(table: ByPosition, most: int = 20) -> None:
+def _print_by_position(table: ByPosition) -> None:
     """Print, by position, the share of items with each action, and the mean of actions that are not only 0 or 1."""
     means = {name: mean for name, mean in table.means.items() if not (mean == table.rates[name]).all()}
-    printed = Table(title="Feedback by position", title_justify="left")
     headings = ["position", "shown", *(f"{name} rate" for name in table.rates), *(f"mean {name}" for name in means)]
-    for heading in headings:
-        printed.add_column(heading, justify="right")
-    for i in range(min(most, len(table.positions))):
+    printed = new_table("Feedback by position", numbers=headings)
+    for i in range(min(MOST_POSITIONS, len(table.positions))):
         cells = [f"{rate[i]:.2%}" for rate in table.rates.values()] + [f"{mean[i]:.4g}" for mean in means.values()]
         printed.add_row(str(table.positions[i]), f"{table.impressions[i]:,}", *cells)
     print_table(printed)
-    if len(table.positions) > most:
-        words.print(f"and {len(table.positions) - most} more positions (--json prints all)")
+    if len(table.positions) > MOST_POSITIONS:
+        words.say(f"and {len(table.positions) - MOST_POSITIONS} more positions (--json prints all)")

@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ultr.cli import options
-from ultr.cli.messages import words
-from ultr.cli.options import free_path, named_columns, plain, print_next, print_notes, print_table, print_warnings
+from ultr.cli.messages import plain, with_options, words
+from ultr.cli.options import (
+    free_path,
+    new_table,
+    print_next,
+    print_notes,
+    print_table,
+    print_warnings,
+    without_none,
+)
 from ultr.errors import OptionError, UnfinishedError
 
 SHOWN_POSITIONS = 20  # positions whose examination is printed, at most
@@ -22,7 +29,9 @@ if TYPE_CHECKING:
     from ultr.evaluation.comparing import RankerComparison
 
 
+@with_options("columns", options.COLUMNS)
 def evaluate(
+    *,
     runs: Annotated[
         list[str] | None, typer.Argument(help="Finished runs. Without --data, the last argument is the data.")
     ] = None,
@@ -75,17 +84,7 @@ def evaluate(
     ] = "pbm",
     eta: options.Eta = 1.0,
     epsilon: options.Epsilon = 0.1,
-    request: options.RequestColumn = None,
-    position: options.PositionColumn = None,
-    item: options.ItemColumn = None,
-    features: options.FeatureColumns = None,
-    categorical: options.CategoricalColumns = None,
-    actions: options.ActionColumns = None,
-    query: options.QueryColumn = None,
-    segment: options.SegmentColumn = None,
-    randomised: options.RandomisedColumn = None,
-    swaps: options.SwapsColumn = None,
-    relevance: options.RelevanceColumn = None,
+    columns: dict[str, str],
     on_duplicates: Annotated[
         str | None,
         typer.Option(help="Repeated rows of a request, as for ultr train.", show_default="as for the training log"),
@@ -121,6 +120,7 @@ def evaluate(
 
     if fail_unless not in (None, "deploy", "test"):
         raise OptionError("--fail-unless must be deploy or test", got=fail_unless)
+    columns = without_none(columns)
     folders = list(runs or [])
     if data is None:
         if not folders:
@@ -130,11 +130,11 @@ def evaluate(
         if folders or score_column or fail_unless or fail_if_worse:
             what = "--team compares the rankers of a log, so runs, --score-column and --fail-... are of no use"
             raise OptionError(what, hint="pass only the log")
-        _evaluate_teams(data, team, label, where, on_duplicates, named_columns(locals()), as_json=as_json)
+        rows: dict[str, Any] = {"where": where or (), "on_duplicates": on_duplicates or "error"}
+        _evaluate_teams(data, team, {"label": label, **rows, **columns}, as_json=as_json)
         return
     known = None if propensities is None else read_propensities(propensities)
-    columns = named_columns(locals())
-    with words.status(plain(f"reading {data} and scoring it ...")):
+    with words.status(f"reading {data} and scoring it ..."):
         found = api.evaluate(
             folders,
             data,
@@ -166,34 +166,21 @@ def evaluate(
         raise typer.Exit(UnfinishedError.exit_code)
 
 
-def _evaluate_teams(
-    data: str,
-    team: str,
-    label: str | None,
-    where: list[str] | None,
-    on_duplicates: str | None,
-    columns: dict[str, Any],
-    *,
-    as_json: bool,
-) -> None:
+def _evaluate_teams(data: str, team: str, settings: dict[str, Any], *, as_json: bool) -> None:
     """Compare the rankers of interleaved lists, and print a decision on each pair, and a table."""
     from ultr import api
 
-    rows: dict[str, Any] = {"where": where or (), "on_duplicates": on_duplicates or "error"}
-    with words.status(plain(f"reading {data} ...")):
-        found = api.interleaving(data, team, label=label, **rows, **columns)
+    with words.status(f"reading {data} ..."):
+        found = api.interleaving(data, team, **settings)
     print_warnings(found.warnings)
     if as_json:
         print(json.dumps({"data": data, **found.to_json()}))
         return
     for test in found.tests:
-        words.print(plain(f"{test.first}: {test.decision}"), soft_wrap=True)
+        words.say(f"{test.first}: {test.decision}")
     title = f"{data}: {found.requests:,} requests with interleaved lists; feedback: {found.label}"
-    table = Table(title=plain(title), title_justify="left")
-    for heading in ("ranker", "against"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("requests", "wins", "losses", "share of wins", "95% interval", "feedback", "95% interval", "p"):
-        table.add_column(heading, justify="right")
+    headings = ("requests", "wins", "losses", "share of wins", "95% interval", "feedback", "95% interval", "p")
+    table = new_table(plain(title), names=("ranker", "against"), numbers=headings)
     for test in found.tests:
         difference = test.difference
         counts = [f"{count:,}" for count in (test.requests, test.wins, test.losses)]
@@ -231,19 +218,18 @@ def print_comparison(found: RankerComparison, data: str) -> None:
     """Print the decision on each ranker, and a table with a row for each metric and ranker."""
     for name in found.rankers:
         if (decision := found.decision(name)) is not None:
-            words.print(plain(f"{name}: {decision}"), soft_wrap=True)
+            words.say(f"{name}: {decision}")
     if found.theta:
         how = found.evidence if found.confirmed else f"{found.evidence}; {RANGE}"
-        words.print(plain(f"one examination for all rankers: {_theta_text(found.theta)} ({how})"), soft_wrap=True)
+        words.say(f"one examination for all rankers: {_theta_text(found.theta)} ({how})")
     tested = any(value.difference for values in found.rankers.values() for value in values.values())
     title = f"{data}: {found.requests:,} requests"
     if tested:
         title += f". Differences to {found.against}: paired tests over requests, p corrected by Holm's method"
-    table = Table(title=plain(title), title_justify="left")
-    table.add_column("metric", no_wrap=True)
-    table.add_column("ranker", no_wrap=True)
-    for heading in ("mean", "95% interval", *(("difference", "95% interval", "p over requests") if tested else ())):
-        table.add_column(heading, justify="right")
+    numbers = ["mean", "95% interval"]
+    if tested:
+        numbers += ["difference", "95% interval", "p over requests"]
+    table = new_table(plain(title), names=("metric", "ranker"), numbers=numbers)
     for metric in next(iter(found.rankers.values())):
         for name, values in found.rankers.items():
             value, test = values[metric], values[metric].difference
@@ -253,18 +239,18 @@ def print_comparison(found: RankerComparison, data: str) -> None:
             table.add_row(metric, plain(name), *cells)
     print_table(table)
     alone = [
-        f"{plain(name)} {mean.mean:.4f} ({mean.low:.4f} to {mean.high:.4f})"
+        f"{name} {mean.mean:.4f} ({mean.low:.4f} to {mean.high:.4f})"
         for name, values in found.rankers.items()
         for value in values.values()
         if (mean := value.random_order) is not None
     ]
     if alone:
-        words.print(f"from requests in random order alone, without examination: {', '.join(alone)}", soft_wrap=True)
+        words.say(f"from requests in random order alone, without examination: {', '.join(alone)}")
     clicks = [
-        f"{value.effective_clicks:,.0f} ({plain(name)}, {metric})"
+        f"{value.effective_clicks:,.0f} ({name}, {metric})"
         for name, values in found.rankers.items()
         for metric, value in values.items()
         if value.effective_clicks is not None
     ]
     if clicks:
-        words.print(f"effective sample sizes, in clicks: {', '.join(clicks)}", soft_wrap=True)
+        words.say(f"effective sample sizes, in clicks: {', '.join(clicks)}")

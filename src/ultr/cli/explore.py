@@ -9,8 +9,8 @@ import typer
 from rich.table import Table
 
 from ultr.cli import options
-from ultr.cli.messages import words
-from ultr.cli.options import named_columns, plain, print_notes, print_table
+from ultr.cli.messages import with_options, words
+from ultr.cli.options import print_notes, print_table
 
 if TYPE_CHECKING:
     from ultr.bias.audit import BiasReport
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 DAY = 86_400  # seconds
 
 
+@with_options("columns", options.columns("request", "position", "item", "actions", "query", "randomised", "swaps"))
 def explore(
-    log_path: Annotated[
-        list[str],
-        typer.Argument(metavar="LOG", help=f"A log, as Parquet, Arrow, CSV, JSONL or SVMlight: {options.SOURCES}."),
-    ],
+    *,
+    log_path: options.AnyLog,
     precision: Annotated[
         float, typer.Option(help="Half-width of the 95% intervals of examination, relative to it.", min=0.01, max=1.0)
     ] = 0.1,
@@ -43,13 +42,7 @@ def explore(
     label: Annotated[
         str | None, typer.Option(help="Expression over actions; a value above zero counts as a click. Default: click.")
     ] = None,
-    request: options.RequestColumn = None,
-    position: options.PositionColumn = None,
-    item: options.ItemColumn = None,
-    actions: options.ActionColumns = None,
-    query: options.QueryColumn = None,
-    randomised: options.RandomisedColumn = None,
-    swaps: options.SwapsColumn = None,
+    columns: dict[str, str],
     on_duplicates: options.OnDuplicates = "error",
     where: options.Where = None,
     overwrite: options.Overwrite = False,
@@ -60,13 +53,12 @@ def explore(
     from ultr.errors import OptionError, nearest
     from ultr.utils.files import check_output
 
-    columns = named_columns(locals())
     if plan is not None and plan not in PLANS:
         raise OptionError(f"there is no plan '{plan}'", hint=nearest(plan, PLANS))
     if out is not None:
         check_output(out, overwrite=overwrite)
     source = options.one_source(log_path)
-    with words.status(plain(f"reading {source} ...")):
+    with words.status(f"reading {source} ..."):
         rows: dict[str, Any] = {"on_duplicates": on_duplicates, "where": tuple(where or ())}
         log, report = _audit(source, label, time, rows, columns)
     traffic = traffic_of(report)
@@ -85,8 +77,8 @@ def explore(
     _print_choice(plans, chosen)
     if out is not None:
         control = f"{1 - chosen.share:.1%} of the requests are the control"
-        words.print(plain(f"wrote {out}: {len(chosen.swaps)} swaps; {control}"), soft_wrap=True)
-        words.print("log the drawn arm of each request, then run: ultr bias LOG --swaps COLUMN", soft_wrap=True)
+        words.say(f"wrote {out}: {len(chosen.swaps)} swaps; {control}")
+        words.say("log the drawn arm of each request, then run: ultr bias LOG --swaps COLUMN")
 
 
 def _audit(
@@ -150,10 +142,10 @@ def _content(
 def _print_examination(traffic: Traffic) -> None:
     if traffic.assumed:
         what = "the log does not identify examination, so the plans assume the worst case"
-        words.print(f"examination: {what}: swaps lose at most the clicks below", soft_wrap=True)
+        words.say(f"examination: {what}: swaps lose at most the clicks below")
         return
     shown = ", ".join(f"{theta:.2f} at {k}" for k, theta in zip(traffic.positions, traffic.theta, strict=True))
-    words.print(f"examination, as the log estimates it: {shown}", soft_wrap=True)
+    words.say(f"examination, as the log estimates it: {shown}")
 
 
 def _print_plans(plans: dict[str, ExplorationPlan], daily: float | None) -> None:
@@ -184,13 +176,12 @@ def _print_plans(plans: dict[str, ExplorationPlan], daily: float | None) -> None
 
 def _print_choice(plans: dict[str, ExplorationPlan], chosen: ExplorationPlan) -> None:
     """Print which plan is chosen, and another one that loses fewer clicks in more time."""
-    words.print(f"chosen: {chosen.name}", soft_wrap=True)
+    words.say(f"chosen: {chosen.name}")
     others = [each for each in plans.values() if each.swaps and each.positions == chosen.positions]
     least = min(others, key=lambda each: each.lost_clicks)
     if least.lost_clicks < chosen.lost_clicks:
         longer = f"{least.requests / chosen.requests:.1f} times as many requests"
-        words.print(
+        words.say(
             f"{least.name} loses {least.lost_clicks:,.0f} clicks instead of {chosen.lost_clicks:,.0f}, "
             f"but needs {longer} (--plan {least.name})",
-            soft_wrap=True,
         )

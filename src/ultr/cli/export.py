@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ultr.cli.messages import words
-from ultr.cli.options import Json, Overwrite, plain, print_next
+from ultr.cli.options import Json, Overwrite, print_next
 
 
 def export(
@@ -30,12 +30,12 @@ def export(
         about = {key: exported.about.get(key) for key in ("parity", "no_onnx")}
         print(json.dumps({"out": out, "run": run, "files": sorted(exported.files), **about}))
         return
-    words.print(plain(f"wrote {out}: {', '.join(sorted(exported.files))}"), soft_wrap=True)
+    words.say(f"wrote {out}: {', '.join(sorted(exported.files))}")
     if not exported.has_onnx:
-        words.print(plain(f"no ONNX model: {exported.about['no_onnx']}"), soft_wrap=True)
-        words.print(plain(f"to use the model, load {out} with {exported.ranker}"), soft_wrap=True)
+        words.say(f"no ONNX model: {exported.about['no_onnx']}")
+        words.say(f"to use the model, load {out} with {exported.ranker}")
         return
     parity = exported.about["parity"]
     largest, allowed = parity["largest_difference"], parity["tolerance"]
-    words.print(f"on {parity['rows']:,} real rows, scores differ by at most {largest:.1e} (allowed: {allowed:.1e})")
+    words.say(f"on {parity['rows']:,} real rows, scores differ by at most {largest:.1e} (allowed: {allowed:.1e})")
     print_next("serve", out)

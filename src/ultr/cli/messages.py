@@ -13,10 +13,11 @@ import logging
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import typer
 from rich.console import Console
@@ -28,6 +29,7 @@ from ultr.errors import OptionError, nearest, redact
 LINE_SECONDS = 8.0  # between two lines of progress; users are promised one at least every 10 seconds
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 COLOURS = {"warning": "yellow", "error": "bold red"}  # of the labels of messages
+UNCHANGED = {"markup": False, "soft_wrap": True}  # of the console: print a text as it is
 LOG_LEVEL = Annotated[
     str, typer.Option("--log-level", metavar="LEVEL", help="Least level of messages: debug to error.")
 ]
@@ -54,30 +56,38 @@ class Words:
         *,
         level: str = "info",
         label: str | None = None,
-        markup: bool = True,
         fields: Mapping[str, Any] | None = None,
-        **options: Any,
+        soft_wrap: bool = False,
+        emoji: bool = True,
     ) -> None:
-        """Print a message; warnings and errors begin with a label, which is their level unless one is given.
+        """Print a message with markup of rich; warnings and errors begin with a label, which is their level by default.
 
         With --log-json, the line also has `fields`.
         """
         message = redact(message)
-        text = Text.from_markup(message, emoji=options.get("emoji", True)).plain if markup else message
         shown = f"[{COLOURS[level]}]{label or level}:[/] {message}" if level in COLOURS else message
-        logger.log(
-            LEVELS[level], text, extra={"printed": (shown, {"markup": markup, **options}), "fields": fields or {}}
-        )
+        text = Text.from_markup(message, emoji=emoji).plain
+        options = {"soft_wrap": soft_wrap, "emoji": emoji}
+        logger.log(LEVELS[level], text, extra={"printed": (shown, options), "fields": fields or {}})
+
+    def say(self, message: str, **options: Any) -> None:
+        """Print a message as it is, which is not broken into lines; options are those of `print`."""
+        self.print(plain(message), soft_wrap=True, emoji=False, **options)
 
     def status(self, message: str) -> AbstractContextManager[Any]:
         """Show a message while a `with` block runs: on a terminal beside a moving sign, else as lines."""
         message = redact(message)
         if self.has_bars:
-            return self.console.status(message)
-        return _Lines(Text.from_markup(message).plain.removesuffix(" ..."))
+            return self.console.status(plain(message))
+        return _Lines(message.removesuffix(" ..."), "")
 
 
 words = Words()
+
+
+def plain(text: str) -> str:
+    """Escape square brackets, which the library rich, which prints the text, would take for markup."""
+    return text.replace("[", r"\[")
 
 
 class _Handler(logging.Handler):
@@ -96,7 +106,7 @@ class _Handler(logging.Handler):
             content |= {} if stage is None else {"stage": stage}
             print(json.dumps(content | getattr(record, "fields", {})), file=sys.stderr, flush=True)
         elif stage is None:
-            message, options = getattr(record, "printed", (text, {"markup": False, "soft_wrap": True}))
+            message, options = getattr(record, "printed", (text, UNCHANGED))
             words.console.print(message, **options)
 
 
@@ -128,48 +138,70 @@ def with_log_options(command: Callable[..., None]) -> Callable[..., None]:
         logging.getLogger("ultr").setLevel(LEVELS[log_level])
         command(*arguments, **options)
 
+    add_options(run, command, {"log_level": (LOG_LEVEL, "info"), "log_json": (LOG_JSON, False)})
+    return run
+
+
+def with_options(parameter: str, options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator of commands that puts options, name -> annotated type, in the place of a parameter.
+
+    The options have no defaults. The parameter gets the values of those that the user has passed, by name.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            passed = {name: value for name in options if (value := values.pop(name)) is not None}
+            command(**values, **{parameter: passed})
+
+        add_options(run, command, {name: (kind, None) for name, kind in options.items()}, instead_of=parameter)
+        return run
+
+    return decorate
+
+
+def add_options(
+    run: Callable[..., None],
+    command: Callable[..., None],
+    options: Mapping[str, tuple[Any, Any]],
+    *,
+    instead_of: str = "",
+) -> None:
+    """Give `run` the parameters of a command, and options, name -> (type, default), at the end or for a parameter."""
     signature = inspect.signature(command, eval_str=True)
-    named = {"log_level": (LOG_LEVEL, "info"), "log_json": (LOG_JSON, False)}
     further = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        for name, (kind, default) in named.items()
+        for name, (kind, default) in options.items()
     ]
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *further])  # type: ignore[attr-defined]
-    run.__annotations__ = {**command.__annotations__, **{name: kind for name, (kind, _) in named.items()}}
-    return run
+    parameters = list(signature.parameters.values())
+    place = list(signature.parameters).index(instead_of) if instead_of else len(parameters)
+    parameters[place : place + 1] = further
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {**command.__annotations__, **{name: kind for name, (kind, _) in options.items()}}
+    run.__annotations__.pop(instead_of, None)
 
 
 # --- Progress ---------------------------------------------------------------------------------------------------------
 
 
-class _Display:
+class _Display(ABC):
     """Progress of a command: what it does now, how much of it is done, and a text about it."""
 
-    def add_task(self, description: str, *, total: float | None, figure: str) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def update(self, **changes: Any) -> None:
+        """Change the `description`, the numbers `completed` and `total`, or the text `figure`; None changes nothing."""
 
-    def update(
-        self,
-        task: Any,
-        *,
-        description: str | None = None,
-        completed: float | None = None,
-        total: float | None = None,
-        figure: str | None = None,
-    ) -> None:
-        raise NotImplementedError
-
+    @abstractmethod
     def begin(self, stage: str) -> None:
         """Show that a stage begins."""
-        raise NotImplementedError
 
-    def start(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def start(self) -> None: ...
 
-    def stop(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def stop(self) -> None: ...
 
-    def __enter__(self) -> _Display:
+    def __enter__(self) -> Self:
         self._outer, words.display = words.display, self
         self.start()
         return self
@@ -182,7 +214,7 @@ class _Display:
 class _Bar(_Display):
     """A bar on a terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, description: str, figure: str) -> None:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -192,35 +224,32 @@ class _Bar(_Display):
             TimeRemainingColumn(),
         )
         self._bar = Progress(*columns, console=words.console, disable=words.quiet)
-        self.start, self.stop = self._bar.start, self._bar.stop  # type: ignore[method-assign]
+        self._task = self._bar.add_task(description, total=None, figure=figure)
 
-    def add_task(self, description: str, *, total: float | None, figure: str) -> Any:
-        return self._bar.add_task(description, total=total, figure=figure)
-
-    def update(self, task: Any, **changes: Any) -> None:
-        self._bar.update(task, **{name: value for name, value in changes.items() if value is not None})
+    def update(self, **changes: Any) -> None:
+        self._bar.update(self._task, **_given(changes))
 
     def begin(self, stage: str) -> None:
-        for task in self._bar.task_ids:
-            self._bar.update(task, description=stage)
+        self._bar.update(self._task, description=stage)
+
+    def start(self) -> None:
+        self._bar.start()
+
+    def stop(self) -> None:
+        self._bar.stop()
 
 
 class _Lines(_Display):
     """A line every few seconds, from a thread of its own, because some stages report nothing while they run."""
 
-    def __init__(self, description: str = "") -> None:
-        self._begun = time.monotonic()
+    def __init__(self, description: str, figure: str) -> None:
+        self._begun = self._since = time.monotonic()  # of the display, and of the stage
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ultr-progress", daemon=True)
-        self._now: dict[str, Any] = {"description": description, "completed": 0.0, "total": None, "figure": ""}
-        self._since = self._begun  # when the stage began
+        self._now: dict[str, Any] = {"description": description, "completed": 0.0, "total": None, "figure": figure}
 
-    def add_task(self, description: str, *, total: float | None, figure: str) -> int:
-        self._now = {"description": description, "completed": 0.0, "total": total, "figure": figure}
-        return 0
-
-    def update(self, task: Any, **changes: Any) -> None:
-        given = {name: value for name, value in changes.items() if value is not None}
+    def update(self, **changes: Any) -> None:
+        given = _given(changes)
         if given.get("description", self._now["description"]) != self._now["description"]:
             self.begin(given["description"])
         self._now = {**self._now, **given}
@@ -239,29 +268,30 @@ class _Lines(_Display):
     def _run(self) -> None:
         while not self._stopped.wait(LINE_SECONDS):
             now, clock = self._now, time.monotonic()
-            done, total, in_stage = now["completed"], now["total"], clock - self._since
+            done, total, figure = now["completed"], now["total"], now["figure"]
+            is_unit = figure and " " not in figure  # the name of what is counted; otherwise metrics of training
             parts = []
             fields: dict[str, Any] = {"progress": now["description"], "seconds": round(clock - self._begun, 1)}
             if done or total:
-                parts.append(f"{done:,.0f}" + (f" of {total:,.0f}" if total else "") + _unit(now["figure"]))
+                parts.append(
+                    f"{done:,.0f}" + (f" of {total:,.0f}" if total else "") + (f" {figure}" if is_unit else "")
+                )
                 fields |= {"done": done, "total": total}
-            parts += [now["figure"]] if now["figure"] and " " in now["figure"] else []
+            parts += [figure] if figure and not is_unit else []
             parts.append(f"{clock - self._begun:.0f} s")
             if total and done:
-                left = in_stage * (total - done) / done
-                how = "at most" if " " in now["figure"] else "about"  # training, which has a metric, may stop early
+                left = (clock - self._since) * (total - done) / done
+                how = "at most" if " " in figure else "about"  # training may stop early
                 parts.append(f"{how} {left:.0f} s left")
                 fields["seconds_left"] = round(left, 1)
             message = f"{now['description']}: {', '.join(parts)}"
-            options = {"markup": False, "soft_wrap": True}
-            logger.info(message, extra={"printed": (message, options), "fields": fields})
+            logger.info(message, extra={"printed": (message, UNCHANGED), "fields": fields})
 
 
-def _unit(figure: str) -> str:
-    """Return a figure that is one word, the name of what is counted, with a blank before it."""
-    return f" {figure}" if figure and " " not in figure else ""
+def _given(changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in changes.items() if value is not None}
 
 
-def progress_bar() -> _Display:
+def progress_bar(description: str, figure: str = "") -> _Display:
     """Return progress on stderr: a bar on a terminal, else a line every few seconds."""
-    return _Bar() if words.has_bars or words.quiet else _Lines()
+    return _Bar(description, figure) if words.has_bars or words.quiet else _Lines(description, figure)

@@ -12,11 +12,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ultr.cli.messages import words
+from ultr.cli.messages import plain, words
 from ultr.errors import OptionError, UltrError
 
 if TYPE_CHECKING:
     from ultr.checks.pitfalls import Pitfall
+
+
+def new_table(title: str, *, names: Sequence[str] = (), numbers: Sequence[str] = ()) -> Table:
+    """Return a table with columns of names, and then of numbers, which are aligned on the right."""
+    table = Table(title=title, title_justify="left")
+    for heading in names:
+        table.add_column(heading, no_wrap=True)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
 
 
 def print_table(table: Table) -> None:
@@ -34,68 +44,35 @@ DataDir = Annotated[
 Eta = Annotated[float, typer.Option("--eta", help="Severity of the simulated position bias; 0: none.")]
 Epsilon = Annotated[float, typer.Option("--epsilon", help="Probability that users click an irrelevant item.")]
 
-COLUMNS = "Columns of the log: recognised by common names, or named here"  # a panel of --help
-RequestColumn = Annotated[
-    str | None, typer.Option("--request", metavar="NAME", help="Id of the request.", rich_help_panel=COLUMNS)
-]
-PositionColumn = Annotated[
-    str | None,
-    typer.Option("--position", metavar="NAME", help="Position at which the item was shown.", rich_help_panel=COLUMNS),
-]
-ItemColumn = Annotated[
-    str | None, typer.Option("--item", metavar="NAME", help="Id of the item.", rich_help_panel=COLUMNS)
-]
-FeatureColumns = Annotated[
-    str | None,
-    typer.Option(
-        "--features", metavar="NAMES", help="Features: names or patterns, 'price,f_*'.", rich_help_panel=COLUMNS
-    ),
-]
-CategoricalColumns = Annotated[
-    str | None,
-    typer.Option(
-        "--categorical", metavar="NAMES", help="Features that are categories or ids.", rich_help_panel=COLUMNS
-    ),
-]
-ActionColumns = Annotated[
-    str | None,
-    typer.Option("--actions", metavar="NAMES", help="Feedback, such as click,dwell.", rich_help_panel=COLUMNS),
-]
-QueryColumn = Annotated[
-    str | None,
-    typer.Option(
-        "--query", metavar="NAME", help="Query; requests of one query show the same items.", rich_help_panel=COLUMNS
-    ),
-]
-SegmentColumn = Annotated[
-    str | None,
-    typer.Option(
-        "--segment", metavar="NAME", help="Examination is estimated for each of its values.", rich_help_panel=COLUMNS
-    ),
-]
-FoundSegment = Annotated[
-    str | None,
-    typer.Option(
-        "--segment",
-        metavar="NAME",
-        help="Examination is estimated for each value; none: do not look for one.",
-        rich_help_panel=COLUMNS,
-    ),
-]
-RandomisedColumn = Annotated[
-    str | None,
-    typer.Option(
-        "--randomised", metavar="NAME", help="Mark of requests shown in random order.", rich_help_panel=COLUMNS
-    ),
-]
-SwapsColumn = Annotated[
-    str | None,
-    typer.Option("--swaps", metavar="NAME", help="Drawn arm of ultr explore, such as 1-3.", rich_help_panel=COLUMNS),
-]
-RelevanceColumn = Annotated[
-    str | None,
-    typer.Option("--relevance", metavar="NAME", help="True labels, if they are known.", rich_help_panel=COLUMNS),
-]
+
+def column(metavar: str, text: str) -> Any:
+    """Return the type of an option that names columns of a log, which has its own panel in --help."""
+    panel = "Columns of the log: recognised by common names, or named here"
+    return Annotated[str | None, typer.Option(metavar=metavar, help=text, rich_help_panel=panel)]
+
+
+COLUMNS = {  # role -> type of the option
+    "request": column("NAME", "Id of the request."),
+    "position": column("NAME", "Position at which the item was shown."),
+    "item": column("NAME", "Id of the item."),
+    "features": column("NAMES", "Features: names or patterns, 'price,f_*'."),
+    "categorical": column("NAMES", "Features that are categories or ids."),
+    "actions": column("NAMES", "Feedback, such as click,dwell."),
+    "query": column("NAME", "Query; requests of one query show the same items."),
+    "segment": column("NAME", "Examination is estimated for each of its values."),
+    "randomised": column("NAME", "Mark of requests shown in random order."),
+    "swaps": column("NAME", "Drawn arm of ultr explore, such as 1-3."),
+    "relevance": column("NAME", "True labels, if they are known."),
+}
+FOUND_SEGMENT = {"segment": column("NAME", "Examination is estimated for each value; none: do not look for one.")}
+LOG_COLUMNS = tuple(role for role in COLUMNS if role != "relevance")
+
+
+def columns(*roles: str) -> dict[str, Any]:
+    """Return the options for columns with these roles, for `with_options`."""
+    return {role: COLUMNS[role] for role in roles}
+
+
 OnDuplicates = Annotated[
     str,
     typer.Option(
@@ -116,10 +93,9 @@ Master = Annotated[
     typer.Option("--master", help="Spark master, e.g. local[4]; default: the environment variable SPARK_MASTER."),
 ]
 SOURCES = "files, folders (also with date=.../ partitions), 'patterns*.parquet' or URLs (s3:// gs:// hdfs:// file://)"
-LOG_COLUMNS = (
-    *("request", "position", "item", "query", "segment", "randomised", "swaps"),
-    *("actions", "features", "categorical"),
-)
+AnyLog = Annotated[
+    list[str], typer.Argument(metavar="LOG", help=f"A log, as Parquet, Arrow, CSV, JSONL or SVMlight: {SOURCES}.")
+]
 # The column options of each command that a `next:` line may name.
 CARRIED = {
     "bias": LOG_COLUMNS,
@@ -140,7 +116,7 @@ def print_next(command: str, *arguments: object, columns: Mapping[str, Any] | No
         for each in value if isinstance(value, list | tuple) else [value]:
             if each is not None and (name in carried or each != ""):
                 parts += [f"--{name.replace('_', '-')}", str(each)]
-    words.print(f"next: {shlex.join(parts)}", soft_wrap=True, markup=False, emoji=False)
+    words.say(f"next: {shlex.join(parts)}")
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
@@ -172,11 +148,6 @@ def check_engine(engine: str | None, **others: Any) -> None:
         raise OptionError(f"--{name} is an option of engines", hint=f"pass --engine too, or leave out --{name}")
 
 
-def unless(value: str, default: str) -> str | None:
-    """Return an option's value for a `next:` line; None if it is the default."""
-    return None if value == default else value
-
-
 def free_path(name: str) -> Path:
     """Return a path in the current folder that does not exist: this name, or the name with a number."""
     path, number = Path(name), 2
@@ -197,7 +168,7 @@ def print_warning(pitfall: Pitfall) -> None:
 
 def print_warnings(warnings: Iterable[str]) -> None:
     for warning in warnings:
-        words.print(plain(one_line(warning)), level="warning", soft_wrap=True)
+        words.say(one_line(warning), level="warning")
 
 
 def columns_text(columns: Mapping[str, Any], most: int = 12) -> str:
@@ -210,12 +181,9 @@ def columns_text(columns: Mapping[str, Any], most: int = 12) -> str:
     return "; ".join(parts)
 
 
-def named_columns(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return role -> column for the column options that the user has passed; an empty name means no column."""
-    from ultr.log.columns import ROLES
-
-    named = {role: options[role] for role in ROLES if options.get(role) is not None}
-    return {**named, "segment": ""} if named.get("segment") == "none" else named
+def without_none(columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return columns by role, in which the segment `none` is an empty name: no column."""
+    return {**columns, "segment": ""} if columns.get("segment") == "none" else dict(columns)
 
 
 def with_segment(source: str, columns: dict[str, Any], *, label: str | None, **reading: Any) -> dict[str, Any]:
@@ -231,7 +199,7 @@ def with_segment(source: str, columns: dict[str, Any], *, label: str | None, **r
         return columns  # reading the log reports the error
     if found is None:
         return columns
-    words.print(plain(one_line(f"segments: {found}; --segment none switches this off")), soft_wrap=True)
+    words.say(one_line(f"segments: {found}; --segment none switches this off"))
     return {**columns, "segment": found.column}
 
 
@@ -240,15 +208,10 @@ def pages_can_be_made() -> bool:
     from ultr.report.page import missing_packages
 
     if missing := missing_packages():
-        words.print(f"HTML pages are not written; to get them, run: pip install {' '.join(missing)}")
+        words.say(f"HTML pages are not written; to get them, run: pip install {' '.join(missing)}")
     return not missing
 
 
 def one_line(text: str) -> str:
     """Return a text with line ends and other control characters escaped; names from files may contain them."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-
-
-def plain(text: str) -> str:
-    """Escape square brackets, which the library rich, which prints the text, would take for markup."""
-    return text.replace("[", r"\[")

@@ -7,18 +7,19 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ultr.cli import options
-from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import free_path, plain, print_next, print_notes, print_table
+from ultr.cli.messages import progress_bar, with_options, words
+from ultr.cli.options import free_path, new_table, print_next, print_notes, print_table
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
     from ultr.log.shards import Manifest
 
 
+@with_options("columns", options.COLUMNS)
 def prepare(
+    *,
     source: Annotated[
         list[str],
         typer.Argument(
@@ -38,18 +39,8 @@ def prepare(
         ),
     ] = None,
     engine: Annotated[str, typer.Option(help="Engine that groups the log: duckdb or spark.")] = "duckdb",
-    request: options.RequestColumn = None,
-    position: options.PositionColumn = None,
-    features: options.FeatureColumns = None,
-    categorical: options.CategoricalColumns = None,
-    actions: options.ActionColumns = None,
-    relevance: options.RelevanceColumn = None,
+    columns: dict[str, str],
     weight: Annotated[str | None, typer.Option(help="Column with the weight of the request.")] = None,
-    item: options.ItemColumn = None,
-    query: options.QueryColumn = None,
-    segment: options.SegmentColumn = None,
-    randomised: options.RandomisedColumn = None,
-    swaps: options.SwapsColumn = None,
     events: Annotated[
         str | None, typer.Option(help="A separate table of actions, to join to the log by request and item.")
     ] = None,
@@ -106,8 +97,8 @@ def prepare(
 ) -> None:
     """Group a log of any size into lists, one per request, split for training, validation and testing."""
     # All parameters except those removed here are options of `Preparation` with the same names.
-    settings: dict[str, Any] = dict(locals())
-    for name in ("source", "out", "append", "replace", "overwrite", "as_json"):
+    settings: dict[str, Any] = {**locals(), **columns}
+    for name in ("source", "columns", "out", "append", "replace", "overwrite", "as_json"):
         del settings[name]
     if (lists := out or append) is None or (out and append):
         raise OptionError("--out or --append must name the folder of the lists", hint="pass one of them")
@@ -116,11 +107,10 @@ def prepare(
 
     settings["where"] = tuple(where or ())
     settings["memory"] = options.bytes_of(memory)
-    with progress_bar() as bar:
-        task = bar.add_task("starting", total=None, figure="rows")
+    with progress_bar("starting", "rows") as bar:
 
         def progress(stage: str, done: int, total: int) -> None:
-            bar.update(task, description=stage, completed=done, total=total or None)
+            bar.update(description=stage, completed=done, total=total or None)
 
         how: dict[str, Any] = {"overwrite": overwrite, "append": append is not None, "replace": replace or ()}
         manifest = prepare_lists(options.one_source(source), lists, progress=progress, **how, **settings)
@@ -132,17 +122,14 @@ def prepare(
     dropped = manifest.about["requests_dropped"]
     left_out = f"; {dropped:,} requests left out" if dropped else ""
     content = f"{len(manifest.features)} features, actions {', '.join(manifest.actions) or 'none'}"
-    words.print(plain(f"wrote {lists}: {content}{left_out}"), soft_wrap=True)
+    words.say(f"wrote {lists}: {content}{left_out}")
     if manifest.actions:
         label = None if manifest.label is not None else default_label(manifest.actions)
         print_next("train", lists, label=label, out=free_path("my-run"))
 
 
 def _print(manifest: Manifest) -> None:
-    table = Table(title="Lists", title_justify="left")
-    table.add_column("split")
-    for heading in ("requests", "rows", "longest", "with feedback"):
-        table.add_column(heading, justify="right")
+    table = new_table("Lists", names=("split",), numbers=("requests", "rows", "longest", "with feedback"))
     for split, counts in manifest.splits.items():
         share = counts["with_feedback"] / counts["requests"]
         table.add_row(split, *(f"{counts[name]:,}" for name in ("requests", "rows", "longest")), f"{share:.1%}")

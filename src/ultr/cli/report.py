@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from ultr.cli.messages import words
-from ultr.cli.options import Json, Overwrite, free_path, plain, print_next, print_table
+from ultr.cli.messages import plain, words
+from ultr.cli.options import Json, Overwrite, free_path, new_table, print_next, print_table
 
 if TYPE_CHECKING:
     from ultr.report.runs import Run
@@ -46,7 +45,7 @@ def report(
     for path, run in loaded:
         _print_importance(path, run)
     size = "" if as_url(out) else f" ({as_path(out).stat().st_size / 2**20:.1f} MB)"
-    words.print(f"wrote {out}{size}: open it in a browser", soft_wrap=True)
+    words.say(f"wrote {out}{size}: open it in a browser")
     if len(runs) == 1 and (folders[0] / "model").is_dir():
         print_next("export", runs[0], out=free_path("model"))
 
@@ -55,10 +54,10 @@ def _print_importance(folder: Path, run: Run) -> None:
     """Print the importance of the features of a run, if it has saved it."""
     if not run.importance:
         return
-    table = Table(title=f"Importance of features in {folder}: fall of {run.selection}", title_justify="left")
+    title = f"Importance of features in {folder}: fall of {run.selection}"
     has_gain = run.importance[0].gain is not None
-    for heading in ("feature", "fall", "95% interval", *(("gain",) if has_gain else ())):
-        table.add_column(heading, justify="left" if heading == "feature" else "right")
+    numbers = ["fall", "95% interval"] + ["gain"] * has_gain
+    table = new_table(title, names=("feature",), numbers=numbers)
     for each in run.importance:
         gain = (f"{each.gain or 0:.1%}",) if has_gain else ()
         table.add_row(plain(each.feature), f"{each.drop:+.4f}", f"{each.low:+.4f} to {each.high:+.4f}", *gain)

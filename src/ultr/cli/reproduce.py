@@ -92,11 +92,10 @@ def reproduce(
     options = ["--quick"] * quick  # the options that change results
     options += [text for name, value in values.items() if value is not None for text in (f"--{name}", str(value))]
     results = {}
-    with progress_bar() as bar, Workers(jobs or default_jobs(), until=until) as workers:
-        task = bar.add_task("runs", total=None, figure="")
+    with progress_bar("runs") as bar, Workers(jobs or default_jobs(), until=until) as workers:
 
         def show(done: int, total: int, folder: str) -> None:
-            bar.update(task, completed=done, total=total, figure=folder)
+            bar.update(completed=done, total=total, figure=folder)
 
         lab = Lab(
             out,
@@ -113,7 +112,7 @@ def reproduce(
             on_done=show,
         )
         for name in names:
-            bar.update(task, description=name, completed=0, total=None)
+            bar.update(description=name, completed=0, total=None)
             try:
                 results[name] = EXPERIMENTS[name](lab)
             except UnfinishedError as error:
@@ -128,4 +127,4 @@ def reproduce(
         print(result.text())
     kinds = ".json and .html" if with_pages else ".json"
     written = ", ".join(f"{out / name}.md" for name in results)
-    words.print(f"wrote {written}, each with {kinds} of the same name", soft_wrap=True)
+    words.say(f"wrote {written}, each with {kinds} of the same name")

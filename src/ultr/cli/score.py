@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ultr.cli import options
-from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import columns_text, plain, print_next, print_notes
+from ultr.cli.messages import progress_bar, with_options, words
+from ultr.cli.options import columns_text, print_next, print_notes
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
@@ -19,16 +19,15 @@ if TYPE_CHECKING:
     from ultr.log import Log
 
 
+@with_options("columns", options.columns("request", "position", "item", "features"))
 def score(
+    *,
     run: Annotated[str, typer.Argument(help="A finished run.")],
     candidates: Annotated[
         list[str], typer.Argument(help=f"Rows to score ({options.SOURCES}); positions and actions are optional.")
     ],
     out: Annotated[str, typer.Option(help="The file to write (.parquet, .csv); also a URL.")],
-    request: options.RequestColumn = None,
-    position: options.PositionColumn = None,
-    item: options.ItemColumn = None,
-    features: options.FeatureColumns = None,
+    columns: dict[str, str],
     where: options.Where = None,
     engine: Annotated[
         str | None,
@@ -49,17 +48,15 @@ def score(
     if engine not in (None, "spark"):
         raise OptionError("scores are computed here or by Spark", got=f"--engine {engine}", hint="pass --engine spark")
     source, first = options.one_source(candidates), dict[str, Any]()
-    settings: dict[str, Any] = {"request": request, "position": position, "item": item, "features": features}
-    settings |= {"where": where or (), "overwrite": overwrite}
+    settings: dict[str, Any] = {**columns, "where": where or (), "overwrite": overwrite}
 
     def on_start(columns: Mapping[str, Any], notes: Sequence[str]) -> None:
         first.update(columns=dict(columns), notes=list(notes))
         if columns:
-            words.print(plain(f"columns: {columns_text(columns)}"), soft_wrap=True)
+            words.say(f"columns: {columns_text(columns)}")
         print_notes(notes)
 
-    with progress_bar() as bar:
-        task = bar.add_task("rows", total=None, figure="")
+    with progress_bar("rows") as bar:
         if engine is None:
             from ultr.rankers.model import load_model
             from ultr.serving.scoring import first_ranking, score_file
@@ -74,7 +71,7 @@ def score(
                 out,
                 on_start=on_first,
                 device=device,
-                on_progress=lambda done, rows: bar.update(task, completed=done, total=rows),
+                on_progress=lambda done, rows: bar.update(completed=done, total=rows),
                 **settings,
             )
         else:
@@ -91,7 +88,7 @@ def score(
     if as_json:
         print(json.dumps({"out": out, "run": run, "scores": scores, **first}))
         return
-    words.print(f"wrote {out}: {scores:,} scores; sort the rows of a request by score, highest first", soft_wrap=True)
+    words.say(f"wrote {out}: {scores:,} scores; sort the rows of a request by score, highest first")
     if first.get("example"):
-        words.print(plain(f"for example, {first['example']}"), soft_wrap=True)
+        words.say(f"for example, {first['example']}")
     print_next("serve", run)

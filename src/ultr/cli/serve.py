@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from ultr.cli.messages import words
-from ultr.cli.options import plain
 from ultr.errors import OptionError
 from ultr.utils.stores import as_path, as_url
 
@@ -69,15 +68,14 @@ def serve(
     ):
         address = listener.getsockname()[0]
         if token is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-            words.print(
+            words.say(
                 f"everyone who can reach {address} can use this server; pass --token-file to "
                 "require a token, or --host 127.0.0.1 to accept only this machine",
                 level="warning",
-                soft_wrap=True,
             )
 
         def say(text: str, level: str = "info", /) -> None:
-            words.print(plain(text), level=level, soft_wrap=True)
+            words.say(text, level=level)
 
         serve_on(listener, folder, options, grpc=grpc, say=say)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ultr.cli.messages import words
-from ultr.cli.options import Json, plain, print_table
+from ultr.cli.messages import plain, words
+from ultr.cli.options import Json, print_table
 from ultr.errors import OptionError, nearest
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def options(
     if path == "method":
         _print_methods(of_methods)
     elif path is None:
-        words.print("options of a method: ultr options method.pairwise-em; a file of all options: ultr options --toml")
+        words.say("options of a method: ultr options method.pairwise-em; a file of all options: ultr options --toml")
     elif path.removeprefix(METHOD) in METHODS:
-        words.print(plain(str(inspect.getdoc(METHODS[path.removeprefix(METHOD)]))))
+        words.say(str(inspect.getdoc(METHODS[path.removeprefix(METHOD)])))
 
 
 def _chosen(path: str) -> Sequence[OptionInfo]:

@@ -88,7 +88,7 @@ def simulate(
         content = {"out": str(out), "requests": len(log), "rows": log.rows, "actions": list(log.actions)}
         print(json.dumps({**content, "features": len(log.feature_names), "simulation": notes}))
         return
-    words.print(f"wrote {out}: {log!r}", soft_wrap=True)
+    words.say(f"wrote {out}: {log!r}")
     print_next("describe", out)
 
 

@@ -13,8 +13,8 @@ import typer
 
 from ultr.cli import options
 from ultr.cli import training_options as shared
-from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import free_path, metrics_text, plain, print_next, print_notes, print_warnings
+from ultr.cli.messages import progress_bar, with_options, words
+from ultr.cli.options import free_path, metrics_text, print_next, print_notes, print_warnings
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
@@ -22,29 +22,11 @@ if TYPE_CHECKING:
     from ultr.training.tracking import Tolerant
 
 
+@with_options("given", shared.OPTIONS)
 def train(
+    *,
     out: Annotated[str, typer.Option(metavar="RUN", help="The run directory to write; also a URL.")],
-    data: shared.Data = None,
-    label: shared.LabelOption = None,
-    method: shared.MethodOption = None,
-    ranker: shared.RankerOption = None,
-    users: shared.UsersOption = None,
-    propensities: shared.PropensitiesOption = None,
-    bias: shared.BiasOption = None,
-    steps: shared.StepsOption = None,
-    seed: shared.SeedOption = None,
-    device: shared.DeviceOption = None,
-    where: options.Where = None,
-    request: options.RequestColumn = None,
-    position: options.PositionColumn = None,
-    item: options.ItemColumn = None,
-    features: options.FeatureColumns = None,
-    categorical: options.CategoricalColumns = None,
-    actions: options.ActionColumns = None,
-    query: options.QueryColumn = None,
-    segment: options.FoundSegment = None,
-    randomised: options.RandomisedColumn = None,
-    swaps: options.SwapsColumn = None,
+    given: dict[str, Any],
     settings: shared.SetOption = None,
     config_file: shared.ConfigOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run, with its options.")] = False,
@@ -59,7 +41,6 @@ def train(
 
     ultr options lists all other options; pass them with --set, or in a file with --config.
     """
-    chosen = {name: value for name, value in locals().items() if name in shared.NAMES}
     words.quiet = os.environ.get("RANK", "0") != "0"  # of several processes, only the first prints messages
     with words.status("starting ..."):  # imports take seconds on a busy machine
         from ultr.datasets.base import cache_folder
@@ -70,7 +51,7 @@ def train(
         from ultr.training.run import run_training
         from ultr.utils.stores import kept_here
 
-        config = shared.training_config(chosen, sets=settings or (), file=config_file)
+        config = shared.training_config(given, sets=settings or (), file=config_file)
     if not config.data.source:
         raise OptionError("there is no data to train on", hint="pass a log: ultr train LOG --out RUN")
     notes = list[str]()
@@ -80,19 +61,22 @@ def train(
         print_notes([note])
 
     here = kept_here(out, cache_folder() / "runs", resume=resume, overwrite=overwrite, writes=not words.quiet)
-    with progress_bar() as bar, here as run, _tracked(run, tensorboard=tensorboard, mlflow=mlflow) as trackers:
-        task = bar.add_task("starting", total=None, figure="")
+    with (
+        progress_bar("starting") as bar,
+        here as run,
+        _tracked(run, tensorboard=tensorboard, mlflow=mlflow) as trackers,
+    ):
 
         def show(progress: Progress) -> None:
             total, figure = config.loop(progress.ranker).steps, metrics_text(progress.metrics)
-            bar.update(task, description=progress.ranker, completed=progress.step, total=total, figure=figure)
+            bar.update(description=progress.ranker, completed=progress.step, total=total, figure=figure)
             for tracker in trackers:
                 tracker(progress)
 
         def show_bias(progress: Progress) -> None:
             figure = f"held-out log-likelihood {progress.metrics['likelihood']:.4f}"
             name, total = f"bias model of {progress.ranker}", config.network.bias_steps
-            bar.update(task, description=name, completed=progress.step, total=total, figure=figure)
+            bar.update(description=name, completed=progress.step, total=total, figure=figure)
 
         listeners = Listeners(show_note, options.print_warning, show_bias, show)
         run_training(config, run, resume=resume, overwrite=overwrite, all_options=False, listeners=listeners)
@@ -113,15 +97,15 @@ def train(
         return
     print_warnings(f"{warning['name']}: {warning['what']}" for warning in bias_of_run.get("warnings", ()))
     for name, sentence in bias_of_run.get("summary", {}).items():
-        words.print(plain(f"{name}: {sentence}"), soft_wrap=True)
+        words.say(f"{name}: {sentence}")
     at_step = "" if len(decisions.rankers) > 1 else f" at step {step}"  # that of its trees says little about a sum
-    words.print(plain(f"wrote {out}: {decisions.ranker_name}, {metric} {value:.4f}{at_step}"), soft_wrap=True)
+    words.say(f"wrote {out}: {decisions.ranker_name}, {metric} {value:.4f}{at_step}")
     if config.users is not None:
         print_next("report", out, out=free_path("report.html"))
     else:
         print_next("evaluate", out, config.data.source)  # it prints the command of the report
         print_next("score", out, config.data.source, out=free_path("scores.parquet"))
-        words.print("to score other items, put their file in place of the training log in this command", soft_wrap=True)
+        words.say("to score other items, put their file in place of the training log in this command")
 
 
 @contextmanager
@@ -129,12 +113,12 @@ def _tracked(run: Path, *, tensorboard: bool, mlflow: str | None) -> Iterator[li
     """Yield what follows a run next to the printed progress, if the user asks for it: TensorBoard and MLflow."""
     from ultr.training.tracking import Board, Tolerant, Tracker
 
-    writes, chosen = not words.quiet, list[Board | Tracker]()
+    chosen = list[Board | Tracker]()
     if tensorboard:
-        chosen.append(Board(run, writes=writes))
+        chosen.append(Board(run))
     if mlflow is not None:
-        chosen.append(Tracker(run, mlflow, writes=writes))
-    trackers = [Tolerant(tracker, lambda text: print_warnings([text])) for tracker in chosen]
+        chosen.append(Tracker(run, mlflow))
+    trackers = [Tolerant(each, lambda text: print_warnings([text]), writes=not words.quiet) for each in chosen]
     try:
         yield trackers
     except BaseException:

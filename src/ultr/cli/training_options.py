@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ultr.cli.options import one_source
+from ultr.cli.options import FOUND_SEGMENT, LOG_COLUMNS, Where, columns, one_source
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
@@ -50,48 +50,30 @@ def _read_toml(file: Path) -> dict[str, Any]:
 # --- Options of commands ----------------------------------------------------------------------------------------------
 # Options that both `ultr train` and `ultr compare` have, and the `Config` that is made from them.
 
-Data = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="DATA...",
-        help="A log: files, folders, 'patterns*.parquet' or URLs; prepared lists; with --users, a data set (ml-1m).",
-        show_default=False,
-    ),
-]
-LabelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--label", metavar="EXPR", help="What to learn, over actions. Default: click + dwell / exp(3), or click."
-    ),
-]
-MethodOption = Annotated[
-    str | None, typer.Option("--method", metavar="NAME", help="pairwise-em, or a baseline; see: ultr options method.")
-]
-RankerOption = Annotated[
-    str | None,
-    typer.Option("--ranker", metavar="KIND", help="auto, mlp, linear, lightgbm, xgboost, or a sum: mlp,lightgbm."),
-]
-UsersOption = Annotated[
-    str | None,
-    typer.Option("--users", metavar="KIND", help="Simulate users: pbm, trust, cascade, clickbait or watch."),
-]
-PropensitiesOption = Annotated[
-    Path | None,
-    typer.Option("--propensities", metavar="FILE", help="Known examination: a table of position,propensity."),
-]
-BiasOption = Annotated[
-    str | None,
-    typer.Option("--bias", metavar="RUN", help="Take examination from a run, or from ultr bias --out."),
-]
-StepsOption = Annotated[
-    int | None,
-    typer.Option("--steps", metavar="N", help="Most training steps of the network; of trees alone, rounds."),
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option("--seed", metavar="N", help="The same seed gives the same result. Default: 0."),
-]
-DeviceOption = Annotated[str | None, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:1.")]
+
+def _option(metavar: str, text: str) -> Any:
+    return typer.Option(metavar=metavar, help=text)
+
+
+_DATA = "A log: files, folders, 'patterns*.parquet' or URLs; prepared lists; with --users, a data set (ml-1m)."
+# The options of commands that are also options of `Config`, by short name; some name columns.
+OPTIONS = {
+    "data": Annotated[list[str] | None, typer.Argument(metavar="DATA...", help=_DATA, show_default=False)],
+    "label": Annotated[
+        str | None, _option("EXPR", "What to learn, over actions. Default: click + dwell / exp(3), or click.")
+    ],
+    "method": Annotated[str | None, _option("NAME", "pairwise-em, or a baseline; see: ultr options method.")],
+    "ranker": Annotated[str | None, _option("KIND", "auto, mlp, linear, lightgbm, xgboost, or a sum: mlp,lightgbm.")],
+    "users": Annotated[str | None, _option("KIND", "Simulate users: pbm, trust, cascade, clickbait or watch.")],
+    "propensities": Annotated[Path | None, _option("FILE", "Known examination: a table of position,propensity.")],
+    "bias": Annotated[str | None, _option("RUN", "Take examination from a run, or from ultr bias --out.")],
+    "steps": Annotated[int | None, _option("N", "Most training steps of the network; of trees alone, rounds.")],
+    "seed": Annotated[int | None, _option("N", "The same seed gives the same result. Default: 0.")],
+    "device": Annotated[str | None, _option("DEVICE", "auto, cpu, cuda or cuda:1.")],
+    "where": Where,
+    **columns(*LOG_COLUMNS),
+    **FOUND_SEGMENT,
+}
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Any option that ultr options lists; may be repeated."),
@@ -100,13 +82,6 @@ ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="Options in TOML, or the config.json of a run to repeat."),
 ]
-# The parameters of commands that are options of `Config`, by short name; some name columns.
-OPTIONS = ("data", "label", "method", "ranker", "users", "propensities", "bias", "steps", "seed", "device", "where")
-COLUMNS = (
-    *("request", "position", "item", "features", "categorical", "actions"),
-    *("query", "segment", "randomised", "swaps"),
-)
-NAMES = frozenset((*OPTIONS, *COLUMNS))
 PROPENSITIES = "examination.propensities"
 TABLES = ("trees.parameters.", "simulation.options.")  # paths in these tables have values of any type
 

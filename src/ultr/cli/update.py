@@ -10,7 +10,7 @@ import typer
 from ultr.cli import options
 from ultr.cli.evaluate import print_comparison
 from ultr.cli.messages import progress_bar, words
-from ultr.cli.options import free_path, metrics_text, one_source, plain, print_next, print_notes, print_warnings
+from ultr.cli.options import free_path, metrics_text, one_source, print_next, print_notes, print_warnings
 from ultr.errors import UnfinishedError
 
 
@@ -83,13 +83,10 @@ def update(
 
     source = one_source(log)
     here = kept_here(out, cache_folder() / "runs", resume=True, overwrite=overwrite, writes=True)
-    with progress_bar() as bar, here as folder:
-        task = bar.add_task("update", total=None, figure="")
+    with progress_bar("update") as bar, here as folder:
 
         def show(progress: Any) -> None:
-            bar.update(
-                task, description=progress.ranker, completed=progress.step, figure=metrics_text(progress.metrics)
-            )
+            bar.update(description=progress.ranker, completed=progress.step, figure=metrics_text(progress.metrics))
 
         result = update_run(
             run,
@@ -115,14 +112,14 @@ def update(
             print_comparison(comparison, source if where == NEW_LOG else where)
     if not result.accepted:
         for each in result.reasons:
-            words.print(plain(f"{each.name}: {each.what}; {each.hint}"), soft_wrap=True)
+            words.say(f"{each.name}: {each.what}; {each.hint}")
         kept = f"; the new run is in {written}" if written else ", and nothing was trained"
-        words.print(plain(f"{result.status}: {out} was not written{kept}"), soft_wrap=True)
+        words.say(f"{result.status}: {out} was not written{kept}")
         raise typer.Exit(UnfinishedError.exit_code)
     test = result.value.difference if result.value else None
     about = (
         "" if test is None else f"difference {test.difference:+.4f}, 95% interval {test.low:+.4f} to {test.high:+.4f}"
     )
-    words.print(plain(f"wrote {out}: not clearly worse than {run} ({about})"), soft_wrap=True)
+    words.say(f"wrote {out}: not clearly worse than {run} ({about})")
     if not as_json:
         print_next("report", run, out, out=free_path("report.html"))

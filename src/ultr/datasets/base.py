@@ -7,6 +7,7 @@ import math
 import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -149,6 +150,20 @@ def cached_arrays(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[np.
         for values, shape in zip(arrays, shapes.values(), strict=True)
     )
     return arrays if fits else None
+
+
+def fitted_arrays(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], fit: Callable[[], Sequence[np.ndarray]]
+) -> Sequence[np.ndarray]:
+    """Return the arrays cached in an .npz file; if it is missing or damaged, call `fit` and cache the result."""
+    if (arrays := cached_arrays(path, shapes)) is not None:
+        return arrays
+    fitted = fit()
+    named: dict[str, Any] = dict(zip(shapes, fitted, strict=True))
+    # A cache that cannot be written only costs time.
+    with suppress(OutputError), atomic_path(path, overwrite=True) as temporary, temporary.open("wb") as handle:
+        np.savez(handle, **named)
+    return fitted
 
 
 def _save(dataset: Dataset, folder: Path) -> None:

@@ -11,11 +11,10 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from ultr.datasets.base import Dataset, cache_folder, cached_arrays
-from ultr.errors import DataError, OptionError, OutputError
+from ultr.datasets.base import Dataset, cache_folder, fitted_arrays
+from ultr.errors import DataError, OptionError
 from ultr.log import Log
 from ultr.utils.arguments import Seed, checked
-from ultr.utils.files import atomic_path
 
 FORMAT = 1  # format number of the cached file
 MAX_PAIRS = 50_000  # pairs in the fit; if there are more, these are sampled
@@ -113,12 +112,10 @@ def initial_rankers(
     dataset: Dataset, *, kind: Logging = "linear", share: float = 0.01, seed: Seed = 0
 ) -> list[LinearScorer | NetworkScorer]:
     """Return the rankers that order what simulated users see: one, or a linear one and a network (`both`)."""
-    fitted = []
-    if kind != "network":
-        fitted.append(initial_ranker(dataset, kind="linear", share=share, seed=seed))
-    if kind in ("network", "both"):
-        fitted.append(initial_ranker(dataset, kind="network", share=share, seed=seed))
-    return fitted
+    kinds: tuple[Literal["linear", "network"], ...] = ("linear", "network") if kind == "both" else ("linear",)
+    if kind == "network":
+        kinds = ("network",)
+    return [initial_ranker(dataset, kind=each, share=share, seed=seed) for each in kinds]
 
 
 def initial_ranker(
@@ -138,16 +135,13 @@ def initial_ranker(
         del shapes["weights"]
         shapes |= {"hidden": (width, UNITS), "shift": (UNITS,), "output": (UNITS,)}
         scorer = NetworkScorer
-    if (arrays := cached_arrays(path, shapes)) is not None:
-        return scorer(*arrays)
     fit = ranking_svm if kind == "linear" else regression_network
-    fitted: LinearScorer | NetworkScorer = fit(dataset.train, share=share, seed=seed)
-    try:
-        with atomic_path(path, overwrite=True) as temporary, temporary.open("wb") as handle:
-            np.savez(handle, **{name: getattr(fitted, name) for name in shapes})
-    except OutputError:  # a cache that cannot be written only costs time
-        pass
-    return fitted
+
+    def fitted() -> list[np.ndarray]:
+        ranker = fit(dataset.train, share=share, seed=seed)
+        return [getattr(ranker, name) for name in shapes]
+
+    return scorer(*fitted_arrays(path, shapes, fitted))
 
 
 def _graded_pairs(log: Log, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

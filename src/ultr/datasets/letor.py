@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
 from ultr.datasets.base import Dataset, cached, highest_grade
 from ultr.errors import DataError
 from ultr.log import Log
+from ultr.log.shards import concatenate_logs
 from ultr.log.svmlight import read_svmlight
 from ultr.utils.files import existing_file, fingerprint
 
@@ -61,7 +61,10 @@ def read_letor(
         scaled = [replace(log, relevance=log.true_relevance * grade_scale) for log in (train, validation, test)]
         max_grade = highest_grade(*scaled, where=path)
         if drop_irrelevant:
-            scaled[1:] = [_with_relevant(log) for log in scaled[1:]]
+            scaled[1:] = [
+                log.select(np.flatnonzero(np.maximum.reduceat(log.true_relevance, log.offsets[:-1]) > 0))
+                for log in scaled[1:]
+            ]
         digest = hashlib.blake2b(digest_size=16)
         for file in files:
             digest.update(fingerprint(file).encode())
@@ -87,15 +90,13 @@ def _file(folder: Path, stem: str) -> Path | None:
     return next((p for p in (folder / f"{stem}.txt", folder / f"{stem}.txt.gz") if p.is_file()), None)
 
 
-def split_by_request(
-    log: Log, shares: tuple[float, float] = (0.6, 0.8), seed: int = 0, *, where: object = None
-) -> tuple[Log, Log, Log]:
-    """Split the requests of a log at random into training, validation and test, by default 60%, 20% and 20%."""
+def split_by_request(log: Log, *, where: Path) -> tuple[Log, Log, Log]:
+    """Split the requests of a log at random into training (60%), validation (20%) and test (20%)."""
     if len(log) < 5:
         what, hint = "a single file must have at least 5 requests to be split", "pass a folder with one file per split"
         raise DataError(what, where=where, got=len(log), hint=hint)
-    order = np.random.default_rng(seed).permutation(len(log))
-    a, b = (int(share * len(log)) for share in shares)
+    order = np.random.default_rng(0).permutation(len(log))
+    a, b = int(0.6 * len(log)), int(0.8 * len(log))
     return log.select(np.sort(order[:a])), log.select(np.sort(order[a:b])), log.select(np.sort(order[b:]))
 
 
@@ -103,19 +104,10 @@ def join(logs: list[Log]) -> Log:
     """Concatenate logs; raise DataError if two requests have the same id."""
     if len(logs) == 1:
         return logs[0]
-    logs = same_width(logs)
-    starts = np.cumsum([0] + [log.rows for log in logs[:-1]])
-    ids = pa.concat_arrays([log.request_ids for log in logs])
-    if len(ids.unique()) < len(ids):
+    log = concatenate_logs(same_width(logs))
+    if len(log.request_ids.unique()) < len(log):
         raise DataError("a request is in two files of one split", hint="give each request its own id")
-    offsets = np.concatenate([[0]] + [log.offsets[1:] + start for log, start in zip(logs, starts, strict=True)])
-    return replace(
-        logs[0],
-        features=np.concatenate([log.features for log in logs]),
-        offsets=offsets,
-        request_ids=ids,
-        relevance=np.concatenate([log.true_relevance for log in logs]),
-    )
+    return log
 
 
 def same_width(logs: list[Log]) -> list[Log]:
@@ -132,8 +124,3 @@ def same_width(logs: list[Log]) -> list[Log]:
         )
         for log in logs
     ]
-
-
-def _with_relevant(log: Log) -> Log:
-    best = np.maximum.reduceat(log.true_relevance, log.offsets[:-1])
-    return log.select(np.flatnonzero(best > 0))

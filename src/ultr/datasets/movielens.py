@@ -8,7 +8,6 @@ product, 180 in all. Ratings 1-5 become grades 0-4.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import zipfile
 import zlib
@@ -18,10 +17,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from ultr.datasets.base import Dataset, cache_folder, cached, cached_arrays
-from ultr.errors import DataError, MissingExtraError, OutputError
+from ultr.datasets.base import Dataset, cache_folder, cached, fitted_arrays
+from ultr.errors import DataError, MissingExtraError
 from ultr.log import Log
-from ultr.utils.files import atomic_path
 
 # The SHA-256 of ratings.dat in the ml-1m.zip of GroupLens.
 RATINGS_SHA256 = "506d64ca44484487c11dc2d9a28de5c54948213e6b96285e298afe28d6ea4e0f"
@@ -98,32 +96,16 @@ def bpr_vectors(
     return model.user_factors[:, :FACTORS], model.item_factors[:, :FACTORS]  # the last column is a bias
 
 
-def cached_vectors(
-    name: str, shape: tuple[int, int], compute: Callable[[], tuple[np.ndarray, np.ndarray]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the user and movie vectors from the cache, or compute and cache them.
-
-    They have their own cache file, because computing them takes half a minute and needs an optional package.
-    """
-    path = cache_folder() / f"{name}.npz"
-    arrays = cached_arrays(path, {"users": (shape[0], FACTORS), "movies": (shape[1], FACTORS)})
-    if arrays is not None:
-        return arrays[0], arrays[1]
-    users, movies = compute()
-    with contextlib.suppress(OutputError), atomic_path(path, overwrite=True) as temporary:
-        np.savez(temporary, users=users, movies=movies)
-    return users, movies
-
-
 def _build(raw: bytes, digest: str, seed: int) -> Dataset:
     ratings = parse_ratings(raw)
     split = time_split(ratings)
     users, movies = ratings[:, 0], ratings[:, 1]
     train = split == 0
     shape = (int(users.max()) + 1, int(movies.max()) + 1)
-    user_vectors, movie_vectors = cached_vectors(
-        f"ml-1m-bpr{FACTORS}-seed{seed}-{digest[:16]}",
-        shape,
+    # The vectors have their own cache file, because fitting them takes half a minute and needs an optional package.
+    user_vectors, movie_vectors = fitted_arrays(
+        cache_folder() / f"ml-1m-bpr{FACTORS}-seed{seed}-{digest[:16]}.npz",
+        {"users": (shape[0], FACTORS), "movies": (shape[1], FACTORS)},
         lambda: bpr_vectors(users[train], movies[train], shape, seed=seed),
     )
 

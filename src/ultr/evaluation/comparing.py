@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.special import ndtr
 
-from ultr.bias.counts import queries_recur
+from ultr.bias.counts import clicked_rows, queries_recur
 from ultr.bias.examination import Examination, estimate_examination
-from ultr.bias.identification import NORMAL
+from ultr.bias.identification import NORMAL, rounded_up
 from ultr.bias.propensities import theta_by_id
 from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError, nearest
@@ -124,7 +125,7 @@ class RankerComparison:
             return Decision(UNCLEAR, "one request, or one query, gives no interval", value.worse)
         if value.effective_clicks is not None and value.effective_clicks < FEW_CLICKS:
             few = f"the test requests have the information of {value.effective_clicks:.0f} clicks"
-            needed = _rounded(self.requests * FEW_CLICKS / max(value.effective_clicks, 1))
+            needed = rounded_up(self.requests * FEW_CLICKS / max(value.effective_clicks, 1))
             return Decision(UNCLEAR, f"{few}; it needs about {needed:,} requests", value.worse, needed)
         if high < 0 and clear:
             return Decision(REJECT, f"it is worse: {about}", value.worse)
@@ -165,13 +166,7 @@ def _change(value: float, test: PairedTest) -> str:
 def requests_needed(test: PairedTest, requests: int) -> int | None:
     """Return about how many requests make the interval as narrow as the difference is; None if nobody collects them."""
     enough = requests * (max(test.high - test.low, 0.0) / 2 / max(abs(test.difference), 1e-12)) ** 2
-    return None if enough > MOST_REQUESTS * requests else _rounded(enough)
-
-
-def _rounded(number: float) -> int:
-    """Return a number rounded up to two digits."""
-    digits = 10.0 ** max(0, np.floor(np.log10(max(number, 1))) - 1)
-    return int(np.ceil(number / digits - 1e-9) * digits)
+    return None if enough > MOST_REQUESTS * requests else rounded_up(enough)
 
 
 def logged_scores(log: Log) -> np.ndarray | None:
@@ -220,11 +215,22 @@ def compare_rankers(
     models = None
     if any(metric.startswith(OFF_POLICY) for metric in metrics):
         parts = parts or LogParts.of(log)
-        models = _CrossFitted(log, parts, chosen, label, known, others, segments, groups, seed, device)
+        models = _cross_fitted(log, parts, chosen, label, known, others, segments, seed, device)
     values: dict[str, dict[str, RankerValue]] = {name: {} for name in scores}
     for metric in metrics:
         if models is not None and metric.startswith(OFF_POLICY):
-            by_ranker, tests = off_policy_values(models.estimators(metric), scores, metric, against)
+            estimators = plausible_estimators(
+                models.log,
+                metric,
+                models.theta,
+                models.direct,
+                draws=models.draws,
+                doubt=models.doubt,
+                label=label,
+                groups=groups,
+                device=device,
+            )
+            by_ranker, tests = off_policy_values(estimators, scores, metric, against)
         else:
             measure = ScoreMetrics(on, metric, user=user, label=label, device=device)
             plain = {name: check_finite(measure(each))[metric] for name, each in scores.items()}
@@ -238,7 +244,8 @@ def compare_rankers(
     found = RankerComparison(values, against, len(on), chosen_on=chosen_on)
     if models is None:
         return found
-    return replace(found, theta=models.theta_by_slot, evidence=models.evidence, confirmed=models.confirmed)
+    confirmed = models.doubt == CONFIRMED
+    return replace(found, theta=models.theta_by_slot, evidence=models.evidence, confirmed=confirmed)
 
 
 def in_random_order(log: Log, scores: np.ndarray, metric: str, label: str) -> Mean | None:
@@ -303,16 +310,8 @@ def _with_error_of_first(tests: Sequence[PairedTest]) -> list[PairedTest]:
 
     With more position bias than the estimate has, the errors of a few rare clicks would hide what the others show.
     """
-    from scipy.special import ndtr
-
     most = tests[0].high - tests[0].difference
-    limited = [tests[0]]
-    for test in tests[1:]:
-        margin = min(most, test.high - test.difference)
-        p = float(2 * ndtr(-NORMAL * abs(test.difference) / max(margin, 1e-300)))
-        low, high = test.difference - margin, test.difference + margin
-        limited.append(replace(test, low=low, high=high, p=p))
-    return limited
+    return [tests[0], *(test.with_margin(min(most, test.high - test.difference)) for test in tests[1:])]
 
 
 def under_all(tests: Sequence[PairedTest]) -> PairedTest:
@@ -324,8 +323,6 @@ def under_all(tests: Sequence[PairedTest]) -> PairedTest:
 
 def _worse(test: PairedTest, sign: int) -> float:
     """Return the probability that the difference is below 0 (above, if `sign` is -1), given its interval."""
-    from scipy.special import ndtr
-
     error = (test.high - test.low) / (2 * NORMAL)
     return float(ndtr(-sign * test.difference / max(error, 1e-300))) if error < np.inf else 0.5
 
@@ -338,81 +335,78 @@ def doubt_about(
     If one curve does not describe the users, the examination that is returned says so, and is not confirmed.
     """
     theta = model.theta_of(np.unique(log.shown_positions("a test of examination")).tolist(), segments)
-    why = misfit(log, np.asarray(Label(label)(log.actions)) > 0, theta, model.direct(log))
+    why = misfit(log, clicked_rows(log, label), theta, model.direct(log))
     if why is None:
         return examination, CONFIRMED if examination.confirmed else PLAUSIBLE
     doubted = replace(examination, evidence="misfit", source=f"{examination.source}, but {why}")
     return doubted, MISFIT
 
 
+@dataclass(frozen=True, eq=False)
 class _CrossFitted:
-    """A model of the test requests, or one of each half; each was fitted to other requests than it evaluates."""
+    """The test requests with a model of them, or of each half; each was fitted to other requests than it evaluates."""
 
-    def __init__(
-        self,
-        log: Log,
-        parts: LogParts,
-        chosen: np.ndarray,
-        label: str,
-        known: Mapping[str, float] | None,
-        others: Sequence[tuple[Sequence[str], Examination]],
-        segments: Sequence[str],
-        groups: np.ndarray | None,
-        seed: int,
-        device: torch.device | str,
-    ) -> None:
-        positions = log.shown_positions("an off-policy metric")
-        ids = np.unique(positions).tolist()
-        slots = {position: slot(position, segments) for position in ids}
-        given = None if known is None else Examination.known(theta_by_id(known, tuple(ids), tuple(segments)))
-        other = next((at for names, each in others if each.confirmed and (at := each.at(names, slots))), None)
-        places, direct = positions.copy(), np.zeros(log.rows)
-        self._theta: dict[int, float] = {}
-        draws: list[dict[int, float]] = [{} for _ in range(DRAWS)]
-        used: list[Examination] = []
-        doubt = CONFIRMED
-        for number, part in enumerate(_parts(log, chosen, seed)):
-            in_part = np.isin(np.arange(len(log)), part)
-            rest = parts.sample(~in_part, seed=seed)
-            own = given or estimate_examination(rest, Label(label), seed=seed, device=device)
-            examination = other if other is not None and not own.confirmed else own
-            model = fit_off_policy_model(rest, label=label, examination=examination, segments=segments, seed=seed)
-            doubted, why = doubt_about(rest, examination, model, label=label, segments=segments)
-            used.append(doubted)
-            doubt = max(doubt, why)
-            of_part = np.repeat(in_part, log.lengths)
-            places[of_part] += number * FOLD
-            direct[of_part] = parts.mapped(model.direct, in_part)
-            theta = model.theta_of(ids, segments)
-            self._theta |= {number * FOLD + position: value for position, value in theta.items()}
-            same = 0 if examination is other else number  # one examination of a run has the same error in both halves
-            for draw, moved in zip(draws, drawn(examination, theta, same), strict=False):
-                draw |= {number * FOLD + position: value for position, value in moved.items()}
-        rows = np.repeat(chosen, log.lengths)
-        self._log, self._direct = replace(log, positions=places).select(chosen), direct[rows]
-        self._label, self._device, self._groups = label, device, groups
-        self._draws = [draw for draw in draws if len(draw) == len(self._theta)]
-        self._doubt = doubt
-        self.confirmed = doubt == CONFIRMED
-        self.evidence = next((each.source for each in used if not each.confirmed), used[0].source)
-        self.theta_by_slot = {
-            name: float(np.mean([self._theta[number * FOLD + position] for number in range(len(used))]))
-            for position, name in slots.items()
-        }
+    log: Log  # the test requests; the positions of the two halves differ by `FOLD`
+    theta: Mapping[int, float]
+    direct: np.ndarray  # [rows]
+    draws: Sequence[Mapping[int, float]]  # of θ
+    doubt: int
+    evidence: str
+    theta_by_slot: Mapping[str, float]
 
-    def estimators(self, metric: str) -> list[OffPolicy]:
-        """Return the estimators of a metric under each plausible θ; the first is that of the estimate."""
-        return plausible_estimators(
-            self._log,
-            metric,
-            self._theta,
-            self._direct,
-            draws=self._draws,
-            doubt=self._doubt,
-            label=self._label,
-            groups=self._groups,
-            device=self._device,
-        )
+
+def _cross_fitted(
+    log: Log,
+    parts: LogParts,
+    chosen: np.ndarray,
+    label: str,
+    known: Mapping[str, float] | None,
+    others: Sequence[tuple[Sequence[str], Examination]],
+    segments: Sequence[str],
+    seed: int,
+    device: torch.device | str,
+) -> _CrossFitted:
+    """Return the `chosen` test requests of a log with θ and the direct model from other requests."""
+    positions = log.shown_positions("an off-policy metric")
+    ids = np.unique(positions).tolist()
+    slots = {position: slot(position, segments) for position in ids}
+    given = None if known is None else Examination.known(theta_by_id(known, tuple(ids), tuple(segments)))
+    other = next((at for names, each in others if each.confirmed and (at := each.at(names, slots))), None)
+    places, direct = positions.copy(), np.zeros(log.rows)
+    theta: dict[int, float] = {}
+    draws: list[dict[int, float]] = [{} for _ in range(DRAWS)]
+    used: list[Examination] = []
+    doubt = CONFIRMED
+    for number, part in enumerate(_parts(log, chosen, seed)):
+        in_part = np.isin(np.arange(len(log)), part)
+        rest = parts.sample(~in_part, seed=seed)
+        own = given or estimate_examination(rest, Label(label), seed=seed, device=device)
+        examination = other if other is not None and not own.confirmed else own
+        model = fit_off_policy_model(rest, label=label, examination=examination, segments=segments, seed=seed)
+        doubted, why = doubt_about(rest, examination, model, label=label, segments=segments)
+        used.append(doubted)
+        doubt = max(doubt, why)
+        of_part = np.repeat(in_part, log.lengths)
+        places[of_part] += number * FOLD
+        direct[of_part] = parts.mapped(model.direct, in_part)
+        of_model = model.theta_of(ids, segments)
+        theta |= {number * FOLD + position: value for position, value in of_model.items()}
+        same = 0 if examination is other else number  # one examination of a run has the same error in both halves
+        for draw, moved in zip(draws, drawn(examination, of_model, same), strict=False):
+            draw |= {number * FOLD + position: value for position, value in moved.items()}
+    mean = {
+        name: float(np.mean([theta[number * FOLD + position] for number in range(len(used))]))
+        for position, name in slots.items()
+    }
+    return _CrossFitted(
+        log=replace(log, positions=places).select(chosen),
+        theta=theta,
+        direct=direct[np.repeat(chosen, log.lengths)],
+        draws=[draw for draw in draws if len(draw) == len(theta)],
+        doubt=doubt,
+        evidence=next((each.source for each in used if not each.confirmed), used[0].source),
+        theta_by_slot=mean,
+    )
 
 
 def plausible_estimators(

@@ -107,7 +107,8 @@ def evaluate_interleaving(log: Log, team: Sequence[str], *, label: str) -> Inter
         pair = str(names[a]), str(names[b])
         of_pair = None if log.weights is None else log.weights[both]
         grouped = None if groups is None else groups[both]
-        tests.append(_team_test(credit[both, a], credit[both, b], of_pair, grouped, pair))
+        difference = paired_test(credit[both, a], credit[both, b], of_pair, groups=grouped)
+        tests.append(_team_test(credit[both, a], credit[both, b], pair, difference))
         warnings += _unfair(log, number, both, (a, b), pair)
     if not tests:
         hint = "name the column with the request with --request"
@@ -117,9 +118,7 @@ def evaluate_interleaving(log: Log, team: Sequence[str], *, label: str) -> Inter
     return Interleaving(tuple(tests), label, len(log), tuple(warnings))
 
 
-def _team_test(
-    a: np.ndarray, b: np.ndarray, weights: np.ndarray | None, groups: np.ndarray | None, names: tuple[str, str]
-) -> TeamTest:
+def _team_test(a: np.ndarray, b: np.ndarray, names: tuple[str, str], difference: PairedTest) -> TeamTest:
     wins, losses = int((a > b).sum()), int((a < b).sum())
     decided = wins + losses
     return TeamTest(
@@ -131,7 +130,7 @@ def _team_test(
         low=float(betaincinv(wins, losses + 1, 0.025)) if wins else 0.0,  # Clopper and Pearson
         high=float(betaincinv(wins + 1, losses, 0.975)) if losses else 1.0,
         p=_sign_test(wins, decided),
-        difference=paired_test(a, b, weights, groups=groups),
+        difference=difference,
     )
 
 

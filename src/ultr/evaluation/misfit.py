@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ultr.bias.counts import Cells, compared_clicks, count_cells, pooled
+from ultr.bias.counts import count_cells
 from ultr.bias.estimators import fit_conditional, pools, slope_apart
 from ultr.log import Log
 
@@ -50,16 +50,15 @@ def _curves_differ(place: np.ndarray, clicked: np.ndarray, relevance: np.ndarray
         return False
     strata = _strata(relevance)
     better = strata >= (strata.max() + 1) // 2
-    halves = [_cells(place[half], clicked[half], strata[half], len(ids)) for half in (better, ~better)]
-    pool = pools(np.minimum(*(compared_clicks(cells, 1.0) for cells in halves)), ids)
-    better_ones, others = (fit_conditional(pooled(cells, pool)) for cells in halves)
+    rows, clicks, width = np.ones(len(place)), clicked.astype(float), len(ids)
+    halves = [
+        count_cells(strata[half], place[half], rows[half], clicks[half], width=width) for half in (better, ~better)
+    ]
+    pool = pools(np.minimum(*(cells.compared_clicks() for cells in halves)), ids)
+    better_ones, others = (fit_conditional(cells.pooled(pool)) for cells in halves)
     rate = np.bincount(pool[place], clicked) / np.bincount(pool[place])
     found = slope_apart(better_ones, others, rate)
     return found is not None and found[0] > max(STEEPER, SURE * np.sqrt(found[1]))
-
-
-def _cells(place: np.ndarray, clicked: np.ndarray, strata: np.ndarray, width: int) -> Cells:
-    return count_cells(strata, place, np.ones(len(place)), clicked.astype(float), width=width)
 
 
 def _strata(values: np.ndarray) -> np.ndarray:

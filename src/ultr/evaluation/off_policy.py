@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -165,8 +165,7 @@ class OffPolicy:
                 raise OptionError(f"no {what} '{name}'", hint=nearest(name, choices))
         if k < 1 or not clip > 0:
             raise OptionError("k must be at least 1, and clip must be above 0", got=f"k={k}, clip={clip}")
-        self._log, self._kind, self._k, self._estimator = log, kind, k, estimator
-        self._groups = groups
+        self._log, self._kind, self._k, self._estimator, self._groups = log, kind, k, estimator, groups
         self._most = np.inf if estimator == "ips" else float(clip)
         self._rows = rows = _Rows(log, _labels(log, label, zeta), kind, k, zeta, torch.device(device))
         self._expected = None  # the expected label at the old place, whatever θ is, so replicates share it
@@ -182,22 +181,32 @@ class OffPolicy:
         log, rows, most = self._log, self._rows, self._most
         places = _Places(rows, rows.tensor(log.check_scores(scores)))
         here = rows.at(self._theta, places)
-        contributions, used = rows.estimate(self._estimator, here, places, most, self._expected)
+
+        def estimate(at: _Weights) -> tuple[Tensor, Tensor]:
+            return rows.estimate(self._estimator, at, places, most, self._expected)
+
+        contributions, used = estimate(here)
         per_request = rows.by_request(contributions).cpu().numpy()
         mean = mean_with_interval(per_request, log.weights, groups=self._groups)
-        values = np.array([self._value(self._estimator, rows.at(one, places), places) for one in self._replicates])
+        values = np.array([rows.mean(estimate(rows.at(one, places))[0]) for one in self._replicates])
         unclipped = rows.mean(rows.estimate("ips", here, places, np.inf, None)[0])
         margin = margin_of(mean.high - mean.mean, mean.mean - unclipped, values - mean.mean)
         clicked, top = torch.where(rows.c > 0, rows.weight * used, 0.0), rows.weight * (here.target > 0)
-        evidence: dict[str, Any] = {
-            "effective_clicks": float(clicked.sum() ** 2 / (clicked @ clicked).clamp(min=TINY)),
-            "clipped": float(top @ (here.target > most * here.old).double() / top.sum().clamp(min=TINY)),
-            "coverage": rows.mean(rows.top.double()) / self._k,
-            "groups": self._groups,
-        }
-        interval = mean.mean, mean.mean - margin, mean.mean + margin
         return OffPolicyValue(
-            self._kind, self._estimator, self._k, *interval, unclipped, per_request, log.weights, values, **evidence
+            kind=self._kind,
+            estimator=self._estimator,
+            k=self._k,
+            value=mean.mean,
+            low=mean.mean - margin,
+            high=mean.mean + margin,
+            unclipped=unclipped,
+            per_request=per_request,
+            weights=log.weights,
+            replicates=values,
+            effective_clicks=float(clicked.sum() ** 2 / (clicked @ clicked).clamp(min=TINY)),
+            clipped=float(top @ (here.target > most * here.old).double() / top.sum().clamp(min=TINY)),
+            coverage=rows.mean(rows.top.double()) / self._k,
+            groups=self._groups,
         )
 
     def mean(self, scores: Tensor) -> Tensor:
@@ -208,8 +217,9 @@ class OffPolicy:
         value: Tensor = self._rows.weight @ rows / self._rows.total
         return value + torch.where(scores.isnan().any(), torch.nan, 0.0)
 
-    def _value(self, estimator: str, at: _Weights, places: _Places) -> float:
-        return self._rows.mean(self._rows.estimate(estimator, at, places, self._most, self._expected)[0])
+    def per_request(self, scores: np.ndarray) -> np.ndarray:
+        """Return the value of each request, given a score for each row."""
+        return self(scores).per_request
 
 
 @checked
@@ -221,13 +231,6 @@ def compare_values(a: OffPolicyValue, b: OffPolicyValue) -> PairedTest:
         raise DataError(what, got=f"{of_a} and {of_b}")
     test = paired_test(a.per_request, b.per_request, a.weights, groups=a.groups)
     return widened_test(test, a.unclipped - b.unclipped, a.replicates - b.replicates)
-
-
-@dataclass(frozen=True)
-class RequestValues:
-    """A value of each request."""
-
-    per_request: np.ndarray
 
 
 class Likelihood:
@@ -270,9 +273,10 @@ class Likelihood:
         sums = self._by_request((scores - top[self._request]).exp()).clamp(min=TINY).log()
         return self._by_request(self._c * (scores - (top + sums)[self._request]))
 
-    def __call__(self, scores: np.ndarray) -> RequestValues:
+    def per_request(self, scores: np.ndarray) -> np.ndarray:
+        """Return the value of each request, given a score for each row."""
         gains = self._gains(torch.from_numpy(np.array(scores)).to(self._c.device))
-        return RequestValues((gains / self._weights.clamp(min=TINY)).cpu().numpy())
+        return np.asarray((gains / self._weights.clamp(min=TINY)).cpu().numpy())
 
     def mean(self, scores: Tensor) -> Tensor:
         """Return the mean value over requests of scores on the device; NaN if a score is NaN."""
@@ -474,12 +478,8 @@ def widened_test(test: PairedTest, unclipped: float, replicates: Sequence[float]
 
     `replicates` are differences under other estimates of examination.
     """
-    from scipy.special import ndtr
-
     moved = np.asarray(replicates, np.float64) - test.difference
-    margin = margin_of(test.high - test.difference, test.difference - unclipped, moved)
-    p = float(2 * ndtr(-NORMAL * abs(test.difference) / max(margin, TINY)))
-    return PairedTest(test.difference, test.difference - margin, test.difference + margin, p, test.requests)
+    return test.with_margin(margin_of(test.high - test.difference, test.difference - unclipped, moved))
 
 
 def margin_of(of_requests: float, changed: float, moved: np.ndarray) -> float:
@@ -525,14 +525,6 @@ class OffPolicyModel:
         """Return examination by position id; unknown positions have the lowest examination."""
         least = min(self.theta.values())
         return {position: self.theta.get(slot(position, segments), least) for position in positions}
-
-    def value(
-        self, log: Log, scores: np.ndarray, metric: str, *, label: str, segments: Sequence[str] = ()
-    ) -> OffPolicyValue:
-        """Estimate a metric of the ranking of a log by scores [rows]."""
-        estimator = self.estimator(log, metric, label=label, segments=segments)
-        assert isinstance(estimator, OffPolicy)  # noqa: S101 - the likelihood is not a value of a ranking
-        return estimator(scores)
 
     def save(self, folder: Path) -> None:
         encoder = self.direct.encoder
@@ -581,22 +573,6 @@ def fit_off_policy_model(
     return OffPolicyModel({slot(position, segments): value for position, value in theta.items()}, direct)
 
 
-def evaluate_requests(
-    log: Log,
-    scores: np.ndarray,
-    metrics: Sequence[str],
-    *,
-    user: User | None = None,
-    label: str,
-    model: OffPolicyModel | None = None,
-    segments: Sequence[str] = (),
-    device: torch.device | str = "cpu",
-) -> dict[str, np.ndarray]:
-    """Return metrics [requests] of scores [rows]; the `model` estimates those named `off-policy-*` from feedback."""
-    evaluate = request_metrics(log, metrics, user=user, label=label, model=model, segments=segments, device=device)
-    return evaluate(scores)
-
-
 def request_metrics(
     log: Log,
     metrics: Sequence[str],
@@ -608,9 +584,10 @@ def request_metrics(
     device: torch.device | str = "cpu",
     keep: bool = False,
 ) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
-    """Return a function from scores [rows] to metrics [requests], as `evaluate_requests`; `keep` if it is called often.
+    """Return a function from scores [rows] to metrics [requests]; `keep` if it is called often.
 
-    What does not depend on the scores is computed here, once.
+    The `model` estimates metrics named `off-policy-*` from feedback. What does not depend on the scores is computed
+    here, once.
     """
     plain = [name for name in metrics if not name.startswith(OFF_POLICY)]
     of_labels = ScoreMetrics(log, plain, user=user, label=label, device=device, keep=keep) if plain else None
@@ -624,7 +601,7 @@ def request_metrics(
 
     def evaluate(scores: np.ndarray) -> dict[str, np.ndarray]:
         results = {} if of_labels is None else of_labels(scores)
-        results |= {name: estimator(scores).per_request for name, estimator in off_policy.items()}
+        results |= {name: estimator.per_request(scores) for name, estimator in off_policy.items()}
         return {name: check_finite(results)[name] for name in metrics}
 
     return evaluate

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from scipy.special import ndtr, stdtr, stdtrit
 from torch import Tensor
 
+from ultr.bias.identification import NORMAL
 from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError
 from ultr.evaluation.metrics import MAX_GRADE, METRICS, parse_metric
@@ -19,7 +21,7 @@ from ultr.utils.arguments import checked
 from ultr.utils.display import facts_html
 
 FEEDBACK = "feedback-"  # names of metrics of the logged, biased feedback begin so
-OFF_POLICY = "off-policy-"  # names of metrics that `evaluation.judge` estimates from biased feedback begin so
+OFF_POLICY = "off-policy-"  # names of metrics that `evaluation.off_policy` estimates from biased feedback begin so
 LIKELIHOOD = f"{OFF_POLICY}likelihood"  # of the feedback, given scores; it chooses steps
 LARGEST = 1e150  # squares of larger values may overflow
 CPU_ITEMS, GPU_ITEMS = 1 << 16, 1 << 20  # items with padding that are evaluated at once
@@ -54,6 +56,11 @@ class PairedTest:
     @property
     def significant(self) -> bool:
         return self.p < 0.05
+
+    def with_margin(self, margin: float) -> PairedTest:
+        """Return the test with another half-width of its interval, and the p value that follows from it."""
+        p = float(2 * ndtr(-NORMAL * abs(self.difference) / max(margin, 1e-300)))
+        return replace(self, low=self.difference - margin, high=self.difference + margin, p=p)
 
     def _repr_html_(self) -> str:
         interval = f"{self.difference:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
@@ -176,7 +183,12 @@ class ScoreMetrics:
         options: dict[str, object] = {"k": k, "where": lists.where}
         on_feedback = text in self._on_feedback
         if name == "reward":
-            options |= {"user": _required(self._user, on_feedback), "label": self._label}
+            if on_feedback:
+                what = "feedback-reward does not exist: reward is expected, not logged, feedback"
+                raise OptionError(what, hint="use reward")
+            if self._user is None:
+                raise OptionError("reward needs a simulated user who sees the ranking", hint="pass user=User()")
+            options |= {"user": self._user, "label": self._label}
         if on_feedback and name in ("ndcg", "dcg"):
             options["gain"] = "linear"
         return METRICS[name](scores, lists.actions["label"] if on_feedback else lists.true_relevance, **options)
@@ -186,14 +198,6 @@ class ScoreMetrics:
         on_gpu = self._source.device.type == "cuda"
         for requests, lists in self._source.by_length(GPU_ITEMS if on_gpu else CPU_ITEMS):
             yield requests, lists, self._source.rows(requests, lists.where)
-
-
-def _required(user: User | None, on_feedback: bool) -> User:
-    if on_feedback:
-        raise OptionError("feedback-reward does not exist: reward is expected, not logged, feedback", hint="use reward")
-    if user is None:
-        raise OptionError("reward needs a simulated user who sees the ranking", hint="pass user=User()")
-    return user
 
 
 @checked
@@ -229,8 +233,6 @@ def paired_test(
     """
     if np.shape(a) != np.shape(b):
         raise DataError("a and b must be values of the same requests", got=f"shapes {np.shape(a)} and {np.shape(b)}")
-    from scipy.special import stdtr  # scipy.stats takes a second to import
-
     mean, error, n = _mean_and_error(_bounded(a) - _bounded(b), weights, groups)
     margin = error * _t_quantile(n, confidence)
     p = float(2 * stdtr(max(1, n - 1), -abs(mean) / error)) if error else float(mean == 0)
@@ -285,8 +287,6 @@ def _mean_and_error(
 
 
 def _t_quantile(n: int, confidence: float) -> float:
-    from scipy.special import stdtrit
-
     if not 0 < confidence < 0.5 + confidence / 2 < 1:
         raise OptionError("the confidence must be between 0 and 1", got=confidence)
     return float(stdtrit(max(1, n - 1), 0.5 + confidence / 2))

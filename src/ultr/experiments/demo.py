@@ -10,12 +10,12 @@ import torch
 
 from ultr.datasets import load_dataset, ranking_svm, show
 from ultr.datasets.users import User, simulate_log
+from ultr.evaluation.off_policy import request_metrics
 from ultr.log import Log, write_log
 from ultr.log.labels import DEFAULT_LABEL
 from ultr.log.table import by_position
 from ultr.rankers.model import load_model
 from ultr.training.config import make_config
-from ultr.training.examining import mean_metrics
 from ultr.training.run import run_training
 from ultr.utils.jsonfiles import read_json
 
@@ -85,8 +85,8 @@ def run_learning(out: Path, *, seed: int = 0, steps: int = 300) -> Learned:
     user = User(max_grade=data.max_grade)
 
     def evaluate(name: str, scores: np.ndarray) -> DemoResult:
-        metrics = mean_metrics(data.test, scores, ["ndcg@10", "reward@10"], user=user, label=DEFAULT_LABEL)
-        return DemoResult(name, metrics["ndcg@10"], metrics["reward@10"])
+        metrics = request_metrics(data.test, ["ndcg@10", "reward@10"], user=user, label=DEFAULT_LABEL)(scores)
+        return DemoResult(name, float(metrics["ndcg@10"].mean()), float(metrics["reward@10"].mean()))
 
     results = [evaluate("the logging ranker", ranking_svm(data.train, seed=seed)(data.test.features))]
     base = make_config("synthetic", users="pbm", ranker="mlp", hidden=(64, 32), select="ndcg@10", device="cpu")

@@ -16,7 +16,7 @@ from ultr.report.page import Grid, Section, Table, Text
 from ultr.report.plots import line_plot
 from ultr.training.comparing.plan import run_folder
 from ultr.training.comparing.results import Comparison
-from ultr.utils.jsonfiles import read_json
+from ultr.utils.jsonfiles import finite, read_json
 
 LOWER = "lambdarank"
 FIGURE_DATA = ["yahoo", "ml-1m", "synthetic"]
@@ -74,7 +74,7 @@ def _gains(
         results[head] = {
             "metric": metric,
             axis: at,
-            "gain": {entry: [_finite(gain) for gain in means] for entry, means in gains.items()},
+            "gain": finite({entry: [vars(gain) for gain in means] for entry, means in gains.items()}),
             "seeds": {e: [row_of(compared[w], e).results[metric] for w in worlds] for e in entries},
         }
     about = f"{lab.protocol} Gains are in %, with 95% intervals."
@@ -95,11 +95,6 @@ def _gain(result: Comparison, entry: str, metric: str) -> Mean:
     """Return the mean over runs of a method's relative gain over LambdaRank, the lower bound."""
     values, lower = (np.array(row_of(result, e).results[metric]) for e in (entry, LOWER))
     return mean_with_interval(values / lower - 1)
-
-
-def _finite(gain: Mean) -> dict[str, float | None]:
-    """Return a mean as JSON values; infinite bounds, as with one run, are None, because JSON has no infinity."""
-    return {name: value if np.isfinite(value) else None for name, value in vars(gain).items()}
 
 
 def _percent(gain: Mean) -> str:
@@ -159,7 +154,7 @@ def figure5(lab: Lab) -> ExperimentResult:
             "positions": positions,
             "true_theta": true,
             **{name: values.tolist() for name, values in curves.items()},
-            "m": [[v if np.isfinite(v) else None for v in row] for row in m.tolist()],
+            "m": finite(m.tolist()),
         }
     title = f"Figure 5: examination by position (budget: {lab.budget.name})"
     about = f"{lab.seeds} runs of {BAYES}. Clicks identify only ratios of theta, so the largest theta is set to 0.7."

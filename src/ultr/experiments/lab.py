@@ -137,50 +137,34 @@ TITLES = {
     "synthetic": "Default data (synthetic)",
 }
 
+OFF_POLICY, TRUTH = "off-policy", "truth"
+SELECTIONS = {OFF_POLICY: "without true labels", TRUTH: "with true labels"}  # how steps and settings are chosen
+
 
 @dataclass(frozen=True)
 class Budget:
-    """The network and the amount of training that every method of an experiment gets."""
+    """The network and the amount of training that every method of an experiment gets; the default is the full one."""
 
-    name: str
-    hidden: tuple[int, ...]
-    dropout: float
-    steps: int  # largest number of steps after a bias model; a method without one may also take its steps
-    bias_steps: int  # largest number of steps of the bias model
-    evaluate_every: int
-    patience: int  # evaluations without improvement after which a run stops
-    sessions: int  # of the log that all methods of a run learn from
-    runs: int  # of each method
-    rates: tuple[float, ...]  # learning rates to choose from
-    dropouts: tuple[float, ...]  # to choose from besides `dropout`
-    limits: tuple[float | str, ...]  # largest weights to choose from besides the default of a method
-    tuning_runs: int  # runs of each setting to choose from
-    longest: int  # times its steps that a method may take if it still improves
-    selections: tuple[str, ...]  # of tables, see `SELECTIONS`
-    beyond: bool  # add rows that are not in the paper
+    name: str = "full"
+    hidden: tuple[int, ...] = (512, 256, 128)
+    dropout: float = 0.3
+    steps: int = 3000  # largest number of steps after a bias model; a method without one may also take its steps
+    bias_steps: int = 3000  # largest number of steps of the bias model
+    evaluate_every: int = 100
+    patience: int = 6  # evaluations without improvement after which a run stops
+    sessions: int = SESSIONS  # of the log that all methods of a run learn from
+    runs: int = 10  # of each method
+    rates: tuple[float, ...] = DEFAULT_RATES  # learning rates to choose from
+    dropouts: tuple[float, ...] = (0.0,)  # to choose from besides `dropout`
+    limits: tuple[float | str, ...] = LIMITS  # largest weights to choose from besides the default of a method
+    tuning_runs: int = 3  # runs of each setting to choose from
+    longest: int = LONGEST  # times its steps that a method may take if it still improves
+    selections: tuple[str, ...] = (OFF_POLICY, TRUTH)  # of tables, see `SELECTIONS`
+    beyond: bool = True  # add rows that are not in the paper
 
 
 NETWORK = ("hidden", "dropout", "steps", "bias_steps", "evaluate_every", "patience")  # of a budget
-OFF_POLICY, TRUTH = "off-policy", "truth"
-SELECTIONS = {OFF_POLICY: "without true labels", TRUTH: "with true labels"}  # how steps and settings are chosen
-FULL = Budget(
-    name="full",
-    hidden=(512, 256, 128),
-    dropout=0.3,
-    steps=3000,
-    bias_steps=3000,
-    evaluate_every=100,
-    patience=6,
-    sessions=SESSIONS,
-    runs=10,
-    rates=DEFAULT_RATES,
-    dropouts=(0.0,),
-    limits=LIMITS,
-    tuning_runs=3,
-    longest=LONGEST,
-    selections=(OFF_POLICY, TRUTH),
-    beyond=True,
-)
+FULL = Budget()
 QUICK = Budget(
     name="quick",
     hidden=(64, 32),

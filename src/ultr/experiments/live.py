@@ -23,6 +23,7 @@ from ultr.experiments.lab import DIRECTION, HELD, NOT, REVERSED, TITLES, Claim, 
 from ultr.experiments.paper import DEFAULT, LIVE_LIFT, OPT
 from ultr.log import Log
 from ultr.log.labels import Label
+from ultr.log.shards import concatenate_logs
 from ultr.rankers.model import load_model
 from ultr.report.page import Section, Table
 from ultr.report.plots import line_plot
@@ -104,8 +105,6 @@ def over_runs(lifts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 # --- Live test --------------------------------------------------------------------------------------------------------
-# A simulated live test (A/B test): each ranker serves a random part of the traffic, its bucket, and learns from it.
-#
 # On day 0, the initial ranker of the data serves every bucket. After each day, the model of a bucket is trained on the
 # bucket's log, starting from its weights of the previous day, and serves the next day. The first bucket is the control.
 # The metric is the label, summed over the items of a session. The lift of a bucket is its relative gain over the
@@ -238,19 +237,9 @@ class Traffic:
 
     def training_log(self, logs: Sequence[Log]) -> Log:
         """Return the logs of several days as one log, with features."""
-        lengths = np.concatenate([log.lengths for log in logs])
-        rows = np.concatenate([log.item_ids.to_numpy() for log in logs])
-        return replace(
-            self.train,
-            features=self.train.features[rows],
-            offsets=np.concatenate([[0], np.cumsum(lengths)]),
-            request_ids=pa.concat_arrays([log.request_ids for log in logs]),
-            positions=np.concatenate([log.positions for log in logs if log.positions is not None]),
-            actions={name: np.concatenate([log.actions[name] for log in logs]) for name in self.user.actions},
-            relevance=np.concatenate([log.true_relevance for log in logs]),
-            item_ids=pa.array(rows),
-            weights=None,
-        )
+        log, train = concatenate_logs(logs), self.train
+        features = train.features[log.item_ids.to_numpy()]
+        return replace(log, features=features, feature_names=train.feature_names, vocabularies=train.vocabularies)
 
     def theta(self, ranker: Path | None) -> dict[str, Any] | None:
         """Return the examination θ that a ranker learned, and the largest relative error of θ_k / θ_1; or None."""
@@ -327,24 +316,17 @@ def metric_of(log: Log, label: str) -> dict[str, Any]:
     return {"sessions": len(log), "mean": float(sums.mean()), "variance": float(sums.var(ddof=1)), "actions": actions}
 
 
-def run_one(options: LiveOptions, out: Path, run: int, on_done: OnDone = lambda *_: None) -> dict[str, Any]:
-    """Run the live test once, in the folder `run-N` of `out`; return the metrics of all days and buckets, and lifts.
+def run_one(options: LiveOptions, out: Path, run: int) -> dict[str, Any]:
+    """Return the metrics of all days and buckets of a run, and lifts; its folder is `run-N` of `out`.
 
     Finished days are not repeated. If the process is killed, the same call continues and gives the same result.
     """
     traffic, folder = Traffic.make(options, run), out / f"run-{run}"
-    _check_methods(traffic)
-    _same_options(traffic, folder)
-    names, days = options.buckets, range(options.days + 1)
-    buckets: dict[str, list[dict[str, Any]]] = {}
+    names, buckets = options.buckets, dict[str, list[dict[str, Any]]]()
     for number, name in enumerate(names):
         bucket = Bucket(traffic, number, folder)
-        buckets[name] = []
-        for day in days:
-            buckets[name].append(bucket.day(day))
-            on_done(number * len(days) + day + 1, len(names) * len(days), f"{folder.name}, {name}, day {day}")
-    control = buckets[names[0]]
-    lifts = {name: lifts_between(buckets[name], control) for name in names[1:]}
+        buckets[name] = [bucket.day(day) for day in range(options.days + 1)]
+    lifts = {name: lifts_between(buckets[name], buckets[names[0]]) for name in names[1:]}
     return {"run": run, "seed": traffic.seed, "buckets": buckets, "lifts": lifts}
 
 
@@ -447,24 +429,21 @@ def run_live(
 ) -> LiveResult:
     """Run the live test `runs` times with different seeds, and write the results to live.json in `out`.
 
-    With `workers`, several processes train and serve the buckets.
+    The `workers` train and serve the buckets; by default, this process does.
     """
     if runs < 1:
         raise OptionError("'runs' must be at least 1", got=runs)
-    if workers is not None:
-        for run in range(runs):
-            traffic = Traffic.make(options, run)
-            _check_methods(traffic)
-            _same_options(traffic, out / f"run-{run}")
-        pairs = [(run, bucket) for run in range(runs) for bucket in range(len(options.entries))]
-        tasks = [BucketTask(options, str(out), run, bucket, workers.until) for run, bucket in pairs]
-        workers.run(tasks, on_done)
-        if (done := sum(task.finished for task in tasks)) < len(tasks):
-            raise UnfinishedError(f"the time limit was reached with {done} of {len(tasks)} buckets finished")
-    results = [
-        run_one(options, out, run, lambda done, total, what, run=run: on_done(run * total + done, runs * total, what))  # type: ignore[misc]
-        for run in range(runs)
-    ]
+    for run in range(runs):
+        traffic = Traffic.make(options, run)
+        _check_methods(traffic)
+        _same_options(traffic, out / f"run-{run}")
+    workers = workers or Workers(1)
+    pairs = [(run, bucket) for run in range(runs) for bucket in range(len(options.entries))]
+    tasks = [BucketTask(options, str(out), run, bucket, workers.until) for run, bucket in pairs]
+    workers.run(tasks, on_done)
+    if (done := sum(task.finished for task in tasks)) < len(tasks):
+        raise UnfinishedError(f"the time limit was reached with {done} of {len(tasks)} buckets finished")
+    results = [run_one(options, out, run) for run in range(runs)]
     result = LiveResult(options, results)
     write_json(out / "live.json", result.to_json())
     return result

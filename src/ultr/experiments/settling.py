@@ -18,7 +18,7 @@ from ultr.experiments.tables import table_section
 from ultr.report.page import Section, Table, Text
 from ultr.report.plots import line_plot
 from ultr.training.comparing.plan import Entry, Plan, compare_all, run_folder
-from ultr.training.comparing.results import Comparison, Setting
+from ultr.training.comparing.results import Setting
 from ultr.training.folder import read_metrics
 
 SOURCES = {"oracle": "known theta and beta", "staged": "staged EM", "joint": "joint EM"}
@@ -37,7 +37,10 @@ def settle(lab: Lab) -> ExperimentResult:
     available, absent = lab.find(["ml-1m", "synthetic"])
     quick = lab.budget.name == QUICK.name
     limits, deltas = (LIMITS[1::2], ["dcg"]) if quick else (LIMITS, [*DELTAS])
-    cells = {cell: _entry(*cell) for cell in product(SOURCES, deltas, limits)}
+    cells = {
+        (source, delta, limit): f"pairwise-em:loss=opt:em={source}:delta={delta}:max_weight={limit}"
+        for source, delta, limit in product(SOURCES, deltas, limits)
+    }
     worlds = [replace(lab.world(data), select=TRUTH) for data in available]
     plans = {world: _plan(lab, world, [*cells.values()]) for world in worlds}
     tasks = [task for plan in plans.values() for _, stages in plan.courses() for task in next(stages)]
@@ -60,7 +63,10 @@ def settle(lab: Lab) -> ExperimentResult:
     sections = [
         part
         for world in worlds
-        for part in (_courses(lab, world, found[world]), _tested(world, compared[world], rows[world]))
+        for part in (
+            _courses(lab, world, found[world]),
+            table_section(f"{world.title}: test", world, compared[world], rows[world]),
+        )
     ]
     results = {
         world.title: {
@@ -77,10 +83,6 @@ def settle(lab: Lab) -> ExperimentResult:
     return ExperimentResult("settling", title, about, sections, [], results, absent)
 
 
-def _entry(source: str, delta: str, limit: str) -> str:
-    return f"pairwise-em:loss=opt:em={source}:delta={delta}:max_weight={limit}"
-
-
 def _total(quick: bool) -> int:
     return QUICK_TOTAL if quick else TOTAL
 
@@ -95,12 +97,12 @@ def _plan(lab: Lab, world: World, entries: list[str]) -> Plan:
 
 def _course(plan: Plan, entry: str) -> np.ndarray:
     """Return the best mean validation metric so far [rates, evaluations] of a cell."""
+
+    def best_so_far(run: Path) -> np.ndarray:
+        return np.maximum.accumulate([float(line[plan.base.selection]) for line in read_metrics(run)])
+
     folders = [[run_folder(plan.out, entry, Setting(lr), seed) for seed in plan.tuning] for lr in plan.rates]
-    return np.array([np.mean([_best_so_far(plan, run) for run in runs], axis=0) for runs in folders])
-
-
-def _best_so_far(plan: Plan, run: Path) -> np.ndarray:
-    return np.maximum.accumulate([float(line[plan.base.selection]) for line in read_metrics(run)])
+    return np.array([np.mean([best_so_far(run) for run in runs], axis=0) for runs in folders])
 
 
 def _courses(lab: Lab, world: World, found: dict[tuple[str, str, str], np.ndarray]) -> Section:
@@ -125,7 +127,3 @@ def _courses(lab: Lab, world: World, found: dict[tuple[str, str, str], np.ndarra
     runs = lab.budget.tuning_runs
     note = Text(f"The best step so far; means of {runs} runs that are not tested, at the better of two learning rates.")
     return Section(f"{world.title}: validation", [Table(head, rows), note, plot])
-
-
-def _tested(world: World, result: Comparison, rows: list[TableRow]) -> Section:
-    return table_section(f"{world.title}: test", world, result, rows)

@@ -43,28 +43,15 @@ BASELINES = ("pal-click", "dla")  # those that gains in the paper are shown over
 def table1(lab: Lab) -> ExperimentResult:
     """Repeat Table 1: methods that learn from continuous labels (clicks and dwell time)."""
     available, absent = lab.find(["yahoo", "ml-1m", "mq2007", "synthetic"])
-    rows, beyond = (DEFAULT_ROW, *TABLE1), BEYOND1 if lab.budget.beyond else ()
-    compared = _compare(lab, lab.worlds(available), rows, beyond)
-    return _result(lab, "table1", "Table 1: continuous labels", (*rows, *beyond), compared, _claims1, absent)
+    title, worlds = "Table 1: continuous labels", lab.worlds(available)
+    return _table(lab, "table1", title, worlds, (DEFAULT_ROW, *TABLE1), BEYOND1, _claims1, absent)
 
 
 def table2(lab: Lab) -> ExperimentResult:
     """Repeat Table 2: methods that learn from clicks."""
     available, absent = lab.find(["yahoo", "mslr-web30k", "mq2007", "synthetic"])
-    rows, beyond = (DEFAULT_ROW, *TABLE2), BEYOND2 if lab.budget.beyond else ()
-    compared = _compare(lab, lab.worlds(available, clicks=True), rows, beyond)
-    return _result(lab, "table2", "Table 2: clicks", (*rows, *beyond), compared, _claims2, absent)
-
-
-def _compare(
-    lab: Lab, worlds: Sequence[World], rows: Sequence[TableRow], beyond: Sequence[TableRow]
-) -> dict[World, Comparison]:
-    """Compare the methods in each world; rows that are not in the paper only with the first selection."""
-    compared: dict[World, Comparison] = {}
-    for select in dict.fromkeys(world.select for world in worlds):
-        entries = [row.entry for row in (rows if compared else (*rows, *beyond))]
-        compared |= lab.compare([world for world in worlds if world.select == select], entries, reference=DEFAULT)
-    return {world: compared[world] for world in worlds}
+    title, worlds = "Table 2: clicks", lab.worlds(available, clicks=True)
+    return _table(lab, "table2", title, worlds, (DEFAULT_ROW, *TABLE2), BEYOND2, _claims2, absent)
 
 
 def _claims1(world: World, result: Comparison) -> list[Claim]:
@@ -100,30 +87,35 @@ def _claims2(world: World, result: Comparison) -> list[Claim]:
     ]
 
 
-def _result(
+def _table(
     lab: Lab,
     name: str,
     title: str,
+    worlds: Sequence[World],
     rows: Sequence[TableRow],
-    compared: dict[World, Comparison],
+    beyond: Sequence[TableRow],
     claims_of: Callable[[World, Comparison], list[Claim]],
     absent: dict[str, str],
 ) -> ExperimentResult:
+    """Compare the methods in each world; rows `beyond` those of the paper only with the first selection."""
+    every_row = (*rows, *beyond) if lab.budget.beyond else rows
+    found: dict[World, Comparison] = {}
+    for select in dict.fromkeys(world.select for world in worlds):
+        entries = [row.entry for row in (rows if found else every_row)]
+        found |= lab.compare([world for world in worlds if world.select == select], entries, reference=DEFAULT)
+    compared = {world: found[world] for world in worlds}
     about = (
         f"{lab.protocol} Mean ± standard deviation over runs. * marks a difference from the default with p < 0.05 both "
         "over runs and over test requests, in paired tests that Holm's method corrects for the number of rows."
     )
-    sections = [table_section(world.title, world, result, rows) for world, result in compared.items()]
+    sections = [table_section(world.title, world, result, every_row) for world, result in compared.items()]
     tested = compared.items() if lab.seeds > 1 else ()
     claims = corrected([claim for world, result in tested for claim in claims_of(world, result)])
-    results: dict[str, Any] = {
-        world.title: {**result.to_json(), "paper": _printed(rows, world.data)} for world, result in compared.items()
-    }
+    results: dict[str, Any] = {}
+    for world, result in compared.items():
+        printed = {row.entry: [*map(list, row.printed[world.data])] for row in every_row if world.data in row.printed}
+        results[world.title] = {**result.to_json(), "paper": printed}
     return ExperimentResult(name, f"{title} (budget: {lab.budget.name})", about, sections, claims, results, absent)
-
-
-def _printed(rows: Sequence[TableRow], data: str) -> dict[str, Any]:
-    return {row.entry: [list(pair) for pair in row.printed[data]] for row in rows if data in row.printed}
 
 
 def table_section(title: str, world: World, result: Comparison, rows: Sequence[TableRow]) -> Section:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from ultr.experiments.lab import QUICK, Claim, ExperimentResult, Lab, World, claim_above_all, claim_level, corrected
 from ultr.experiments.paper import TableRow
 from ultr.experiments.tables import table_section
-from ultr.report.page import Section
 from ultr.training.comparing.plan import TREE_RATES, Entry, Plan, compare_all
 from ultr.training.comparing.results import Comparison
 
@@ -68,7 +67,11 @@ def tree_tables(lab: Lab) -> ExperimentResult:
         "Mean ± standard deviation over runs; * marks a difference from posterior pairs with LightGBM with p < 0.05 "
         "both over runs and over test requests, in paired tests that Holm's method corrects for the number of rows."
     )
-    sections = [_section(world, result, rows[world]) for world, result in compared.items()]
+    kinds = {True: "clicks", False: "continuous label"}
+    sections = [
+        table_section(f"{world.title}, {kinds[world.clicks]}", world, result, rows[world])
+        for world, result in compared.items()
+    ]
     tested = compared.items() if plans[0].seeds > 1 else ()
     claims = corrected([claim for world, result in tested for claim in _claims(world, result)])
     results = {world.name: result.to_json() for world, result in compared.items()}
@@ -88,11 +91,6 @@ def _plan(lab: Lab, world: World, entries: Sequence[str]) -> Plan:
         seeds=lab.runs or (2 if quick else RUNS),
         rates=TREE_RATES[1:2] if quick else TREE_RATES,
     )
-
-
-def _section(world: World, result: Comparison, rows: Sequence[TableRow]) -> Section:
-    kind = "clicks" if world.clicks else "continuous label"
-    return table_section(f"{world.title}, {kind}", world, result, rows)
 
 
 def _claims(world: World, result: Comparison) -> list[Claim]:

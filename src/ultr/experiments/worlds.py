@@ -13,7 +13,7 @@ import numpy as np
 
 from ultr.datasets.initial import RANDOM_SHARE, Logging, initial_rankers
 from ultr.datasets.users import make_user
-from ultr.evaluation.off_policy import evaluate_requests
+from ultr.evaluation.off_policy import request_metrics
 from ultr.evaluation.scores import mean_with_interval, paired_test
 from ultr.experiments.lab import OFF_POLICY, QUICK, TITLES, ExperimentResult, Lab, World, row_of
 from ultr.experiments.paper import DEFAULT
@@ -188,7 +188,7 @@ def _logged(lab: Lab, world: World, plan: Plan) -> list[float]:
     for seed in range(plan.seeds):
         rankers = initial_rankers(dataset, kind=world.logging, share=plan.base.simulation.share, seed=seed)
         values = [
-            evaluate_requests(dataset.test, each(dataset.test.features), [metric], user=user, label=world.label)
+            request_metrics(dataset.test, [metric], user=user, label=world.label)(each(dataset.test.features))
             for each in rankers
         ]
         found.append(float(np.mean([by_request[metric].mean() for by_request in values])))

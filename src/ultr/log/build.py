@@ -72,7 +72,7 @@ def log_from_table(
         hint = "check --where, or the query that made the data"
         raise DataError("there are no rows", where=where, hint=hint)
     requests = _request_ids(table, columns.request, where)
-    order, offsets, first_rows = _group(requests, gather, name=columns.request, where=where)
+    order, offsets, first_rows = group_rows(requests, gather=gather, name=columns.request, where=where)
     positions = None
     if columns.position is not None:
         positions = position_values(table[columns.position], columns.position, where)
@@ -243,8 +243,8 @@ def one_row_per_item(table: pa.Table, columns: Columns, where: object, *, time: 
     ).replace_schema_metadata(table.schema.metadata)
 
 
-def _group(
-    requests: Any, gather: bool, *, name: str, where: object
+def group_rows(
+    requests: Any, *, gather: bool = True, name: str, where: object
 ) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
     """Return the row order that makes each request's rows adjacent, the offsets, and the first row of each request.
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from ultr.errors import ColumnError
 from ultr.log.columns import combined, is_list, item_codes
-from ultr.log.splits import MIX
+from ultr.log.splits import MIX, as_texts
 from ultr.utils.files import atomic_path
 
 # --- Repeated rows ----------------------------------------------------------------------------------------------------
@@ -148,9 +148,5 @@ def suspicious_of(
 
 def write_suspicious(folder: Path, requests: Any) -> None:
     """Write suspicious.csv into a folder: the ids of the requests that were left out, an Arrow array."""
-    try:
-        texts = requests.cast(pa.string())
-    except pa.ArrowException:  # ids of a type that is not text, or bytes that are not UTF-8
-        texts = pa.array([str(value) for value in requests.to_pylist()], pa.string())
     with atomic_path(folder / SUSPICIOUS_FILE, overwrite=True) as path, path.open("w", newline="") as file:
-        csv.writer(file).writerows([("request",), *((text,) for text in texts.to_pylist())])
+        csv.writer(file).writerows([("request",), *((text,) for text in as_texts(requests).to_pylist())])

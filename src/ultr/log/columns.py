@@ -84,6 +84,12 @@ class Columns:
         single = [self.request, self.position, self.relevance, self.weight, self.item, *context]
         return [name for name in single if name is not None] + [*self.actions, *self.features, *self.categorical]
 
+    @property
+    def ids(self) -> list[str]:
+        """The columns of ids and categories, which CSV files hold as texts, so that 007 and 7 stay different."""
+        named = (self.request, self.item, self.context.get("query"), self.context.get("segment"), *self.categorical)
+        return [name for name in named if name is not None]
+
     def unused(self, names: Iterable[str]) -> list[str]:
         used = set(self.used)
         return [name for name in names if name not in used]
@@ -107,7 +113,7 @@ def resolve_columns(
     if twice is not None:
         raise ColumnError("column names must be unique", where=where, got=f"'{twice}' twice", hint="rename one of them")
     named, absent = _as_in_training(named, trained or {}, schema, where)
-    listed = [name for role in SEVERAL if named.get(role) is not None for name in _as_list(named[role])]
+    listed = [name for role in SEVERAL if named.get(role) is not None for name in as_names(named[role])]
     named_columns = {*listed, *(named.get(role) for role in NAMES)} & set(names)
     # A column that the caller names for one role is not considered for any other.
     by_lower = {name.lower(): name for name in reversed(names) if name not in named_columns}
@@ -182,10 +188,10 @@ def _as_in_training(
 def _check(columns: Columns, names: Sequence[str], where: object) -> None:
     """Raise an error if a log has no request ids, if it has actions but no positions, or if a column has two roles."""
     if not columns.request:
-        hint = f"name it with --request (request=...); columns: {_some(names)}"
+        hint = f"name it with --request (request=...); columns: {some(names)}"
         raise ColumnError("found no column with the request id of each row", where=where, hint=hint)
     if columns.actions and columns.position is None:
-        hint = f"name it with --position (position=...); row order is not a position; columns: {_some(names)}"
+        hint = f"name it with --position (position=...); row order is not a position; columns: {some(names)}"
         raise ColumnError("found actions but no column with the position of each item", where=where, hint=hint)
     twice = next((name for name, count in Counter(columns.used).items() if count > 1), None)
     if twice is not None:
@@ -198,7 +204,8 @@ def _common_actions(schema: pa.Schema, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(n for n in likely if n.lower() not in OFTEN_TEXT or _holds_numbers(schema.field(n).type))
 
 
-def _as_list(columns: Sequence[str] | str) -> list[str]:
+def as_names(columns: Sequence[str] | str) -> list[str]:
+    """Return names that are given as a list, or as a text with commas."""
     if isinstance(columns, str):
         return [name.strip() for name in columns.split(",")]
     if not isinstance(columns, Sequence) or not all(isinstance(name, str) for name in columns):
@@ -231,7 +238,7 @@ def _matching(columns: Sequence[str] | str, names: Sequence[str], title: str, *,
     """Return those of `names` that a list of names and patterns (`emb_*`) selects; `title` is their role in errors."""
     chosen: dict[str, None] = {}
     present = set(names)
-    for pattern in filter(None, _as_list(columns)):
+    for pattern in filter(None, as_names(columns)):
         matches = [pattern] if pattern in present else [n for n in names if fnmatchcase(n, pattern)]
         if not matches:
             raise ColumnError(f"no column '{pattern}' for the {title}", where=where, hint=nearest(pattern, names))
@@ -239,8 +246,9 @@ def _matching(columns: Sequence[str] | str, names: Sequence[str], title: str, *,
     return tuple(chosen)
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+def some(names: Sequence[str], most: int = 12) -> str:
+    """Return the first names as a text, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def not_numbers(name: str, kind: object, *, what: str, where: object) -> ColumnError:
@@ -254,7 +262,6 @@ def not_numbers(name: str, kind: object, *, what: str, where: object) -> ColumnE
 
 Missing = Literal["reject", "keep"]
 MAX_CATEGORIES = 1 << 24  # codes are stored as float32, which is exact up to here
-NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
 ROWS_AT_ONCE = 2048  # rows that are copied to the feature matrix at a time, to stay in the CPU's cache
 
 
@@ -306,6 +313,11 @@ def is_list(kind: pa.DataType) -> bool:
     return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 
 
+def is_number(kind: pa.DataType) -> bool:
+    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
+    return any(test(kind) for test in kinds)
+
+
 def without_missing(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, int]:
     """Return a column of numbers with 0 in place of missing values (also NaN), and the number of such values."""
     kind = column.type
@@ -316,7 +328,7 @@ def without_missing(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, int]:
     if pa.types.is_null(kind):
         return pa.chunked_array([pa.array(np.zeros(len(column), np.int64))]), len(column)
     count = column.null_count
-    if not count or not any(test(kind) for test in NUMBERS):
+    if not count or not is_number(kind):
         return column, 0
     return pc.fill_null(column, pa.scalar(False if pa.types.is_boolean(kind) else 0, kind)), count
 
@@ -336,7 +348,7 @@ def item_codes(items: Any) -> np.ndarray:
 
 def check_no_nulls(column: Any, name: str, where: object, *, what: str) -> None:
     if column.null_count:
-        row = int(np.flatnonzero(pc.is_null(column).to_numpy(zero_copy_only=False))[0])
+        row = pc.index(pc.is_null(column), True).as_py()
         text = f"{what} column '{name}' has {column.null_count} missing values (first in row {row_number(where, row)})"
         raise ColumnError(text, where=where, hint="fill them or drop those rows")
 
@@ -344,30 +356,22 @@ def check_no_nulls(column: Any, name: str, where: object, *, what: str) -> None:
 def position_values(column: pa.ChunkedArray, name: str, where: object) -> np.ndarray:
     values = numeric(column, name, "position", where)
     with np.errstate(invalid="ignore"):  # a value that does not fit int64 changes, which is detected below
-        whole = values.astype(np.int64) if values.dtype.kind != "f" or np.isfinite(values).all() else None
-    if whole is None or (whole != values).any():
-        wrong = int(np.flatnonzero(~np.isfinite(values) if whole is None else whole != values)[0])
-        raise ColumnError(
-            f"positions in column '{name}' must be whole numbers",
-            where=where,
-            got=f"{values[wrong]} in row {row_number(where, wrong)}",
-            hint="number the places where items were shown: 1, 2, ...",
-        )
-    if (whole < 0).any():
-        wrong = int(np.flatnonzero(whole < 0)[0])
-        raise ColumnError(
-            f"positions in column '{name}' must not be negative",
-            where=where,
-            got=f"{whole[wrong]} in row {row_number(where, wrong)}",
-            hint="drop the rows of items that were not shown",
-        )
+        whole = values.astype(np.int64)
+    for wrong, what, hint in (
+        (whole != values, "must be whole numbers", "number the places where items were shown: 1, 2, ..."),
+        (whole < 0, "must not be negative", "drop the rows of items that were not shown"),
+    ):
+        if wrong.any():
+            row = int(wrong.argmax())
+            got = f"{values[row]} in row {row_number(where, row)}"
+            raise ColumnError(f"positions in column '{name}' {what}", where=where, got=got, hint=hint)
     return whole
 
 
 def numeric(column: pa.ChunkedArray, name: str, what: str, where: object) -> np.ndarray:
     values = combined(column)
     kind = values.type
-    if not any(test(kind) for test in NUMBERS):
+    if not is_number(kind):
         raise not_numbers(name, kind, what=what, where=where)
     check_no_nulls(values, name, where, what=what)
     if pa.types.is_decimal(kind):
@@ -381,7 +385,7 @@ def non_negative(column: pa.ChunkedArray, name: str, what: str, where: object) -
         values = numeric(column, name, what, where).astype(np.float32)
     fine = (values >= 0) & (values < np.inf)
     if not fine.all():
-        row = int(np.flatnonzero(~fine)[0])
+        row = int(fine.argmin())
         got = f"{combined(column)[row].as_py()} in row {row_number(where, row)} ({int((~fine).sum())} such rows)"
         text = f"{what} column '{name}' must be finite and not negative in every row"
         raise ColumnError(text, where=where, got=got, hint="correct or drop the column")
@@ -438,7 +442,7 @@ def category_codes(column: pa.ChunkedArray, name: str, where: object) -> tuple[n
 
 def _feature_column(column: pa.ChunkedArray, name: str, where: object) -> np.ndarray:
     values = combined(column)
-    if values.null_count and any(test(values.type) for test in (*NUMBERS, pa.types.is_null)):
+    if values.null_count and (is_number(values.type) or pa.types.is_null(values.type)):
         values = pc.fill_null(values.cast(pa.float64()), float("nan"))  # check_features rejects or accepts NaN
     with np.errstate(over="ignore"):
         return numeric(pa.chunked_array([values]), name, "feature", where).astype(np.float32, copy=False)

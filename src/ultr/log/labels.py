@@ -43,7 +43,6 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
-_COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
 _UNARY = ("exp", "log", "log1p", "sqrt", "abs")
 _FUNCTIONS = (*_UNARY, "min", "max", "clip")
 
@@ -131,15 +130,11 @@ class Label:
     def _check(self, values: Any, actions: Mapping[str, Any]) -> None:
         bad = ~((values >= 0) & (values < float("inf")))
         if bool(bad.any()):
-            index = (
-                tuple(int(i[0]) for i in bad.nonzero())
-                if isinstance(bad, np.ndarray)
-                else tuple(bad.nonzero()[0].tolist())
-            )
-            inputs = ", ".join(f"{name}={float(actions[name][index]):g}" for name in self._names)
+            first = int(bad.ravel().nonzero()[0][0])
+            inputs = ", ".join(f"{name}={float(actions[name].ravel()[first]):g}" for name in self._names)
             raise LabelError(
                 f"label '{self.expression}' must be finite and not negative",
-                got=f"{float(values[index])} where {inputs} ({int(bad.sum())} such rows)",
+                got=f"{float(values.ravel()[first])} where {inputs} ({int(bad.sum())} such rows)",
                 hint="change the expression, e.g. with clip(x, low, high) or max(x, 0)",
             )
 
@@ -181,20 +176,14 @@ class Label:
                 inner = self._build(operand, depth + 1)
                 return lambda library, actions: -inner(library, actions)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return self._binary(_OPERATORS[type(op)], left, right, depth, as_number=False)
-            case ast.Compare(left=left, ops=[op], comparators=[right]) if isinstance(op, _COMPARISONS):
-                return self._binary(_OPERATORS[type(op)], left, right, depth, as_number=True)
+                apply, a, b = _OPERATORS[type(op)], self._build(left, depth + 1), self._build(right, depth + 1)
+                return lambda library, actions: _quiet(apply, a(library, actions), b(library, actions))
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
+                apply, a, b = _OPERATORS[type(op)], self._build(left, depth + 1), self._build(right, depth + 1)
+                return lambda library, actions: _zero_or_one(apply(a(library, actions), b(library, actions)), actions)
             case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
                 return self._call(name, [self._build(arg, depth + 1) for arg in args])
         raise self._error(f"contains {type(tree).__name__.lower()}, which is not allowed")
-
-    def _binary(
-        self, apply: Callable[[Any, Any], Any], left: ast.AST, right: ast.AST, depth: int, *, as_number: bool
-    ) -> _Node:
-        a, b = self._build(left, depth + 1), self._build(right, depth + 1)
-        if as_number:
-            return lambda library, actions: _zero_or_one(apply(a(library, actions), b(library, actions)), actions)
-        return lambda library, actions: _quiet(apply, a(library, actions), b(library, actions))
 
     def _call(self, name: str, args: list[_Node]) -> _Node:
         if name not in _FUNCTIONS:

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from ultr.errors import DataError, OptionError
 from ultr.log.build import Reading, log_from_table, one_row_per_item
 from ultr.log.cleaning import OnDuplicates
-from ultr.log.columns import CONTEXT, Columns, Missing, Piece, as_data_error, resolve_columns
+from ultr.log.columns import CONTEXT, Columns, Missing, Piece, as_data_error, is_number, resolve_columns
 from ultr.log.conditions import filter_rows
 from ultr.log.labels import Label
 from ultr.log.shards import SPLITS, Shards, is_lists
@@ -34,7 +34,7 @@ from ultr.log.sources import (
     read_schemas,
     read_together,
 )
-from ultr.log.svmlight import MAX_INDEX, read_svmlight, reject_names, svmlight_batches
+from ultr.log.svmlight import MAX_INDEX, read_svmlight, reject_names, svmlight_batches, whole_lines
 from ultr.log.table import Log
 from ultr.utils.arguments import checked
 from ultr.utils.memory import available_memory
@@ -44,23 +44,6 @@ from ultr.utils.stores import shown
 # Read JSON Lines: a file with one JSON object per line, also gzipped, whole or in blocks of lines.
 
 BLOCK_BYTES = 16 << 20  # bytes of text that are parsed at a time; a line may be longer
-KIND = "JSON Lines"
-
-
-def read_json_lines(file: SourceFile, names: Sequence[str]) -> pa.Table:
-    """Read keys of a whole file as columns; a line without the key has a missing value there."""
-    tables = list(json_blocks(file, None))
-    if not tables:
-        raise DataError("there are no rows", where=file, hint="create the file again")
-    with as_data_error(file, KIND):
-        table = pa.concat_tables(tables, promote_options="permissive")
-    return table.select([name for name in names if name in table.column_names])
-
-
-def json_schema(file: SourceFile) -> pa.Schema:
-    """Return the columns of the first lines of a file."""
-    first = next(json_blocks(file, None), None)
-    return pa.schema([]) if first is None else first.schema
 
 
 def json_blocks(file: SourceFile, schema: pa.Schema | None) -> Iterator[pa.Table]:
@@ -68,8 +51,10 @@ def json_blocks(file: SourceFile, schema: pa.Schema | None) -> Iterator[pa.Table
     options = None
     if schema is not None:
         options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-    with as_data_error(file, KIND), file.stream() as stream:
-        for text in _whole_lines(stream):
+    with as_data_error(file, "JSON Lines"), file.stream() as stream:
+        for text in whole_lines(stream, BLOCK_BYTES):
+            if not text.strip():
+                continue
             # The block must hold all of the text, because Arrow does not join lines of two blocks.
             size = pa.json.ReadOptions(block_size=len(text) + 1, use_threads=False)
             table = pa.json.read_json(pa.BufferReader(text), read_options=size, parse_options=options)
@@ -85,19 +70,12 @@ def streaming_schema(schema: pa.Schema, ids: set[str]) -> pa.Schema:
 def _wide(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind):
         return pa.list_(_wide(kind.value_type))
-    return pa.float64() if pa.types.is_integer(kind) or pa.types.is_null(kind) else kind
+    return pa.float64() if pa.types.is_null(kind) else with_floats(kind)
 
 
-def _whole_lines(stream: Any) -> Iterator[bytes]:
-    rest = b""
-    while block := stream.read(BLOCK_BYTES):
-        text = rest + block
-        end = text.rfind(b"\n") + 1
-        text, rest = text[:end], text[end:]
-        if text.strip():
-            yield text
-    if rest.strip():
-        yield rest
+def with_floats(kind: pa.DataType) -> pa.DataType:
+    """Return the type for all blocks of a column, from that of the first: later numbers may have fractions."""
+    return pa.float64() if pa.types.is_integer(kind) else kind
 
 
 # --- Logs -------------------------------------------------------------------------------------------------------------
@@ -215,8 +193,7 @@ def numeric_columns(source: str | Path | Sequence[str | Path], names: Sequence[s
     if schema is not None and open_source(source).kind == "CSV":
         schema = first_rows(source).schema
     kinds = {} if schema is None else {field.name: field.type for field in schema}
-    numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
-    return [name for name in names if name in kinds and any(is_kind(kinds[name]) for is_kind in numbers)]
+    return [name for name in names if name in kinds and is_number(kinds[name])]
 
 
 def first_rows(source: str | Path | Sequence[str | Path]) -> pa.Table:
@@ -228,7 +205,7 @@ def first_rows(source: str | Path | Sequence[str | Path]) -> pa.Table:
             opened = file.parquet()
             table = pa.Table.from_batches(islice(opened.iter_batches(FIRST_ROWS), 1), opened.schema_arrow)
         elif files.kind == "CSV":
-            rows = pa.csv.open_csv(file.stream(), **csv_settings(*csv_form(file), {}))
+            rows = csv_records(file, {})
             table = pa.Table.from_batches(islice(rows, 1), rows.schema)
         elif files.kind == "Arrow":
             table = file.arrow().read_all()  # it is mapped, not copied
@@ -255,7 +232,7 @@ def file_schemas(source: Source) -> list[pa.Schema]:
         if source.kind == "CSV":
             return pa.schema([(name, pa.float64()) for name in csv_form(file)[1]])
         if source.kind == "JSON Lines":
-            return json_schema(file)
+            return next(json_blocks(file, None), pa.table({})).schema
         with as_data_error(file, source.kind):
             return file.arrow().schema
 
@@ -291,8 +268,7 @@ def _read_files(source: Source, named: dict[str, Any], reading: Reading) -> Log:
     schema, where = all_columns(source, schemas), source.name
     columns = resolve_columns(schema, where=where, **named)
     names = reading.names(columns, schema.names, where)
-    ids = [*csv_ids(columns), *columns.categorical] if source.kind == "CSV" else []
-
+    ids = columns.ids if source.kind == "CSV" else []
     if source.kind == "Parquet":
         _check_fits_in_memory(source, names)
 
@@ -302,11 +278,14 @@ def _read_files(source: Source, named: dict[str, Any], reading: Reading) -> Log:
                 options = {"filesystem": file.filesystem, "memory_map": True, "partitioning": None}
                 return pq.read_table(file.path, columns=names, **options)
             if source.kind == "CSV":
-                return _csv_table(file, names, ids)
+                return pa.csv.read_csv(file.stream(), **_csv_settings(file, dict.fromkeys(ids, pa.string()), names))
             if source.kind == "Arrow":
                 table = file.arrow().read_all()
-                return table.select([name for name in names if name in table.column_names])
-        return read_json_lines(file, names)
+            elif blocks := list(json_blocks(file, None)):
+                table = pa.concat_tables(blocks, promote_options="permissive")
+            else:
+                raise DataError("there are no rows", where=file, hint="create the file again")
+        return table.select([name for name in names if name in table.column_names])
 
     table = read_together(source, schemas if source.kind == "Parquet" else None, names, columns, read)
     for name in ids:
@@ -345,29 +324,26 @@ def _value_bytes(chunk: Any) -> float:
     return float(4 + max(shortest, chunk.total_uncompressed_size / max(1, chunk.num_values)))
 
 
-def _csv_table(file: SourceFile, wanted: Sequence[str], ids: Sequence[str]) -> pa.Table:
-    """Read columns of CSV or TSV, gzipped or not; ids are read as text, so that 007 and 7 stay different ids."""
-    delimiter, names = csv_form(file)
-    types = dict.fromkeys(ids, pa.string())
-    present = [name for name in wanted if name in names]
-    return pa.csv.read_csv(file.stream(), **csv_settings(delimiter, names, types, include=present))
+def csv_records(
+    file: SourceFile, types: Mapping[str, Any], names: Sequence[str] = (), *, block_bytes: int | None = None
+) -> Any:
+    """Open a CSV or TSV file, gzipped or not, as record batches with its columns, or those in `names`."""
+    return pa.csv.open_csv(file.stream(), **_csv_settings(file, types, names, block_bytes or CSV_BYTES))
 
 
-def csv_ids(columns: Columns) -> list[str]:
-    """Return the names of the columns that hold the ids of requests, items, queries and segments."""
-    named = (columns.request, columns.item, columns.context.get("query"), columns.context.get("segment"))
-    return [name for name in named if name is not None]
-
-
-def csv_settings(
-    delimiter: str, names: list[str], types: dict[str, Any], *, include: Sequence[str] = (), block_bytes: int = 1 << 20
+def _csv_settings(
+    file: SourceFile, types: Mapping[str, Any], names: Sequence[str], block_bytes: int = 1 << 20
 ) -> dict[str, Any]:
-    """Return arguments for `pyarrow.csv` that read all columns `names` of a CSV file, or those in `include`."""
+    """Return arguments for `pyarrow.csv` that read those of the columns `names` that a file has, or else all."""
+    delimiter, present = csv_form(file)
     return {
-        "read_options": pa.csv.ReadOptions(column_names=names, skip_rows=1, block_size=block_bytes),
+        "read_options": pa.csv.ReadOptions(column_names=present, skip_rows=1, block_size=block_bytes),
         "parse_options": pa.csv.ParseOptions(delimiter=delimiter),
         "convert_options": pa.csv.ConvertOptions(
-            column_types=types, include_columns=include, strings_can_be_null=True, null_values=MISSING_VALUES
+            column_types=types,
+            include_columns=[name for name in names if name in present],
+            strings_can_be_null=True,
+            null_values=MISSING_VALUES,
         ),
     }
 
@@ -599,11 +575,10 @@ def _files(source: Source, selection: Selection) -> LogBatches:
     if source.kind == "Parquet":
         rows, read = source.sum(lambda footer: footer.num_rows), partial(_shard, schema=common)
     elif source.kind == "CSV":
-        rows, read = None, partial(_csv, form=_CsvTypes.of(source, columns, common.names))
+        read = partial(_csv, names=common.names, **_csv_types(source, columns, common.names))
     elif source.kind == "JSON Lines":
         # Ids have the types of the first blocks of all files; other numbers may have fractions.
-        wide = streaming_schema(common, {*csv_ids(columns), *columns.categorical})
-        rows, read = None, partial(_json, schema=wide)
+        read = partial(_json, schema=streaming_schema(common, {*columns.ids}))
 
     def tables(file: SourceFile) -> Iterator[pa.Table]:
         return (source.with_partitions(table, file, names) for table in read(file))
@@ -694,50 +669,33 @@ def _leaves(footer: Any, names: Iterable[str]) -> list[int]:
     return [i for i, start in enumerate(starts) if start & wanted]
 
 
-class _CsvTypes(NamedTuple):
-    """The columns of CSV files that are read, the types they are parsed with, and the ids that are whole numbers."""
+def _csv_types(source: Source, columns: Columns, names: Sequence[str]) -> dict[str, Any]:
+    """Return the `types` that columns of CSV files are parsed with, and the ids that are `whole` numbers.
 
-    names: list[str]
-    types: dict[str, Any]
-    whole: set[str]
-
-    @staticmethod
-    def of(source: Source, columns: Columns, names: list[str]) -> _CsvTypes:
-        """Find the types; a first pass over the ids of all files checks whether they are whole numbers."""
-        ids = [name for name in csv_ids(columns) if name in names]
-        types = {name: pa.string() for name in (*ids, *columns.categorical) if name in names}
-        whole, first = set(ids), []
-        for file in source.files:
-            with as_data_error(file, "CSV"):
-                for record in _csv_records(file, types, list(whole)) if whole else ():
-                    whole = {name for name in whole if pa.types.is_integer(whole_numbers(record.column(name)).type)}
-                    if not whole:
-                        break
-                first.append(_csv_records(file, types, names).schema)
-        wide = [pa.schema([column.with_type(_with_floats(column.type)) for column in schema]) for schema in first]
-        common = common_schema(source, wide, names, columns)
-        types |= {column.name: pa.float64() if pa.types.is_null(column.type) else column.type for column in common}
-        return _CsvTypes(names, types, whole)
+    A first pass over the ids of all files checks whether they are whole numbers.
+    """
+    types = {name: pa.string() for name in columns.ids if name in names}
+    whole, schemas = set(types), []
+    for file in source.files:
+        with as_data_error(file, "CSV"):
+            for record in csv_records(file, types, list(whole)) if whole else ():
+                whole = {name for name in whole if pa.types.is_integer(whole_numbers(record.column(name)).type)}
+                if not whole:
+                    break
+            first = csv_records(file, types, names).schema
+        schemas.append(pa.schema([column.with_type(with_floats(column.type)) for column in first]))
+    for column in common_schema(source, schemas, names, columns):
+        types[column.name] = pa.float64() if pa.types.is_null(column.type) else column.type
+    return {"types": types, "whole": whole}
 
 
-def _with_floats(kind: pa.DataType) -> pa.DataType:
-    """Return the type for all blocks of a column, from that of the first: later numbers may have fractions."""
-    return pa.float64() if pa.types.is_integer(kind) else kind
-
-
-def _csv_records(file: SourceFile, types: dict[str, Any], include: Sequence[str]) -> Any:
-    delimiter, names = csv_form(file)
-    settings = csv_settings(delimiter, names, types, include=include, block_bytes=CSV_BYTES)
-    return pa.csv.open_csv(file.stream(), **settings)
-
-
-def _csv(file: SourceFile, form: _CsvTypes) -> Iterator[pa.Table]:
+def _csv(file: SourceFile, names: Sequence[str], types: Mapping[str, Any], whole: set[str]) -> Iterator[pa.Table]:
     """Read CSV or TSV, gzipped or not."""
     with as_data_error(file, "CSV"):
-        records = _csv_records(file, form.types, form.names)
-        for texts in _gathered(records, rows=max(1, NUMBERS // max(1, len(form.names)))):
-            ids = {name: texts[name].cast(pa.int64()) for name in form.whole}
-            yield pa.table({name: ids.get(name, texts[name]) for name in form.names})
+        records = csv_records(file, types, names)
+        for texts in _gathered(records, rows=max(1, NUMBERS // max(1, len(names)))):
+            ids = {name: texts[name].cast(pa.int64()) for name in whole}
+            yield pa.table({name: ids.get(name, texts[name]) for name in names})
 
 
 def _json(file: SourceFile, schema: pa.Schema) -> Iterator[pa.Table]:

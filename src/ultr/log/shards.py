@@ -222,17 +222,14 @@ class Shards:
 def _check_schema(schema: pa.Schema, manifest: Manifest, path: Path) -> None:
     """Raise DataError if the columns of a shard are not those of the manifest."""
 
-    def whole(kind: Any) -> bool:
-        return bool(pa.types.is_integer(kind))
-
     def number(kind: Any) -> bool:
-        return whole(kind) or bool(pa.types.is_floating(kind))
+        return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
     def numbers(kind: Any) -> bool:
         return bool(pa.types.is_list(kind)) and number(kind.value_type)
 
-    lists: dict[str, Callable[[Any], bool]] = {"position": whole, **dict.fromkeys(manifest.actions, number)}
-    lists |= dict.fromkeys(manifest.categorical, lambda _: True)
+    lists: dict[str, Callable[[Any], bool]] = {"position": pa.types.is_integer}
+    lists |= dict.fromkeys(manifest.actions, number) | dict.fromkeys(manifest.categorical, lambda _: True)
     lists |= {"features": numbers} if manifest.features else {}
     if missing := sorted({"request", *lists} - set(schema.names)):
         raise DataError(f"the column '{missing[0]}' is missing", where=path, hint=AGAIN)
@@ -245,11 +242,8 @@ def _check_schema(schema: pa.Schema, manifest: Manifest, path: Path) -> None:
 
 
 def _row_groups(path: Path, about: Any) -> list[RowGroup]:
-    groups = [about.row_group(number) for number in range(about.num_row_groups)]
-    paths = [about.schema.column(i).path for i in range(about.num_columns)]
-    place = next((i for i, name in enumerate(paths) if name.split(".")[0] == "position"), None)
-    if place is None:
-        raise DataError("the column 'position' is missing", where=path, hint=AGAIN)
+    names = [about.schema.column(i).path.split(".")[0] for i in range(about.num_columns)]
+    place, groups = names.index("position"), map(about.row_group, range(about.num_row_groups))
     return [RowGroup(path, n, group.num_rows, group.column(place).num_values) for n, group in enumerate(groups)]
 
 
@@ -257,24 +251,18 @@ def concatenate_logs(logs: Sequence[Log]) -> Log:
     """Return a log with the requests of several logs, which must have the same columns; all data is copied."""
     first = logs[0]
 
-    def rows(values: Callable[[Log], Any]) -> Any:
-        return None if values(first) is None else np.concatenate([values(log) for log in logs])
+    def joined(parts: Sequence[Any]) -> Any:
+        if parts[0] is None:
+            return None
+        return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else pa.concat_arrays(parts)
 
-    def entries(values: Callable[[Log], Any]) -> Any:
-        return None if values(first) is None else pa.concat_arrays([values(log) for log in logs])
-
-    lengths = np.concatenate([log.lengths for log in logs])
+    arrays = ("features", "positions", "relevance", "weights", "request_ids", "item_ids")
     return replace(
         first,
-        features=np.concatenate([log.features for log in logs]),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        request_ids=entries(lambda log: log.request_ids),
-        positions=rows(lambda log: log.positions),
-        actions={name: rows(lambda log, name=name: log.actions[name]) for name in first.actions},  # type: ignore[misc]
-        relevance=rows(lambda log: log.relevance),
-        weights=rows(lambda log: log.weights),
-        item_ids=entries(lambda log: log.item_ids),
-        context={name: entries(lambda log, name=name: log.context[name]) for name in first.context},  # type: ignore[misc]
+        offsets=np.concatenate([[0], np.cumsum(joined([log.lengths for log in logs]))]),
+        actions={name: joined([log.actions[name] for log in logs]) for name in first.actions},
+        context={name: joined([log.context[name] for log in logs]) for name in first.context},
+        **{name: joined([getattr(log, name) for log in logs]) for name in arrays},
     )
 
 

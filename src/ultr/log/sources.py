@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,7 +27,7 @@ from ultr.log.columns import SEVERAL, Columns, as_data_error, saved_names
 from ultr.log.conditions import CONDITION, filter_rows
 from ultr.log.table import ACTIONS_KEY, CATEGORICAL_KEY, FEATURE_NAMES_KEY
 from ultr.utils.files import content_kind, existing_file, fingerprint
-from ultr.utils.stores import Stored, as_path, as_url, fetched, files_below, find, shown, unescaped
+from ultr.utils.stores import Stored, as_path, as_url, fetched, files_below, find, shown
 
 SUFFIXES = {
     ".parquet": "Parquet",
@@ -245,7 +246,7 @@ def _find(name: str) -> list[SourceFile]:
 
 def _with_partitions(file: SourceFile) -> SourceFile:
     parts = [match for part in PurePosixPath(file.name).parts[:-1] if (match := PARTITION.fullmatch(part))]
-    values = {part[1]: None if part[2] == NO_VALUE else unescaped(part[2]) for part in parts}
+    values = {part[1]: None if part[2] == NO_VALUE else unquote(part[2]) for part in parts}
     return replace(file, partitions=values)
 
 

@@ -38,7 +38,7 @@ def as_texts(ids: Any) -> Any:
     """Return the ids of requests as an Arrow array of texts."""
     try:
         return ids.cast(pa.string())
-    except pa.ArrowException:  # the bytes are not UTF-8
+    except pa.ArrowException:  # ids of a type that is not text, or bytes that are not UTF-8
         return pa.array([str(value) for value in ids.to_pylist()], pa.string())
 
 

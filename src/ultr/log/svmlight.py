@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from ultr.errors import DataError, OptionError
+from ultr.log.build import group_rows
 from ultr.log.columns import Piece, check_features
 from ultr.log.table import Log
 from ultr.utils.files import existing_file
@@ -29,7 +31,7 @@ BLOCK_BYTES = 32 << 20  # bytes of text in a block if a whole file is read
 STREAM_BYTES = 4 << 20  # the same for batches; parsing takes about twenty times as much memory
 MAX_INDEX = 1_000_000  # the highest feature number
 EXACT = 2**53  # ids are parsed in double precision, which is exact below this number
-_TAB, _NEWLINE, _RETURN, _SPACE, _HASH, _COLON = b"\t\n\r #:"
+_NEWLINE, _SPACE, _COLON = b"\n :"
 _EXPECTED = f"a line must read 'grade qid:ID 1:VALUE 2:VALUE ...', with feature numbers 1 to {MAX_INDEX:,}, each once"
 _FIX_LINE = "correct or remove the line"
 
@@ -53,11 +55,12 @@ def read_svmlight(path: str | Path) -> Log:
     grades = np.concatenate([block.grades for block in blocks])
     features = _dense(blocks, path)
     names = _checked_names(features, grades, path, rows_before=0)
-    order, offsets, ids = _group(qids)
+    ids = pa.array(qids)
+    order, offsets, first_rows = group_rows(ids, name="qid", where=path)
     return Log(
         features=features if order is None else features[order],
         offsets=offsets,
-        request_ids=pa.array(ids),
+        request_ids=ids.take(pa.array(first_rows)),
         feature_names=names,
         relevance=grades if order is None else grades[order],
     )
@@ -88,11 +91,13 @@ def _read(path: Path, block_bytes: int) -> Iterator[_Block]:
     lines = 0
     try:
         with _open(path) as stream:
-            for text in _blocks_of_lines(stream, block_bytes):
-                block = _parse(text, path, lines)
-                lines += text.count(b"\n")
-                if len(block.grades):
+            for text in whole_lines(stream, block_bytes):
+                if len(data := _tidy(text)):
+                    block = _parse(data)
+                    if block is None:
+                        raise _bad_line(text, path, lines)
                     yield block
+                lines += text.count(b"\n")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         hint = "download or write the file again"
         raise DataError(f"the gzip data is damaged ({error})", where=path, hint=hint) from error
@@ -108,20 +113,6 @@ def _checked_names(features: np.ndarray, grades: np.ndarray, path: Path, *, rows
         got = f"{grades[row]} in row {rows_before + row + 1}"
         raise DataError("grades must be finite and not negative", where=path, got=got, hint=_FIX_LINE)
     return tuple(names)
-
-
-def _group(qids: np.ndarray) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(qids)) + 1])
-    ids = qids[starts]
-    if len(np.unique(ids)) == len(ids):
-        return None, np.append(starts, len(qids)).astype(np.int64), ids
-    distinct, first, codes = np.unique(qids, return_index=True, return_inverse=True)
-    by_appearance = np.argsort(first)
-    rank = np.empty_like(by_appearance)
-    rank[by_appearance] = np.arange(len(distinct))
-    order = np.argsort(rank[codes], kind="stable")
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(rank[codes]))]).astype(np.int64)
-    return order, offsets, distinct[by_appearance]
 
 
 def _dense(blocks: list[_Block], path: Path) -> np.ndarray:
@@ -144,7 +135,8 @@ def _open(path: Path) -> BinaryIO:
     return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
 
 
-def _blocks_of_lines(stream: BinaryIO, block_bytes: int) -> Iterator[bytes]:
+def whole_lines(stream: Any, block_bytes: int) -> Iterator[bytes]:
+    """Yield the text of a stream in blocks of whole lines; the last line ends with a line end too."""
     rest = b""
     while read := stream.read(block_bytes):
         text = rest + read
@@ -156,46 +148,41 @@ def _blocks_of_lines(stream: BinaryIO, block_bytes: int) -> Iterator[bytes]:
         yield rest + b"\n"
 
 
-def _parse(text: bytes, path: Path, lines_before: int) -> _Block:
-    raw = np.frombuffer(text, np.uint8)
-    data = _tidy(raw)
-    empty = np.zeros(0, np.float32)
-    if not len(data):
-        return _Block(empty, empty.astype(np.int64), empty.astype(np.int64), empty.astype(np.int32), empty)
-    is_separator = (data == _SPACE) | (data == _COLON) | (data == _NEWLINE)
-    at = np.flatnonzero(is_separator)
+def _tidy(text: bytes) -> np.ndarray:
+    """Return the bytes without comments, blank lines and carriage returns, and with single spaces between words."""
+    text = re.sub(rb"#[^\n]*", b"", text).translate(bytes.maketrans(b"\t\r", b"  "))
+    text = re.sub(rb"  +", b" ", text).replace(b" \n", b"\n").replace(b"\n ", b"\n")
+    return np.frombuffer(bytearray(re.sub(rb"\n\n+", b"\n", text).lstrip()), np.uint8)
+
+
+def _parse(data: np.ndarray) -> _Block | None:
+    """Return the content of lines of tidy text; None if a line is not in the expected format."""
+    at = np.flatnonzero((data == _SPACE) | (data == _COLON) | (data == _NEWLINE))
     separators = data[at]
     ends = np.flatnonzero(separators == _NEWLINE)  # index, among separators, of each line's end
     starts = np.concatenate([[0], ends[:-1] + 1])
     tokens = ends - starts + 1
     # A line is: grade SPACE qid COLON id SPACE index COLON value ... NEWLINE, so separators alternate.
-    odd = np.zeros(len(separators), np.uint8)
-    odd[1::2] = 1
-    odd ^= np.repeat((starts & 1).astype(np.uint8), tokens)  # parity of a separator's place in its own line
-    expected = np.where(odd, np.uint8(_COLON), np.uint8(_SPACE))
+    place = np.arange(len(separators)) - np.repeat(starts, tokens)  # of a separator in its own line
+    expected = np.where(place & 1, np.uint8(_COLON), np.uint8(_SPACE))
     expected[ends] = _NEWLINE
     regular = (separators == expected).all() and (tokens % 2 == 1).all() and (tokens >= 3).all()
     key = at[starts] + 1  # where the word qid must be
     if not regular or not _spells(data, key, b"qid:"):
-        raise _bad_line(text, path, lines_before)
+        return None
     data[key] = data[key + 1] = data[key + 2] = ord("0")
     data[at] = _NEWLINE
     numbers = _numbers(data)
     if numbers is None or len(numbers) != len(separators):
-        raise _bad_line(text, path, lines_before)
-    qids = numbers[starts + 2]
-    is_pair = np.ones(len(numbers), bool)
-    is_pair[starts] = is_pair[starts + 1] = is_pair[starts + 2] = False
-    pairs = numbers[is_pair].reshape(-1, 2)
-    with np.errstate(invalid="ignore"):
-        indices = pairs[:, 0].astype(np.int32)
+        return None
+    qids, pairs = numbers[starts + 2], numbers[place > 2].reshape(-1, 2)
+    with np.errstate(invalid="ignore", over="ignore"):
+        indices, values = pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.float32)
     counts = (tokens - 3) // 2
     row_of_pair = np.repeat(np.arange(len(counts)), counts)
     fine = (indices == pairs[:, 0]).all() and ((indices >= 1) & (indices <= MAX_INDEX)).all()
     if not fine or (np.floor(qids) != qids).any() or (np.abs(qids) >= EXACT).any() or _repeats(row_of_pair, indices):
-        raise _bad_line(text, path, lines_before)
-    with np.errstate(over="ignore"):
-        values = pairs[:, 1].astype(np.float32)
+        return None
     return _Block(numbers[starts].astype(np.float32), qids.astype(np.int64), counts, indices, values)
 
 
@@ -206,32 +193,6 @@ def _repeats(rows: np.ndarray, indices: np.ndarray) -> bool:
         return False
     keys = np.sort(rows * (MAX_INDEX + 1) + indices)
     return bool((keys[1:] == keys[:-1]).any())
-
-
-def _tidy(raw: np.ndarray) -> np.ndarray:
-    """Return the bytes without comments, blank lines and carriage returns, and with single spaces between words."""
-    data = raw.copy()
-    data[(data == _TAB) | (data == _RETURN)] = _SPACE
-    if (data == _HASH).any():
-        newlines = np.flatnonzero(data == _NEWLINE)
-        hashes = np.flatnonzero(data == _HASH)
-        line_of_hash, first = np.unique(np.searchsorted(newlines, hashes), return_index=True)
-        edges = np.zeros(len(data) + 1, np.int8)
-        edges[hashes[first]] += 1
-        edges[newlines[line_of_hash]] -= 1
-        data = data[np.cumsum(edges[:-1], dtype=np.int8) == 0]
-    blank = (data == _SPACE) | (data == _NEWLINE)
-    after_blank = np.concatenate([[True], blank[:-1]])
-    drop = after_blank & (data == _SPACE)  # repeated spaces, and spaces at the start of a line
-    if drop.any():
-        data = data[~drop]
-    before_newline = np.concatenate([data[1:] == _NEWLINE, [False]])
-    drop = (data == _SPACE) & before_newline
-    if drop.any():
-        data = data[~drop]
-    newline = data == _NEWLINE
-    drop = newline & np.concatenate([[True], newline[:-1]])
-    return data[~drop] if drop.any() else data
 
 
 def _spells(data: np.ndarray, at: np.ndarray, word: bytes) -> bool:
@@ -263,9 +224,7 @@ def _bad_line(text: bytes, path: Path, lines_before: int) -> DataError:
                 continue
             float(words[0])
             key, _, qid = words[1].partition(b":")
-            if key != b"qid":
-                raise ValueError
-            if abs(int(qid)) >= EXACT:
+            if key != b"qid" or abs(int(qid)) >= EXACT:
                 raise ValueError
             seen = set()
             for word in words[2:]:

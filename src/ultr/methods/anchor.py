@@ -80,18 +80,24 @@ def fit_anchor(
         rate = max(labels[rows].sum(), 1e-9) / max(theta[rows].sum(), 1e-9)
         return np.concatenate([[np.log(rate)], np.zeros(used.shape[1])])
 
+    def precision(deviation: float) -> np.ndarray:
+        """Return the precision of the prior of the constant and of each slope; 0 if it has none."""
+        with_prior = used.shape[1] - free
+        return np.concatenate([np.zeros(1 + free), np.full(with_prior, max(1, with_prior) / deviation**2)])
+
     learned = ~held_out
     if not labels[learned].sum() > 0 or not held_out.any():
         return None
     found, losses = start(learned), []
     for deviation in DEVIATIONS:
-        found = _poisson(used[learned], labels[learned], offset[learned], found, free, dispersion, deviation)
+        prior = precision(deviation)
+        found = _poisson(used[learned], labels[learned], offset[learned], found, prior, dispersion)
         log_mean = np.minimum(found[0] + used[held_out] @ found[1:] + offset[held_out], LARGEST_LOG_RATE)
         losses.append(float((np.exp(log_mean) - labels[held_out] * log_mean).sum()) / dispersion)
     good = np.array(losses) <= min(losses) + 1  # in units of the log-likelihood, so that noise does not choose
     deviation = DEVIATIONS[int(good.argmax())]
     everything = np.ones(len(x), bool)
-    found = _poisson(used, labels, offset, start(everything), free, dispersion, deviation)
+    found = _poisson(used, labels, offset, start(everything), precision(deviation), dispersion)
     slopes = found[1 + free :] + (found[1] * toward if toward is not None else 0.0)
     positive = labels > 0
     beta = float(np.clip(positive.sum() / theta.sum(), 1e-3, 1 - 1e-3))
@@ -115,18 +121,10 @@ def _logging_slopes(
 
 
 def _poisson(
-    x: np.ndarray,
-    labels: np.ndarray,
-    offset: np.ndarray,
-    start: np.ndarray,
-    free: int,
-    dispersion: float,
-    deviation: float,
+    x: np.ndarray, labels: np.ndarray, offset: np.ndarray, start: np.ndarray, prior: np.ndarray, dispersion: float
 ) -> np.ndarray:
-    """Return the constant and slopes with the largest posterior; the first `free` slopes have no prior."""
+    """Return the constant and slopes with the largest posterior; `prior` has the precision of each, or 0."""
     from scipy.optimize import minimize
-
-    prior = np.r_[np.zeros(1 + free), np.full(x.shape[1] - free, max(1, x.shape[1] - free) / deviation**2)]
 
     def loss(values: np.ndarray) -> tuple[float, np.ndarray]:
         log_mean = np.minimum(values[0] + x @ values[1:] + offset, LARGEST_LOG_RATE)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict, Unpack, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ from ultr.lists import Lists
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.rankers import FeatureEncoder, make_ranker
+from ultr.rankers.networks import HIDDEN
 
 MOST_IN_TABLE = 1 << 16  # position ids that are looked up in a table
 POSITION_SPEED = 10.0  # learning rate of parameters by position, relative to that of a network
@@ -45,6 +49,11 @@ class MethodInputs:
     indicators: tuple[int, ...] = ()  # features whose missing values the ranker recognises, by index
     user: User | None = None  # the simulated user, whom only an oracle knows
 
+    @property
+    def label_is_binary(self) -> bool:
+        """Whether the label is one action that is 0 or 1."""
+        return self.label.expression in self.binary
+
     def make_ranker(self, *, extra_features: int = 0, outputs: int = 1) -> nn.Module:
         encoder = FeatureEncoder(self.features + extra_features, self.categories, indicators=self.indicators)
         return make_ranker(self.ranker, encoder, outputs=outputs, **self.ranker_options)
@@ -54,6 +63,11 @@ class MethodInputs:
         networks = {"norm": "layer", "dropout": 0.0, "separate": True} if self.ranker == "mlp" else {}
         return replace(self, ranker_options={**self.ranker_options, **networks})
 
+    def with_half_the_units(self, **options: Any) -> MethodInputs:
+        """Return these inputs with half the units in each hidden layer, and with these options of the ranker."""
+        hidden = [max(1, size // 2) for size in self.ranker_options.get("hidden", HIDDEN)]
+        return replace(self, ranker_options={**self.ranker_options, "hidden": hidden, **options})
+
     def labels_of(self, lists: Lists) -> Tensor:
         """Return the labels of items to learn from: of the logged actions, or the true labels if `truth` is set.
 
@@ -61,6 +75,15 @@ class MethodInputs:
         """
         labels: Tensor = lists.true_relevance if self.truth else self.label(lists.actions, check=False)
         return labels.masked_fill(~lists.where, 0)
+
+
+class BiasInputs(TypedDict):
+    """The inputs of an estimate of position bias from a log, before anything is trained."""
+
+    user: User | None  # who simulates the feedback, in about `sessions` sessions
+    sessions: int
+    seed: int
+    examination: NotRequired[Examination | None]  # the best estimate of this log, if the run has made it
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +118,17 @@ Names = Annotated[
     BeforeValidator(_split),
     Field(min_length=1),
 ]
+
+
+def options_of(constructor: Callable[..., None]) -> dict[str, Any]:
+    """Return the keyword options of a constructor, each with its type; None as a default means "not set"."""
+    types, options = get_type_hints(constructor, include_extras=True), {}
+    for parameter in inspect.signature(constructor).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            kind = types[parameter.name]
+            given = [each for each in get_args(kind) if each is not type(None)]
+            options[parameter.name] = reduce(or_, given) if type(None) in get_args(kind) else kind
+    return options
 
 
 class Learner(nn.Module):
@@ -134,7 +168,7 @@ class Learner(nn.Module):
 class Method(Learner):
     """The base class of methods for networks: a ranker and a way to train it."""
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {}  # keyword options, each with its type
+    OPTIONS: ClassVar[dict[str, Any]] = {}  # keyword options, each with its type
     CLICKS_ALONE: ClassVar[bool] = False  # True if every label above zero counts as 1
     by_item = False  # whether `with_targets` adds what depends on item ids, which lists do not have
     anchored = False  # whether the ranker starts at a model of the log
@@ -163,14 +197,8 @@ class Method(Learner):
     def labels(self, lists: Lists) -> Tensor:
         return self.inputs.labels_of(lists)
 
-    def estimate_bias(
-        self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
-    ) -> None:
-        """Estimate position bias from the whole training log, before anything is trained.
-
-        If a `user` simulates the feedback, about `sessions` simulated sessions are used. An `examination` that the run
-        has estimated is used where the method needs the best estimate of the log.
-        """
+    def estimate_bias(self, log: Log, **given: Unpack[BiasInputs]) -> None:
+        """Estimate position bias from the whole training log, before anything is trained."""
 
     def estimate_policy(self, log: Log, *, seed: int) -> None:
         """Estimate from the whole training log how the logging ranker shows items, after the bias stage.
@@ -240,6 +268,11 @@ class ClickMethod(FeedbackMethod):
 def at_least_single(outputs: Tensor) -> Tensor:
     """Return outputs of a network in single or double precision, which ranks and differences of scores need."""
     return outputs if outputs.dtype == torch.float64 else outputs.float()
+
+
+def sortable_positions(lists: Lists) -> Tensor:
+    """Return the positions of items, and a larger number than any position for padding."""
+    return torch.where(lists.where, lists.shown_positions, torch.iinfo(torch.int64).max)
 
 
 def as_limit(max_weight: float | str) -> float:

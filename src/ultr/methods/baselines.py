@@ -11,8 +11,7 @@ from ultr.methods.base import Method, MethodInputs, PositionIndex, at_least_sing
 from ultr.methods.losses import lambdarank_weights, pairwise_loss, pointwise_loss
 from ultr.rankers import WithConstants
 
-# --- Regression -------------------------------------------------------------------------------------------------------
-# Regression of the label on the features, item by item: the plain baseline, which ignores the bias of feedback.
+DIMENSIONS = 8  # of the embedding of a position
 
 
 class Pointwise(Method):
@@ -24,12 +23,11 @@ class Pointwise(Method):
         return pointwise_loss(self.score(lists.features), self.labels(lists), where=lists.where, weights=lists.weights)
 
 
-# --- LambdaRank -------------------------------------------------------------------------------------------------------
-# LambdaRank (Burges 2006): pairs weighted by the change of NDCG if both items are swapped, without bias correction.
-
-
 class LambdaRank(Method):
-    """Pairwise logistic loss times |ΔNDCG|; the gain is linear in the label, and 2^y - 1 for true labels."""
+    """Pairwise logistic loss times |ΔNDCG|; the gain is linear in the label, and 2^y - 1 for true labels.
+
+    LambdaRank (Burges 2006), without bias correction.
+    """
 
     def loss(self, lists: Lists) -> Tensor:
         scores, labels = self.score(lists.features), self.labels(lists)
@@ -38,16 +36,11 @@ class LambdaRank(Method):
         return pairwise_loss(scores, weights, where=lists.where, weights=lists.weights)
 
 
-# --- Position as a feature --------------------------------------------------------------------------------------------
-# Position as an input of the network, fixed at the first position in serving: the oldest bias correction.
-
-DIMENSIONS = 8  # of the embedding of a position
-
-
 class PositionFeature(Method):
     """Least squares on the label, from features and an embedding of the position; scores are for the first position.
 
-    The network can combine position and features in any way, so fixing the position may not rank by relevance.
+    It is the oldest bias correction. The network can combine position and features in any way, so fixing the position
+    may not rank by relevance.
     """
 
     LEARNS_ALONE = True

@@ -33,10 +33,9 @@ from ultr.bias.equations import (
 )
 from ultr.bias.examination import MAX_TRAINED_POSITIONS, Examination
 from ultr.errors import OptionError
-from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
 from ultr.methods.base import MethodInputs
-from ultr.methods.losses import gaps, lambdaloss_weights, preferred_pairs, reduced
+from ultr.methods.losses import gaps, lambdaloss_weights, pairs_of, preferred_pairs, reduced
 from ultr.methods.position_model import PositionModel, means_of_all, numbers, sums_in_cells
 from ultr.rankers import FeatureEncoder, make_ranker
 from ultr.rankers.feedback import LARGEST_LOG_VALUE
@@ -169,15 +168,14 @@ class BiasModel(PositionModel):
             beta = logit.sigmoid()
             target = self._target(relevance_posterior(positive, self.theta[place], beta, self.zeta[place]))
         item = binary_cross_entropy_with_logits(logit, target, reduction="none")
-        item = item + torch.where(positive, labels / self.rho[place] * torch.exp(-log_value) + log_value, 0.0)
+        item = item + self.value_deviance(labels, place, log_value)
         loss = (self._row_weights(place, lists) * item).sum(-1)
         if self.pairs:
             gap = gaps(preference)
             with torch.no_grad():
                 pair, preferred, counts = self._pairs(lists, labels, place, beta, gap)
                 if self.released:
-                    theta_minus, positive = map(batch_innermost, (self.theta_minus[place], positive))
-                    target = released_target(positive[..., None, :], pair, theta_minus[..., None, :])
+                    target = released_target(pairs_of(positive)[1], pair, pairs_of(self.theta_minus[place])[1])
                     counts = lambdaloss_weights(preference, labels, where=lists.where)
                 else:
                     target = preference_target(preferred, pair.gamma, pair_posterior(pair))
@@ -185,6 +183,10 @@ class BiasModel(PositionModel):
             cross = binary_cross_entropy_with_logits(gap, target, reduction="none")
             loss = loss + PAIR_SHARE * (counts * cross).sum((-2, -1))
         return reduced(loss, lists.weights)
+
+    def value_deviance(self, labels: Tensor, place: Tensor, log_value: Tensor) -> Tensor:
+        """Return the gamma deviance of the values of clicked items, up to a constant; 0 for other items."""
+        return torch.where(labels > 0, labels / self.rho[place] * torch.exp(-log_value) + log_value, 0.0)
 
     def _target(self, probability: Tensor) -> Tensor:
         return torch.bernoulli(probability) if self.sampled else probability
@@ -196,18 +198,10 @@ class BiasModel(PositionModel):
         self, lists: Lists, labels: Tensor, place: Tensor, beta: Tensor, gap: Tensor
     ) -> tuple[PairModel, Tensor, Tensor]:
         """Return, for all pairs [..., i, j]: parameters, True where c_i > c_j, 1 for different items, else 0."""
-        theta, where, place = map(batch_innermost, (self.theta[place], lists.where, place))
-        i, j = place[..., :, None], place[..., None, :]
-        pair = PairModel(
-            theta_i=theta[..., :, None],
-            theta_j=theta[..., None, :],
-            plus=self.plus[i, j],
-            minus=self.minus[i, j],
-            gamma=gap.sigmoid(),
-            beta_i=batch_innermost(beta)[..., :, None],
-        )
+        (theta_i, theta_j), (where_i, where_j), (i, j) = map(pairs_of, (self.theta[place], lists.where, place))
+        pair = PairModel(theta_i, theta_j, self.plus[i, j], self.minus[i, j], gap.sigmoid(), pairs_of(beta)[0])
         apart = ~torch.eye(place.shape[-1], dtype=torch.bool, device=place.device)
-        counts = (where[..., :, None] & where[..., None, :] & apart).to(beta.dtype)
+        counts = (where_i & where_j & apart).to(beta.dtype)
         return pair, preferred_pairs(labels, where=lists.where), counts
 
     def update(self, lists: Lists) -> None:
@@ -228,10 +222,9 @@ class BiasModel(PositionModel):
             parts.append((sums_in_cells(self.theta_terms(positive, place, beta), place, weights, size), weights))
         if self.trust_in_pairs:
             pair, preferred, counts = self._pairs(lists, labels, place, beta, gaps(preference))
-            counts, cells = counts * lists.weights[:, None, None], batch_innermost(place)
-            cells = cells[..., :, None] * size + cells[..., None, :]
+            counts, (i, j) = counts * lists.weights[:, None, None], pairs_of(place)
             terms = trust_terms(preferred, pair_posterior(pair))
-            parts.append((sums_in_cells(terms, cells, counts, size * size), counts))
+            parts.append((sums_in_cells(terms, i * size + j, counts, size * size), counts))
         self._average_in(means_of_all(*parts))
 
     def _average_in(self, means: list[Tensor]) -> None:
@@ -286,8 +279,7 @@ class BiasModel(PositionModel):
         """Return the log-likelihood per list of clicks, of values of clicked items (gamma deviance), and of pairs."""
         labels, place = self.labels(lists), self.index(lists.shown_positions)
         logit, log_value, preference = self.of_lists(lists)
-        beta, positive = logit.sigmoid(), labels > 0
-        values = -torch.where(positive, labels / self.rho[place] * torch.exp(-log_value) + log_value, 0.0)
+        beta, values = logit.sigmoid(), -self.value_deviance(labels, place, log_value)
         weights = self._row_weights(place, lists)
         likelihoods = {"clicks": self._click_likelihood(lists, beta), "values": (weights * values).sum(-1)}
         if self.pairs:
@@ -351,9 +343,9 @@ class Tally:
         self.ts: list[Tensor] = []
         self.zeros = torch.zeros(2, size, device=device)  # items with label 0 by position: Σ t, number
         self.trust = torch.zeros(2, size * size, device=device)  # by pair of positions: Σ m, number of item pairs
-        self.kinds = [[0, 0.0, 0.0, 0, 0.0] for _ in KINDS]  # pairs, Σ w, Σ w², clipped, largest
+        self.weights: tuple[list[Tensor], ...] = tuple([] for _ in KINDS)
 
-    def add(self, lists: Lists, weights: Tensor, clip: float) -> None:
+    def add(self, lists: Lists, weights: Tensor) -> None:
         model, labels = self.model, self.model.labels(lists)
         place, size = model.index(lists.shown_positions), len(model.index)
         logit, _, preference = model.of_lists(lists)
@@ -363,26 +355,15 @@ class Tally:
         self.ts.append(t)
         self.zeros += torch.stack([sums_by_cell(values, place[zero], size) for values in (t, torch.ones_like(t))])
         preferred = preferred_pairs(labels, where=lists.where)
-        lower_positive = batch_innermost(labels > 0)[..., None, :]
+        _, lower_positive = pairs_of(labels > 0)
         both = preferred & lower_positive
-        for row, chosen in zip(self.kinds, (both, preferred & ~lower_positive), strict=True):
-            _add_weights(row, weights[chosen].double(), clip)
+        for kind, chosen in zip(self.weights, (both, preferred & ~lower_positive), strict=True):
+            kind.append(weights[chosen])
         if model.trust_in_pairs:
-            cells = batch_innermost(place)
-            i, j = cells[..., :, None], cells[..., None, :]
+            i, j = pairs_of(place)
             m = pair_trust(model.plus[i, j], model.minus[i, j], gaps(preference).sigmoid())
             pairs = (torch.where(both, m, 0.0), both.float())
             self.trust += torch.stack([sums_by_cell(values, i * size + j, size * size) for values in pairs])
-
-
-def _add_weights(row: list[float], weights: Tensor, clip: float) -> None:
-    if len(weights):
-        clipped = weights.clamp(max=clip)
-        row[0] += len(weights)
-        row[1] += float(clipped.sum())
-        row[2] += float(clipped.square().sum())
-        row[3] += int((weights > clip).sum())
-        row[4] = max(row[4], float(weights.max()))
 
 
 @torch.no_grad()
@@ -396,13 +377,13 @@ def diagnosis(
     model.eval()
     tally, size = Tally(model), len(model.index)
     for lists in batches:
-        tally.add(lists, weights(lists, model.labels(lists)), clip)
+        tally.add(lists, weights(lists, model.labels(lists)))
     report: dict[str, Any] = {
         **model.report(),
         "theta_minus": numbers(quotient(*tally.zeros)),
         "beta": _quantiles(tally.betas),
         "t": _quantiles(tally.ts),
-        "pairs": {name: _kind(row) for name, row in zip(KINDS, tally.kinds, strict=True)},
+        "pairs": {name: _kind(parts, clip) for name, parts in zip(KINDS, tally.weights, strict=True)},
         "held_out_log_likelihood": dict(zip(("beta of x", "one beta"), numbers(model.held_out), strict=True)),
     }
     if model.scaled_values:
@@ -439,13 +420,15 @@ def _warnings(model: BiasModel, report: dict[str, Any]) -> Iterable[tuple[str, s
             yield "trust reversed", f"eps- would exceed eps+ for {pairs}; it is set to eps+ there"
 
 
-def _kind(row: list[float]) -> dict[str, float]:
-    pairs, total, squares, clipped, largest = row
+def _kind(parts: list[Tensor], clip: float) -> dict[str, float]:
+    weights = torch.cat(parts).double() if parts else torch.zeros(0)
+    clipped, pairs = weights.clamp(max=clip), len(weights)
+    squares = float(clipped.square().sum())
     return {
-        "pairs": int(pairs),
-        "effective_share": round(total**2 / (pairs * squares), 4) if squares else 0.0,
-        "clipped": round(clipped / pairs, 4) if pairs else 0.0,
-        "largest": round(largest, 2),
+        "pairs": pairs,
+        "effective_share": round(float(clipped.sum()) ** 2 / (pairs * squares), 4) if squares else 0.0,
+        "clipped": round(int((weights > clip).sum()) / pairs, 4) if pairs else 0.0,
+        "largest": round(float(weights.max()), 2) if pairs else 0.0,
     }
 
 

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from ultr.bias.click_models import conditional_log_likelihood, log_examination, make_click_model
 from ultr.lists import Lists
-from ultr.methods.base import ClickMethod, MethodInputs, PositionIndex, PositionTable, at_least_single
+from ultr.methods.base import (
+    ClickMethod,
+    MethodInputs,
+    PositionIndex,
+    PositionTable,
+    at_least_single,
+    sortable_positions,
+)
 from ultr.methods.losses import reduced
 from ultr.methods.position_model import numbers
 from ultr.rankers import Product
@@ -50,8 +57,7 @@ class ClickModelMethod(ClickMethod):
 
     def _in_order(self, lists: Lists) -> dict[str, Any]:
         """Return the arguments of the model's functions, with items in the order of their positions, then padding."""
-        last = torch.iinfo(torch.int64).max
-        order = torch.where(lists.where, lists.shown_positions, last).argsort(dim=-1, stable=True)
+        order = sortable_positions(lists).argsort(dim=-1, stable=True)
         place, logits = self.index(lists.shown_positions), self._logits(lists.features)
         return {
             "logits": tuple(each.gather(-1, order) for each in logits),

@@ -12,13 +12,13 @@ from torch import Tensor
 from ultr.bias.counts import item_codes
 from ultr.bias.estimators import SCALE
 from ultr.errors import OptionError
-from ultr.evaluation.metrics import batch_innermost, discounts_at, ranks_of
+from ultr.evaluation.metrics import discounts_at, ranks_of
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.base import ClickMethod, MaxWeight, MethodInputs, ThetaFrom, as_limit
+from ultr.methods.base import ClickMethod, MaxWeight, MethodInputs, ThetaFrom, as_limit, options_of
 from ultr.methods.bias_model import BiasModel
 from ultr.methods.logging_strata import PROPENSITY, LoggingPositions
-from ultr.methods.losses import gaps, pairwise_loss, pointwise_loss, softmax_loss
+from ultr.methods.losses import gaps, pairs_of, pairwise_loss, pointwise_loss, softmax_loss
 from ultr.methods.position_model import MAX_WEIGHT, PositionModel, WithPositions, numbers
 
 # --- Estimates of relevance -------------------------------------------------------------------------------------------
@@ -45,13 +45,6 @@ class IPW(WithPositions, ClickMethod):
     """
 
     ESTIMATOR: ClassVar[str] = "ips"  # the default
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
-        "estimator": Literal["ips", "policy-aware", "dr", "dm"],
-        "theta": ThetaFrom,
-        "trust": Literal["none", "clicks"],
-        "labels": Literal["clicks", "values"],
-        "max_weight": MaxWeight,
-    }
 
     @classmethod
     def has_bias_stage(cls, options: Mapping[str, Any]) -> bool:
@@ -65,11 +58,11 @@ class IPW(WithPositions, ClickMethod):
         self,
         inputs: MethodInputs,
         *,
-        estimator: str | None = None,
-        theta: str = "auto",
-        trust: str = "none",
-        labels: str = "clicks",
-        max_weight: float | str = MAX_WEIGHT,
+        estimator: Literal["ips", "policy-aware", "dr", "dm"] | None = None,
+        theta: ThetaFrom = "auto",
+        trust: Literal["none", "clicks"] = "none",
+        labels: Literal["clicks", "values"] = "clicks",
+        max_weight: MaxWeight = MAX_WEIGHT,
     ) -> None:
         super().__init__(inputs)
         self.estimator, self.values = estimator or self.ESTIMATOR, labels == "values"
@@ -87,6 +80,8 @@ class IPW(WithPositions, ClickMethod):
         self.by_item = self.estimator in ("policy-aware", "dr")
         self.policy = LoggingPositions(inputs) if self.by_item else None
         self.train()
+
+    OPTIONS = options_of(__init__)
 
     def train(self, mode: bool = True) -> IPW:
         super().train(mode)
@@ -188,10 +183,10 @@ class IPWLambdaLoss(IPW):
     def loss(self, lists: Lists) -> Tensor:
         scores = self.score(lists.features)
         with torch.no_grad():
-            ranks, relevance = ranks_of(scores, where=lists.where), batch_innermost(self.relevance_above_zero(lists))
-            change = gaps(discounts_at(ranks, scores.dtype)).abs() * relevance[..., None]
-            both = lists.where[..., :, None] & lists.where[..., None, :]
-        pair_weights = torch.where(both, change, 0.0)
+            ranks, (relevance, _) = ranks_of(scores, where=lists.where), pairs_of(self.relevance_above_zero(lists))
+            change = gaps(discounts_at(ranks, scores.dtype)).abs() * relevance
+            where_i, where_j = pairs_of(lists.where)
+        pair_weights = torch.where(where_i & where_j, change, 0.0)
         return pairwise_loss(scores, pair_weights, where=lists.where, weights=lists.weights)
 
 
@@ -202,7 +197,7 @@ class Affine(IPWPointwise):
     log before training, up to an affine map of relevance β, which does not change the order of items.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {name: IPW.OPTIONS[name] for name in ("theta", "max_weight")}
+    OPTIONS: ClassVar[dict[str, Any]] = {name: IPW.OPTIONS[name] for name in ("theta", "max_weight")}
 
     def __init__(self, inputs: MethodInputs, **options: Any) -> None:
         super().__init__(inputs, trust="clicks", **options)
@@ -217,7 +212,7 @@ class DoublyRobust(IPWPointwise):
 
     ESTIMATOR = "dr"
     CLICKS_ALONE = False
-    OPTIONS: ClassVar[Mapping[str, Any]] = {name: kind for name, kind in IPW.OPTIONS.items() if name != "labels"}
+    OPTIONS: ClassVar[dict[str, Any]] = {name: kind for name, kind in IPW.OPTIONS.items() if name != "labels"}
 
     def __init__(self, inputs: MethodInputs, **options: Any) -> None:
         super().__init__(inputs, labels="values", **options)

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from ultr.bias.equations import relevance_posterior, updated
 from ultr.bias.estimators import SCALE
-from ultr.bias.examination import Examination
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.users import simulate_log
 from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.log.labels import Label
-from ultr.methods.base import AtLeastZero, ClickMethod, MethodInputs, ThetaFrom, at_least_single
+from ultr.methods.base import (
+    AtLeastZero,
+    BiasInputs,
+    ClickMethod,
+    MethodInputs,
+    ThetaFrom,
+    at_least_single,
+    options_of,
+)
 from ultr.methods.losses import logistic_loss, product_logistic_loss, reduced
 from ultr.methods.position_model import LEAST_THETA, PositionModel, Scale, WithPositions, means_of_all, sums_in_cells
 from ultr.rankers.feedback import HURDLE_OUTPUTS, DurationHurdle, Hurdle, OrdinalHurdle, make_hurdle
 
-# --- Direct method ----------------------------------------------------------------------------------------------------
-# The direct method: the likelihood of feedback, in which examination by position is a known factor.
-
 POWER = 1.5  # of Tweedie's distribution: variance = mean^1.5, between Poisson (1) and gamma (2)
 VALUE_SESSIONS = 10_000  # simulated sessions from which the distribution of values is estimated
 LARGEST_LOG_RATE = 20.0  # largest |log| of a predicted mean
-
-
-def is_binary(label: Label, binary: tuple[str, ...]) -> bool:
-    """Return whether a label is one action that is 0 or 1."""
-    return label.expression in binary
+ULTRA_STEP = 0.05  # share of a batch in θ of regression EM, with variant=ultra
 
 
 class Direct(WithPositions):
@@ -49,26 +48,19 @@ class Direct(WithPositions):
     """
 
     LEARNS_ALONE = True
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
-        "likelihood": Literal["hurdle", "binary", "poisson", "tweedie"],
-        "theta": ThetaFrom,
-        "values": Literal["gamma", "ordinal", "d2q"],
-        "duration": str,
-        "row_power": AtLeastZero,
-    }
 
     def __init__(
         self,
         inputs: MethodInputs,
         *,
-        likelihood: str | None = None,
-        theta: str = "auto",
-        values: str | None = None,
+        likelihood: Literal["hurdle", "binary", "poisson", "tweedie"] | None = None,
+        theta: ThetaFrom = "auto",
+        values: Literal["gamma", "ordinal", "d2q"] | None = None,
         duration: str | None = None,
-        row_power: float = 0.0,
+        row_power: AtLeastZero = 0.0,
     ) -> None:
         super().__init__(inputs)
-        default = "binary" if is_binary(inputs.label, inputs.binary) and values is None else "hurdle"
+        default = "binary" if inputs.label_is_binary and values is None else "hurdle"
         self.likelihood = likelihood or default
         self.positions = PositionModel(inputs, theta_from=theta, row_power=row_power)
         if values is not None and self.likelihood != "hurdle":
@@ -76,16 +68,16 @@ class Direct(WithPositions):
             raise OptionError(f"values={values} cannot be used with likelihood={likelihood}", hint=hint)
         feature = _feature(inputs, values, duration)
         if self.likelihood == "hurdle":
-            values = values or Hurdle.KIND
-            self.ranker = make_hurdle(values, inputs.make_ranker(outputs=HURDLE_OUTPUTS[values]), feature)
+            kind = values or Hurdle.KIND
+            self.ranker = make_hurdle(kind, inputs.make_ranker(outputs=HURDLE_OUTPUTS[kind]), feature)
 
-    def estimate_bias(
-        self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
-    ) -> None:
-        super().estimate_bias(log, user=user, sessions=sessions, seed=seed, examination=examination)
+    OPTIONS = options_of(__init__)
+
+    def estimate_bias(self, log: Log, **given: Unpack[BiasInputs]) -> None:
+        super().estimate_bias(log, **given)
         if isinstance(self.ranker, OrdinalHurdle | DurationHurdle):
-            if user is not None:
-                log, _ = simulate_log(log, user, sessions=VALUE_SESSIONS, seed=seed)
+            if given["user"] is not None:
+                log, _ = simulate_log(log, given["user"], sessions=VALUE_SESSIONS, seed=given["seed"])
             labels = self.inputs.label(log.actions)
             positive = labels > 0
             self.ranker.fit_values(labels[positive], log.features[positive])
@@ -95,28 +87,16 @@ class Direct(WithPositions):
         place = self.positions.index(lists.shown_positions)
         theta, rows = self.positions.theta[place].clamp(LEAST_THETA, 1 - 1e-6), self.positions.row_weights(place)
         if self.likelihood in ("poisson", "tweedie"):
-            return _mean_deviance(
-                self.score(lists.features),
-                labels,
-                theta,
-                rows,
-                where=where,
-                weights=lists.weights,
-                kind=self.likelihood,
-            )
+            terms = rows * _mean_deviance(self.score(lists.features), labels, theta, where, kind=self.likelihood)
+            return reduced(torch.where(where, terms, 0.0).sum(-1), lists.weights)
         clicked = (labels > 0).to(theta.dtype)
-        if self.likelihood == "binary":
-            logit = self.score(lists.features)
-            return product_logistic_loss(
-                logit, theta.logit(), clicked, where=where, weights=lists.weights, item_weights=rows
-            )
-        assert isinstance(self.ranker, Hurdle)  # noqa: S101 - made in the constructor
+        common = {"where": where, "weights": lists.weights, "item_weights": rows}
+        if not isinstance(self.ranker, Hurdle):
+            return product_logistic_loss(self.score(lists.features), theta.logit(), clicked, **common)
         logit, outputs = map(at_least_single, self.ranker.outputs(lists.features))
-        clicks = product_logistic_loss(
-            logit, theta.logit(), clicked, where=where, weights=lists.weights, item_weights=rows
-        )
         value_loss = rows * self.ranker.value_loss(outputs, labels, lists.features)
-        return clicks + reduced(torch.where(where & (labels > 0), value_loss, 0.0).sum(-1), lists.weights)
+        values = reduced(torch.where(where & (labels > 0), value_loss, 0.0).sum(-1), lists.weights)
+        return product_logistic_loss(logit, theta.logit(), clicked, **common) + values
 
 
 def _feature(inputs: MethodInputs, values: str | None, duration: str | None) -> int | None:
@@ -135,30 +115,18 @@ def _feature(inputs: MethodInputs, values: str | None, duration: str | None) -> 
     return index
 
 
-def _mean_deviance(
-    scores: Tensor, labels: Tensor, theta: Tensor, rows: Tensor, *, where: Tensor, weights: Tensor, kind: str
-) -> Tensor:
-    """Return the deviance, up to a constant, of labels with the mean θ exp(s), by Poisson or Tweedie.
-
-    `rows` has the weight of each row.
-    """
+def _mean_deviance(scores: Tensor, labels: Tensor, theta: Tensor, where: Tensor, *, kind: str) -> Tensor:
+    """Return the deviance by item, up to a constant, of labels with the mean θ exp(s), by Poisson or Tweedie."""
     log_mean = scores.masked_fill(~where, 0.0).clamp(-LARGEST_LOG_RATE, LARGEST_LOG_RATE) + theta.log()
     if kind == "poisson":
-        terms = log_mean.exp() - labels * log_mean
-    else:
-        terms = ((2 - POWER) * log_mean).exp() / (2 - POWER) - labels * ((1 - POWER) * log_mean).exp() / (1 - POWER)
-    return reduced(torch.where(where, rows * terms, 0.0).sum(-1), weights)
-
-
-# --- Regression-based EM ----------------------------------------------------------------------------------------------
-# Regression-based EM (Wang et al. 2018): examination by position and relevance by features explain the clicks.
-
-ULTRA_STEP = 0.05  # share of a batch in θ
+        return log_mean.exp() - labels * log_mean
+    return ((2 - POWER) * log_mean).exp() / (2 - POWER) - labels * ((1 - POWER) * log_mean).exp() / (1 - POWER)
 
 
 class RegressionEM(ClickMethod):
     """P(click) = θ_k sigmoid(s(x)). The score s is regressed on the posterior of relevance; θ follows by EM.
 
+    This is regression-based EM (Wang et al. 2018).
     The target is 1 for a click, else (1-θ_k)β / (1-θ_k β) with β = sigmoid(s): `targets=soft`, or a draw with this
     probability (`sampled`), as in Wang et al. Examination θ is known, or is estimated together with s, with its largest
     value at `scale` because clicks do not determine it.
@@ -168,31 +136,26 @@ class RegressionEM(ClickMethod):
     """
 
     LEARNS_ALONE = True
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
-        "targets": Literal["soft", "sampled"],
-        "scale": Scale,
-        "variant": Literal["standard", "ultra"],
-    }
 
     def __init__(
         self,
         inputs: MethodInputs,
         *,
-        targets: str | None = None,
-        scale: float | str | None = None,
-        variant: str = "standard",
+        targets: Literal["soft", "sampled"] | None = None,
+        scale: Scale | None = None,
+        variant: Literal["standard", "ultra"] = "standard",
     ) -> None:
         super().__init__(inputs)
         self.ultra = variant == "ultra"
         if self.ultra and scale is not None:
-            hint = "remove one of them"
-            raise OptionError(
-                "scale cannot be used with variant=ultra, which does not scale theta", got=scale, hint=hint
-            )
+            what = "scale cannot be used with variant=ultra, which does not scale theta"
+            raise OptionError(what, got=scale, hint="remove one of them")
         self.sampled = (targets or ("sampled" if self.ultra else "soft")) == "sampled"
         scale = SCALE if scale is None else scale
         fixed = None if scale == "estimated" else float(scale)
         self.positions = PositionModel(inputs, scale=fixed, theta_from="em" if self.ultra else "regression")
+
+    OPTIONS = options_of(__init__)
 
     @property
     def draws(self) -> bool:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from ultr.bias.examination import Examination
 from ultr.bias.logging_policy import STRATA
-from ultr.datasets.users import User
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.base import ClickMethod, MaxWeight, MethodInputs, PositionIndex, PositionTable, as_limit
+from ultr.methods.base import (
+    BiasInputs,
+    ClickMethod,
+    MaxWeight,
+    MethodInputs,
+    PositionIndex,
+    PositionTable,
+    as_limit,
+    options_of,
+    sortable_positions,
+)
 from ultr.methods.logging_strata import LoggingStrata
 from ultr.methods.losses import softmax_loss
 from ultr.methods.position_model import MAX_WEIGHT, numbers
 
-# --- Dual learning ----------------------------------------------------------------------------------------------------
-# The dual learning algorithm (Ai et al. 2018): ranker and propensities, each weighted by the inverse of the other.
+THETA_FROM_STRATA = "softmax over clicks, adjusted for strata of the logging score, together with the ranker"
 
 
 class DLA(ClickMethod):
@@ -29,16 +36,16 @@ class DLA(ClickMethod):
 
     Softmax gives P(o_1)/P(o_k) = exp(g_1 - g_k) of examination o, and P(r_1)/P(r_i) = exp(s_1 - s_i) of relevance r,
     where 1 is the first position (for g) or the first item of the list (for s). These weights have no gradient and are
-    at most `max_weight`.
+    at most `max_weight`. This is the dual learning algorithm (Ai et al. 2018).
     """
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {"max_weight": MaxWeight}
-
-    def __init__(self, inputs: MethodInputs, *, max_weight: float | str = MAX_WEIGHT) -> None:
+    def __init__(self, inputs: MethodInputs, *, max_weight: MaxWeight = MAX_WEIGHT) -> None:
         super().__init__(inputs)
         self.max_weight = as_limit(max_weight)
         self.index = PositionIndex(inputs.positions)
         self.propensity = PositionTable(len(self.index))
+
+    OPTIONS = options_of(__init__)
 
     def loss(self, lists: Lists) -> Tensor:
         scores, clicks = self.score(lists.features), self.clicks(lists)
@@ -50,13 +57,12 @@ class DLA(ClickMethod):
 
     def propensity_loss(self, lists: Lists, logits: Tensor, clicks: Tensor, scores: Tensor) -> Tensor:
         """Return the loss of the logits of positions."""
-        last = torch.iinfo(torch.int64).max
-        highest = torch.where(lists.where, lists.shown_positions, last).argmin(-1, keepdim=True)
+        highest = sortable_positions(lists).argmin(-1, keepdim=True)
         relevant = (scores.gather(-1, highest) - scores).exp().clamp(max=self.max_weight)
         return softmax_loss(logits, clicks * relevant, where=lists.where, weights=lists.weights)
 
     @torch.no_grad()
-    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
+    def bias(self, batches: Iterable[Lists]) -> dict[str, Any]:
         logits = self.propensity.values
         return {
             "positions": self.index.ids.tolist(),
@@ -67,15 +73,6 @@ class DLA(ClickMethod):
         }
 
 
-# --- Unconfounded propensities ----------------------------------------------------------------------------------------
-# Unconfounded propensity estimation, after the paper of this title for unbiased ranking (Luo et al. 2023).
-#
-# A good logging ranker puts relevant items high, so that position and relevance are confounded. Dual learning (`dla`)
-# then takes a part of the effect of relevance for examination, and its propensities are too steep.
-
-THETA_FROM = "softmax over clicks, adjusted for strata of the logging score, together with the ranker"
-
-
 class UPE(DLA):
     """`DLA` with a propensity model that knows the logging policy. It is learned in two steps, 1 before the others:
 
@@ -83,6 +80,9 @@ class UPE(DLA):
         2.  Σ over clicks of  -log softmax(g + u)_i,  with the logits g_k of position k and u_z of stratum z
         3.  P(o | do(k)) = Σ_z P(z) P(o | k, z) = exp(g_k) · Σ_z P(z) exp(u_z)    (backdoor adjustment)
         4.  Σ over clicks of  exp(g_1 - g_k) · -log softmax(s)_i,  with the propensities of 3
+
+    It is unconfounded propensity estimation (Luo et al. 2023). A good logging ranker puts relevant items high. `DLA`
+    takes a part of this effect of relevance for examination, and its propensities are too steep.
 
     The confounding effect u takes up the relevance that follows from the logging policy, so that g does not. The sum
     over z in 3 is one factor for all k, and cancels in the weights of 4. These are at most `max_weight`.
@@ -92,29 +92,21 @@ class UPE(DLA):
     `DLA`. The default does not, because u and s both explain relevance until both are learned, and g is then too flat.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
-        **DLA.OPTIONS,
-        "relevance": Literal["strata", "dual"],
-    }
-
     def __init__(
-        self, inputs: MethodInputs, *, max_weight: float | str = MAX_WEIGHT, relevance: str = "strata"
+        self, inputs: MethodInputs, *, relevance: Literal["strata", "dual"] = "strata", **options: Any
     ) -> None:
-        super().__init__(inputs, max_weight=max_weight)
+        super().__init__(inputs, **options)
         self.dual = relevance == "dual"
         self.strata, self.effect = LoggingStrata(inputs), PositionTable(STRATA)
 
-    def estimate_bias(
-        self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
-    ) -> None:
-        self.strata.fit(log, seed=seed)
+    OPTIONS = DLA.OPTIONS | options_of(__init__)
+
+    def estimate_bias(self, log: Log, **given: Unpack[BiasInputs]) -> None:
+        self.strata.fit(log, seed=given["seed"])
 
     @torch.no_grad()
-    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
-        report = super().bias(batches)
-        return (
-            None if report is None else {**report, "theta_from": THETA_FROM, "confounding": numbers(self.effect.values)}
-        )
+    def bias(self, batches: Iterable[Lists]) -> dict[str, Any]:
+        return {**super().bias(batches), "theta_from": THETA_FROM_STRATA, "confounding": numbers(self.effect.values)}
 
     def propensity_loss(self, lists: Lists, logits: Tensor, clicks: Tensor, scores: Tensor) -> Tensor:
         logits = logits + torch.where(self.strata.several, self.effect(self.strata(lists)), 0.0)

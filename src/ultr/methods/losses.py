@@ -86,16 +86,30 @@ def pairwise_loss(
     return reduced((pair_weights.detach() * softplus(-gaps(scores))).sum((-2, -1)), weights)
 
 
+def pairs_of(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values of i and of j for all pairs [..., i, j]; they broadcast."""
+    values = batch_innermost(values)
+    return values[..., :, None], values[..., None, :]
+
+
 def gaps(scores: Tensor) -> Tensor:
     """Return the differences s_i - s_j of the scores of all pairs [..., i, j]."""
-    scores = batch_innermost(scores)
-    return scores[..., :, None] - scores[..., None, :]
+    score_i, score_j = pairs_of(scores)
+    return score_i - score_j
 
 
 def preferred_pairs(labels: Tensor, *, where: Tensor) -> Tensor:
     """Return True for the pairs [..., i, j] of two items where the label of i is above the label of j."""
-    labels = batch_innermost(labels.masked_fill(~where, torch.nan))  # comparisons with NaN are False
-    return labels[..., :, None] > labels[..., None, :]
+    label_i, label_j = pairs_of(labels.masked_fill(~where, torch.nan))  # comparisons with NaN are False
+    return label_i > label_j
+
+
+def _ideal_dcg(gain_of: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the DCG [..., 1] of the best order of items with these gains, and 1 if no item has a gain."""
+    ranks = torch.arange(1, gain_of.shape[-1] + 1, device=gain_of.device)
+    best = gain_of.sort(dim=-1, descending=True).values
+    ideal = (best * discounts_at(ranks, dtype)).sum(-1, keepdim=True)
+    return torch.where(ideal > 0, ideal, 1.0)
 
 
 def lambdarank_weights(
@@ -111,13 +125,8 @@ def lambdarank_weights(
     gain_of = gains(labels, scores, where, gain)
     discount_of = discounts_at(ranks_of(scores, where=where), scores.dtype)
     if normalise:
-        ranks = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
-        best = gain_of.sort(dim=-1, descending=True).values
-        ideal = (best * discounts_at(ranks, scores.dtype)).sum(-1, keepdim=True)
-        gain_of = gain_of / torch.where(ideal > 0, ideal, 1.0)
-    gain_of, discount_of = batch_innermost(gain_of), batch_innermost(discount_of)
-    delta = gain_of[..., :, None] - gain_of[..., None, :]  # not negative where i is preferred
-    delta = delta * (discount_of[..., :, None] - discount_of[..., None, :]).abs()
+        gain_of = gain_of / _ideal_dcg(gain_of, scores.dtype)
+    delta = gaps(gain_of) * gaps(discount_of).abs()  # not negative where i is preferred
     return torch.where(preferred_pairs(labels, where=where), delta, 0.0)
 
 
@@ -129,13 +138,10 @@ def lambdaloss_weights(scores: Tensor, labels: Tensor, *, where: Tensor) -> Tens
     The code that the authors of the CIKM 2022 paper released has these.
     """
     ranks = ranks_of(scores.detach(), where=where)
-    best = labels.masked_fill(~where, 0.0).sort(dim=-1, descending=True).values
-    places = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
-    ideal = (best * discounts_at(places, scores.dtype)).sum(-1)
-    factor = where.sum(-1) / torch.where(ideal > 0, ideal, 1.0)
+    factor = where.sum(-1, keepdim=True) / _ideal_dcg(labels.masked_fill(~where, 0.0), scores.dtype)
     apart = gaps(ranks).abs().clamp(min=1)
     discount = discounts_at(apart, scores.dtype) - discounts_at(apart + 1, scores.dtype)
-    weights = factor[:, None, None] * gaps(labels) * discount
+    weights = factor[..., None] * gaps(labels) * discount
     return torch.where(preferred_pairs(labels, where=where), weights, 0.0)
 
 

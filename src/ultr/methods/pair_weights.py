@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import numpy as np
 import torch
@@ -21,23 +21,22 @@ from ultr.bias.equations import (
     relevance_posterior,
 )
 from ultr.bias.estimators import SCALE
-from ultr.bias.examination import Examination
-from ultr.datasets.users import User
 from ultr.errors import OptionError
-from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.base import (
     RELEASED_ACCUMULATOR,
     AtLeastZero,
+    BiasInputs,
     Learner,
     MaxWeight,
     MethodInputs,
     Relevance,
     as_limit,
+    options_of,
 )
 from ultr.methods.bias_model import BiasModel, OracleModel, diagnosis, with_known_theta
-from ultr.methods.losses import gaps, lambdaloss_weights, lambdarank_weights, preferred_pairs
+from ultr.methods.losses import gaps, lambdaloss_weights, lambdarank_weights, pairs_of, preferred_pairs
 from ultr.methods.position_model import LEAST_THETA, Scale
 from ultr.rankers import scores_on_device
 
@@ -52,20 +51,6 @@ class PairWeights(Learner):
     which is trained before the ranker, or together with it (`joint`).
     """
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
-        "loss": Literal["posterior", "opt-posterior", "opt", "bayes-ipw", "ipw"],
-        "weights": Literal["paper", "exact"],
-        "em": Literal["staged", "joint", "printed", "oracle"],
-        "theta": Literal["auto", "strata", "items", "regression", "em", "oracle"],
-        "scale": Scale,
-        "row_power": AtLeastZero,
-        "trust": Literal["none", "pairs", "clicks", "values"],
-        "targets": Literal["soft", "sampled"],
-        "delta": Literal["dcg", "lambdaloss"],
-        "variant": Literal["standard", "released"],
-        "max_weight": MaxWeight,
-    }
-
     _given = False  # whether another model of relevance has taken the place of the bias model
 
     def __init__(self, inputs: MethodInputs, **options: Any) -> None:
@@ -76,17 +61,17 @@ class PairWeights(Learner):
     def set_up(
         self,
         *,
-        loss: str | None = None,
-        weights: str | None = None,
-        em: str | None = None,
-        theta: str | None = None,
-        scale: float | str = SCALE,
-        row_power: float = 1.0,
-        trust: str | None = None,
-        targets: str | None = None,
-        delta: str | None = None,
-        variant: str = "standard",
-        max_weight: float | str | None = None,
+        loss: Literal["posterior", "opt-posterior", "opt", "bayes-ipw", "ipw"] | None = None,
+        weights: Literal["paper", "exact"] | None = None,
+        em: Literal["staged", "joint", "printed", "oracle"] | None = None,
+        theta: Literal["auto", "strata", "items", "regression", "em", "oracle"] | None = None,
+        scale: Scale = SCALE,
+        row_power: AtLeastZero = 1.0,
+        trust: Literal["none", "pairs", "clicks", "values"] | None = None,
+        targets: Literal["soft", "sampled"] | None = None,
+        delta: Literal["dcg", "lambdaloss"] | None = None,
+        variant: Literal["standard", "released"] = "standard",
+        max_weight: MaxWeight | None = None,
     ) -> None:
         """Check the options, and make the bias model."""
         inputs = self.inputs
@@ -126,11 +111,11 @@ class PairWeights(Learner):
         )
         self.bias_model.accumulator = self.accumulator
 
-    def estimate_bias(
-        self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
-    ) -> None:
+    OPTIONS: ClassVar[dict[str, Any]] = options_of(set_up)
+
+    def estimate_bias(self, log: Log, **given: Unpack[BiasInputs]) -> None:
         if not self.inputs.truth:
-            self.bias_model.estimate(log, user=user, sessions=sessions, seed=seed, examination=examination)
+            self.bias_model.estimate(log, **given)
 
     def bias_learner(self) -> BiasModel | None:
         return None if self.inputs.truth or self.joint else self.bias_model
@@ -143,15 +128,11 @@ class PairWeights(Learner):
         if self.joint or self.inputs.truth or not self.by_value:
             return log
         model = self.bias_model.eval()
-        device = model.theta.device
-        labels = torch.from_numpy(np.asarray(self.inputs.label(log.actions), np.float32)).to(device)
-        place = model.index(torch.from_numpy(log.shown_positions("the expected relevance")).to(device))
-        scores = scores_on_device(
-            lambda rows: torch.stack(model.predictions(rows)[:2], -1), log.features, device=device
+        predictions = scores_on_device(
+            lambda rows: torch.stack(model.predictions(rows)[:2], -1), log.features, device=model.theta.device
         )
-        logit, log_value = scores.unbind(-1)
-        value = self.expected_value_of(labels, place, logit.sigmoid(), log_value.exp())
-        return replace(log, actions={**log.actions, EXPECTED: value.cpu().numpy()})
+        logit, log_value = predictions.unbind(-1)
+        return self._with_expected(log, logit.sigmoid(), log_value.exp())
 
     @property
     def takes_relevance(self) -> bool:
@@ -159,12 +140,17 @@ class PairWeights(Learner):
 
     def with_relevance(self, log: Log, relevance: Relevance) -> Log:
         """Return a log with r̂ of each row by another model of relevance, in place of that of the bias model."""
-        self._given, model = True, self.bias_model
-        labels = torch.from_numpy(np.asarray(self.inputs.label(log.actions), np.float32))
-        place = model.index(torch.from_numpy(log.shown_positions("the expected relevance")).to(model.theta.device))
-        of_rows = (torch.from_numpy(each).to(model.theta) for each in (relevance.beta, relevance.value))
-        value = self.expected_value_of(labels.to(place.device), place, *of_rows)
-        return replace(log, actions={**log.actions, EXPECTED: value.cpu().numpy()})
+        self._given, theta = True, self.bias_model.theta
+        return self._with_expected(
+            log, torch.from_numpy(relevance.beta).to(theta), torch.from_numpy(relevance.value).to(theta)
+        )
+
+    def _with_expected(self, log: Log, beta: Tensor, value: Tensor) -> Log:
+        device = self.bias_model.theta.device
+        labels = torch.from_numpy(np.asarray(self.inputs.label(log.actions), np.float32)).to(device)
+        positions = torch.from_numpy(log.shown_positions("the expected relevance")).to(device)
+        expected = self.expected_value_of(labels, self.bias_model.index(positions), beta, value)
+        return replace(log, actions={**log.actions, EXPECTED: expected.cpu().numpy()})
 
     def expected_value(self, lists: Lists, labels: Tensor) -> Tensor:
         """Return the expected relevance r̂ = E[r | c, x, k] of items with label c, features x and position k.
@@ -187,22 +173,19 @@ class PairWeights(Learner):
         model = self.bias_model
         logit, _, preference = model.of_lists(lists)
         place = model.index(lists.shown_positions)
-        theta, beta, positive, place = map(
-            batch_innermost, (model.theta[place].clamp(min=LEAST_THETA), logit.sigmoid(), labels > 0, place)
-        )
-        theta_i, theta_j, positive_j = theta[..., :, None], theta[..., None, :], positive[..., None, :]
-        i, j = place[..., :, None], place[..., None, :]
+        theta, beta, positive = model.theta[place].clamp(min=LEAST_THETA), logit.sigmoid(), labels > 0
+        (theta_i, theta_j), (_, positive_j), (i, j) = map(pairs_of, (theta, positive, place))
         plus, minus = model.plus[i, j], model.minus[i, j]
         if self.released:
             weights = paper_weights(positive_j, theta_i, theta_j, model.theta_minus[j]) * quotient(plus, plus + minus)
         elif self.weights == "paper":
             gamma = gaps(preference).sigmoid()
-            examined = pair_examined(model.theta_minus[j], plus, minus, gamma, beta[..., :, None])
+            examined = pair_examined(model.theta_minus[j], plus, minus, gamma, pairs_of(beta)[0])
             weights = paper_weights(positive_j, theta_i, theta_j, examined) * pair_trust(plus, minus, gamma)
         else:
             zeta = model.zeta[place]
             above, below = exact_above(theta, beta, zeta), exact_below(positive, theta, beta, zeta)
-            weights = above[..., :, None] * below[..., None, :]
+            weights = pairs_of(above)[0] * pairs_of(below)[1]
             if self.trust == "pairs":  # where c_j = 0 < c_i and both are examined, i is surely above j
                 trusted = pair_trust(plus, minus, gaps(preference).sigmoid()) / plus
                 weights = weights * torch.where(positive_j, trusted, 1.0)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from ultr.bias.equations import quotient
-from ultr.evaluation.metrics import batch_innermost
 from ultr.lists import Lists
-from ultr.methods.base import AtLeastZero, ClickMethod, MethodInputs, PositionIndex
-from ultr.methods.losses import gaps, lambdarank_weights, pairwise_loss, preferred_pairs
-from ultr.methods.position_model import average_in, means_of_all, numbers, sums_in_cells
+from ultr.methods.base import AtLeastZero, ClickMethod, MethodInputs, PositionIndex, options_of
+from ultr.methods.losses import gaps, lambdarank_weights, pairs_of, pairwise_loss, preferred_pairs
+from ultr.methods.position_model import average_with, means_of_all, numbers, sums_in_cells
 
 LEAST, MOST = 0.01, 100.0  # bounds of t⁺ and t⁻
 RELEASED_STEP = 0.05  # share of a batch in t⁺ and t⁻, in the released code
@@ -33,16 +32,18 @@ class PairwiseDebias(ClickMethod):
     |ΔNDCG_ij|, and each batch moves t⁺ and t⁻ by 0.05 towards its ratios.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
-        "regularisation": AtLeastZero,
-        "variant": Literal["standard", "released"],
-    }
     plus: Tensor
     minus: Tensor
     sums: Tensor
     updates: Tensor
 
-    def __init__(self, inputs: MethodInputs, *, regularisation: float | None = None, variant: str = "standard") -> None:
+    def __init__(
+        self,
+        inputs: MethodInputs,
+        *,
+        regularisation: AtLeastZero | None = None,
+        variant: Literal["standard", "released"] = "standard",
+    ) -> None:
         super().__init__(inputs)
         self.released = variant == "released"
         default = 1.0 if self.released else 0.0
@@ -54,30 +55,32 @@ class PairwiseDebias(ClickMethod):
         self.register_buffer("sums", torch.zeros(3, size))  # loss over t⁻, loss over t⁺, impressions
         self.register_buffer("updates", torch.zeros(()))
 
+    OPTIONS = options_of(__init__)
+
     def _weights(self, lists: Lists, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return |ΔNDCG| (or 1) of pairs of a click and no click [..., i, j], and t⁺, t⁻ of each item [...]."""
+        """Return |ΔNDCG| (or 1) of pairs of a click i and no click j [..., i, j], t⁺ of i, and t⁻ of j."""
         place = self.index(lists.shown_positions)
         if self.released:
             change = preferred_pairs(self.clicks(lists), where=lists.where).to(scores.dtype)
         else:
             change = lambdarank_weights(scores, self.clicks(lists), where=lists.where)
-        return change, batch_innermost(self.plus[place]), batch_innermost(self.minus[place])
+        return change, pairs_of(self.plus[place])[0], pairs_of(self.minus[place])[1]
 
     @torch.no_grad()
     def update(self, lists: Lists) -> None:
         with self.without_dropout():
             scores = self.score(lists.features)
-        change, plus, minus = self._weights(lists, scores)
+        change, plus_i, minus_j = self._weights(lists, scores)
         losses = change * softplus(-gaps(scores))
-        of_click, of_none = (losses / minus[..., None, :]).sum(-1), (losses / plus[..., :, None]).sum(-2)
+        of_click, of_none = (losses / minus_j).sum(-1), (losses / plus_i).sum(-2)
         self.updates += 1
         terms = of_click, of_none, torch.ones_like(scores)
         place, weights = self.index(lists.shown_positions), lists.weights[:, None] * lists.where
+        (sums,) = means_of_all((sums_in_cells(terms, place, weights, len(self.index)), weights))
         if self.released:
-            (means,) = means_of_all((sums_in_cells(terms, place, weights, len(self.index)), weights))
-            self.sums.copy_(means)
+            self.sums.copy_(sums)
         else:
-            average_in(self.sums, terms, place, weights, self.updates)
+            average_with(self.sums, sums, self.updates)
         shown = self.sums[2]
         for sums, ratios in ((self.sums[0], self.plus), (self.sums[1], self.minus)):
             means = quotient(sums, shown)
@@ -89,8 +92,8 @@ class PairwiseDebias(ClickMethod):
     def loss(self, lists: Lists) -> Tensor:
         scores = self.score(lists.features)
         with torch.no_grad():
-            change, plus, minus = self._weights(lists, scores)
-            weights = change / (plus[..., :, None] * minus[..., None, :])
+            change, plus_i, minus_j = self._weights(lists, scores)
+            weights = change / (plus_i * minus_j)
         return pairwise_loss(scores, weights, where=lists.where, weights=lists.weights)
 
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:

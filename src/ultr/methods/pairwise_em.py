@@ -6,8 +6,7 @@ It follows *Unbiased Learning to Rank with Biased Continuous Feedback* (CIKM 202
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,13 +17,13 @@ from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.anchor import anchor_of_log
-from ultr.methods.base import HeldOutRows, Method, MethodInputs, at_least_single
+from ultr.methods.base import HeldOutRows, Method, MethodInputs, at_least_single, options_of
 from ultr.methods.bias_model import with_clicks
 from ultr.methods.losses import gaps, lambdarank_weights, pairwise_loss, preferred_pairs, reduced
 from ultr.methods.pair_weights import EXPECTED, PairWeights
 from ultr.methods.position_model import LEAST_THETA
 from ultr.rankers.combined import Combined
-from ultr.rankers.networks import HIDDEN, EncodedRanker
+from ultr.rankers.networks import EncodedRanker
 
 
 class PairwiseEM(PairWeights, Method):
@@ -63,19 +62,13 @@ class PairwiseEM(PairWeights, Method):
     True labels have no bias: only the ranker is trained, with every item examined and every label trusted.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
-        **PairWeights.OPTIONS,
-        "final": Literal["pairs", "blend"],
-        "anchor": Literal["linear", "none"],
-    }
-
     def __init__(
         self,
         inputs: MethodInputs,
         *,
-        final: str | None = None,
-        anchor: str | None = None,
-        variant: str = "standard",
+        final: Literal["pairs", "blend"] | None = None,
+        anchor: Literal["linear", "none"] | None = None,
+        variant: Literal["standard", "released"] = "standard",
         **options: Any,
     ) -> None:
         Method.__init__(self, inputs.as_released() if variant == "released" and not inputs.truth else inputs)
@@ -90,14 +83,13 @@ class PairwiseEM(PairWeights, Method):
             self._make_combined(anchored=anchor != "none")
         self.train()
 
+    OPTIONS = PairWeights.OPTIONS | options_of(__init__)
+
     def _make_combined(self, *, anchored: bool) -> None:
         self.anchored = anchored
-        given = self.inputs.ranker_options
-        if self.inputs.ranker == "mlp" and "separate" not in given:
+        if self.inputs.ranker == "mlp" and "separate" not in self.inputs.ranker_options:
             # Two networks of half the width, because each is worse if they have layers in common.
-            hidden = [max(1, size // 2) for size in given.get("hidden", HIDDEN)]
-            options = {**given, "hidden": hidden, "separate": "first", "skip": anchored}
-            self.inputs = replace(self.inputs, ranker_options=options)
+            self.inputs = self.inputs.with_half_the_units(separate="first", skip=anchored)
         self.ranker = Combined(self.inputs.make_ranker(outputs=Combined.OUTPUTS))
 
     def balance(self, rows: HeldOutRows) -> None:
@@ -174,7 +166,7 @@ class PairwiseEM(PairWeights, Method):
         place = model.index(lists.shown_positions)
         theta = model.theta[place].clamp(LEAST_THETA, 1 - 1e-6)
         clicks = _click_log_likelihood(positive, theta, logit, model.zeta[place])
-        values = torch.where(positive, labels / model.rho[place] * torch.exp(-log_value) + log_value, 0.0)
+        values = model.value_deviance(labels, place, log_value)
         return reduced(torch.where(lists.where, clicks - values, 0.0).sum(-1), lists.weights)
 
 

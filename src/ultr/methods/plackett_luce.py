@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Unpack
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from ultr.bias.examination import Examination
-from ultr.datasets.users import User
 from ultr.evaluation.metrics import discounts_at, ranks_of
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.base import AtLeastOne, MethodInputs
+from ultr.methods.base import AtLeastOne, BiasInputs, MethodInputs, options_of, sortable_positions
 from ultr.methods.counterfactual import IPW
 from ultr.methods.losses import reduced
 from ultr.methods.position_model import LEAST_THETA, means_of_all
@@ -75,26 +72,21 @@ class PlackettLuce(IPW):
     replaces one with dropout.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
-        **IPW.OPTIONS,
-        "samples": AtLeastOne,
-        "baseline": Literal["mean", "none"],
-        "discount": Literal["dcg", "theta"],
-    }
+    cutoff = math.inf  # the last rank with a discount above zero
 
     def __init__(
         self,
         inputs: MethodInputs,
         *,
-        samples: int = SAMPLES,
-        baseline: str = "mean",
-        discount: str = "dcg",
-        cutoff: int | str = "none",
+        samples: AtLeastOne = SAMPLES,
+        baseline: Literal["mean", "none"] = "mean",
+        discount: Literal["dcg", "theta"] = "dcg",
         **options: Any,
     ) -> None:
         super().__init__(inputs, **options)
         self.noise, self.baseline, self.by_theta = Gumbel(samples), baseline == "mean", discount == "theta"
-        self.cutoff = math.inf if cutoff == "none" else int(cutoff)
+
+    OPTIONS = IPW.OPTIONS | options_of(__init__)
 
     def gains(self, lists: Lists, ranks: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gains [..., items, cut-off], given sampled ranks, and the estimated objective, a number.
@@ -121,9 +113,8 @@ class PlackettLuce(IPW):
         if not self.by_theta:
             places = torch.arange(1, size + 1, device=lists.where.device)
             return discounts_at(places, self.positions.theta.dtype).expand(len(lists.where), size)
-        last = torch.iinfo(torch.int64).max
-        shown = torch.where(lists.where, lists.shown_positions, last).sort(dim=-1).values[..., :size]
-        return torch.where(shown < last, self.positions.theta[self.positions.index(shown)], 0.0)
+        shown = sortable_positions(lists).sort(dim=-1).values[..., :size]
+        return torch.where(shown < torch.iinfo(shown.dtype).max, self.positions.theta[self.positions.index(shown)], 0.0)
 
     def logged_discounts(self, lists: Lists) -> Tensor:
         """Return the discount of each item in the logged ranking; 0 below the cut-off and for padding."""
@@ -137,10 +128,11 @@ class PLRank(PlackettLuce):
     With `discount=theta`, D(r) is θ of the r-th position of the list, which gives expected clicks.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {**PlackettLuce.OPTIONS, "cutoff": Literal["none"] | AtLeastOne}
+    def __init__(self, inputs: MethodInputs, *, cutoff: Literal["none"] | AtLeastOne = CUT_OFF, **options: Any) -> None:
+        super().__init__(inputs, **options)
+        self.cutoff = math.inf if cutoff == "none" else cutoff
 
-    def __init__(self, inputs: MethodInputs, *, cutoff: int | str = CUT_OFF, **options: Any) -> None:
-        super().__init__(inputs, cutoff=cutoff, **options)
+    OPTIONS = PlackettLuce.OPTIONS | options_of(__init__)
 
     def gains(self, lists: Lists, ranks: Tensor) -> tuple[Tensor, Tensor]:
         gains = self.discounts(lists)[..., None, :] * self.relevance(lists)[..., None]
@@ -176,14 +168,17 @@ class PRPO(PLRank):
     not come, so that an item with this feedback loses no more by a higher rank than ε⁻ allows.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
-        **PLRank.OPTIONS,
-        "clip": Annotated[float, Field(ge=1, allow_inf_nan=False)],
-    }
-
-    def __init__(self, inputs: MethodInputs, *, clip: float = CLIP, **options: Any) -> None:
+    def __init__(
+        self,
+        inputs: MethodInputs,
+        *,
+        clip: Annotated[float, Field(ge=1, allow_inf_nan=False)] = CLIP,
+        **options: Any,
+    ) -> None:
         super().__init__(inputs, **options)
         self.clip = clip
+
+    OPTIONS = PLRank.OPTIONS | options_of(__init__)
 
     def gains(self, lists: Lists, ranks: Tensor) -> tuple[Tensor, Tensor]:
         discounts, values = self.discounts(lists)[..., None, :], self.relevance(lists)[..., None]
@@ -207,24 +202,29 @@ class SafeIPW(PlackettLuce):
     simulated sessions; 1 before `estimate_bias`.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
-        **{name: kind for name, kind in PlackettLuce.OPTIONS.items() if name not in ("estimator", "trust")},
-        "samples": Annotated[int, Field(ge=2)],
-        "delta": Annotated[float, Field(gt=0, lt=1)],
-    }
     logged_requests: Tensor
 
-    def __init__(self, inputs: MethodInputs, *, delta: float = DELTA, **options: Any) -> None:
-        super().__init__(inputs, **options)
+    def __init__(
+        self,
+        inputs: MethodInputs,
+        *,
+        samples: Annotated[int, Field(ge=2)] = SAMPLES,
+        delta: Annotated[float, Field(gt=0, lt=1)] = DELTA,
+        **options: Any,
+    ) -> None:
+        super().__init__(inputs, samples=samples, **options)
         self.delta = delta
         self.register_buffer("logged_requests", torch.ones(()))
 
-    def estimate_bias(
-        self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
-    ) -> None:
-        super().estimate_bias(log, user=user, sessions=sessions, seed=seed, examination=examination)
+    OPTIONS: ClassVar[dict[str, Any]] = {
+        **{name: kind for name, kind in PlackettLuce.OPTIONS.items() if name not in ("estimator", "trust")},
+        **options_of(__init__),
+    }
+
+    def estimate_bias(self, log: Log, **given: Unpack[BiasInputs]) -> None:
+        super().estimate_bias(log, **given)
         logged = len(log) if log.weights is None else float(log.weights.sum())
-        self.logged_requests.fill_(logged if user is None else sessions)
+        self.logged_requests.fill_(logged if given["user"] is None else given["sessions"])
 
     def gains(self, lists: Lists, ranks: Tensor) -> tuple[Tensor, Tensor]:
         discounts, values = self.discounts(lists)[..., None, :], self.relevance(lists)

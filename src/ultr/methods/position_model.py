@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Unpack
 
 import numpy as np
 import torch
@@ -14,10 +14,9 @@ from ultr.bias.equations import examined_though_zero, quotient, scoring_terms, s
 from ultr.bias.estimators import SCALE, SMALLEST
 from ultr.bias.examination import SOURCES, Examination, estimate_examination
 from ultr.bias.propensities import theta_by_id
-from ultr.datasets.users import User
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.base import FeedbackMethod, Learner, MethodInputs, PositionIndex
+from ultr.methods.base import BiasInputs, FeedbackMethod, Learner, MethodInputs, PositionIndex
 from ultr.utils.distributed import summed
 
 WARM_UP = 20  # first updates, in which θ is the ratio of click rates, its starting value
@@ -36,12 +35,6 @@ MIN_RELATIVE_THETA = 0.1  # rows are weighted by powers of 1/θ, with θ at leas
 LEAST_THETA = 0.01  # weights divide by θ, or by this if θ is smaller
 Scale = Literal["estimated"] | Annotated[float, Field(gt=0, le=1)]
 EM_START = 0.9  # θ before the first update by EM
-
-
-def average_in(sums: Tensor, terms: Iterable[Tensor], place: Tensor, weights: Tensor, updates: Tensor) -> None:
-    """Average the means of a batch's terms by position with `sums` of the batches before; `updates` counts batches."""
-    (means,) = means_of_all((sums_in_cells(terms, place, weights, sums.shape[1]), weights))
-    average_with(sums, means, updates)
 
 
 def average_with(sums: Tensor, means: Tensor, updates: Tensor) -> None:
@@ -138,9 +131,7 @@ class PositionModel(Learner):
         shown = torch.where(self.shown.any(), self.shown, 1.0)
         return (weights * (shown.sum() / (shown * weights).sum()))[place]
 
-    def estimate(
-        self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
-    ) -> None:
+    def estimate(self, log: Log, **given: Unpack[BiasInputs]) -> None:
         """Estimate θ and ζ from the log, unless they are known or are regressed together with the networks.
 
         A given `examination` is the best estimate of this log without trust, which is not made again.
@@ -152,13 +143,14 @@ class PositionModel(Learner):
             self.shown[self.index(torch.from_numpy(ids).to(self.index.ids.device))] = shown.to(self.shown)
         if self.theta_learned or self.theta_from == "known":
             return
+        examination = given.get("examination")
         if examination is None or self.trust_in_clicks or self.theta_from != "auto":
             examination = estimate_examination(
                 log,
                 self.inputs.label,
-                user=user,
-                sessions=sessions,
-                seed=seed,
+                user=given["user"],
+                sessions=given["sessions"],
+                seed=given["seed"],
                 trust=self.trust_in_clicks,
                 theta_from=self.theta_from,
                 device=self.theta.device,
@@ -262,10 +254,8 @@ class WithPositions(FeedbackMethod):
 
     positions: PositionModel
 
-    def estimate_bias(
-        self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
-    ) -> None:
-        self.positions.estimate(log, user=user, sessions=sessions, seed=seed, examination=examination)
+    def estimate_bias(self, log: Log, **given: Unpack[BiasInputs]) -> None:
+        self.positions.estimate(log, **given)
 
     def bias_learner(self) -> PositionModel:
         return self.positions

@@ -13,8 +13,7 @@ Relevance and Bias in Unbiased Learning to Rank"), and a start at estimated exam
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Unpack
 
 import numpy as np
 import torch
@@ -22,8 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import elu, softplus
 
-from ultr.bias.examination import Examination
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.users import simulate_log
 from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
 from ultr.log import Log
@@ -32,6 +30,7 @@ from ultr.methods.base import (
     POSITION_SPEED,
     RELEASED_ACCUMULATOR,
     AtLeastZero,
+    BiasInputs,
     FeedbackMethod,
     MaxWeight,
     MethodInputs,
@@ -40,16 +39,17 @@ from ultr.methods.base import (
     PositionTable,
     as_limit,
     at_least_single,
+    options_of,
 )
 from ultr.methods.logging_strata import LoggingWeights
 from ultr.methods.losses import logistic_loss, pointwise_loss, product_logistic_loss
 from ultr.methods.position_model import LEAST_THETA, MAX_WEIGHT, PositionModel, numbers
 from ultr.rankers import Dropout, FeatureEncoder, MLPRanker, Synthesised
-from ultr.rankers.networks import HIDDEN
 
 DIMENSIONS, UNITS = 8, 16  # size of the embedding and of the hidden layer in a tower with context
 SCALE_SESSIONS = 2000  # simulated sessions from which the scale of an action is estimated
 ALL = ("all",)  # towers=all: a tower for each action
+PositionDropout = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Tower(nn.Module):
@@ -128,7 +128,6 @@ class _Towers(FeedbackMethod):
 
     LEARNS_ALONE = True
     MULTIPLIES: ClassVar[bool]
-    OPTIONS: ClassVar[Mapping[str, Any]] = {"context": Names, "position_dropout": Annotated[float, Field(ge=0, lt=1)]}
 
     def _report(self, towers: Mapping[str, Tower], batches: Iterable[Lists]) -> dict[str, Any]:
         lists, first = list(batches), next(iter(towers.values()))
@@ -149,10 +148,12 @@ class _Synthesize(_Towers):
     """Least squares on the label, which the score and the tower predict together."""
 
     def __init__(
-        self, inputs: MethodInputs, *, context: tuple[str, ...] = (), position_dropout: float | None = None
+        self, inputs: MethodInputs, *, context: Names = (), position_dropout: PositionDropout | None = None
     ) -> None:
         super().__init__(inputs)
         self.tower = Tower(inputs, context=context, dropout=_default_dropout(position_dropout, self.MULTIPLIES))
+
+    OPTIONS = options_of(__init__)
 
     def loss(self, lists: Lists) -> Tensor:
         scores, tower = self.score(lists.features), self.tower(lists)
@@ -191,17 +192,6 @@ class _Tasks(_Towers):
     """
 
     TOWERS: ClassVar[tuple[str, ...]] = ()  # the actions with a tower; if empty, click or the first action
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
-        **_Towers.OPTIONS,
-        "towers": Names,
-        "rows": Literal["clicked", "all"],
-        "variant": Literal["standard", "released"],
-        "reversal": AtLeastZero,
-        "sample_weights": Literal["none", "logging"],
-        "max_weight": MaxWeight,
-        "start": Literal["zero", "theta"],
-        "anchor": Literal["linear", "none"],
-    }
     ranker: Synthesised
 
     @classmethod
@@ -216,25 +206,23 @@ class _Tasks(_Towers):
         self,
         inputs: MethodInputs,
         *,
-        towers: tuple[str, ...] | None = None,
-        rows: str | None = None,
-        variant: str = "standard",
-        context: tuple[str, ...] = (),
-        position_dropout: float | None = None,
-        reversal: float = 0.0,
-        sample_weights: str = "none",
-        max_weight: float | str = MAX_WEIGHT,
-        start: str = "zero",
-        anchor: str = "none",
+        context: Names = (),
+        position_dropout: PositionDropout | None = None,
+        towers: Names | None = None,
+        rows: Literal["clicked", "all"] | None = None,
+        variant: Literal["standard", "released"] = "standard",
+        reversal: AtLeastZero = 0.0,
+        sample_weights: Literal["none", "logging"] = "none",
+        max_weight: MaxWeight = MAX_WEIGHT,
+        start: Literal["zero", "theta"] = "zero",
+        anchor: Literal["linear", "none"] = "none",
     ) -> None:
         released, self.anchored = variant == "released", anchor == "linear"
         if self.anchored and (released or inputs.ranker != "mlp"):
             hint = "remove anchor=linear, or use a network and variant=standard"
             raise OptionError("anchor=linear cannot be used with this ranker or variant", hint=hint)
         if self.anchored:
-            hidden = [max(1, size // 2) for size in inputs.ranker_options.get("hidden", HIDDEN)]
-            twins = {**inputs.ranker_options, "hidden": hidden, "networks": 2, "skip": True}
-            inputs = replace(inputs, ranker_options=twins)
+            inputs = inputs.with_half_the_units(networks=2, skip=True)
         super().__init__(inputs.as_released() if released else inputs)
         inputs, actions = self.inputs, inputs.label.actions
         self.accumulator = RELEASED_ACCUMULATOR if released else 0.0
@@ -255,21 +243,21 @@ class _Tasks(_Towers):
         self.starts_towers = at_theta
         self.start = PositionModel(inputs) if at_theta or self.anchored else None
 
-    def estimate_bias(
-        self, log: Log, *, user: User | None, sessions: int, seed: int, examination: Examination | None = None
-    ) -> None:
+    OPTIONS = options_of(__init__)
+
+    def estimate_bias(self, log: Log, **given: Unpack[BiasInputs]) -> None:
         """Estimate the scale of each action that is not 0 or 1: the root mean square of its values.
 
         Also estimate the sample weights, and the θ at which towers start, if the options ask for them.
         """
         if self.sample_weights is not None:
-            self.sample_weights.fit(log, seed=seed)
+            self.sample_weights.fit(log, seed=given["seed"])
         if self.start is not None:
-            self.start.estimate(log, user=user, sessions=sessions, seed=seed, examination=examination)
+            self.start.estimate(log, **given)
         if self.start is not None and self.starts_towers:
             self._start_towers(self.start.theta)
-        if user is not None:
-            log, _ = simulate_log(log.without_features(), user, sessions=SCALE_SESSIONS, seed=seed)
+        if given["user"] is not None:
+            log, _ = simulate_log(log.without_features(), given["user"], sessions=SCALE_SESSIONS, seed=given["seed"])
         self.inputs.label(log.actions)  # raises an error if the label cannot be computed from the actions
         for i, name in enumerate(self.inputs.label.actions):
             if name not in self.ranker.binary:

@@ -16,8 +16,8 @@ from ultr.errors import DataError, OptionError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.anchor import anchor_of_log
-from ultr.methods.base import BOUNDS, MethodInputs, Relevance, ThetaFrom
-from ultr.methods.direct import LARGEST_LOG_RATE, POWER, is_binary
+from ultr.methods.base import BOUNDS, MethodInputs, Relevance, ThetaFrom, options_of
+from ultr.methods.direct import LARGEST_LOG_RATE, POWER
 from ultr.methods.pair_weights import PairWeights
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.position_model import LEAST_THETA, PositionModel
@@ -47,9 +47,11 @@ class TreeTask:
 class TreeMethod:
     """The base class of methods for boosted trees."""
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {}
+    OPTIONS: ClassVar[dict[str, Any]] = {}
     CLICKS_ALONE: ClassVar[bool] = False
     LEARNS_ALONE: ClassVar[bool] = False  # from requests with one item
+    positions: PositionModel | None = None  # examination by position, which must be estimated before the trees
+    pairs: PairWeights | None = None  # which gives pairs their weights; its bias model must be fitted before the trees
 
     def __init__(self, inputs: MethodInputs) -> None:
         self.inputs = inputs
@@ -66,20 +68,15 @@ class TreeMethod:
         """Return the linear ranker that the trees start from, if any."""
         return None
 
-    def position_model(self) -> PositionModel | None:
-        """Return the examination by position that the method needs, if any; it must be estimated before the trees."""
-        return None
-
     def relevance(self, ranker: nn.Module, log: Log) -> Relevance | None:
         """Return the relevance of the rows of a log by a ranker of this method, if it models that."""
         return None
 
-    def pair_model(self) -> PairWeights | None:
-        """Return the method that gives pairs their weights, if any; its bias model must be fitted before the trees."""
-        return None
-
     def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
-        return None
+        """Return a report of the estimated position bias, as `Method.bias` does."""
+        if self.pairs is not None:
+            return self.pairs.bias(batches)
+        return None if self.positions is None else self.positions.report()
 
     def labels(self, log: Log) -> np.ndarray:
         """Return the labels to learn from, by row."""
@@ -137,16 +134,19 @@ class TreeLambdaRank(TreeMethod):
     position, or XGBoost's `lambdarank_unbiased`, which uses the order of rows.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
-        "labels": Literal["values", "click", "buckets"],
-        "correction": Literal["none", "own"],
-    }
-
-    def __init__(self, inputs: MethodInputs, *, labels: str = "values", correction: str = "none") -> None:
+    def __init__(
+        self,
+        inputs: MethodInputs,
+        *,
+        labels: Literal["values", "click", "buckets"] = "values",
+        correction: Literal["none", "own"] = "none",
+    ) -> None:
         super().__init__(inputs)
         if inputs.truth and correction == "own":
             raise OptionError("true labels have no position bias to correct", hint="remove correction=own")
         self.kind, self.corrected = labels, correction == "own"
+
+    OPTIONS = options_of(__init__)
 
     def tasks(self, log: Log, *, extends: bool = False, anchor: np.ndarray | None = None) -> list[TreeTask]:
         label = self.labels(log)
@@ -210,26 +210,25 @@ class TreeDirect(TreeMethod):
     """
 
     LEARNS_ALONE = True
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
-        "likelihood": Literal["hurdle", "poisson", "tweedie"],
-        "theta": ThetaFrom,
-        "anchor": Literal["linear", "none"],
-    }
 
     def __init__(
-        self, inputs: MethodInputs, *, likelihood: str | None = None, theta: str = "auto", anchor: str = "linear"
+        self,
+        inputs: MethodInputs,
+        *,
+        likelihood: Literal["hurdle", "poisson", "tweedie"] | None = None,
+        theta: ThetaFrom = "auto",
+        anchor: Literal["linear", "none"] = "linear",
     ) -> None:
         super().__init__(inputs)
         if inputs.truth:
             raise OptionError("this method corrects the bias of feedback, and true labels have none", hint=BOUNDS)
-        self.likelihood = likelihood or ("poisson" if is_binary(inputs.label, inputs.binary) else "hurdle")
+        self.likelihood = likelihood or ("poisson" if inputs.label_is_binary else "hurdle")
         self.positions, self.anchored = PositionModel(inputs, theta_from=theta, scale=1.0), anchor == "linear"
 
-    def position_model(self) -> PositionModel | None:
-        return self.positions
+    OPTIONS = options_of(__init__)
 
     def anchor(self, log: Log, *, seed: int) -> LinearRanker | None:
-        if not self.anchored:
+        if self.positions is None or not self.anchored:
             return None
         ranker = LinearRanker(FeatureEncoder(self.inputs.features, self.inputs.categories)).eval()
         fit_encoders(ranker, log.features)
@@ -247,6 +246,7 @@ class TreeDirect(TreeMethod):
 
     def _theta(self, log: Log) -> np.ndarray:
         """Return θ of each row, at least `LEAST_THETA`."""
+        assert self.positions is not None  # noqa: S101 - made in the constructor
         positions = torch.from_numpy(log.shown_positions("the offset of direct"))
         theta: np.ndarray = self.positions.theta_at(positions).double().numpy()
         return theta
@@ -273,9 +273,10 @@ class TreeDirect(TreeMethod):
 
     def relevance(self, ranker: nn.Module, log: Log) -> Relevance | None:
         """Return β and μ, with the clicks and values of the log as their sums: trees that stop early are too flat."""
-        label, theta, clicked = self.labels(log).astype(np.float64), self._theta(log), self.labels(log) > 0
-        if self.likelihood == "tweedie" or not clicked.any():
+        label, clicked = self.labels(log).astype(np.float64), self.labels(log) > 0
+        if self.positions is None or self.likelihood == "tweedie" or not clicked.any():
             return None
+        theta = self._theta(log)
         parts = ranker.parts if isinstance(ranker, Blend) else (Part(ranker, self.inputs.ranker),)
         scores = [score_rows(part, log.features).astype(np.float64) * bool(part.weight) for part in parts]
         of_values = [isinstance(part.ranker, TreeRanker) for part in parts]
@@ -327,9 +328,6 @@ class TreeDirect(TreeMethod):
         few = {"max_leaves": leaves, "max_depth": 0, "grow_policy": "lossguide", **shape}
         return TreeTask(rows, None, {"objective": objective, "base_score": 1.0, **power}, few)
 
-    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
-        return self.positions.report()
-
 
 def leaves_for(clicks: int) -> int:
     """Return the leaves of a tree: 4 for up to 10,000 clicks, then twice as many for each tenfold, up to 31.
@@ -349,7 +347,7 @@ class TreePairwiseEM(TreeDirect):
     """
 
     LEARNS_ALONE = False
-    OPTIONS: ClassVar[Mapping[str, Any]] = {
+    OPTIONS: ClassVar[dict[str, Any]] = {
         **{name: read for name, read in PairwiseEM.OPTIONS.items() if name not in ("variant", "delta")},
         "theta": Literal["auto", "strata", "items", "regression"],
         "em": Literal["staged"],
@@ -365,40 +363,23 @@ class TreePairwiseEM(TreeDirect):
         likely = by_value and not of_pairs and not regresses and not inputs.truth
         if final == "likelihood" and not likely:
             hint = "remove final=likelihood, or the other options of pairs"
-            raise OptionError(
-                "final=likelihood learns from no pairs: it has no options but theta, scale and anchor", hint=hint
-            )
-        self._pair_model: PairWeights | None = None
+            what = "final=likelihood learns from no pairs: it has no options but theta, scale and anchor"
+            raise OptionError(what, hint=hint)
         if likely and final != "pairs":
             super().__init__(inputs, **of_direct)
         else:
             options.pop("anchor", None)
             TreeMethod.__init__(self, inputs)
-            self._pair_model = PairWeights(replace(inputs, bias_ranker="mlp"), **options)
-
-    def position_model(self) -> PositionModel | None:
-        return self.positions if self._pair_model is None else None
-
-    def anchor(self, log: Log, *, seed: int) -> LinearRanker | None:
-        return super().anchor(log, seed=seed) if self._pair_model is None else None
-
-    def pair_model(self) -> PairWeights | None:
-        return self._pair_model
-
-    def relevance(self, ranker: nn.Module, log: Log) -> Relevance | None:
-        return super().relevance(ranker, log) if self._pair_model is None else None
+            self.pairs = PairWeights(replace(inputs, bias_ranker="mlp"), **options)
 
     def tasks(self, log: Log, *, extends: bool = False, anchor: np.ndarray | None = None) -> list[TreeTask]:
-        if self._pair_model is None:
+        if self.pairs is None:
             return super().tasks(log, extends=extends, anchor=anchor)
-        objective = PairwiseObjective(pair_terms(self._pair_model, log, self.labels(log)))
+        objective = PairwiseObjective(pair_terms(self.pairs, log, self.labels(log)))
         if not objective.has_pairs:
             what = "the items of every request have equal labels, so there are no pairs to learn from"
             raise DataError(what, hint="choose another label with --label")
         return [TreeTask(self.rows(log), objective)]
-
-    def bias(self, batches: Iterable[Lists]) -> dict[str, Any] | None:
-        return super().bias(batches) if self._pair_model is None else self._pair_model.bias(batches)
 
 
 TREE_METHODS: dict[str, type[TreeMethod]] = {

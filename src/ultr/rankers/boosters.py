@@ -120,7 +120,7 @@ class LightGBM(Booster):
 
     @classmethod
     def grow(cls, rows: TreeRows, how: Boosting, after_round: AfterRound, *, start: Booster | None = None) -> None:
-        lightgbm, categorical = _lightgbm(), rows.categorical
+        lightgbm, categorical = tree_library("lightgbm"), rows.categorical
         objective = how.library_options if how.objective is None else {"objective": how.objective}
         parameters = {**lightgbm_parameters(how.lr, how.seed, rows.features.size), **how.parameters, **objective}
 
@@ -141,7 +141,7 @@ class LightGBM(Booster):
 
     @classmethod
     def load(cls, path: Path, categorical: tuple[int, ...] = ()) -> Booster:
-        lightgbm = _lightgbm()
+        lightgbm = tree_library("lightgbm")
         try:
             if "\nend of trees" not in path.read_text():  # LightGBM would end the process on an incomplete file
                 raise DataError("the file is incomplete", where=path, hint="train again")
@@ -161,7 +161,9 @@ class LightGBM(Booster):
 
     def shortened(self, rounds: int) -> Booster:
         text = self.trees.model_to_string(num_iteration=rounds)
-        return LightGBM(_lightgbm().Booster(model_str=text), rounds, self.categorical, min(self.first, rounds))
+        return LightGBM(
+            tree_library("lightgbm").Booster(model_str=text), rounds, self.categorical, min(self.first, rounds)
+        )
 
     def predict(self, features: np.ndarray, first: int = 0, last: int | None = None) -> np.ndarray:
         count = (self.rounds if last is None else last) - first
@@ -190,7 +192,7 @@ def lightgbm_error(error: Exception) -> UltrError:
 
 def lightgbm_data(rows: TreeRows) -> Any:
     """Return the rows as a `lightgbm.Dataset`."""
-    return _lightgbm().Dataset(
+    return tree_library("lightgbm").Dataset(
         with_missing_values(rows.features, rows.categorical),
         label=np.zeros(len(rows.features), np.float32) if rows.label is None else rows.label,
         group=rows.lengths,
@@ -228,7 +230,7 @@ class XGBoost(Booster):
 
     @classmethod
     def grow(cls, rows: TreeRows, how: Boosting, after_round: AfterRound, *, start: Booster | None = None) -> None:
-        xgboost = _xgboost()
+        xgboost = tree_library("xgboost")
         categorical = rows.categorical
         data = xgboost.QuantileDMatrix(
             with_missing_values(rows.features, categorical),
@@ -237,7 +239,9 @@ class XGBoost(Booster):
             weight=rows.weights,  # for ranking, XGBoost takes a weight for each request
             base_margin=rows.offset,
             feature_names=rows.plain_names,
-            feature_types=_feature_types(rows.features.shape[1], categorical),
+            feature_types=["c" if i in categorical else "q" for i in range(rows.features.shape[1])]
+            if categorical
+            else None,
             enable_categorical=bool(categorical),
             nthread=torch.get_num_threads(),
             **{name: value for name, value in how.parameters.items() if name == "max_bin"},
@@ -274,7 +278,7 @@ class XGBoost(Booster):
 
     @classmethod
     def load(cls, path: Path, categorical: tuple[int, ...] = ()) -> Booster:
-        xgboost = _xgboost()
+        xgboost = tree_library("xgboost")
         try:
             trees = xgboost.Booster(model_file=str(path))
         except xgboost.core.XGBoostError as error:
@@ -300,7 +304,7 @@ class XGBoost(Booster):
         return margins
 
     def _margins(self, features: np.ndarray, first: int, last: int) -> np.ndarray:
-        data = _xgboost().DMatrix(
+        data = tree_library("xgboost").DMatrix(
             with_missing_values(features, self.categorical),
             feature_names=self.trees.feature_names,
             feature_types=self.trees.feature_types,
@@ -313,10 +317,6 @@ class XGBoost(Booster):
 def _message(error: Exception) -> str:
     """Return the message of an XGBoost error without its stack trace."""
     return " ".join(str(error).split("Stack trace:")[0].split())
-
-
-def _feature_types(features: int, categorical: tuple[int, ...]) -> list[str] | None:
-    return ["c" if i in categorical else "q" for i in range(features)] if categorical else None
 
 
 BOOSTERS: dict[str, type[Booster]] = {"lightgbm": LightGBM, "xgboost": XGBoost}
@@ -334,7 +334,17 @@ def library_version(ranker: str) -> dict[str, str]:
 
 def tree_library(ranker: str) -> Any:
     """Return the module of a library: lightgbm or xgboost."""
-    return (_lightgbm if ranker == "lightgbm" else _xgboost)()
+    try:
+        if ranker == "lightgbm":
+            import lightgbm
+
+            return lightgbm
+        import xgboost
+    except ImportError as error:
+        raise MissingExtraError(f"the ranker {ranker}", package=ranker, extra="trees") from error
+    except OSError as error:
+        raise UltrError(f"{ranker} cannot be loaded ({error})", hint="install libgomp (Debian: libgomp1)") from error
+    return xgboost
 
 
 class TreeRanker(nn.Module):
@@ -351,25 +361,6 @@ class TreeRanker(nn.Module):
         rows = features.reshape(-1, features.shape[-1]).cpu().numpy()
         scores = torch.from_numpy(self.booster.predict(rows, 0, self.rounds).astype(np.float32))
         return scores.view(features.shape[:-1]).to(features.device)
-
-
-def _lightgbm() -> Any:
-    try:
-        import lightgbm
-        import lightgbm.callback
-    except ImportError as error:
-        raise MissingExtraError("the ranker lightgbm", package="lightgbm", extra="trees") from error
-    except OSError as error:
-        raise UltrError(f"LightGBM cannot be loaded ({error})", hint="install libgomp (Debian: libgomp1)") from error
-    return lightgbm
-
-
-def _xgboost() -> Any:
-    try:
-        import xgboost
-    except ImportError as error:
-        raise MissingExtraError("the ranker xgboost", package="xgboost", extra="trees") from error
-    return xgboost
 
 
 # --- Parameters -------------------------------------------------------------------------------------------------------

@@ -14,8 +14,6 @@ from torch.nn.functional import softplus
 from ultr.rankers.feedback import LARGEST_LOG_VALUE
 from ultr.rankers.networks import MLPRanker
 
-# --- Sums of rankers --------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, eq=False)
 class Part:

@@ -13,11 +13,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits, linear, softpl
 from ultr.errors import DataError
 from ultr.log.labels import Label
 
-# --- Hurdles: whether there is feedback, and how much -----------------------------------------------------------------
-# Rankers that predict whether there is feedback, and how much: the score is the product.
-#
-# They differ in their model of the value, the feedback c of items that have some (c > 0).
-
 LARGEST_LOG_VALUE = 10.0  # largest |log μ|
 THRESHOLDS = 32  # of ordinal regression
 GROUPS, KNOTS = 10, 65  # groups of durations, and points of the distribution function of each
@@ -26,6 +21,7 @@ GROUPS, KNOTS = 10, 65  # groups of durations, and points of the distribution fu
 class Hurdle(nn.Module):
     """A ranker with score = β(x) μ(x). A network's first output is the logit of β; the others determine μ.
 
+    β is the probability of some feedback, and μ its expected value if there is some: subclasses differ in μ.
     Here μ is the exponential of the second output, fitted by the gamma deviance c/μ + log μ.
     """
 
@@ -170,13 +166,10 @@ def make_hurdle(kind: str, ranker: nn.Module, duration: int | None) -> Hurdle:
 HURDLE_OUTPUTS = {kind.KIND: kind.OUTPUTS for kind in (Hurdle, OrdinalHurdle, DurationHurdle)}
 
 
-# --- Products of two probabilities ------------------------------------------------------------------------------------
-# A ranker whose score is the product of two probabilities, such as that of a click and of a satisfied user.
-
-
 class Product(nn.Module):
     """A ranker with score = log(a(x) s(x)), from a network with two outputs: the logits of a and of s.
 
+    These are two probabilities, such as that of a click and of a satisfied user.
     The logarithm ranks as the product does, and does not become constant where both probabilities are near 1.
     """
 
@@ -194,12 +187,8 @@ class Product(nn.Module):
         return -softplus(-first) - softplus(-second)  # not logsigmoid: in ONNX it would have few digits
 
 
-# --- Labels of predicted actions --------------------------------------------------------------------------------------
-# A ranker that predicts the actions of a label (click, dwell, ...); its score is the label of the predictions.
-
-
 class Synthesised(nn.Module):
-    """A ranker with score = Φ(predicted actions), where Φ is the expression of the label.
+    """A ranker with score = Φ(predicted actions: click, dwell, ...), where Φ is the expression of the label.
 
     `ranker` has an output for each action of the label; if it has several networks, each has, and their mean counts.
     For actions that are 0 or 1 (`binary`) it is a logit. For other actions the prediction is `scale` ·

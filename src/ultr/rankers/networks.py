@@ -300,9 +300,6 @@ class EncodedRanker(nn.Module):
             setattr(self.get_submodule(holder), key, new)
 
 
-# --- Linear ranker ----------------------------------------------------------------------------------------------------
-
-
 class LinearRanker(EncodedRanker):
     """A ranker with score = w · x + b of the encoded features."""
 
@@ -316,7 +313,6 @@ class LinearRanker(EncodedRanker):
 
     @torch.no_grad()
     def start_at(self, slopes: Tensor, constants: Tensor) -> None:
-        """Start at outputs that are linear in the standardised numbers: slopes [outputs, numbers] and constants."""
         self.output.weight.zero_()
         self.output.weight[:, : slopes.shape[1]] = slopes
         self.output.bias.copy_(constants)
@@ -326,11 +322,8 @@ class LinearRanker(EncodedRanker):
         return outputs
 
 
-# --- Multi-layer perceptron -------------------------------------------------------------------------------------------
-# A multi-layer perceptron; by default 512-256-128 with ELU, as in the paper of `pairwise-em` (CIKM 2022).
-
 Norm = Literal["none", "layer"]
-HIDDEN = (512, 256, 128)  # default units of the hidden layers
+HIDDEN = (512, 256, 128)  # default units of the hidden layers, as in the paper of `pairwise-em` (CIKM 2022)
 
 
 class MLPRanker(EncodedRanker):
@@ -380,7 +373,6 @@ class MLPRanker(EncodedRanker):
 
     @torch.no_grad()
     def start_at(self, slopes: Tensor, constants: Tensor) -> None:
-        """Start at outputs that are linear in the standardised numbers: slopes [outputs, numbers] and constants."""
         if self.skip is None:
             raise ValueError("only a network with a skip can start at a linear function")
         self.skip.weight[:, : slopes.shape[1]] = slopes

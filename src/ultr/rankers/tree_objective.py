@@ -22,8 +22,6 @@ import torch
 from ultr.errors import MissingExtraError
 
 CURVATURE = 0.1  # mean curvature of rows in the first round, about that of XGBoost's rank:ndcg
-CHUNKS = 64  # most chunks in which statistics are summed
-MOST_SUMS = 1 << 24  # most numbers in the sums of all chunks together
 
 
 class Kind(IntEnum):

@@ -90,6 +90,12 @@ class Run:
         return redact(self.config.data.source) or "in memory"
 
     @property
+    def facts(self) -> Mapping[str, Any]:
+        """The facts about the training data that the run has saved."""
+        facts: Mapping[str, Any] = self.outcome.about["data"]
+        return facts
+
+    @property
     def about(self) -> str:
         """The method and the rankers, for people."""
         return f"{self.config.method.name}, {self.decisions.ranker_name}"
@@ -102,10 +108,9 @@ class Run:
     @property
     def true_theta(self) -> tuple[list[str], list[float]] | None:
         """Positions and their true examination by simulated users; None if users were not simulated."""
-        facts = self.outcome.about["data"]
-        if "true_theta" not in facts:
+        if "true_theta" not in self.facts:
             return None
-        return facts["by_position"]["positions"], facts["true_theta"]
+        return self.facts["by_position"]["positions"], self.facts["true_theta"]
 
     def _repr_html_(self) -> str:
         metric, value, _ = self.value
@@ -181,8 +186,7 @@ def answer(runs: Sequence[Run], why_not: str | None) -> Notes | None:
     if not evaluated:
         return None
     if why_not is not None:
-        label = ["--label", "LABEL"] if len({run.decisions.label for run in evaluated}) > 1 else []
-        command = shlex.join(["ultr", "evaluate", *(str(run.folder) for run in evaluated), "--data", "LOG", *label])
+        command = _evaluate_command(evaluated, "LOG")
         alone = [sentence for run in evaluated if (sentence := _against_logged_text(run)) is not None]
         return Notes([*alone, f"Which run is better? Not known here: {why_not}.", f"What to do? Run: {command}"])
     sign = -1 if less_is_better(metric) else 1
@@ -439,21 +443,29 @@ def _explanations(metrics: Iterable[str]) -> list[str]:
 # --- Data -------------------------------------------------------------------------------------------------------------
 
 
+# The rows of the table about the data of runs.
+FACTS: dict[str, Callable[[Run], str]] = {
+    "data": lambda run: run.data,
+    "users": lambda run: run.config.users or "as logged",
+    "trained on": lambda run: run.config.simulation.learn_from,
+    "label": lambda run: run.decisions.label,
+    "requests": lambda run: f"{run.facts['requests']:,}" + (" (a sample)" if run.facts["sample"] else ""),
+    "rows": lambda run: f"{run.facts['rows']:,}",
+    "items per request": lambda run: "{least:,} to {most:,}, {mean:.1f} on average".format(**run.facts["items"]),
+    "features": lambda run: f"{run.facts['features']:,}",
+    "requests that judge": lambda run: f"{run.outcome.about['split']['requests']:,} ({run.outcome.split})",
+    "fingerprint": lambda run: run.facts["fingerprint"][:24],
+}
+
+
 def _data(runs: Sequence[Run]) -> Section:
-    rows: dict[str, list[str]] = {
-        "data": [run.data for run in runs],
-        "users": [run.config.users or "as logged" for run in runs],
-        "trained on": [run.config.simulation.learn_from for run in runs],
-        "label": [run.decisions.label for run in runs],
-        **_facts(runs),
-    }
-    parts: list[Part] = [Table(["", *(run.name for run in runs)], [[name, *cells] for name, cells in rows.items()])]
+    texts = {name: [text(run) for run in runs] for name, text in FACTS.items()}
+    parts: list[Part] = [Table(["", *(run.name for run in runs)], [[name, *cells] for name, cells in texts.items()])]
     shown: dict[str, list[Plot]] = {}
     for run in runs:
-        facts = run.outcome.about["data"]
-        if facts.get("by_position", {}).get("rates") and facts["fingerprint"] not in shown:
+        if run.facts.get("by_position", {}).get("rates") and run.facts["fingerprint"] not in shown:
             where = "" if len(runs) == 1 else f": {run.data}"
-            shown[facts["fingerprint"]] = _by_position(facts["by_position"], where)
+            shown[run.facts["fingerprint"]] = _by_position(run.facts["by_position"], where)
     if shown:
         parts.append(Grid([plot for plots in shown.values() for plot in plots]))
     return Section("Data", parts)
@@ -469,22 +481,6 @@ def _by_position(seen: Mapping[str, Any], where: str) -> list[Plot]:
         title = f"Mean of continuous actions{where}"
         plots.append(line_plot(title, means, x="position", y="mean over impressions", caption=caption, from_zero=True))
     return plots
-
-
-def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
-    def cells(text: Callable[[Mapping[str, Any]], str]) -> list[str]:
-        return [text(run.outcome.about) for run in runs]
-
-    return {
-        "requests": cells(lambda a: f"{a['data']['requests']:,}" + (" (a sample)" if a["data"]["sample"] else "")),
-        "rows": cells(lambda a: f"{a['data']['rows']:,}"),
-        "items per request": cells(
-            lambda a: "{least:,} to {most:,}, {mean:.1f} on average".format(**a["data"]["items"])
-        ),
-        "features": cells(lambda a: f"{a['data']['features']:,}"),
-        "requests that judge": cells(lambda a: f"{a['split']['requests']:,} ({a['split']['name']})"),
-        "fingerprint": cells(lambda a: a["data"]["fingerprint"][:24]),
-    }
 
 
 def bias_of_runs(runs: Sequence[Run]) -> Section:
@@ -552,7 +548,8 @@ def _metrics(runs: Sequence[Run]) -> Section:
                     "on the same requests, under one estimate of examination:"
                 )
             )
-            parts.append(Code(_evaluate_command(runs)))
+            sources = {run.config.data.source for run in runs}
+            parts.append(Code(_evaluate_command(runs, sources.pop() if len(sources) == 1 else "LOG")))
     chosen = "The step of a run was chosen on these requests, so its selection metric is slightly too good."
     selected = [chosen] if any(run.outcome.split == "validation" for run in runs) else []
     parts.append(Text(" ".join([*_explanations(metrics), *selected])))
@@ -585,13 +582,10 @@ def _differ(a: Run, b: Run, metric: str) -> str | None:
     return None if why is None else f"{a.name} and {b.name} {why}"
 
 
-def _evaluate_command(runs: Sequence[Run]) -> str:
-    """Return the command that compares runs on the same requests; these are `LOG` if the runs have several logs."""
-    data = {run.config.data.source for run in runs}
-    labels = {run.decisions.label for run in runs}
-    label = ["--label", "LABEL"] if len(labels) > 1 else []
-    words = ["ultr", "evaluate", *(str(run.folder) for run in runs), "--data", data.pop() if len(data) == 1 else "LOG"]
-    return shlex.join([*words, *label])
+def _evaluate_command(runs: Sequence[Run], data: str) -> str:
+    """Return the command that compares runs on the same requests of a log."""
+    label = ["--label", "LABEL"] if len({run.decisions.label for run in runs}) > 1 else []
+    return shlex.join(["ultr", "evaluate", *(str(run.folder) for run in runs), "--data", data, *label])
 
 
 def _means(runs: Sequence[Run], metric: str) -> dict[str, Mean]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
 from torch import nn
 
 from ultr._version import __version__
@@ -40,19 +41,17 @@ from ultr.serving.exported import (
 )
 from ultr.serving.onnx_graphs import NotInOnnxError, blend_to_onnx, trees_to_onnx
 from ultr.training.config import Config, is_trees, train_command
-from ultr.training.data import Decisions, columns_for_run, read_rows
+from ultr.training.data import OUTCOME, Decisions, columns_for_run, read_rows
 from ultr.training.examining import best_evaluation
 from ultr.training.folder import CONFIG, MODEL, read_config
-from ultr.training.outcome import FOLDER, value_of_run
+from ultr.training.outcome import value_of_run
 from ultr.utils.arguments import checked
 from ultr.utils.files import atomic_path, check_output
 from ultr.utils.jsonfiles import add_checksum, content_errors, read_json
 from ultr.utils.stores import fetched
 
 # --- Model card -------------------------------------------------------------------------------------------------------
-# The model card: the data, method, quality, bias and limits of a model, as Markdown.
-#
-# Text from data is shown as code, shortened and on one line, so that no name can look like text of the card.
+# The model card: the data, method, quality, bias and limits of a model, as Markdown. Its text is in card.md.jinja.
 
 SHOWN = 50  # the largest number of features, and of positions, in the card
 LONGEST = 80  # the largest number of characters of a name
@@ -65,20 +64,42 @@ FROM_METRIC = {
 
 def model_card(run: Path, about: Mapping[str, Any]) -> str:
     """Return the card of a run's model as Markdown; `about` is the content of the exported model.json."""
-    config_json = read_json(run / CONFIG)
-    config, decisions = Config.from_json(config_json, where=run), Decisions.load(run)
-    bias = read_json(run / BIAS_FILE) if (run / BIAS_FILE).is_file() else None
-    parts = [
-        _summary(run, config, decisions, about),
-        _data(run, config, about),
-        _training(run, config, decisions, bias, config_json),
-        _quality(run, decisions),
-        _bias(bias),
-        _limits(config, decisions, about, bias),
-        _features(about),
-        _use(about),
-    ]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+    environment = Environment(  # noqa: S701  # this is no HTML: texts are marked as code
+        loader=PackageLoader("ultr.serving", "."), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"code": code, "block": _block, "options": _options, "number": _number}
+    environment.filters["thousands"] = "{:,}".format
+    content = read_json(run / CONFIG)
+    config, decisions = Config.from_json(content, where=run), Decisions.load(run)
+    files = (run / BIAS_FILE, run / OUTCOME / "outcome.json", run / "test.json")
+    bias, outcome, test = (read_json(path) if path.is_file() else None for path in files)
+    command, not_in_command = train_command(config)
+    metric, value, step = value_of_run(run)
+    source = next((words for start, words in FROM_METRIC.items() if metric.startswith(start)), None)
+    split = "validation" if outcome is None else outcome["split"]["name"]
+    try:
+        return environment.get_template("card.md.jinja").render(
+            name=run.resolve().name,
+            about=about,
+            config=config,
+            decisions=decisions,
+            source=redact(config.data.source) or "data in memory",
+            outcome=outcome,
+            parts=_parts(run, config, decisions, (bias or {}).get("shares", {})),
+            versions=", ".join(f"{name} {content[name]}" for name in VERSIONS if name in content),
+            command=command,
+            not_in_command=not_in_command,
+            quality={"metric": metric, "value": value, "step": step, "split": split, "source": source},
+            test=test or {},
+            has_test=test is not None,
+            bias=bias,
+            columns={} if bias is None else _columns(bias),
+            has_trees=any(map(is_trees, decisions.rankers)),
+            has_network=not all(map(is_trees, decisions.rankers)),
+            most=SHOWN,
+        )
+    except UndefinedError as error:
+        raise ValueError(error.message) from error
 
 
 def code(text: object, longest: int = LONGEST) -> str:
@@ -87,206 +108,39 @@ def code(text: object, longest: int = LONGEST) -> str:
     return f"`{line[: longest - 1] + '…' if len(line) > longest else line or ' '}`"
 
 
-def _block(text: str, language: str = "") -> list[str]:
+def _block(text: str, language: str) -> str:
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    return [f"{fence}{language}", text, fence]
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _options(options: Mapping[str, Any]) -> str:
     return ", ".join(code(f"{name}={value}") for name, value in options.items()) or "defaults"
 
 
-def _summary(run: Path, config: Config, decisions: Decisions, about: Mapping[str, Any]) -> list[str]:
-    return [
-        f"# {code(run.resolve().name)}",
-        "",
-        f"A ranker: it computes a score from {len(about['feature_names']):,} features of an item.",
-        "The items of a request are ordered by score, highest first.",
-        f"It was trained with the method {code(config.method.name)} for the label {code(decisions.label, 1000)}.",
-        "The estimated bias was used only in training: this model does not contain it.",
-    ]
+def _number(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) and math.isfinite(value) else "unknown"
 
 
-def _data(run: Path, config: Config, about: Mapping[str, Any]) -> list[str]:
-    lines = [
-        "## Data",
-        "",
-        f"- {code(redact(config.data.source) or 'data in memory', 200)}, fingerprint {code(about['data'])}",
-    ]
-    if config.users is not None:
-        options = _options(config.simulation.user_options)
-        lines.append(f"- feedback of simulated users ({code(config.users)}, options: {options}), not of people")
-    path = run / FOLDER / "outcome.json"
-    if path.is_file():
-        outcome = read_json(path)
-        training, held_out = outcome["data"], outcome["split"]
-        sample = " (a sample of the training data)" if training.get("sample") else ""
-        lines.append(f"- training: {training['requests']:,} requests with {training['rows']:,} items{sample}")
-        lines.append(
-            f"- judged on {held_out['name']}: {held_out['requests']:,} requests with {held_out['rows']:,} items"
-        )
-    if (learn_from := config.simulation.learn_from) != "feedback":
-        lines.append(f"- trained on {learn_from}, as an upper bound: logs do not contain it")
-    return lines
-
-
-def _training(
-    run: Path, config: Config, decisions: Decisions, bias: Mapping[str, Any] | None, content: Mapping[str, Any]
-) -> list[str]:
-    command, notes = train_command(config)
-    versions = ", ".join(f"{name} {content[name]}" for name in VERSIONS if name in content)
-    sources = {"started from the run": config.training.warm_start, "bias taken from": config.examination.bias}
-    return [
-        "## Training",
-        "",
-        f"- method {code(config.method.name)}, options: {_options(config.method.options)}",
-        *_parts(run, config, decisions, (bias or {}).get("shares", {})),
-        f"- seed {config.seed}",
-        *(f"- {what} {code(path, 200)}" for what, path in sources.items() if path is not None),
-        f"- versions: {versions}",
-        "",
-        "The command that repeats the training:",
-        "",
-        *_block(command, "sh"),
-        *(f"- {code(note, 300)}" for note in notes),
-    ]
-
-
-def _parts(run: Path, config: Config, decisions: Decisions, shares: Mapping[str, float]) -> list[str]:
-    """Return a line for each part of the ranker, with its share, and the reasons why other parts are left out."""
-    lines = [] if len(decisions.rankers) == 1 else [f"- the ranker is the sum of {len(decisions.rankers)} parts"]
+def _parts(run: Path, config: Config, decisions: Decisions, shares: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return for each part of the ranker its kind, options, training and share of the sum."""
+    parts = []
     for kind in decisions.rankers:
         options = dict(config.trees.parameters) if is_trees(kind) else {}
         if kind == "mlp":
             options = {"hidden": list(decisions.hidden or ()), **config.network.model_dump(include={"dropout", "norm"})}
-        share = f", {shares[kind]:.0%} of the sum" if kind in shares else ""
-        loop, (_, best) = config.loop(kind), best_evaluation(run, kind)
-        how = f"at most {loop.steps:,} steps, the best of which is {best['step']:,}; learning rate {loop.lr:g}"
-        lines.append(f"- ranker {code(kind)}{share}, options: {_options(options)}; {how}")
-    return [*lines, *(f"- {code(note, 300)}" for note in decisions.notes)]
-
-
-def _quality(run: Path, decisions: Decisions) -> list[str]:
-    select, value, step = value_of_run(run)
-    at_step = "" if len(decisions.rankers) > 1 else f", at step {step:,}, which was selected"
-    split = read_json(run / FOLDER / "outcome.json")["split"]["name"] if (run / FOLDER).is_dir() else "validation"
-    lines = ["## Quality", "", f"- {code(select)} on {split}: {_number(value)}{at_step}"]
-    source = next((words for start, words in FROM_METRIC.items() if select.startswith(start)), None)
-    if source is not None:
-        lines.append(f"- computed from {source}")
-        lines += [] if split == "test" else ["- slightly too high, because these requests selected the step"]
-    if (run / "test.json").is_file():
-        for name, value in read_json(run / "test.json").items():
-            lines.append(f"- on test: {code(name)} {_number(value)}")
-    else:
-        lines.append("- the run has no results on test requests")
-    return lines
-
-
-def _bias(bias: Mapping[str, Any] | None) -> list[str]:
-    lines = ["## Estimated bias", ""]
-    if bias is None:
-        return [*lines, "None: the method does not estimate position bias, or its feedback has none."]
-    columns = {name: bias[name] for name in ("theta", "t_plus", "t_minus") if _is_column(bias, bias.get(name))}
-    columns |= {
-        f"tower of {name}": column for name, column in bias.get("towers", {}).items() if _is_column(bias, column)
-    }
-    if columns:
-        heads = [code(name) for name in columns]
-        lines += [f"| position | {' | '.join(h.replace('|', '/') for h in heads)} |", "|---|" + "---|" * len(columns)]
-        for i, position in enumerate(bias["positions"][:SHOWN]):
-            values = " | ".join(_number(column[i]) for column in columns.values())
-            lines.append(f"| {code(position).replace('|', '/')} | {values} |")
-        lines += [*_more(len(bias["positions"]), "positions"), ""]
-    if "theta" in columns:
-        lines.append("- theta: the probability that users examine an item at the position")
-    for name, words in (("theta_from", "estimated by"), ("theta_scale", "scale"), ("label", "for the label")):
-        if bias.get(name):
-            lines.append(f"- {words}: {code(bias[name], 300)}")
-    for warning in bias.get("warnings", ()):
-        lines.append(f"- warning: {code(warning['name'])}: {code(warning['what'], 300)}")
-    if not bias.get("warnings"):
-        lines.append("- no warnings; this does not prove that the estimate is right")
-    return lines
-
-
-def _is_column(bias: Mapping[str, Any], values: object) -> bool:
-    return isinstance(values, list) and len(values) == len(bias.get("positions", ()))
-
-
-MISSING_IN_TREES = "- A missing value is NaN, and follows the branches that trees chose for it in training."
-MISSING_IN_NETWORKS = "- A missing value is NaN; networks take the mean of training rows, and an indicator."
-
-
-def _limits(
-    config: Config, decisions: Decisions, about: Mapping[str, Any], bias: Mapping[str, Any] | None
-) -> list[str]:
-    trees = [is_trees(kind) for kind in decisions.rankers]
-    missing = [MISSING_IN_TREES] * any(trees) + [MISSING_IN_NETWORKS] * (not all(trees))
-    clipped = "- Numbers more than 10 standard deviations from the mean in training are clipped."
-    lines = [
-        "## Limits",
-        "",
-        "- Scores are comparable only within one request. They are not probabilities.",
-        "- Features must be computed as for training, and be in the order below.",
-        *(missing if about["keeps_missing"] else [clipped]),
-        "- A category that was not in the training data has code 0.",
-    ]
-    if bias is not None:
-        lines.append(
-            "- Position is assumed to affect feedback only by examination and trust, and equally for all requests"
-            + ("." if decisions.segment is None else f" of a segment ({code(decisions.segment)}).")
+        best = best_evaluation(run, kind)[1]["step"]
+        parts.append(
+            {"kind": kind, "options": options, "loop": config.loop(kind), "best": best, "share": shares.get(kind)}
         )
-    elif config.simulation.learn_from == "feedback":
-        lines.append("- Position bias was not corrected: items that were shown at the top may get too high scores.")
-    lines.append(
-        "- Not measured: other kinds of bias (items that were never shown, neighbouring items), quality on later data, "
-        "fairness between groups of items or people, and the reaction of users to its rankings."
-    )
-    return lines
+    return parts
 
 
-def _features(about: Mapping[str, Any]) -> list[str]:
-    vocabularies = about["vocabularies"]
-    lines = ["## Features, in order", ""]
-    for index, name in enumerate(about["feature_names"][:SHOWN]):
-        kind = f": a category, codes 1 to {len(vocabularies[name]):,}" if name in vocabularies else ""
-        lines.append(f"{index}. {code(name)}{kind}")
-    return [*lines, *_more(len(about["feature_names"]), "features", where=ABOUT)]
-
-
-def _more(count: int, what: str, where: str = "the run's bias.json") -> list[str]:
-    return ["", f"{count - SHOWN:,} more {what} are in {where}."] if count > SHOWN else []
-
-
-def _use(about: Mapping[str, Any]) -> list[str]:
-    lines = ["## Use", ""]
-    if ONNX not in about["files"]:
-        return [*lines, f"There is no ONNX model: {about['no_onnx']}. The library's own file is next to this card."]
-    parity = about["parity"]
-    rows, largest, allowed = parity["rows"], parity["largest_difference"], parity["tolerance"]
-    example = f"""import json
-
-import numpy as np
-import onnxruntime
-
-names = json.load(open("{ABOUT}"))["feature_names"]
-session = onnxruntime.InferenceSession("{ONNX}")
-items = [dict.fromkeys(names, 0.0), dict.fromkeys(names, 1.0)]  # two items of one request
-features = np.array([[[item[name] for name in names] for item in items]], np.float32)
-scores = session.run(["{OUTPUT}"], {{"{INPUT}": features}})[0]  # [requests, items]"""
-    codes = [f"A category is a code: its index in `vocabularies` of {ABOUT} plus 1, or 0 if it is not there."]
-    return [
-        *lines,
-        *_block(example, "python"),
-        "",
-        *(codes if about["vocabularies"] else []),
-        f"On {rows:,} real rows, the scores differ from the run's by at most {largest:.1e} ({allowed:.1e} is allowed).",
-    ]
-
-
-def _number(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, int | float) and math.isfinite(value) else "unknown"
+def _columns(bias: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the estimates of a bias.json that have one value for each position."""
+    estimates = {name: bias.get(name) for name in ("theta", "t_plus", "t_minus")}
+    estimates |= {f"tower of {name}": values for name, values in bias.get("towers", {}).items()}
+    count = len(bias.get("positions", ()))
+    return {name: values for name, values in estimates.items() if isinstance(values, list) and len(values) == count}
 
 
 # --- Export -----------------------------------------------------------------------------------------------------------

@@ -1,14 +1,10 @@
-"""Fit the bias model of a ranker, which comes before the ranker: a part of the stage `fit`.
-
-run/fits/RANKER/bias/         the weights of the bias model and the source of θ, for a resumed run and for other runs
-run/fits/RANKER/bias-stage/   checkpoints, while the bias model is trained
-"""
+"""Fit the bias model of a ranker, which comes before the ranker: a part of the stage `fit`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ from torch import Tensor, nn
 
 from ultr.bias.examination import Examination
 from ultr.bias.propensities import BIAS_FILE, known_slots
-from ultr.datasets.users import User
 from ultr.errors import DataError
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
@@ -28,11 +23,12 @@ from ultr.methods.bias_model import BiasModel
 from ultr.methods.pair_weights import PairWeights
 from ultr.rankers.matching import load_matched_weights, load_weights, match_features
 from ultr.rankers.model import load_model
-from ultr.training.config import BIAS_TRAINING, Config, TrainingOptions, patience_for
-from ultr.training.data import Data, StreamedLists, used_requests
+from ultr.training.config import BIAS_TRAINING, TrainingOptions, patience_for
+from ultr.training.data import Data, used_requests
 from ultr.training.feed import Feed, Feeding, step_seed
-from ultr.training.folder import fit_folder, load_checkpoint, part_of, save_checkpoint, wait_for_lock
-from ultr.training.loop import Progress, TrainingState, start, train
+from ultr.training.fitting import FitInputs, FitPlace
+from ultr.training.folder import STAGE, fit_folder, load_checkpoint, part_of, save_checkpoint, wait_for_lock
+from ultr.training.loop import TrainingState, start, train
 from ultr.utils.display import begin_stage
 from ultr.utils.distributed import check_equal, choose_device, copy_from_main, is_main
 from ultr.utils.files import atomic_path
@@ -44,76 +40,64 @@ HELD_OUT_SHARE = 0.1  # share of the training requests that are held out to eval
 NEW_SHARE = 0.2  # largest share of the new requests that are held out, if training starts from another bias model
 LEAST_STEPS, MOST_STEPS = 200, 1000  # without improvement, after which the training of a bias model stops
 LEAST_GAIN = 0.001  # share of the held-out likelihood; training that gains less in all these steps stops too
+HELD_OUT_BATCHES = 8  # at most, one for every 128 requests
 SHORT_LIST = 64  # items; shorter lists are evaluated all at once on a GPU
-BIAS, STAGE = "bias", "bias-stage"  # folders of a fit: its bias model, and checkpoints while that is trained
+BIAS = "bias"  # folder of a fit
 EVIDENCE = "evidence.json"  # how θ was estimated, for the report
 Weights = Mapping[str, Tensor]
 ESTIMATED = ("theta", "zeta", "impressions", "clicks", "shown", "moved")  # buffers of a bias model, estimated once
 
 
-@dataclass
-class BiasStage:
-    """The bias stage of a ranker in the folder of its fit; checkpoints are at least `seconds` apart."""
+def fit_bias(method: Method | PairWeights, inputs: FitInputs, place: FitPlace) -> None:
+    """Fit the bias of a method, or load it if it was saved: by this run, by that of `--bias`, or in the shared folder.
 
-    config: Config
-    data: Data
-    kind: str  # of the ranker
-    folder: Path
-    examination: Examination | None
-    shared: Path | None = None  # folder of bias models for runs with the same data, seed and bias options
-    on_progress: Callable[[Progress], None] = lambda _: None
-    seconds: float = 10.0
-    _saved: float = field(default_factory=time.monotonic)
+    The fit starts from the bias model of the run `warm_start`, if this run has one for the same label and positions.
+    """
+    begin_stage("estimating the bias")
+    config, data, kind, shared = inputs.config, inputs.data, inputs.kind, place.shared
+    model, folder = method.bias_learner(), place.folder(kind) / BIAS
+    if not isinstance(model, BiasModel):  # all other kinds of bias are fitted quickly, and not used by other runs
+        _train(method, inputs, place, None)
+        return
+    if folder.is_dir():  # written by this run before it was killed
+        load_bias(folder, model)
+        return
+    before, begin = config.start_run, None
+    if before is not None and (fit_folder(before, kind) / BIAS).is_dir():
+        begin = Beginning(before, kind, data)
+    other = None if config.examination.bias is None else fetched(config.examination.bias)
+    if other is not None and (fit_folder(other, kind) / BIAS).is_dir():
+        _take_bias(other, kind, model, data)
+    elif shared is None:
+        _train(method, inputs, place, begin)
+    else:
+        shared_model = shared / config.shared_key(kind, data.label, model.settings())
+        with wait_for_lock(shared_model):
+            if shared_model.is_dir():
+                load_bias(shared_model, model)
+            else:
+                _train(method, inputs, place, begin)
+                save_bias(shared_model, model)
+    if is_main():
+        save_bias(folder, model)
 
-    def run(self, method: Method | PairWeights) -> None:
-        """Fit the bias of a method, or load it if it was saved: by this run, by that of `--bias`, or in `shared`.
 
-        The fit starts from the bias model of the run `warm_start`, if this run has one for the same label and
-        positions.
-        """
-        begin_stage("estimating the bias")
-        model = method.bias_learner()
-        if not isinstance(model, BiasModel):  # all other kinds of bias are fitted quickly, and not used by other runs
-            self._train(method, None)
-            return
-        begin = Beginning.of(self.config, self.data, self.kind)
-        if (self.folder / BIAS).is_dir():  # written by this run before it was killed
-            load_bias(self.folder / BIAS, model)
-            return
-        known = self.config.examination.bias
-        other = None if known is None else fetched(known)
-        if other is not None and (fit_folder(other, self.kind) / BIAS).is_dir():
-            _take_bias(other, self.kind, model, self.data)
-        elif self.shared is None:
-            self._train(method, begin)
-        else:
-            folder = self.shared / self.config.shared_key(self.kind, self.data.label, model.settings())
-            with wait_for_lock(folder):
-                if folder.is_dir():
-                    load_bias(folder, model)
-                else:
-                    self._train(method, begin)
-                    save_bias(folder, model)
-        if is_main():
-            save_bias(self.folder / BIAS, model)
-
-    def _train(self, method: Method | PairWeights, begin: Beginning | None) -> None:
-        """Estimate the bias of a method, and train its bias model, if it has one, from the newest checkpoint."""
-        data, options = self.data, self.config.loop(self.kind)
-        given: dict[str, Any] = {"user": data.feeding_user, "stream": data.stream, "begin": begin}
-        training = bias_training(method, data.train, options, examination=self.examination, **given)
-        if training is None:
-            return
-        state = training.state
-        resumed = load_checkpoint(self.folder / STAGE, state)
-        check_equal(state.step if resumed else -1, "the step of the bias model to resume from")
-        how: dict[str, Any] = {"select": "likelihood", "evaluate_start": training.continued}
-        for evaluation in train(state, training.feed, training.evaluate, training.options, **how):
-            if is_main() and time.monotonic() - self._saved >= self.seconds:
-                save_checkpoint(self.folder / STAGE, state)
-                self._saved = time.monotonic()
-            self.on_progress(replace(evaluation, ranker=self.kind))
-        training.finish()
+def _train(method: Method | PairWeights, inputs: FitInputs, place: FitPlace, begin: Beginning | None) -> None:
+    """Estimate the bias of a method, and train its bias model, if it has one, from the newest checkpoint."""
+    folder, saved = place.folder(inputs.kind) / STAGE, time.monotonic()
+    training = bias_training(method, inputs.data, inputs.options, examination=place.examined.examination, begin=begin)
+    if training is None:
+        return
+    state = training.state
+    resumed = load_checkpoint(folder, state)
+    check_equal(state.step if resumed else -1, "the step of the bias model to resume from")
+    how: dict[str, Any] = {"select": "likelihood", "evaluate_start": training.continued}
+    for evaluation in train(state, training.feed, training.evaluate, training.options, **how):
+        if is_main() and time.monotonic() - saved >= place.listeners.checkpoint_seconds:
+            save_checkpoint(folder, state)
+            saved = time.monotonic()
+        place.listeners.on_bias_progress(replace(evaluation, ranker=inputs.kind))
+    training.finish()
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,14 +107,6 @@ class Beginning:
     run: Path
     kind: str
     data: Data
-
-    @staticmethod
-    def of(config: Config, data: Data, kind: str) -> Beginning | None:
-        """Return the start of a fit; None if there is no such run, or if it has no bias model."""
-        run = config.start_run
-        if run is None or not (fit_folder(run, kind) / BIAS).is_dir():
-            return None
-        return Beginning(run, kind, data)
 
     def give(self, model: BiasModel) -> bool:
         """Give a bias model the networks of that run; return False if they are for other data or labels.
@@ -164,7 +140,6 @@ class Beginning:
 class BiasTraining:
     """All that is needed to train a bias model."""
 
-    model: Any
     state: TrainingState
     feed: Feeding
     held_out: list[Lists]
@@ -176,28 +151,26 @@ class BiasTraining:
         return dict(model.held_out_metrics(self.held_out))
 
     def finish(self) -> None:
-        self.model.load_state_dict(self.state.best_weights)
+        self.state.method.load_state_dict(self.state.best_weights)
 
 
 def bias_training(
     method: Method | PairWeights,
-    log: Log,
+    data: Data,
     options: TrainingOptions,
     *,
-    user: User | None = None,
-    stream: StreamedLists | None = None,
     examination: Examination | None = None,
     begin: Beginning | None = None,
     lists: ListBatches | None = None,
 ) -> BiasTraining | None:
     """Estimate the bias of a method from the whole log; return what trains its bias model, or None.
 
-    The bias model has its own learning rate and steps, so that those of the ranker can be tuned separately. If `stream`
-    is given, `log` is a sample of the stream, and the training steps use the stream. `examination` is the estimate of
-    the run. `begin` gives the bias model the weights that it starts from. `lists` is the log, if the device has it.
+    The bias model has its own learning rate and steps, so that those of the ranker can be tuned separately.
+    `examination` is the estimate of the run. `begin` gives the bias model the weights that it starts from. `lists` are
+    the training requests, if the device has them.
     """
     seed, device = options.seed, choose_device(options.device)
-
+    log, user, stream = data.train, data.feeding_user, data.stream
     if is_main():
         sessions = options.bias_steps * options.batch
         method.estimate_bias(log, user=user, sessions=sessions, seed=seed, examination=examination)
@@ -225,9 +198,9 @@ def bias_training(
         feed: Feeding = Feed(lists, batch=bias_options.batch, seed=bias_options.seed, user=user, requests=learned)
         held_out_feed = Feed(lists, batch=256, seed=bias_options.seed, user=user, requests=held_out)
     else:
-        feed, count = stream.feed(bias_options), len(stream.held_out)
-        held_out_feed = Feed(ListBatches(stream.held_out, device=device), batch=256, seed=bias_options.seed)
-    held_out_lists = some_batches(held_out_feed, count)
+        feed, count = stream(bias_options), len(data.validation)
+        held_out_feed = Feed(ListBatches(data.validation, device=device), batch=256, seed=bias_options.seed)
+    held_out_lists = [held_out_feed(step) for step in range(max(1, min(HELD_OUT_BATCHES, count // 128)))]
     if device.type == "cuda" and max(each.where.shape[1] for each in held_out_lists) <= SHORT_LIST:
         held_out_lists = [Lists.together([replace(each, parts=(), key=None) for each in held_out_lists])]
     continued = False
@@ -238,7 +211,7 @@ def bias_training(
 
     state = start(model, log, bias_options, warm_start=warm_start)
     state.stopping.least = LEAST_GAIN
-    return BiasTraining(model, state, feed, held_out_lists, bias_options, continued)
+    return BiasTraining(state, feed, held_out_lists, bias_options, continued)
 
 
 def held_out_requests(log: Log, seed: int, *, new: np.ndarray | None = None) -> tuple[np.ndarray | None, np.ndarray]:
@@ -255,11 +228,6 @@ def held_out_requests(log: Log, seed: int, *, new: np.ndarray | None = None) -> 
     else:
         held_out, learned = split_by_query(log, [max(1, round(count))], seed=seed)
     return (learned if len(learned) else None), held_out
-
-
-def some_batches(feed: Feeding, requests: int) -> list[Lists]:
-    """Return the first batches of `feed`: one for every 128 `requests`, at least one and at most eight."""
-    return [feed(step) for step in range(max(1, min(8, requests // 128)))]
 
 
 # --- Files --------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from ultr.methods import METHODS, TREE_METHODS, parse_options
 from ultr.rankers.boosters import BOOSTERS, library_version
 from ultr.utils.arguments import check_fields, check_value, requirement
 from ultr.utils.jsonfiles import check_format
-from ultr.utils.optimizers import Optimizer
+from ultr.utils.optimisation import Optimizer
 from ultr.utils.stores import fetched
 
 FORMAT = 2
@@ -494,20 +494,14 @@ def _by_path(options: Mapping[str, Any], rankers: Any) -> dict[str, Any]:
         if name in OF_ONE_RANKER:
             found[f"trees.{OF_ONE_RANKER[name]}" if only_trees else f"network.{name}"] = value
         elif name in TABLES:
-            found |= {_path_in(TABLES[name], key): each for key, each in _as_table(name, value).items()}
+            if value is not None and not isinstance(value, Mapping):
+                raise OptionError(f"'{name}' must be a table of options", got=repr(value)[:200])
+            for key, each in (value or {}).items():
+                of_all = name == "user_options" and key in OF_ALL_USERS
+                found[f"simulation.{key}" if of_all else f"{TABLES[name]}.{key}"] = each
         else:
             found[name if "." in name else short_names().get(name, name)] = value
     return found
-
-
-def _as_table(name: str, value: Any) -> Mapping[str, Any]:
-    if value is not None and not isinstance(value, Mapping):
-        raise OptionError(f"'{name}' must be a table of options", got=repr(value)[:200])
-    return value or {}
-
-
-def _path_in(table: str, key: str) -> str:
-    return f"simulation.{key}" if table == "simulation.options" and key in OF_ALL_USERS else f"{table}.{key}"
 
 
 def check_path(path: str) -> None:
@@ -543,14 +537,8 @@ def _validated(content: Mapping[str, Any]) -> Config:
         config = Config.model_validate(content)
     except ValidationError as error:
         raise _option_error(error) from error
-    return _with_checked_method(config)
-
-
-def _with_checked_method(config: Config) -> Config:
-    """Return the configuration with the options of its method checked for its first ranker."""
-    kind = config.kinds[0] if config.kinds else "mlp"
     given = config.method.options
-    parsed = parse_options(config.method.name, given, ranker=kind)
+    parsed = parse_options(config.method.name, given, ranker=config.kinds[0] if config.kinds else "mlp")
     if parsed == given:
         return config
     return config.model_copy(update={"method": MethodOptions(name=config.method.name, **parsed)})
@@ -625,9 +613,9 @@ def train_command(config: Config, *, out: str = "run") -> tuple[str, list[str]]:
     return shlex.join(words), notes
 
 
-def _text(value: Any, separator: str = ",") -> str:
+def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return separator.join(map(str, value))
+        return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

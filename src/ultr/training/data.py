@@ -6,14 +6,15 @@ A log is read once and split; a data set is shown to simulated users; prepared l
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache, partial
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import TypeAdapter
 
 from ultr.bias.auto_segment import FEATURES, Segment, choose_segment, segment_candidates
 from ultr.checks.pitfalls import suspicious_requests
@@ -59,14 +60,6 @@ OUTCOME, USED = "outcome", "used.safetensors"  # folder in a run, and the file o
 
 
 @dataclass(frozen=True, eq=False)
-class StreamedLists:
-    """Training lists that are read while training: a function that returns their batches, and held-out requests."""
-
-    feed: Callable[[TrainingOptions], Feeding]
-    held_out: Log
-
-
-@dataclass(frozen=True, eq=False)
 class Data:
     """The data of a run: train, validation and test requests, and the simulated users if there are any."""
 
@@ -82,7 +75,7 @@ class Data:
     segments: tuple[str, ...] = ()  # names of the segments; examination is estimated for each
     all_positions: tuple[int, ...] | None = None  # of all prepared lists; `train` may be a sample of them
     all_binary: tuple[str, ...] | None = None  # actions that are only 0 or 1 in all prepared lists
-    stream: StreamedLists | None = None  # the training lists if they are streamed; `train` is then a sample of them
+    stream: Callable[[TrainingOptions], Feeding] | None = None  # batches of streamed lists; `train` is a sample of them
     suspicious: Any = None  # ids of the requests that `drop_suspicious` left out, as an Arrow array; None: not dropped
     initial: Callable[[np.ndarray], np.ndarray] | None = None  # features -> scores that simulated users saw items by
 
@@ -94,7 +87,7 @@ class Data:
     def feed(self, options: TrainingOptions, lists: ListBatches | None = None) -> Feeding:
         """Return the source of training batches; `lists` are the training requests, if the device has them."""
         if self.stream is not None:
-            return self.stream.feed(options)
+            return self.stream(options)
         lists = lists or ListBatches(self.train, device=choose_device(options.device))
         return Feed(lists, batch=options.batch, seed=options.seed, user=self.feeding_user)
 
@@ -128,7 +121,7 @@ class Decisions:
     segment: str | None = None
     segments: tuple[str, ...] = ()  # its values, in the order of position ids
     streamed: bool = False
-    notes: tuple[str, ...] = field(default=())  # why a part of the default is left out, in sentences
+    notes: tuple[str, ...] = ()  # why a part of the default is left out, in sentences
     data: str = ""  # the fingerprint of the data
 
     @property
@@ -144,17 +137,7 @@ class Decisions:
         content = read_json(run / DECISIONS)
         check_format(content, FORMAT, what="the run", where=run / DECISIONS, hint="train again")
         with content_errors("the decisions of the run cannot be read", where=run, hint="train again"):
-            hidden = content["hidden"]
-            return Decisions(
-                str(content["label"]),
-                tuple(map(str, content["rankers"])),
-                None if hidden is None else tuple(map(int, hidden)),
-                content["segment"],
-                tuple(map(str, content["segments"])),
-                bool(content["streamed"]),
-                tuple(map(str, content["notes"])),
-                str(content.get("data", "")),
-            )
+            return TypeAdapter(Decisions).validate_python(content)
 
 
 def decide(config: Config, data: Data) -> Decisions:
@@ -204,8 +187,12 @@ def load_run_data(config: Config, source: Any = None, *, streamed: bool | None =
     if config.users is None:
         data = _read_training_log(config, source, streamed=streamed)
         start = config.start_run
-        with_codes = start is not None and any(map(is_trees, _kinds(config, start)))
-        return _with_codes_of(start, data) if start is not None and with_codes else data
+        if start is None or not any(map(is_trees, config.kinds or Decisions.load(start).rankers)):
+            return data
+        model = load_model(start)  # its trees have its features, and its codes of categories
+        test = None if data.test is None else extended_log(model, data.test)
+        train, validation = extended_log(model, data.train), extended_log(model, data.validation)
+        return replace(data, train=train, validation=validation, test=test)
     simulation = config.simulation
     dataset = cached_dataset(config.data.source, config.data.folder)
     user = make_user(config.users, **{**simulation.user_options, "max_grade": dataset.max_grade})
@@ -227,18 +214,6 @@ def load_run_data(config: Config, source: Any = None, *, streamed: bool | None =
         train_log, feeding = simulate_log(drawn, feeding or user, seed=seed)[0], None
     label = config.label or DEFAULT_LABEL
     return Data(train_log, validation, dataset.fingerprint, user, feeding, label, initial=rankers[0])
-
-
-def _kinds(config: Config, start: Path) -> tuple[str, ...]:
-    return config.kinds or Decisions.load(start).rankers
-
-
-def _with_codes_of(run: Path, data: Data) -> Data:
-    """Return data with the features and the codes of categories of the run that its trees extend."""
-    model = load_model(run)
-    train, validation = extended_log(model, data.train), extended_log(model, data.validation)
-    test = None if data.test is None else extended_log(model, data.test)
-    return replace(data, train=train, validation=validation, test=test)
 
 
 def _shown(log: Log, rankers: Sequence[Callable[[np.ndarray], np.ndarray]], config: Config) -> Log:
@@ -426,7 +401,11 @@ def _read_lists(config: Config, streamed: bool | None) -> Data:
     segment = config.data.columns.named().get("segment")
     if segment:
         train, segments = by_segment(train)
-    view = partial(_view, segments=segments, config=config)
+
+    def view(log: Log) -> Log:
+        log = _checked(log, config)
+        return by_segment(log, segments)[0] if segments else log
+
     validation = in_groups(view(validation))
 
     def feed(options: TrainingOptions) -> Feeding:
@@ -445,13 +424,8 @@ def _read_lists(config: Config, streamed: bool | None) -> Data:
         segments=segments,
         all_positions=None if segments else about.positions,
         all_binary=about.binary,
-        stream=StreamedLists(feed, validation) if streamed else None,
+        stream=feed if streamed else None,
     )
-
-
-def _view(log: Log, segments: tuple[str, ...], config: Config) -> Log:
-    log = _checked(log, config)
-    return by_segment(log, segments)[0] if segments else log
 
 
 def _checked(log: Log, config: Config) -> Log:

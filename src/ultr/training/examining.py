@@ -6,24 +6,22 @@ requests estimates them (see `ultr.evaluation.off_policy`). It is the same for e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ultr.bias.examination import Examination, estimate_examination
 from ultr.bias.logging_policy import share_logging_score
 from ultr.bias.propensities import read_bias_theta, theta_by_id
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.users import simulate_log
 from ultr.errors import DataError
-from ultr.evaluation.off_policy import OffPolicyModel, evaluate_requests, fit_off_policy_model, load_off_policy_model
+from ultr.evaluation.off_policy import OffPolicyModel, fit_off_policy_model, load_off_policy_model
 from ultr.evaluation.scores import OFF_POLICY, ScoreMetrics, less_is_better
-from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.log.table import slot
 from ultr.training.config import Config
@@ -150,10 +148,7 @@ def has_values(config: Config, shared: Path) -> bool:
 
 
 def common_values(config: Config, shared: Path) -> OffPolicyModel:
-    """Return the model of the test requests of a log, which all runs of a comparison share, whatever their seeds.
-
-    It is that of the runs with seed 0, in the folder `shared`. Test requests are the same for all seeds.
-    """
+    """Return the model of the test requests of a log, which all seeds share: that of the runs with seed 0."""
     return share_values(config.with_options(seed=0), shared)
 
 
@@ -195,20 +190,3 @@ def evaluator(
         estimator = values.estimator(log, select, label=data.label, segments=data.segments, device=device)
         return lambda scores: {select: estimator.mean(scores)}
     return ScoreMetrics(log, select, user=data.user, label=data.label, device=device, keep=True).means
-
-
-def mean_metrics(
-    log: Log,
-    scores: np.ndarray,
-    metrics: list[str],
-    *,
-    user: User | None,
-    label: str,
-    values: OffPolicyModel | None = None,
-    segments: tuple[str, ...] = (),
-    device: torch.device | str = "cpu",
-) -> dict[str, float]:
-    """Return metric -> mean over the requests of a log, weighted by the request weights of the log."""
-    options: dict[str, Any] = {"user": user, "label": label, "model": values, "segments": segments, "device": device}
-    by_request: Mapping[str, np.ndarray] = evaluate_requests(log, scores, metrics, **options)
-    return {name: float(np.average(each, weights=log.weights)) for name, each in by_request.items()}

@@ -49,7 +49,8 @@ class Feeding(Protocol):
 
     def lists(self, batch: Any) -> Lists: ...
 
-    def __call__(self, step: int) -> Lists: ...
+    def __call__(self, step: int) -> Lists:
+        return self.lists(self.choose(step))
 
 
 def step_seed(seed: int, *numbers: int) -> int:
@@ -74,7 +75,7 @@ class Chosen(NamedTuple):
         return self._replace(requests=function(self.requests), key=function(self.key))
 
 
-class Feed:
+class Feed(Feeding):
     """Batches from a log in memory. Each pass over the log (epoch) takes the requests in a new random order.
 
     With a simulated `user`, new feedback is sampled at each step; without, the feedback of the log is used. `requests`
@@ -106,9 +107,6 @@ class Feed:
         if user is None and not lists.has_actions:
             hint = "name the feedback columns with --actions, or pass --users to simulate feedback"
             raise DataError("the log has no actions to learn from", hint=hint)
-
-    def __call__(self, step: int) -> Lists:
-        return self.lists(self.choose(step))
 
     def choose(self, step: int) -> Chosen:
         number, place = divmod(step, self.steps_at_once)
@@ -179,7 +177,7 @@ class Plan(NamedTuple):
         return Chosen(self.requests[place], self.keys[place], self.parts[place], self.everyone[place], step)
 
 
-class FeedStack:
+class FeedStack(Feeding):
     """The batches of several keyed feeds of the same size: the lists of the first feed, then those of the next."""
 
     def __init__(self, feeds: Sequence[Feed]) -> None:
@@ -189,9 +187,6 @@ class FeedStack:
         firsts = dict(zip(sources, np.cumsum([0, *map(len, sources)]).tolist(), strict=False))
         self._first = [firsts[feed.source] for feed in feeds]
         self._plan = lru_cache(maxsize=2)(self._make_plan)
-
-    def __call__(self, step: int) -> Lists:
-        return self.lists(self.choose(step))
 
     def choose(self, step: int) -> Chosen:
         number, place = divmod(step, self._feeds[0].steps_at_once)

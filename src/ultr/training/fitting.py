@@ -1,8 +1,4 @@
-"""The inputs and the artefact of the stage `fit`, which networks and trees have in common.
-
-run/fits/RANKER/model/       the trained ranker; the only ranker of a run is moved to run/model
-run/fits/RANKER/report.json  the bias that it estimated, for bias.json
-"""
+"""The inputs and the artefact of the stage `fit`, which networks and trees have in common."""
 
 from __future__ import annotations
 
@@ -28,11 +24,11 @@ from ultr.rankers.boosters import Booster, TreeRanker, is_trees
 from ultr.rankers.combined import Blend, Part
 from ultr.rankers.matching import load_matched_weights, match_features
 from ultr.rankers.model import Model, load_model, save_model
-from ultr.training.biases import STAGE
 from ultr.training.config import Config, TrainingOptions
 from ultr.training.data import Data, Decisions
-from ultr.training.examining import known_theta
-from ultr.training.folder import CHECKPOINTS, MODEL, part_of
+from ultr.training.examining import Examined, known_theta
+from ultr.training.folder import CHECKPOINTS, MODEL, STAGE, fit_folder, part_of
+from ultr.training.loop import Listeners
 from ultr.utils.distributed import is_main
 from ultr.utils.jsonfiles import read_json, write_json
 
@@ -98,11 +94,23 @@ class FitInputs:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class FitPlace:
+    """Where the rankers of a run are fitted: its folder, its estimates, what runs share, and who is told."""
+
+    run: Path
+    examined: Examined
+    shared: Path | None  # folder of bias models for runs with the same data, seed and bias options
+    listeners: Listeners
+
+    def folder(self, kind: str) -> Path:
+        return fit_folder(self.run, kind)
+
+
 def uses_examination(method: Method | TreeMethod) -> bool:
     """Return whether a method takes the best estimate of examination of the log."""
     if isinstance(method, TreeMethod):
-        pair_model, positions = method.pair_model(), method.position_model()
-        positions = positions if pair_model is None else pair_model.bias_model
+        positions = method.positions if method.pairs is None else method.pairs.bias_model
         models = [] if positions is None or method.inputs.truth else [positions]
     else:
         models = [model for model in method.modules() if isinstance(model, PositionModel)]
@@ -140,6 +148,7 @@ class Fitted:
         return self.inputs.kind
 
     def save(self, folder: Path) -> None:
+        """Write the ranker, and the bias that it estimated; the only ranker of a run is later moved to run/model."""
         if is_main():
             write_json(folder / REPORT, {"bias": self.report, "options": dict(self.options)})
             save_ranker(folder / MODEL, self.ranker, self.inputs, self.options)
@@ -173,14 +182,16 @@ def load_fitted(folder: Path, inputs: FitInputs) -> Fitted | None:
     if is_main():
         _delete_checkpoints(folder)
     ranker, content = load_model(folder).ranker, read_json(folder / REPORT)
-    return Fitted(inputs, ranker, content["options"], scores_of(ranker, inputs.data.validation), content["bias"])
+    return Fitted(
+        inputs, ranker, content["options"], scores_of(ranker, inputs.data.validation.features), content["bias"]
+    )
 
 
-def scores_of(ranker: nn.Module, log: Log) -> np.ndarray:
-    """Return the scores of the rows of a log, computed where the ranker is."""
+def scores_of(ranker: nn.Module, features: np.ndarray) -> np.ndarray:
+    """Return the scores of rows, computed where the ranker is."""
     ranker.eval()
     device = next((parameter.device for parameter in ranker.parameters()), "cpu")
-    return score_rows(ranker, log.features, device=device)
+    return score_rows(ranker, features, device=device)
 
 
 def first_batches(feed: Any) -> Iterable[Lists]:

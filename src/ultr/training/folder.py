@@ -1,17 +1,7 @@
 """The files of a run directory. If the process of a run is killed at any moment, the run can resume from them.
 
 A run is trained in a folder NAME.partial next to its output NAME, and gets its name when it is complete. So an output
-is always a complete run, also while another one that replaces it is trained.
-
-run/config.json          everything needed to repeat the run
-run/decisions.json       what the data decided: label, segment, rankers, hidden layers
-run/examination.json     the estimate of examination, which all parts of the run use
-run/off-policy/          the model that estimates off-policy metrics, which choose the best step
-run/metrics.jsonl        one line per evaluation
-run/fits/RANKER/         what a ranker learned: its model, its bias model; while it trains, its checkpoints
-run/outcome/             metrics of the validation requests, and changes of their rankings
-run/bias.json            the probability that a position is seen, and other estimates, if the method has a bias model
-run/model/               the files that scoring needs
+is always a complete run, also while another one that replaces it is trained. docs/architecture.md lists its files.
 
 The formats are safetensors and JSON, never pickle. Both carry checksums, and a file with a wrong checksum is rejected.
 """
@@ -33,7 +23,7 @@ from torch import Tensor
 
 from ultr.errors import DataError, OptionError, OutputError, UltrError
 from ultr.rankers.matching import load_weights
-from ultr.training.config import Config, differences
+from ultr.training.config import Config, differences, flat
 from ultr.training.loop import TrainingState
 from ultr.utils.distributed import barrier, is_main, job_id, main_decides, restarts, size
 from ultr.utils.files import REPLACED, atomic_path, lock, output_errors, remove_abandoned, sync_folder, take_name
@@ -46,8 +36,7 @@ from ultr.utils.jsonfiles import (
     verify_checksum,
     write_json,
 )
-from ultr.utils.optimisation import EarlyStopping
-from ultr.utils.optimizers import AnyOptimizer
+from ultr.utils.optimisation import AnyOptimizer, EarlyStopping
 from ultr.utils.tensors import load_tensors, save_tensors
 
 FORMAT = 1
@@ -57,6 +46,7 @@ EXAMINATION = "examination.json"  # file of a run
 FITS = "fits"  # folder of a run with a folder for each ranker
 MODEL = "model"  # folder of a run, or of a fit, that is complete
 CHECKPOINTS = "checkpoints"  # folder of a fit
+STAGE = "bias-stage"  # folder of a fit with checkpoints of its bias model
 MARK = ".unfinished"  # file in a run that is being trained
 LOCK = ".lock"  # file in a run that its process locks
 JOB = ".job"  # file with the id of the torchrun job; processes that torchrun restarts resume only their own run
@@ -344,7 +334,7 @@ def save_checkpoint(run: Path, state: TrainingState) -> None:
     def write(folder: Path) -> dict[str, Any]:
         save_tensors(folder / "weights.safetensors", state.method.state_dict())
         save_tensors(folder / "best.safetensors", state.best_weights)
-        save_tensors(folder / "state.safetensors", _optimizer_tensors(state.optimizer))
+        save_tensors(folder / "state.safetensors", dict(flat(state.optimizer.state_dict()["state"])))
         return state.stopping.to_json()
 
     write_checkpoint(run, state.step, write)
@@ -371,14 +361,6 @@ def _checkpoints(run: Path) -> list[Path]:
     """Return the checkpoint folders of a run, the newest last."""
     folders = (p for p in (run / CHECKPOINTS).glob("step-*") if p.name[5:].isdecimal() and (p / META).is_file())
     return sorted(folders, key=lambda folder: int(folder.name[5:]))
-
-
-def _optimizer_tensors(optimizer: AnyOptimizer) -> dict[str, Tensor]:
-    return {
-        f"{parameter}.{name}": value
-        for parameter, values in optimizer.state_dict()["state"].items()
-        for name, value in values.items()
-    }
 
 
 def _load_optimizer(optimizer: AnyOptimizer, tensors: dict[str, Tensor]) -> None:

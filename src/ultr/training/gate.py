@@ -70,7 +70,7 @@ class Known:
         ids = tuple(np.unique(coded.shown_positions("the gate of an update")).tolist())
         theta = theta_by_id(self.theta, ids, segments, nearest=True)
         coded = replace(coded, actions={"click": clicked.astype(np.float32)})
-        return Likelihood(coded, theta=theta, label="click")(scores).per_request
+        return Likelihood(coded, theta=theta, label="click").per_request(scores)
 
 
 def check_log(known: Known, logs: Sequence[Log], new: Log, scores: Mapping[str, np.ndarray]) -> list[Pitfall]:

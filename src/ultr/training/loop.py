@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ultr.checks.pitfalls import Pitfall
 from ultr.errors import DataError, DivergedError
+from ultr.evaluation.scores import less_is_better
 from ultr.lists import Lists, Part
 from ultr.log import Log
 from ultr.methods.base import Learner, Method
@@ -27,8 +28,7 @@ from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feeding, noise_of, step_seed
 from ultr.training.gpu.graphs import GraphedSteps
 from ultr.utils.distributed import average_gradients, choose_device
-from ultr.utils.optimisation import EarlyStopping
-from ultr.utils.optimizers import AnyOptimizer, clip_gradients, make_optimizer, set_rate
+from ultr.utils.optimisation import AnyOptimizer, EarlyStopping, clip_gradients, make_optimizer, set_rate
 
 Evaluate = Callable[[Any], Mapping[str, Tensor | float]]  # a learner -> its metrics on held-out requests
 
@@ -115,7 +115,6 @@ def train(
     options: TrainingOptions,
     *,
     select: str,
-    larger_is_better: bool = True,
     evaluate_start: bool = False,
 ) -> Iterator[Progress]:
     """Train to the last step, or until the metric `select` no longer improves; yield after every evaluation.
@@ -128,8 +127,10 @@ def train(
     def step() -> Tensor:
         return take_step(state, feed(state.step), options) if graphed is None else graphed()
 
-    how: dict[str, Any] = {"select": select, "larger_is_better": larger_is_better, "evaluate_start": evaluate_start}
-    for _, progress in train_all([state], lambda: step().view(1), [evaluate], options, **how):
+    steps = train_all(
+        [state], lambda: step().view(1), [evaluate], options, select=select, evaluate_start=evaluate_start
+    )
+    for _, progress in steps:
         yield progress
 
 
@@ -140,7 +141,6 @@ def train_all(
     options: TrainingOptions,
     *,
     select: str,
-    larger_is_better: bool = True,
     evaluate_start: bool = False,
 ) -> Iterator[tuple[int, Progress]]:
     """Train several learners as `train` does: `step` takes a step of all and returns their losses.
@@ -150,7 +150,7 @@ def train_all(
     new = [number for number, state in enumerate(states) if evaluate_start and not state.best_weights]
     found = [evaluate[number](states[number].method) for number in new]
     for number, metrics in zip(new, as_numbers(found, select), strict=True):
-        yield number, _progress(states[number], math.nan, metrics, select, larger_is_better)
+        yield number, _progress(states[number], math.nan, metrics, select)
     total = torch.zeros(len(states), device=next(states[0].method.parameters()).device)
     steps = 0
     while running := [number for number, state in enumerate(states) if not state.is_done(options)]:
@@ -168,14 +168,12 @@ def train_all(
                 raise DivergedError(what, hint="lower network.lr, or set network.clip=1")
         found = [evaluate[number](states[number].method) for number in running]
         for number, metrics in zip(running, as_numbers(found, select), strict=True):
-            yield number, _progress(states[number], losses[number], metrics, select, larger_is_better)
+            yield number, _progress(states[number], losses[number], metrics, select)
 
 
-def _progress(
-    state: TrainingState, loss: float, metrics: dict[str, float], select: str, larger_is_better: bool
-) -> Progress:
+def _progress(state: TrainingState, loss: float, metrics: dict[str, float], select: str) -> Progress:
     """Return the progress of an evaluation; if it is the best one, keep the weights."""
-    improved = state.stopping.update(metrics[select] if larger_is_better else -metrics[select], state.step)
+    improved = state.stopping.update(-metrics[select] if less_is_better(select) else metrics[select], state.step)
     if improved:
         state.best_weights = {n: tensor.detach().clone() for n, tensor in state.method.state_dict().items()}
     return Progress(state.step, loss, metrics, improved)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,24 +12,17 @@ import torch
 from torch import Tensor
 
 from ultr.bias.logging_policy import share_logging_score
-from ultr.evaluation.scores import less_is_better
 from ultr.lists import ListBatches
 from ultr.methods import Method, make_method
 from ultr.methods.base import HeldOutRows, Relevance
 from ultr.rankers import scores_on_device
-from ultr.training.biases import BiasStage
+from ultr.training.biases import fit_bias
 from ultr.training.checking import check_pairs
 from ultr.training.config import TrainingOptions, patience_for
-from ultr.training.examining import Examined, evaluator
-from ultr.training.fitting import FitInputs, Fitted, first_batches, load_fitted, scores_of, start_from
-from ultr.training.folder import (
-    append_metrics,
-    has_checkpoint,
-    load_checkpoint,
-    rewind_metrics,
-    save_checkpoint,
-)
-from ultr.training.loop import Listeners, Progress, check_has_features, start, train
+from ultr.training.examining import evaluator
+from ultr.training.fitting import FitInputs, FitPlace, Fitted, first_batches, load_fitted, scores_of, start_from
+from ultr.training.folder import append_metrics, has_checkpoint, load_checkpoint, rewind_metrics, save_checkpoint
+from ultr.training.loop import Progress, check_has_features, start, train
 from ultr.utils.display import begin_stage
 from ultr.utils.distributed import (
     barrier,
@@ -80,63 +72,37 @@ class NetworkFit:
         if (run := self.inputs.config.start_run) is not None:
             self._first_weights = start_from(self.method, run, self.inputs.data.train)
 
-    def fit(
-        self,
-        folder: Path,
-        run: Path,
-        examined: Examined,
-        shared: Path | None,
-        listeners: Listeners,
-        relevance: Relevance | None = None,
-    ) -> Fitted:
+    def fit(self, place: FitPlace, relevance: Relevance | None = None) -> Fitted:
         """Train the network in the folder of its fit, or load it if it is there already.
 
         `relevance` is that of the training rows by trees of the run.
         """
-        if (before := load_fitted(folder, self.inputs)) is not None:
+        if (before := load_fitted(place.folder(self.inputs.kind), self.inputs)) is not None:
             return before
-        self.prepare(folder, run, examined, shared, listeners, relevance=relevance)
+        self.prepare(place, relevance=relevance)
         begin_stage("training")
-        select = self.inputs.config.selection
-        how: dict[str, Any] = {"larger_is_better": not less_is_better(select), "evaluate_start": self.starts_well}
-        for progress in train(self.state, self.feed, self.evaluate, self.options, select=select, **how):
+        how: dict[str, Any] = {"select": self.inputs.config.selection, "evaluate_start": self.starts_well}
+        for progress in train(self.state, self.feed, self.evaluate, self.options, **how):
             self.record(progress)
         return self.finish()
 
-    def prepare(
-        self,
-        folder: Path,
-        run: Path,
-        examined: Examined,
-        shared: Path | None,
-        listeners: Listeners,
-        lists: ListBatches | None = None,
-        relevance: Relevance | None = None,
-    ) -> None:
+    def prepare(self, place: FitPlace, lists: ListBatches | None = None, relevance: Relevance | None = None) -> None:
         """Do all work before the first step, or before the next one of a resumed run.
 
         `lists` are the training requests on the device, if another run has put them there.
         """
-        inputs, method = self.inputs, self.method
+        inputs, method, examined = self.inputs, self.method, place.examined
         config, data = inputs.config, inputs.data
-        if shared is not None:
-            share_logging_score(data.train, shared)
+        self.place, self.folder = place, place.folder(inputs.kind)
+        if place.shared is not None:
+            share_logging_score(data.train, place.shared)
         relevance = relevance if method.takes_relevance else None
         if relevance is None:
-            BiasStage(
-                config,
-                data,
-                inputs.kind,
-                folder,
-                examined.examination,
-                shared,
-                listeners.on_bias_progress,
-                listeners.checkpoint_seconds,
-            ).run(method)
+            fit_bias(method, inputs, place)
         elif is_main():
             known: dict[str, Any] = {"seed": config.seed, "examination": examined.examination}
             method.estimate_bias(data.train, user=None, sessions=0, **known)
-        if not has_checkpoint(folder):
+        if not has_checkpoint(self.folder):
             if is_main():
                 method.estimate_policy(data.train, seed=config.seed)
                 if data.feeding_user is None and not self._first_weights:
@@ -144,11 +110,10 @@ class NetworkFit:
             copy_from_main(method.state_dict().values())
         if self._first_weights:  # the bias stage may have fitted parts of the ranker to the log
             method.serving().load_state_dict(self._first_weights)
-        resumed = load_checkpoint(folder, self.state)
+        resumed = load_checkpoint(self.folder, self.state)
         check_equal(self.state.step if resumed else -1, "the step to resume from")
         if is_main():
-            rewind_metrics(run, inputs.kind, self.state.step if resumed else -1)
-        self.folder, self.run, self.listeners = folder, run, listeners
+            rewind_metrics(place.run, inputs.kind, self.state.step if resumed else -1)
         self.device = choose_device(config.machine.device)
         by_row = self.device.type == "cpu" or (method.by_item and lists is None)
         if relevance is not None:
@@ -187,13 +152,12 @@ class NetworkFit:
         """Write the results of an evaluation, and a checkpoint if the last one is old enough."""
         if is_main():
             loss = progress.loss if math.isfinite(progress.loss) else None
-            append_metrics(
-                self.run, {"ranker": self.inputs.kind, "step": progress.step, "loss": loss, **progress.metrics}
-            )
-            if time.monotonic() - self._saved >= self.listeners.checkpoint_seconds:
+            line = {"ranker": self.inputs.kind, "step": progress.step, "loss": loss, **progress.metrics}
+            append_metrics(self.place.run, line)
+            if time.monotonic() - self._saved >= self.place.listeners.checkpoint_seconds:
                 save_checkpoint(self.folder, self.state)
                 self._saved = time.monotonic()
-        self.listeners.on_progress(replace(progress, ranker=self.inputs.kind))
+        self.place.listeners.on_progress(replace(progress, ranker=self.inputs.kind))
 
     def finish(self) -> Fitted:
         """Keep the best weights, write the trained ranker, and return it."""
@@ -202,7 +166,7 @@ class NetworkFit:
         method.eval()
         ranker = method.serving().eval()
         report = method.bias(first_batches(self.feed)) if is_main() else None
-        scores = scores_of(ranker, self.inputs.data.validation)
+        scores = scores_of(ranker, self.inputs.data.validation.features)
         ranker = ranker.cpu()  # where the other parts of a sum are
         fitted = Fitted(self.inputs, ranker, method.inputs.ranker_options, scores, report)
         fitted.save(self.folder)

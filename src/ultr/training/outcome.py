@@ -34,7 +34,6 @@ from ultr.evaluation.importance import REPEATS, FeatureImportance, permutation_i
 from ultr.evaluation.metrics import MAX_GRADE
 from ultr.evaluation.off_policy import (
     OffPolicyModel,
-    evaluate_requests,
     load_off_policy_model,
     request_metrics,
     widened_test,
@@ -56,7 +55,6 @@ from ultr.log.sampling import LogParts, sample_log
 from ultr.log.shards import Shards, is_lists
 from ultr.log.splits import as_texts, request_hashes
 from ultr.log.table import by_position, by_segment, slot
-from ultr.rankers import score_rows
 from ultr.rankers.model import load_model
 from ultr.training.combining import Ranker
 from ultr.training.config import Config
@@ -92,12 +90,14 @@ def feature_importance(
     without true labels, it is estimated off policy from the feedback. At most about `rows` rows of random requests are
     used; by default as many as take seconds. Trees also have the gain of each feature.
     """
+    if repeats < 1 or (rows is not None and rows < 1):
+        raise DataError("'rows' and 'repeats' must be at least 1", got=f"{rows} and {repeats}")
     run = Path(run)
-    model, config = load_model(run), read_config(run)
+    model, metric = load_model(run), metric or read_config(run).selection
     log = model.view(log)
     log, segments = by_segment(log) if Decisions.load(run).segment else (log, ())
     options: dict[str, Any] = {"label": model.label, "model": load_off_policy_model(run / VALUES), "segments": segments}
-    return _importance(config, log, model.ranker, options, metric=metric, rows=rows, repeats=repeats, seed=seed)
+    return _importance(metric, log, model.ranker, options, rows=rows, repeats=repeats, seed=seed)
 
 
 def importance_of_run(config: Config, data: Data, ranker: nn.Module, values: OffPolicyModel | None) -> dict[str, Any]:
@@ -108,39 +108,30 @@ def importance_of_run(config: Config, data: Data, ranker: nn.Module, values: Off
     if config.users is not None or not data.validation.feature_names:
         return {}
     options: dict[str, Any] = {"label": data.label, "model": values, "segments": data.segments}
-    found = _importance(config, data.validation, ranker, options, most=SAVED)
+    found = _importance(config.selection, data.validation, ranker, options, most=SAVED)
     return {"metric": config.selection, "features": [asdict(each) for each in found]}
 
 
 def _importance(
-    config: Config,
+    metric: str,
     log: Log,
     ranker: nn.Module,
     options: Mapping[str, Any],
     *,
-    metric: str | None = None,
     rows: int | None = None,
     repeats: int = REPEATS,
     seed: int = 0,
     most: int | None = None,
 ) -> list[FeatureImportance]:
     """Return the importance of features; `options` are those of `request_metrics`."""
-    if repeats < 1 or (rows is not None and rows < 1):
-        raise DataError("'rows' and 'repeats' must be at least 1", got=f"{rows} and {repeats}")
-    chosen = metric or config.selection
     part = sample_log(log, rows or rows_to_score(len(log.feature_names), repeats), seed=seed)
-    device = next((parameter.device for parameter in ranker.parameters()), "cpu")
-    sign = -1 if less_is_better(chosen) else 1
-
-    metrics = request_metrics(part, [chosen], keep=True, **options)
-
-    gains = tree_gains(ranker, len(log.feature_names))
-    ranker.eval()
+    sign = -1 if less_is_better(metric) else 1
+    metrics = request_metrics(part, [metric], keep=True, **options)
     return permutation_importance(
         part,
-        lambda features: score_rows(ranker, features, device=device),
-        lambda scores: sign * metrics(scores)[chosen],
-        gains=gains,
+        lambda features: scores_of(ranker, features),
+        lambda scores: sign * metrics(scores)[metric],
+        gains=tree_gains(ranker, len(log.feature_names)),
         repeats=repeats,
         seed=seed,
         most=most,
@@ -150,7 +141,7 @@ def _importance(
 # --- Outcome ----------------------------------------------------------------------------------------------------------
 
 FORMAT = 1
-FOLDER, REQUESTS = OUTCOME, "requests.parquet"  # folder of the outcome in a run, and a file in it
+REQUESTS = "requests.parquet"  # file of the outcome of a run
 THE_RUN = "the run"
 CHOSE_STEP = "these requests chose the best step, so the value of the run is too high"
 LOGGED = "logged "  # prefix of the metrics of the logged ranking
@@ -226,26 +217,24 @@ def judge(
     The importance of features is not estimated for runs that are `compared`: they are many.
     """
     log = data.validation if data.test is None else data.test
-    scores = ranker.scores if data.test is None else scores_of(ranker.ranker, log)
+    scores = ranker.scores if data.test is None else scores_of(ranker.ranker, log.features)
     logged = data.logged_scores(log)
     values, chosen = examined.values, [] if config.selection == LIKELIHOOD else [config.selection]
     metrics = list(dict.fromkeys((judging_metric(config.selection), *chosen)))
     if log.relevance is not None and log.relevance.max() <= MAX_GRADE:
         metrics += [name for name in ("ndcg@10", *(("reward@10",) if data.user else ())) if name not in metrics]
 
-    def evaluate(scores: np.ndarray) -> dict[str, np.ndarray]:
-        return evaluate_requests(
-            log,
-            scores,
-            metrics,
-            user=data.user,
-            label=data.label,
-            model=values,
-            segments=data.segments,
-            device=choose_device(config.machine.device),
-        )
-
-    columns: dict[str, Any] = {"request": as_texts(log.request_ids), "weight": _weights(log), **evaluate(scores)}
+    evaluate = request_metrics(
+        log,
+        metrics,
+        user=data.user,
+        label=data.label,
+        model=values,
+        segments=data.segments,
+        device=choose_device(config.machine.device),
+    )
+    weights = np.ones(len(log)) if log.weights is None else log.weights.astype(np.float64)
+    columns: dict[str, Any] = {"request": as_texts(log.request_ids), "weight": weights, **evaluate(scores)}
     about: dict[str, Any] = {
         "format": FORMAT,
         "data": _facts(data),
@@ -261,10 +250,13 @@ def judge(
         columns["agreement"] = agreements(log, before, after)
         about["moves"] = _moves(before, after)
         about["examples"] = _examples(data.label, log, scores, before, after, columns["agreement"])
-    with atomic_path(out / FOLDER, overwrite=True, folder=True) as folder:
+    with atomic_path(out / OUTCOME, overwrite=True, folder=True) as folder:
         pq.write_table(pa.table(columns), folder / REQUESTS)
         if data.stream is None:  # streamed requests are not in memory
-            save_tensors(folder / USED, {name: _hashes(log) for name, log in _used(data).items()})
+            used = {"trained": data.train, "selected": data.validation}
+            save_tensors(
+                folder / USED, {name: torch.from_numpy(np.unique(request_hashes(log))) for name, log in used.items()}
+            )
         write_json(folder / "outcome.json", {**about, "sum": file_checksum(folder / REQUESTS)})
 
 
@@ -330,7 +322,7 @@ def _off_policy(
 
 def read_outcome(run: Path) -> RunOutcome | None:
     """Read the outcome of a run; return None for a run that is not finished."""
-    folder = run / FOLDER
+    folder = run / OUTCOME
     if not folder.is_dir():
         return None
     about = read_json(folder / "outcome.json")
@@ -365,18 +357,6 @@ def value_of_run(run: Path) -> tuple[str, float, int]:
     if outcome is None or name not in outcome.results:
         return selection, float(line[selection]), int(line["step"])
     return name, float(np.average(outcome.results[name], weights=outcome.weights)), int(line["step"])
-
-
-def _used(data: Data) -> dict[str, Log]:
-    return {"trained": data.train, "selected": data.validation}
-
-
-def _hashes(log: Log) -> torch.Tensor:
-    return torch.from_numpy(np.unique(request_hashes(log)))
-
-
-def _weights(log: Log) -> np.ndarray:
-    return np.ones(len(log)) if log.weights is None else log.weights.astype(np.float64)
 
 
 # --- The data ---------------------------------------------------------------------------------------------------------
@@ -441,12 +421,7 @@ def _moves(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
 
 
 def _examples(
-    label: str,
-    log: Log,
-    scores: np.ndarray,
-    before: np.ndarray,
-    after: np.ndarray,
-    agreement: np.ndarray,
+    label: str, log: Log, scores: np.ndarray, before: np.ndarray, after: np.ndarray, agreement: np.ndarray
 ) -> list[dict[str, Any]]:
     """Return example requests for a report, with the logged and the new rank of each item."""
     try:

@@ -25,15 +25,14 @@ from ultr.checks.pitfalls import Pitfall
 from ultr.errors import DataError
 from ultr.log.cleaning import write_suspicious
 from ultr.methods import thresholds
-from ultr.methods.base import Relevance
 from ultr.rankers.boosters import is_trees
 from ultr.training.checking import check
 from ultr.training.combining import Ranker, combine
 from ultr.training.config import Config
 from ultr.training.data import DECISIONS, Data, Decisions, cached_run_data, decide, load_run_data
 from ultr.training.examining import Examined, examine
-from ultr.training.fitting import CLICKS_ONLY, FitInputs, Fitted, notes_of, save_ranker, uses_examination
-from ultr.training.folder import FITS, MODEL, check_same, find_folder, fit_folder
+from ultr.training.fitting import CLICKS_ONLY, FitInputs, FitPlace, Fitted, notes_of, save_ranker, uses_examination
+from ultr.training.folder import FITS, MODEL, check_same, find_folder
 from ultr.training.loop import Listeners
 from ultr.training.networks import NetworkFit
 from ultr.training.outcome import judge
@@ -44,8 +43,6 @@ from ultr.utils.arguments import checked
 from ultr.utils.display import begin_stage
 from ultr.utils.distributed import barrier, check_equal, is_main, main_decides, process_group, threads_for
 from ultr.utils.files import take_name
-
-AnyFit = NetworkFit | TreeFit
 
 
 @checked
@@ -103,7 +100,7 @@ class Plan:
     data: Data
     findings: Sequence[Pitfall]
     decisions: Decisions
-    fits: Sequence[AnyFit]
+    fits: Sequence[NetworkFit | TreeFit]
 
     @property
     def needs_examination(self) -> bool:
@@ -126,12 +123,9 @@ def make_plan(config: Config, data: Data, listeners: Listeners) -> Plan:
         findings = check(config, data)
         for finding in findings:
             listeners.on_finding(finding)
-    fits = [_make_fit(FitInputs(config, data, decisions, kind)) for kind in decisions.rankers]
+    all_inputs = [FitInputs(config, data, decisions, kind) for kind in decisions.rankers]
+    fits = [TreeFit(inputs) if is_trees(inputs.kind) else NetworkFit(inputs) for inputs in all_inputs]
     return Plan(config, data, findings, decisions, fits)
-
-
-def _make_fit(inputs: FitInputs) -> AnyFit:
-    return TreeFit(inputs) if is_trees(inputs.kind) else NetworkFit(inputs)
 
 
 def _train(plan: Plan, run: Path, shared: Path | None, listeners: Listeners) -> None:
@@ -140,14 +134,14 @@ def _train(plan: Plan, run: Path, shared: Path | None, listeners: Listeners) -> 
         plan.decisions.save(run)
     examined = examine(plan.config, plan.data, run, shared, needed=plan.needs_examination)
     fitted: dict[str, Fitted] = {}
-    relevance: Relevance | None = None
+    place, relevance = FitPlace(run, examined, shared, listeners), None
     for fit in sorted(plan.fits, key=lambda fit: isinstance(fit, NetworkFit)):  # trees tell a network what is relevant
-        kind, where = fit.inputs.kind, fit_folder(run, fit.inputs.kind)
+        kind = fit.inputs.kind
         if isinstance(fit, NetworkFit):
-            fitted[kind] = fit.fit(where, run, examined, shared, listeners, relevance)
+            fitted[kind] = fit.fit(place, relevance)
         else:
-            fitted[kind] = fit.fit(where, run, examined, shared, listeners)
-            relevance = fit.relevance(fitted[kind], examined) if len(plan.fits) > 1 else None
+            fitted[kind] = fit.fit(place)
+            relevance = fit.relevance(fitted[kind]) if len(plan.fits) > 1 else None
     fits = [fitted[fit.inputs.kind] for fit in plan.fits]
     finish(plan, run, examined, fits, compared=listeners.on_finding is None)
 

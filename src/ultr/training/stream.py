@@ -19,7 +19,7 @@ from ultr.errors import DataError, OptionError
 from ultr.lists import ListBatches, Lists, Part
 from ultr.log import Log
 from ultr.log.shards import RowGroup, Shards, concatenate_logs
-from ultr.training.feed import STEPS_AT_ONCE, padded_length, step_seed
+from ultr.training.feed import STEPS_AT_ONCE, Feeding, padded_length, step_seed
 from ultr.utils.distributed import PARTS, local_size, parts_of, size
 
 BUFFER_BYTES = 128 << 20  # size of the shuffle buffer; memory holds twice this while the next requests are read
@@ -133,7 +133,7 @@ class Taken(NamedTuple):
         return self._replace(tensors=[function(values) for values in self.tensors])
 
 
-class Stream:
+class Stream(Feeding):
     """Batches from shards: background threads read pieces of them into a buffer of bounded size and shuffle there.
 
     The buffer of a GPU is in its memory, and the batches of many steps are taken from it at once, on a CUDA stream of
@@ -180,9 +180,6 @@ class Stream:
         if self._keyed:
             most = int(BLOCK_BYTES / (sum(take for _, take in parts) * request_bytes))
             self._steps, self._ahead = max(1, min(STEPS_AT_ONCE, most)), GPU_AHEAD
-
-    def __call__(self, step: int) -> Lists:
-        return self.lists(self.choose(step))
 
     def choose(self, step: int) -> Taken:
         number, place = divmod(step, self._steps)

@@ -60,7 +60,9 @@ def _origin_of_theta(config: Config) -> dict[str, Any]:
 
 def _sentences(report: Mapping[str, Any], config: Config, data: Data) -> dict[str, str]:
     """Return sentences by name from the bias report of a run, in which positions do not yet have names of segments."""
-    sentences = {"users": _users(report, data.segments), "evidence": _evidence(report)}
+    error = report.get("theta_standard_error")
+    evidence = f"{report['theta_from']}" + ("" if error is None else f", with a standard error of {error:.1%}")
+    sentences = {"users": _users(report, data.segments), "evidence": evidence}
     if "rho" in report or "zeta" in report:
         sentences["trust"] = "higher positions are trusted more; feedback is corrected for that"
     if "shares" in report:
@@ -92,11 +94,6 @@ def _curve(theta: Mapping[str, float]) -> str:
         return "they look at one position"
     times = times_as_often({position: theta[position] / theta[top] for position in named})
     return f"compared with position {top}, they look {times}"
-
-
-def _evidence(report: Mapping[str, Any]) -> str:
-    error = report.get("theta_standard_error")
-    return f"{report['theta_from']}" + ("" if error is None else f", with a standard error of {error:.1%}")
 
 
 def _would_help(report: Mapping[str, Any], config: Config, data: Data) -> str | None:

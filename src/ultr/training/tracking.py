@@ -42,11 +42,11 @@ class Tolerant:
     """A tracker whose failures are warnings, so that an outage never costs a run.
 
     After a failure, the tracker is used again only when the run is complete, to log the rest. So an outage delays a run
-    twice at most.
+    twice at most. If several processes train one model, only one of them `writes`.
     """
 
-    def __init__(self, tracker: Board | Tracker, warn: Callable[[str], None]) -> None:
-        self._tracker, self._warn = tracker, warn
+    def __init__(self, tracker: Board | Tracker, warn: Callable[[str], None], *, writes: bool = True) -> None:
+        self._tracker, self._warn, self._writes = tracker, warn, writes
         self._has_failed = False
 
     def __call__(self, progress: Progress) -> None:
@@ -61,6 +61,8 @@ class Tolerant:
             self._try(self._tracker.failed)
 
     def _try(self, action: Callable[..., None], *arguments: Any) -> None:
+        if not self._writes:
+            return
         try:
             action(*arguments)
         except UltrError as error:
@@ -113,21 +115,18 @@ class Board:
     """A TensorBoard writer for a run: it writes each evaluation, and at the end the estimated bias.
 
     Pass a board to `Listeners` as `on_progress`. When a run is resumed, the board deletes its old files and writes all
-    evaluations again, so that each step occurs once. If several processes train one model, only one of them has
-    `writes` set.
+    evaluations again, so that each step occurs once.
     """
 
-    def __init__(self, run: Path, *, writes: bool = True) -> None:
+    def __init__(self, run: Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtraError("--tensorboard", package="tensorboard", extra="tensorboard") from error
-        self._new_writer, self._run, self._writes = SummaryWriter, run, writes
+        self._new_writer, self._run = SummaryWriter, run
         self._writer: Any = None
 
     def __call__(self, progress: Progress) -> None:
-        if not self._writes:
-            return
         with output_errors(self._run / BOARD):
             if self._writer is None:
                 self._begin()
@@ -138,8 +137,6 @@ class Board:
 
     def finish(self) -> None:
         """Write the bias of the run, if it has one, and all evaluations, if no evaluation was written before."""
-        if not self._writes:
-            return
         if self._writer is None:
             self._begin()
         self._writer.close()
@@ -173,11 +170,11 @@ class Tracker:
     """Logs a run to MLflow: each evaluation, and at the end options, files, bias and model.
 
     Pass a tracker to `Listeners` as `on_progress`. A resumed run continues its run in MLflow, and no step is logged
-    twice. If several processes train one model, only one of them has `writes` set.
+    twice.
     """
 
-    def __init__(self, run: Path, address: str, *, writes: bool = True) -> None:
-        self._run, self._writes, self._id = run, writes, ""
+    def __init__(self, run: Path, address: str) -> None:
+        self._run, self._id = run, ""
         if address == ENVIRONMENT and not (address := os.environ.get("MLFLOW_TRACKING_URI", "")):
             hint = "set it, or pass the address: --mlflow http://HOST:5000"
             raise OptionError("the environment variable MLFLOW_TRACKING_URI is not set", got="--mlflow env", hint=hint)
@@ -200,16 +197,12 @@ class Tracker:
             raise OptionError(f"MLflow cannot use the address ({_brief(error)})", got=address, hint=hint) from error
 
     def __call__(self, progress: Progress) -> None:
-        if not self._writes:
-            return
         with _errors(self._address):
             self._begin()
             self._log_evaluations()
 
     def finish(self) -> None:
         """Log what is missing of a complete run: evaluations, options, files, bias and model."""
-        if not self._writes:
-            return
         with _errors(self._address), TemporaryDirectory(prefix="ultr-") as folder:
             self._begin()
             self._log_evaluations()

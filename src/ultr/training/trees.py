@@ -23,13 +23,13 @@ from ultr.rankers import LinearRanker, score_rows
 from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, TreeRanker, check_parameters
 from ultr.rankers.combined import Blend, Part
 from ultr.rankers.tree_objective import kernels
-from ultr.training.biases import BiasStage
+from ultr.training.biases import fit_bias
 from ultr.training.checking import check_pairs
-from ultr.training.examining import Examined, evaluator
+from ultr.training.examining import evaluator
 from ultr.training.feed import Feed
-from ultr.training.fitting import FitInputs, Fitted, first_batches, load_fitted, scores_of, start_trees
+from ultr.training.fitting import FitInputs, FitPlace, Fitted, first_batches, load_fitted, scores_of, start_trees
 from ultr.training.folder import CHECKPOINTS, append_metrics, newest_checkpoint, rewind_metrics, write_checkpoint
-from ultr.training.loop import Listeners, Progress, RunState, as_numbers, check_has_features
+from ultr.training.loop import Progress, RunState, as_numbers, check_has_features
 from ultr.utils.display import begin_stage
 from ultr.utils.distributed import choose_device, size
 from ultr.utils.jsonfiles import file_checksum
@@ -60,18 +60,18 @@ class TreeFit:
         self.library = BOOSTERS[inputs.kind]
         self._anchor, self._starts = self._trees_to_extend()
         self._has_positions = False
-        with_pairs = self.method.pair_model() is not None
+        with_pairs = self.method.pairs is not None
         if with_pairs:
             kernels()  # raise MissingExtraError now, not after the bias stage
         self.device = choose_device(config.machine.device) if with_pairs else torch.device("cpu")
 
-    def fit(self, folder: Path, run: Path, examined: Examined, shared: Path | None, listeners: Listeners) -> Fitted:
+    def fit(self, place: FitPlace) -> Fitted:
         """Grow the trees in the folder of their fit, or load them if they are there already."""
-        if (before := load_fitted(folder, self.inputs)) is not None:
-            return before
-        self.folder, self.run, self.listeners = folder, run, listeners
         config, data, kind = self.inputs.config, self.inputs.data, self.inputs.kind
-        self._run_bias_stage(examined, shared)
+        self.place, self.folder = place, place.folder(kind)
+        if (before := load_fitted(self.folder, self.inputs)) is not None:
+            return before
+        self._run_bias_stage()
         if config.training.warm_start is None:
             self._anchor = self.method.anchor(data.train, seed=config.seed)
         anchor = None if self._anchor is None else score_rows(self._anchor, data.train.features)
@@ -79,7 +79,7 @@ class TreeFit:
         if len(self._starts) > len(tasks):
             hint = "start from a run that has the same method, label and ranker"
             raise OptionError("the trees of this run have other parts", got=len(self._starts), hint=hint)
-        evaluate = evaluator(self.inputs.config, data, examined.values)
+        evaluate = evaluator(config, data, place.examined.values)
         begin_stage("training")
         rankers: list[TreeRanker] = []
         scores, steps = np.zeros(data.validation.rows), 0
@@ -100,13 +100,14 @@ class TreeFit:
         ranker: nn.Module = parts[0].ranker if len(parts) == 1 else Blend(parts)
         feed = Feed(ListBatches(data.train, device=self.device), batch=self.options.batch, seed=self.options.seed)
         report = self.method.bias(first_batches(feed))
-        fitted = Fitted(self.inputs, ranker, self.inputs.ranker_options, scores_of(ranker, data.validation), report)
-        fitted.save(folder)
+        scores = scores_of(ranker, data.validation.features)
+        fitted = Fitted(self.inputs, ranker, self.inputs.ranker_options, scores, report)
+        fitted.save(self.folder)
         return fitted
 
-    def relevance(self, fitted: Fitted, examined: Examined) -> Relevance | None:
+    def relevance(self, fitted: Fitted) -> Relevance | None:
         """Return the relevance of the training rows by the trees, for a network of the run; None if it has no model."""
-        self._estimate_positions(examined)  # which a fit that was loaded has not done
+        self._estimate_positions()  # which a fit that was loaded has not done
         return self.method.relevance(fitted.ranker, self.inputs.data.train)
 
     def _trees_to_extend(self) -> tuple[LinearRanker | None, Sequence[Booster | None]]:
@@ -120,28 +121,18 @@ class TreeFit:
     def anchored(self) -> bool:
         return self._anchor is not None
 
-    def _estimate_positions(self, examined: Examined) -> None:
-        if (positions := self.method.position_model()) is not None and not self._has_positions:
+    def _estimate_positions(self) -> None:
+        if (positions := self.method.positions) is not None and not self._has_positions:
             log, seed = self.inputs.data.train, self.options.seed
-            positions.estimate(log, user=None, sessions=0, seed=seed, examination=examined.examination)
+            positions.estimate(log, user=None, sessions=0, seed=seed, examination=self.place.examined.examination)
             self._has_positions = True
 
-    def _run_bias_stage(self, examined: Examined, shared: Path | None) -> None:
-        self._estimate_positions(examined)
-        pair_model = self.method.pair_model()
-        if pair_model is None or pair_model.bias_learner() is None:
-            return
-        pair_model.to(self.device)
-        BiasStage(
-            self.inputs.config,
-            self.inputs.data,
-            self.inputs.kind,
-            self.folder,
-            examined.examination,
-            shared,
-            self.listeners.on_bias_progress,
-            self.listeners.checkpoint_seconds,
-        ).run(pair_model)
+    def _run_bias_stage(self) -> None:
+        self._estimate_positions()
+        pair_model = self.method.pairs
+        if pair_model is not None and pair_model.bias_learner() is not None:
+            pair_model.to(self.device)
+            fit_bias(pair_model, self.inputs, self.place)
 
 
 class _Growth:
@@ -160,7 +151,7 @@ class _Growth:
         options, fit, task = self.fit.options, self.fit, self.task
         self.state, trees = self._load_checkpoint()
         if not self.number:
-            rewind_metrics(fit.run, fit.inputs.kind, self.state.step or -1)
+            rewind_metrics(fit.place.run, fit.inputs.kind, self.state.step or -1)
         scores = self.before + (0 if trees is None else trees.predict(self.validation))
         saved = time.monotonic()
 
@@ -172,7 +163,7 @@ class _Growth:
             scores = scores + booster.predict(self.validation, self.first + self.state.step, rounds)
             self.state.step = step
             self._record(evaluate, scores, math.nan if task.objective is None else task.objective.last_loss())
-            if task.objective is not None and time.monotonic() - saved >= fit.listeners.checkpoint_seconds:
+            if task.objective is not None and time.monotonic() - saved >= fit.place.listeners.checkpoint_seconds:
                 self._save_checkpoint(booster)
                 saved = time.monotonic()
             return self.state.is_done(options)
@@ -204,8 +195,8 @@ class _Growth:
         improved = self.state.stopping.update(value, self.state.step)
         step, known_loss = self.steps + self.state.step, None if math.isnan(loss) else loss
         if self.state.step or not self.number:
-            append_metrics(self.fit.run, {"ranker": kind, "step": step, "loss": known_loss, **metrics})
-        self.fit.listeners.on_progress(Progress(step, loss, metrics, improved, kind))
+            append_metrics(self.fit.place.run, {"ranker": kind, "step": step, "loss": known_loss, **metrics})
+        self.fit.place.listeners.on_progress(Progress(step, loss, metrics, improved, kind))
 
     def _load_checkpoint(self) -> tuple[RunState, Booster | None]:
         """Return the progress and the trees so far, which are None if there are none.

@@ -87,11 +87,6 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def local_rank() -> int:
-    """Return the index, from 0, of this process among those on its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def local_size() -> int:
     """Return the number of processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -249,5 +244,6 @@ def threads_for(rows: int) -> Iterator[None]:
 def choose_device(name: str) -> torch.device:
     """Return a device by its name; `auto` is a GPU if there is one, else the CPU."""
     if name == "auto":
-        name = f"cuda:{local_rank() % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+        number = int(os.environ.get("LOCAL_RANK", "0"))  # of this process among those on its machine
+        name = f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     return as_device(name)

@@ -119,13 +119,13 @@ def check_format(content: Any, known: int, *, what: str, where: object, hint: st
     raise DataError(f"{what} has a different format", where=where, got=got, hint=hint)
 
 
-def load_description(path: Path, known: int, *, what: str, where: object = None, hint: str) -> dict[str, Any]:
+def load_description(path: Path, known: int, *, what: str, hint: str) -> dict[str, Any]:
     """Read the JSON object that describes a folder, and check its format number; `what` names the folder in errors."""
     try:
         content = load_json(path, finite=True)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read ({str(error)[:300]})", where=path, hint=hint) from error
-    check_format(content, known, what=what, where=where or path, hint=hint)
+    check_format(content, known, what=what, where=path, hint=hint)
     return dict(content)
 
 

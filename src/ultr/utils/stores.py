@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from ultr.errors import DataError, NetworkError, OptionError, OutputError, UltrError
 
@@ -75,7 +76,7 @@ def url_below(path: str | Path, name: str) -> str:
 def as_path(path: str | Path) -> Path:
     """Return a path on this machine; the part after `file://` of a URL."""
     match = URL.fullmatch(str(path))
-    return Path(path) if match is None else Path("/" + unescaped(match["rest"]))
+    return Path(path) if match is None else Path("/" + unquote(match["rest"]))
 
 
 def on_this_machine(path: str | Path) -> Path:
@@ -83,12 +84,6 @@ def on_this_machine(path: str | Path) -> Path:
     if as_url(path) is not None:
         raise OptionError("this must be a path on this machine", got=shown(path), hint="copy the files afterwards")
     return as_path(path)
-
-
-def unescaped(text: str) -> str:
-    """Return a part of a URL with %20 and the like replaced by the characters that they stand for."""
-    letters = re.sub(rb"%([0-9A-Fa-f]{2})", lambda match: bytes([int(match[1], 16)]), text.encode())
-    return letters.decode(errors="replace")
 
 
 def shown(path: str | Path) -> str:

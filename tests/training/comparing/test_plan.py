@@ -125,9 +125,9 @@ def test_one_model_evaluates_all_runs_and_the_logged_ranking(tmp_path):
     data = load_run_data(read_config(runs[1]))
     test = data.test
     for run in runs:
-        value = models[0].value(test, load_model(run).score(test), metric, label=data.label)
+        value = models[0].estimator(test, metric, label=data.label)(load_model(run).score(test))
         np.testing.assert_allclose(read_requests(run)[0][metric], value.per_request)
-    logged = models[0].value(test, -test.positions, metric, label=data.label)
+    logged = models[0].estimator(test, metric, label=data.label)(-test.positions)
     assert result.logged[metric].mean == pytest.approx(logged.value)
     for row in result.rows:
         expected = paired_test(row.by_request[metric], logged.per_request, test.weights)

@@ -7,13 +7,14 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.csv
@@ -22,7 +23,7 @@ import pyarrow.parquet as pq
 from ultr.errors import ColumnError, DataError, MissingExtraError, OptionError, UltrError
 from ultr.log.columns import Columns, as_data_error, saved_names
 from ultr.log.prepare.nesting import GROUP_BYTES, ORDER, SHARD_BYTES, BadRowsError, Counts, Nesting, write_shards
-from ultr.log.readers import csv_form, csv_settings, file_schemas, json_blocks, streaming_schema
+from ultr.log.readers import csv_records, file_schemas, json_blocks, streaming_schema, with_floats
 from ultr.log.sources import (
     Source,
     SourceFile,
@@ -122,20 +123,14 @@ def _from_csv(source: Source, ids: set[str]) -> Callable[[SourceFile, Path], Non
 
     The types are those of the first blocks of all files. A column that is empty there holds texts.
     """
-
-    def reader(file: SourceFile, types: Mapping[str, Any]) -> Any:
-        delimiter, names = csv_form(file)
-        settings = csv_settings(delimiter, names, dict(types), block_bytes=BLOCK_BYTES)
-        return pa.csv.open_csv(file.stream(), **settings)
-
     types = dict.fromkeys(ids, pa.string())
     kinds: dict[str, set[Any]] = {}
     for file in source.files:
         with as_data_error(file, "CSV"):
-            for column in reader(file, types).schema:
+            for column in csv_records(file, types, block_bytes=BLOCK_BYTES).schema:
                 kinds.setdefault(column.name, set()).add(column.type)
     for name, found in kinds.items():
-        known = {pa.float64() if pa.types.is_integer(kind) else kind for kind in found if not pa.types.is_null(kind)}
+        known = {with_floats(kind) for kind in found if not pa.types.is_null(kind)}
         if not known:
             types[name] = pa.string()
         elif len(known) == 1:  # else the files differ, which is an error if the column is read
@@ -143,7 +138,7 @@ def _from_csv(source: Source, ids: set[str]) -> Callable[[SourceFile, Path], Non
 
     def convert(file: SourceFile, target: Path) -> None:
         with as_data_error(file, "CSV"):
-            content = reader(file, types)
+            content = csv_records(file, types, block_bytes=BLOCK_BYTES)
             with pq.ParquetWriter(target, content.schema, compression="snappy") as writer:
                 for batch in content:
                     writer.write_batch(batch)
@@ -185,18 +180,25 @@ ENGINE_MODULES = {"duckdb", "_duckdb", "ibis", "pyspark", "py4j", "sqlglot"}
 WORKER_ERROR = re.compile(r"(?:BadRowsError|ColumnError|DataError|LabelError|MissingExtraError): (.+)")
 
 
-class Engine(Protocol):
-    """An engine (DuckDB or Spark) that evaluates Ibis expressions."""
+class Engine(ABC):
+    """An engine (DuckDB or Spark) that evaluates Ibis expressions; `backend` is that of Ibis."""
 
-    def read(self, tables: Tables) -> Any: ...
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self._views = 0
+
+    @abstractmethod
+    def read(self, tables: Tables) -> Any:
+        """Return the rows of tables as an Ibis expression."""
 
     def fetch(self, expression: Any) -> pa.Table:
         """Evaluate an expression whose result fits in memory."""
-        ...
+        with _no_warnings():
+            return self.backend.to_pyarrow(expression)
 
+    @abstractmethod
     def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> Counts:
         """Sort the rows, group them by request and write them as shards; return what was written."""
-        ...
 
 
 @contextmanager
@@ -222,19 +224,15 @@ def engine_errors(where: object) -> Iterator[None]:
         raise DataError(f"the engine failed ({type(error).__name__}: {brief})", where=where, hint=hint) from error
 
 
-@contextmanager
 def start_engine(
     name: EngineName, *, scratch: Path, memory: int, threads: int | None, master: str | None
-) -> Iterator[Engine]:
+) -> AbstractContextManager[Engine]:
     """Start an engine, and stop it at the end of the `with` block; `scratch` is a folder for its temporary files."""
     if name == "spark":
-        with _spark(scratch, master) as engine:
-            yield engine
-        return
+        return _spark(scratch, master)
     if master is not None:
         raise OptionError("--master needs --engine spark", got=master, hint="pass --engine spark")
-    with _duckdb(scratch, memory, threads) as engine:
-        yield engine
+    return _duckdb(scratch, memory, threads)
 
 
 @contextmanager
@@ -246,10 +244,9 @@ def _no_warnings() -> Iterator[None]:
         yield
 
 
-class DuckDB:
+class DuckDB(Engine):
     def __init__(self, backend: Any) -> None:
-        self.backend = backend
-        self._views = 0
+        super().__init__(backend)
         self._stores: list[Any] = []  # file systems that DuckDB knows
 
     def read(self, tables: Tables) -> Any:
@@ -281,10 +278,6 @@ class DuckDB:
             path = f"ultr{self._stores.index(file.filesystem) + 1}://{file.path}"
         # DuckDB reads a path as a pattern, and brackets escape its special characters.
         return re.sub(r"([\[*?])", r"[\1]", path) if escaped else path
-
-    def fetch(self, expression: Any) -> pa.Table:
-        with _no_warnings():
-            return self.backend.to_pyarrow(expression)
 
     def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> Counts:
         """Write shards from a sort that uses disk; DuckDB's `list` aggregate would need several times the memory."""
@@ -327,10 +320,10 @@ def _duckdb(scratch: Path, memory: int, threads: int | None) -> Iterator[DuckDB]
         backend.disconnect()
 
 
-class Spark:
+class Spark(Engine):
     def __init__(self, backend: Any, session: Any) -> None:
-        self.backend, self.session = backend, session
-        self._views = 0
+        super().__init__(backend)
+        self.session = session
 
     def read(self, tables: Tables) -> Any:
         groups: dict[Any, list[SourceFile]] = {}  # files with the same columns and partitions
@@ -364,10 +357,6 @@ class Spark:
             value = source.typed_value(files[0], name)
             frame = frame.withColumn(name, functions.lit(value).cast(from_arrow_type(kind)))
         return frame
-
-    def fetch(self, expression: Any) -> pa.Table:
-        with _no_warnings():
-            return self.backend.to_pyarrow(expression)
 
     def write(self, rows: Any, nesting: Nesting, folder: Path, *, total: int, progress: Progress) -> Counts:
         """Let each worker sort and write the requests in a range of hashed ids; all workers must share the folder."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -16,13 +17,14 @@ import pyarrow.parquet as pq
 
 from ultr.errors import ColumnError, DataError, OptionError, OutputError
 from ultr.log.cleaning import SUSPICIOUS_FILE
-from ultr.log.columns import MAX_CATEGORIES
+from ultr.log.columns import MAX_CATEGORIES, as_names, some
 from ultr.log.prepare.engines import Engine, Tables
+from ultr.log.prepare.nesting import any_positive
 from ultr.log.prepare.options import Preparation
 from ultr.log.shards import SPLITS, Manifest, Shards, is_lists
 from ultr.log.sources import PARTITION, Source, SourceFile
 from ultr.utils.files import lock, output_errors, sync_folder
-from ultr.utils.stores import as_path, as_url, unescaped
+from ultr.utils.stores import as_path, as_url
 
 # --- Facts of shards --------------------------------------------------------------------------------------------------
 # Counts, positions and categories of all shards, for `lists.json`; they are found without reading features.
@@ -64,13 +66,12 @@ def shard_facts(
             lengths = np.diff(offsets)
             columns = {name: table[name].chunk(0).flatten() for name in names}
             shown = columns["position"].to_numpy()
-            acted = np.logical_or.reduce([columns[name].to_numpy() > 0 for name in feedback] or [np.zeros(len(shown))])
-            total = np.concatenate([[0], np.cumsum(acted)])
             starts = offsets[:-1] - offsets[0]
+            acted = any_positive([columns[name].to_numpy() for name in feedback], starts, lengths)
             counts["requests"] += len(table)
             counts["rows"] += len(shown)
             counts["longest"] = max(counts["longest"], int(lengths.max()))
-            counts["with_feedback"] += int((total[starts + lengths] > total[starts]).sum())
+            counts["with_feedback"] += int(acted.sum()) if feedback else 0
             inside = np.ones(len(shown), bool)
             inside[starts] = False
             facts.tied += int(((np.diff(shown, prepend=-1) == 0) & inside).sum())
@@ -150,16 +151,13 @@ def options_of_lists(manifest: Manifest, given: Mapping[str, Any], *, where: obj
     of_lists |= {"split": "hash", "by_query": split.get("by_query")}
     of_lists |= {name: split[name] for name in ("validation", "test")}
     for name, value in given.items():
-        if name in of_lists and value not in (defaults[name], of_lists[name]) and _as_list(value) != of_lists[name]:
+        values = as_names(value) if isinstance(value, str) else value
+        if name in of_lists and value not in (defaults[name], of_lists[name]) and values != of_lists[name]:
             what = f"the option '{name.replace('_', '-')}' is that of the lists"
             got = f"{value}; the lists have {of_lists[name]}"
             raise OptionError(what, where=where, got=got, hint="leave it out")
     where_of_rows = given.get("where") or about["where"]
     return {**given, **dict.fromkeys(OPTIONAL, ""), **of_lists, "where": tuple(where_of_rows)}
-
-
-def _as_list(value: Any) -> Any:
-    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
 def parts_of(manifest: Manifest) -> list[dict[str, Any]]:
@@ -183,14 +181,14 @@ def parts_to_replace(
         if (match := PARTITION.fullmatch(text)) is None:
             hint = "write the column and the value of the partition, such as date=2026-01-05"
             raise OptionError("--replace must be NAME=VALUE", got=f"'{text}'", hint=hint)
-        wanted.setdefault(match[1], set()).add(unescaped(match[2]))
+        wanted.setdefault(match[1], set()).add(unquote(match[2]))
     chosen = []
     for number, part in enumerate(parts):
         values = {name: set((part.get("partitions") or {}).get(name, ())) for name in wanted}
         if not all(values[name] & wanted[name] for name in wanted):
             continue
         if others := [f"{name}={value}" for name in wanted for value in sorted(values[name] - wanted[name])]:
-            what = f"the lists of {' '.join(texts)} were prepared together with {_brief(others)}"
+            what = f"the lists of {' '.join(texts)} were prepared together with {some(others, 5)}"
             raise OptionError(
                 what, where=where, hint="name all of them with --replace, and pass a log with all of them"
             )
@@ -198,7 +196,7 @@ def parts_to_replace(
     for name, expected in wanted.items():
         there = {value for part in parts for value in (part.get("partitions") or {}).get(name, ())}
         if missing := sorted(expected - there if chosen else expected):
-            hint = f"the lists have {_brief([f'{name}={v}' for v in sorted(there)]) or 'no partitions of this name'}"
+            hint = f"the lists have {some([f'{name}={v}' for v in sorted(there)], 5) or 'no partitions of this name'}"
             raise OptionError("the lists have no such partition", where=where, got=f"{name}={missing[0]}", hint=hint)
         given = set(source.partition_values().get(name, expected))
         if given != expected:
@@ -281,7 +279,7 @@ def check_same(old: Manifest, added: Manifest, lists: Path, new: Path) -> None:
         ("categorical features", tuple(old.categorical), tuple(added.categorical)),
     ):
         if before != after:
-            got, hint = f"{_brief(after)}; the lists have {_brief(before)}", "write the columns of the lists"
+            got, hint = f"{some(after, 5)}; the lists have {some(before, 5)}", "write the columns of the lists"
             raise ColumnError(f"the {what} of the log are not those of the lists", where=lists, got=got, hint=hint)
     schemas = [pq.read_schema(Shards(folder).paths[0]) for folder in (lists, new)]
     kinds = [dict(zip(schema.names, schema.types, strict=True)) for schema in schemas]
@@ -291,10 +289,6 @@ def check_same(old: Manifest, added: Manifest, lists: Path, new: Path) -> None:
         got = f"{kinds[1].get(name, 'no such column')}; the lists have {kinds[0].get(name, 'no such column')}"
         what = f"the type of '{name}' is not that of the lists"
         raise ColumnError(what, where=lists, got=got, hint="convert the column of the log")
-
-
-def _brief(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _joined(

@@ -15,6 +15,8 @@ from ultr.log.conditions import Condition, parse_conditions, utc_time
 from ultr.log.prepare.options import Preparation, parse_window
 from ultr.log.table import RESERVED
 
+Fetch = Callable[[Any], pa.Table]  # evaluate an Ibis expression on the engine
+
 # --- Impressions ------------------------------------------------------------------------------------------------------
 # Ibis expressions for the rows of a log, which both DuckDB and Spark can evaluate: filters, types and hashes.
 
@@ -157,6 +159,10 @@ def rounded(rows: Any) -> Any:
     return rows.mutate(position=rows.position.cast("int64"), **{name: rows[name].cast("float32") for name in numbers})
 
 
+def count_rows(rows: Any, fetch: Fetch) -> int:
+    return int(fetch(rows.aggregate(count=rows.count()))["count"][0].as_py())
+
+
 # --- Events -----------------------------------------------------------------------------------------------------------
 # Actions from a separate table with one row per event, which is joined to the items shown by request and item ids.
 
@@ -165,7 +171,7 @@ ID_NAMES = ("event_id", "event_uuid")
 TIME_NAMES = ("event_time", "event_timestamp", "timestamp", "time", "ts")
 LATEST = 1e11  # seconds since 1970, in the year 5138; larger numbers are milliseconds
 MAX_TYPES = 50  # types of events that may become actions if the caller names no actions
-Fetch = Callable[[Any], pa.Table]
+IDS = ("request", "item")  # the roles by which events are joined to the rows of a log
 
 
 @dataclass(frozen=True)
@@ -189,16 +195,12 @@ def event_columns(schema: pa.Schema, options: Preparation, *, where: object) -> 
             raise ColumnError(f"no column '{named}' for the {role}", where=where, hint=nearest(named, schema.names))
         return named or next((by_lower[name] for name in common if name in by_lower), None)
 
-    kind, value = options.event_type, options.event_value
-
-    ids = {
-        "request": one("request", options.event_request, NAMES["request"].split()),
-        "item": one("item", options.event_item, NAMES["item"].split()),
-    }
+    value = options.event_value
+    ids = {role: one(role, getattr(options, f"event_{role}"), NAMES[role].split()) for role in IDS}
     if missing := next((role for role, name in ids.items() if name is None), None):
         hint = f"name it with --event-{missing}; columns: {', '.join(schema.names[:12])}"
         raise ColumnError(f"found no column for the {missing} of an event", where=where, hint=hint)
-    kind = one("event type", kind, TYPE_NAMES)
+    kind = one("event type", options.event_type, TYPE_NAMES)
     if value is not None and kind is None:
         hint = "name the column of the types with --event-type"
         raise OptionError("--event-value needs --event-type", where=where, hint=hint)
@@ -216,159 +218,153 @@ def event_columns(schema: pa.Schema, options: Preparation, *, where: object) -> 
     )
 
 
-def without_repeats(events: Any, columns: EventColumns, *, fetch: Fetch) -> tuple[Any, list[str]]:
-    """Return the events without those that repeat the id of another event, or without ids all its columns, and notes.
+class Events:
+    """The events of a log on an engine; `notes` says which of them are left out."""
 
-    Of events with the same id, the earliest one is kept. Events without an id are all kept.
-    """
-    import ibis
+    def __init__(self, rows: Any, columns: EventColumns, fetch: Fetch, where: object) -> None:
+        self.rows, self.columns, self.fetch, self.where = rows, columns, fetch, where
+        self.notes: list[str] = []
 
-    if columns.id is None:
-        unique, what = events.distinct(), "are equal to another event in all columns"
-    else:
-        first = [columns.time] if columns.time is not None else []
-        order = [*first, *(name for name in events.columns if name not in (columns.id, *first))]
-        comparable = [events[name] for name in order if not events[name].type().is_nested()]
-        place = ibis.row_number().over(ibis.window(group_by=columns.id, order_by=comparable))
-        numbered = events.mutate(ultr_place=place)
-        unique = numbered.filter((numbered.ultr_place == 0) | numbered[columns.id].isnull()).drop("ultr_place")
-        what = f"repeat the id of another event (column '{columns.id}')"
-    repeats = _count(events, fetch) - _count(unique, fetch)
-    off = "--event-id '' keeps them" if columns.id is None else "--event-id names another column"
-    return unique, [f"{repeats:,} events {what}; they are left out ({off})"] if repeats else []
+    def drop_repeats(self) -> None:
+        """Drop the events that repeat the id of another event, or without a column of ids all its columns.
 
+        Of events with the same id, the earliest one is kept. Events without an id are all kept.
+        """
+        import ibis
 
-def _count(rows: Any, fetch: Fetch) -> int:
-    return int(fetch(rows.aggregate(count=rows.count()))["count"][0].as_py())
+        events, columns = self.rows, self.columns
+        if columns.id is None:
+            unique, what = events.distinct(), "are equal to another event in all columns"
+        else:
+            first = [columns.time] if columns.time is not None else []
+            order = [*first, *(name for name in events.columns if name not in (columns.id, *first))]
+            comparable = [events[name] for name in order if not events[name].type().is_nested()]
+            place = ibis.row_number().over(ibis.window(group_by=columns.id, order_by=comparable))
+            numbered = events.mutate(ultr_place=place)
+            unique = numbered.filter((numbered.ultr_place == 0) | numbered[columns.id].isnull()).drop("ultr_place")
+            what = f"repeat the id of another event (column '{columns.id}')"
+        if repeats := count_rows(events, self.fetch) - count_rows(unique, self.fetch):
+            off = "--event-id '' keeps them" if columns.id is None else "--event-id names another column"
+            self.notes.append(f"{repeats:,} events {what}; they are left out ({off})")
+        self.rows = unique
 
+    def add_ids(self, log: Any) -> None:
+        """Add the columns `event_request`, `event_item` and, if there is a window, `event_time`.
 
-def action_names(
-    events: Any, columns: EventColumns, wanted: Sequence[str] | None, *, fetch: Fetch, where: object
-) -> tuple[str, ...]:
-    """Return the actions of a table of events: those `wanted`, else all event types, else columns with common names."""
-    if columns.kind is not None:
-        kind = id_column(events[columns.kind], what="event type", where=where).cast("string")
-        types = fetch(events.select(kind=kind).filter(kind.notnull()).distinct().limit(MAX_TYPES + 1))
-        present = sorted(types["kind"].to_pylist())
-        if wanted is None and len(present) > MAX_TYPES:
-            got, hint = f"more than {MAX_TYPES} in '{columns.kind}'", "name the actions with --actions"
-            raise ColumnError("too many types of events", where=where, got=got, hint=hint)
-        unknown = [] if len(present) > MAX_TYPES else [name for name in wanted or () if name not in present]
-    else:
-        present = [n for n in events.columns if n not in (columns.request, columns.item)]
-        unknown = [name for name in wanted or () if name not in present]
-        if wanted is None:
-            present = [n for n in present if n.lower() in ACTION_NAMES and not events[n].type().is_string()]
-    if unknown:
-        raise ColumnError(f"no action '{unknown[0]}' among the events", where=where, hint=nearest(unknown[0], present))
-    names = tuple(present if wanted is None else wanted)
-    if not names:
-        hint = "name the column of event types with --event-type, or the columns of actions with --actions"
-        raise ColumnError("found no actions among the events", where=where, hint=hint)
-    if reserved := RESERVED & set(names):
-        what = "an action cannot have the name of another column of a log"
-        raise ColumnError(what, where=where, got=f"'{min(reserved)}'", hint="rename the action")
-    return names
+        Raise ColumnError if the ids of the log have another type.
+        """
+        ids = {role: id_column(self.rows[getattr(self.columns, role)], what=role, where=self.where) for role in IDS}
+        for role, column in ids.items():
+            in_log, in_events = log[role].type(), column.type()
+            if in_log.is_string() != in_events.is_string():
+                got, hint = f"{in_events} in the events and {in_log} in the log", "convert one of the columns"
+                raise ColumnError(f"ids of the {role} must have the same type", where=self.where, got=got, hint=hint)
+        chosen = {f"event_{role}": column for role, column in ids.items()}
+        if self.columns.time is not None:
+            chosen["event_time"] = seconds_column(self.rows[self.columns.time], self.where)
+        self.rows = self.rows.mutate(**chosen)
 
+    def drop_outside(self, window: str, shown: Any) -> None:
+        """Drop the events before their item was shown, and after the end of the window.
 
-def with_ids(events: Any, columns: EventColumns, *, where: object) -> Any:
-    """Return the events with the columns `event_request`, `event_item` and, if there is a window, `event_time`."""
-    chosen = {
-        "event_request": id_column(events[columns.request], what="request", where=where),
-        "event_item": id_column(events[columns.item], what="item", where=where),
-    }
-    if columns.time is not None:
-        chosen["event_time"] = seconds_column(events[columns.time], where)
-    return events.mutate(**chosen)
+        `shown` has the items shown with their times. Events of items that were not shown stay.
+        """
+        events = self.rows
+        times = shown.group_by(IDS).aggregate(ultr_shown=shown.time.min())
+        times = times.select(ultr_request=times.request, ultr_item=times["item"], ultr_shown=times.ultr_shown)
+        same = [events.event_request == times.ultr_request, events.event_item == times.ultr_item]
+        joined = events.left_join(times, same)
+        delay = joined.event_time - joined.ultr_shown
+        late, early = (delay > parse_window(window)).coalesce(False), (delay < 0).coalesce(False)
+        counts = {
+            "missing": joined.event_time.isnull().sum(),
+            "late": late.sum(),
+            "early": early.sum(),
+            "latest": joined.event_time.max(),
+            "latest_shown": joined.ultr_shown.max(),
+        }
+        got = self.fetch(joined.aggregate(**counts)).to_pylist()[0]
+        if got["missing"]:
+            what = f"column '{self.columns.time}' has {got['missing']:,} missing values"
+            raise ColumnError(what, where=self.where, hint="fill them, or drop those events")
+        latest = max(got["latest"] or 0, got["latest_shown"] or 0)
+        if latest > LATEST:
+            what, hint = "times that are numbers must be seconds since 1970", "divide milliseconds by 1000"
+            raise ColumnError(what, where=self.where, got=f"{latest}", hint=hint)
+        for count, when in ((got["late"], f"more than {window} after"), (got["early"], "before")):
+            if count:
+                self.notes.append(f"{count:,} events came {when} their item was shown; they are left out")
+        self.rows = joined.filter(~(late | early)).select(*events.columns)
 
+    def _kinds(self) -> Any:
+        """Return the event type of each event, as an Ibis column of texts."""
+        return id_column(self.rows[self.columns.kind], what="event type", where=self.where).cast("string")
 
-def in_window(
-    events: Any, shown: Any, columns: EventColumns, window: str, *, fetch: Fetch, where: object
-) -> tuple[Any, list[str]]:
-    """Return the events from the time that their item was shown until the end of the window, and notes on the others.
+    def action_names(self, wanted: Sequence[str] | None) -> tuple[str, ...]:
+        """Return the actions: those `wanted`, else all event types, else columns with common names of actions."""
+        events, columns = self.rows, self.columns
+        if columns.kind is not None:
+            kind = self._kinds()
+            types = self.fetch(events.select(kind=kind).filter(kind.notnull()).distinct().limit(MAX_TYPES + 1))
+            present = sorted(types["kind"].to_pylist())
+            if wanted is None and len(present) > MAX_TYPES:
+                got, hint = f"more than {MAX_TYPES} in '{columns.kind}'", "name the actions with --actions"
+                raise ColumnError("too many types of events", where=self.where, got=got, hint=hint)
+            unknown = [] if len(present) > MAX_TYPES else [name for name in wanted or () if name not in present]
+        else:
+            present = [n for n in events.columns if n not in (columns.request, columns.item)]
+            unknown = [name for name in wanted or () if name not in present]
+            if wanted is None:
+                present = [n for n in present if n.lower() in ACTION_NAMES and not events[n].type().is_string()]
+        if unknown:
+            what = f"no action '{unknown[0]}' among the events"
+            raise ColumnError(what, where=self.where, hint=nearest(unknown[0], present))
+        names = tuple(present if wanted is None else wanted)
+        if not names:
+            hint = "name the column of event types with --event-type, or the columns of actions with --actions"
+            raise ColumnError("found no actions among the events", where=self.where, hint=hint)
+        if reserved := RESERVED & set(names):
+            what = "an action cannot have the name of another column of a log"
+            raise ColumnError(what, where=self.where, got=f"'{min(reserved)}'", hint="rename the action")
+        return names
 
-    `shown` has the items shown with their times. Events of items that were not shown stay.
-    """
-    times = shown.group_by(["request", "item"]).aggregate(ultr_shown=shown.time.min())
-    times = times.select(ultr_request=times.request, ultr_item=times["item"], ultr_shown=times.ultr_shown)
-    joined = events.left_join(times, [events.event_request == times.ultr_request, events.event_item == times.ultr_item])
-    delay = joined.event_time - joined.ultr_shown
-    late, early = (delay > parse_window(window)).coalesce(False), (delay < 0).coalesce(False)
-    counts = {
-        "missing": joined.event_time.isnull().sum(),
-        "late": late.sum(),
-        "early": early.sum(),
-        "latest": joined.event_time.max(),
-        "latest_shown": joined.ultr_shown.max(),
-    }
-    got = fetch(joined.aggregate(**counts)).to_pylist()[0]
-    if got["missing"]:
-        what = f"column '{columns.time}' has {got['missing']:,} missing values"
-        raise ColumnError(what, where=where, hint="fill them, or drop those events")
-    if max(got["latest"] or 0, got["latest_shown"] or 0) > LATEST:
-        what, hint = "times that are numbers must be seconds since 1970", "divide milliseconds by 1000"
-        raise ColumnError(what, where=where, got=f"{max(got['latest'] or 0, got['latest_shown'] or 0)}", hint=hint)
-    notes = []
-    if got["late"]:
-        notes.append(f"{got['late']:,} events came more than {window} after their item was shown; they are left out")
-    if got["early"]:
-        notes.append(f"{got['early']:,} events came before their item was shown; they are left out")
-    return joined.filter(~(late | early)).select(*events.columns), notes
+    def joined_to(self, rows: Any, shown: Any, names: Sequence[str], first: int) -> Any:
+        """Return the rows of a log with the actions `names` from number `first` on; 0 for items without events.
 
+        Note the events of items that were not shown, and items that were shown at several positions.
+        """
+        totals = self._totals(names)
+        stray = totals.anti_join(shown, [totals.event_request == shown.request, totals.event_item == shown["item"]])
+        if strays := count_rows(stray, self.fetch):
+            what = "pairs of request and item have events but are not in the log"
+            self.notes.append(f"{strays:,} {what}; they are ignored")
+        pairs = shown.group_by(IDS).aggregate(places=shown.position.nunique())
+        if repeats := count_rows(pairs.filter(pairs.places > 1), self.fetch):
+            what = "items were shown more than once in a request"
+            self.notes.append(f"{repeats:,} {what}; each showing gets all their events")
+        joined = rows.left_join(totals, [rows.request == totals.event_request, rows["item"] == totals.event_item])
+        added = {f"action_{first + i}": joined[f"event_{i}"].coalesce(0.0) for i in range(len(names))}
+        return joined.select(**{name: joined[name] for name in rows.columns}, **added)
 
-def actions_by_item(events: Any, columns: EventColumns, names: Sequence[str], *, where: object) -> Any:
-    """Return one row per request and item, with each action's amount: the sum of its values, or 1 if it has none."""
-    import ibis
+    def _totals(self, names: Sequence[str]) -> Any:
+        """Return one row per request and item, with the amount of each action: the sum of its values, or 1 without."""
+        import ibis
 
-    chosen = {name: events[name] for name in ("event_request", "event_item")}
-    summed = set()
-    if columns.kind is not None:
-        kind = id_column(events[columns.kind], what="event type", where=where).cast("string")
-        value = None
-        if columns.value is not None:
-            value = number_column(events[columns.value], what="event value", where=where)
-            summed = set(names)
-        for i, name in enumerate(names):
-            chosen[f"event_{i}"] = ibis.ifelse(kind == name, 1.0 if value is None else value, 0.0)
-    else:
-        for i, name in enumerate(names):
-            chosen[f"event_{i}"] = number_column(events[name], what="action", where=where)
-            if not events[name].type().is_boolean():
-                summed.add(name)
-    typed = events.select(**chosen)
-    totals = {
-        f"event_{i}": typed[f"event_{i}"].sum() if name in summed else typed[f"event_{i}"].max()
-        for i, name in enumerate(names)
-    }
-    return typed.group_by(["event_request", "event_item"]).aggregate(**totals)
-
-
-def check_ids(rows: Any, events: Any, *, where: object) -> None:
-    """Raise ColumnError if the ids of the log and those of the events have different types."""
-    for role in ("request", "item"):
-        in_log, in_events = rows[role].type(), events[f"event_{role}"].type()
-        if in_log.is_string() != in_events.is_string():
-            got, hint = f"{in_events} in the events and {in_log} in the log", "convert one of the columns"
-            raise ColumnError(f"ids of the {role} must have the same type", where=where, got=got, hint=hint)
-
-
-def with_events(rows: Any, totals: Any, actions: int, count: int) -> Any:
-    """Return rows that have `actions` actions with `count` more from the events; 0 for items without events."""
-    joined = rows.left_join(totals, [rows.request == totals.event_request, rows.item == totals.event_item])
-    columns = {name: joined[name] for name in rows.columns}
-    added = {f"action_{actions + i}": joined[f"event_{i}"].coalesce(0.0) for i in range(count)}
-    return joined.select(**columns, **added)
-
-
-def event_notes(rows: Any, totals: Any, *, fetch: Fetch) -> list[str]:
-    """Return messages about events of items that were not shown, and about items shown at several positions."""
-    stray = totals.anti_join(rows, [totals.event_request == rows.request, totals.event_item == rows.item])
-    strays = _count(stray, fetch)
-    pairs = rows.group_by(["request", "item"]).aggregate(places=rows.position.nunique())
-    repeats = _count(pairs.filter(pairs.places > 1), fetch)
-    notes = []
-    if strays:
-        notes.append(f"{strays:,} pairs of request and item have events but are not in the log; they are ignored")
-    if repeats:
-        notes.append(f"{repeats:,} items were shown more than once in a request; each showing gets all their events")
-    return notes
+        events, columns = self.rows, self.columns
+        amounts, summed = [], set()
+        if columns.kind is not None:
+            kind, value = self._kinds(), 1.0
+            if columns.value is not None:
+                value = number_column(events[columns.value], what="event value", where=self.where)
+                summed = set(names)
+            amounts = [ibis.ifelse(kind == name, value, 0.0) for name in names]
+        else:
+            amounts = [number_column(events[name], what="action", where=self.where) for name in names]
+            summed = {name for name in names if not events[name].type().is_boolean()}
+        chosen = {f"event_{i}": amount for i, amount in enumerate(amounts)}
+        typed = events.select("event_request", "event_item", **chosen)
+        totals = {
+            column: typed[column].sum() if name in summed else typed[column].max()
+            for column, name in zip(chosen, names, strict=True)
+        }
+        return typed.group_by(["event_request", "event_item"]).aggregate(**totals)

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ultr.log.cleaning import find_duplicates
-from ultr.log.columns import item_codes
+from ultr.log.columns import combined, item_codes
 from ultr.log.shards import SPLITS
 
 SHARD_BYTES = 256 << 20  # raw bytes of a shard
@@ -89,7 +89,7 @@ class Nesting:
         if self.label is not None:
             columns["label"] = self.label({name: columns[name] for name in self.actions})
         feedback = [columns["label"]] if self.label is not None else [columns[name] for name in self.actions]
-        clicked = _any_positive(feedback, firsts, kept)
+        clicked = any_positive(feedback, firsts, kept)
         letters = digests[starts].view(np.uint8)
         sampled = _as_numbers(letters[:, SAMPLE_DIGITS]) < self.keep_clickless * HASH_RANGE
         chosen = (lengths >= self.min_items) & (clicked | sampled)
@@ -132,10 +132,11 @@ class Nesting:
             name: rows[f"action_{i}"].to_numpy().astype(np.float32, copy=False) for i, name in enumerate(self.actions)
         }
         for name in self.of_rows:
-            columns[name] = _one(rows[name]) if name == "item" else rows[name].to_numpy().astype(np.float32, copy=False)
-        columns |= {name: _one(rows[f"category_{i}"]) for i, name in enumerate(self.categorical)}
+            values = combined(rows[name])
+            columns[name] = values if name == "item" else values.to_numpy(zero_copy_only=False).astype(np.float32)
+        columns |= {name: combined(rows[f"category_{i}"]) for i, name in enumerate(self.categorical)}
         if self.features:
-            columns["features"] = self._matrix(_one(rows["features"]))
+            columns["features"] = self._matrix(combined(rows["features"]))
         return columns
 
     def _matrix(self, lists: Any) -> np.ndarray:
@@ -157,21 +158,17 @@ class Nesting:
 
     def _request_columns(self, rows: pa.Table, starts: np.ndarray, clicked: np.ndarray) -> dict[str, Any]:
         first = pa.array(starts)
-        columns: dict[str, Any] = {"request": _one(rows["request"].take(first))}
+        columns: dict[str, Any] = {"request": combined(rows["request"].take(first))}
         if self.weighted or self.keep_clickless < 1:
             weights = rows["weight"].to_numpy()[starts] if self.weighted else np.ones(len(starts))
             inverse_rate = np.where(clicked, 1.0, 1 / self.keep_clickless)
             columns["weight"] = pa.array((weights * inverse_rate).astype(np.float32))
-        return columns | {name: _one(rows[name].take(first)) for name in self.of_requests}
-
-
-def _one(column: pa.ChunkedArray) -> Any:
-    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+        return columns | {name: combined(rows[name].take(first)) for name in self.of_requests}
 
 
 def _digests(column: pa.ChunkedArray) -> np.ndarray:
     """Return digests of 32 letters as an array [rows, 4] of 64-bit numbers, each with the bytes of eight letters."""
-    texts = _one(column).cast(pa.large_string())
+    texts = combined(column).cast(pa.large_string())
     _, offsets, letters = texts.buffers()
     first = int(np.frombuffer(offsets, np.int64)[texts.offset])
     return np.frombuffer(letters, np.uint8)[first : first + 32 * len(texts)].view(np.uint64).reshape(-1, 4)
@@ -192,7 +189,7 @@ def _hashes(values: Any) -> np.ndarray:
     return found
 
 
-def _any_positive(columns: list[np.ndarray], starts: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def any_positive(columns: list[np.ndarray], starts: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """Return, for each request, whether one of its first `kept` items has a value above 0 in one of the columns."""
     if not columns:
         return np.ones(len(starts), bool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from ultr.errors import ColumnError, DataError, OptionError, nearest
-from ultr.log.build import MAX_WEIGHT, MIN_WEIGHT
+from ultr.log.build import MAX_WEIGHT, MIN_WEIGHT, Reading
 from ultr.log.cleaning import (
     BOT_LENGTH,
     BOT_MIDDLE,
@@ -24,11 +24,11 @@ from ultr.log.cleaning import (
     suspicious_of,
     write_suspicious,
 )
-from ultr.log.columns import Columns, missing_note, resolve_columns
-from ultr.log.conditions import parse_conditions
+from ultr.log.columns import Columns, as_names, missing_note, resolve_columns
 from ultr.log.labels import Label
 from ultr.log.prepare.engines import Engine, Tables, engine_errors, feature_names, find_tables, start_engine
 from ultr.log.prepare.folders import (
+    FIXED,
     append_shards,
     check_same,
     locked,
@@ -40,19 +40,14 @@ from ultr.log.prepare.folders import (
     shard_facts,
 )
 from ultr.log.prepare.impressions import (
-    action_names,
-    actions_by_item,
-    check_ids,
+    Events,
+    Fetch,
+    count_rows,
     event_columns,
-    event_notes,
     filtered,
     impressions,
-    in_window,
     rounded,
-    with_events,
-    with_ids,
     without_missing_actions,
-    without_repeats,
 )
 from ultr.log.prepare.nesting import HASH_RANGE, Nesting
 from ultr.log.prepare.options import Preparation, as_seconds
@@ -68,7 +63,6 @@ from ultr.utils.memory import available_memory
 # Checks of a log before `ultr prepare` writes anything; DuckDB or Spark counts bad values, without the features.
 
 LARGEST = float(np.finfo(np.float32).max)  # the largest number that lists can hold
-Fetch = Callable[[Any], pa.Table]
 
 
 def check_rows(rows: Any, names: Mapping[str, str], *, fetch: Fetch, where: object) -> tuple[int, dict[str, int]]:
@@ -134,10 +128,16 @@ def _column_error(role: str, problem: str, *, names: Mapping[str, str], count: i
     return ColumnError(what, where=where, got=f"other values in {count:,} rows", hint=hint)
 
 
-def count_differing(rows: Any, roles: list[str], *, fetch: Fetch) -> dict[str, int]:
-    """Return, for each role whose column has several values in a request, the number of such requests."""
+def check_requests(
+    rows: Any, columns: Columns, names: Mapping[str, str], *, named_query: bool, fetch: Fetch, where: object
+) -> tuple[Columns, list[str]]:
+    """Raise ColumnError if a request has several values in a column that must have one (weight, segment, ...).
+
+    Return the columns and notes. A query column that the caller did not name is dropped instead of an error.
+    """
+    roles = [*columns.context, *(("weight",) if columns.weight is not None else ())]
     if not roles:
-        return {}
+        return columns, []
     tests = {}
     for role in roles:
         value = rows[role]
@@ -145,7 +145,16 @@ def count_differing(rows: Any, roles: list[str], *, fetch: Fetch) -> dict[str, i
         tests[role] = (value.min() != value.max()).coalesce(False) | mixed
     requests = rows.group_by("request").aggregate(**tests)
     counts = fetch(requests.aggregate(**{role: requests[role].sum().cast("int64") for role in roles})).to_pylist()[0]
-    return {role: count for role, count in counts.items() if count}
+    notes = []
+    if counts.get("query") and not named_query:
+        notes.append(f"column '{names['query']}' differs within requests, so it is not used as the query")
+        columns = replace(columns, context={role: n for role, n in columns.context.items() if role != "query"})
+        del counts["query"]
+    for role, count in counts.items():
+        if count:
+            what = f"column '{names[role]}' ({role}) must have one value per request"
+            raise ColumnError(what, where=where, got=f"several in {count:,} requests", hint="correct or drop it")
+    return columns, notes
 
 
 def divides(rows: Any, *, fetch: Fetch) -> bool:
@@ -153,13 +162,6 @@ def divides(rows: Any, *, fetch: Fetch) -> bool:
     of_query = rows.group_by("query").aggregate(rows=rows.count())
     counts = fetch(of_query.aggregate(largest=of_query["rows"].max(), total=of_query["rows"].sum())).to_pylist()[0]
     return bool(counts["largest"] <= LARGEST_QUERY * counts["total"])
-
-
-def reject_differing(counts: Mapping[str, int], names: Mapping[str, str], *, where: object) -> None:
-    """Raise ColumnError if `counts`, from `count_differing`, has a column with several values in a request."""
-    for role, count in counts.items():
-        what = f"column '{names[role]}' ({role}) must have one value per request"
-        raise ColumnError(what, where=where, got=f"several in {count:,} requests", hint="correct or drop it")
 
 
 def suspicious_ids(rows: Any, actions: int, *, fetch: Fetch) -> Any:
@@ -232,10 +234,9 @@ def prepare_lists(
     if replace:
         raise OptionError("--replace is an option of --append", hint="pass --append LISTS in place of --out LISTS")
     chosen = Preparation(**options)
-    label = None if chosen.label is None else Label.of(chosen.label)
     with atomic_path(out, overwrite=overwrite, folder=True) as folder:
         scratch = folder.parent / "scratch"  # in the temporary folder that atomic_path removes
-        return _prepare(source, folder, scratch, chosen, label, progress)
+        return _prepare(source, folder, scratch, chosen, progress)
 
 
 def _append(
@@ -260,27 +261,25 @@ def _append(
             shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
             (temporary / "new").mkdir(parents=True)
             try:
-                label = None if chosen.label is None else Label.of(chosen.label)
-                added = _prepare(source, temporary / "new", temporary / "scratch", chosen, label, progress)
+                added = _prepare(source, temporary / "new", temporary / "scratch", chosen, progress)
                 check_same(manifest, added, lists, temporary / "new")
                 progress("comparing requests", 0, 0)
                 others = [each for number, each in enumerate(parts) if number not in replaced]
-                settings: dict[str, Any] = {"memory": _memory(chosen), "threads": chosen.threads, "master": None}
-                with start_engine("duckdb", scratch=temporary / "scratch", **settings) as engine, engine_errors(source):
+                local = replace(chosen, engine="duckdb", master=None)
+                with _engine(local, temporary / "scratch") as engine, engine_errors(source):
                     reject_known_requests(engine, lists, others, temporary / "new")
                 return append_shards(lists, temporary / "new", added, part, replaced=replaced)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _memory(chosen: Preparation) -> int:
-    """Return the memory limit of an engine, in bytes."""
-    return max(MIN_MEMORY, available_memory() // 2 if chosen.memory is None else chosen.memory)
+def _engine(chosen: Preparation, scratch: Path) -> AbstractContextManager[Engine]:
+    memory = max(MIN_MEMORY, available_memory() // 2 if chosen.memory is None else chosen.memory)
+    return start_engine(chosen.engine, scratch=scratch, memory=memory, threads=chosen.threads, master=chosen.master)
 
 
-def _prepare(
-    source: str | Path, folder: Path, scratch: Path, chosen: Preparation, label: Label | None, progress: Progress
-) -> Manifest:
+def _prepare(source: str | Path, folder: Path, scratch: Path, chosen: Preparation, progress: Progress) -> Manifest:
+    label = None if chosen.label is None else Label(chosen.label)
     scratch.mkdir()
     with open_log(source, chosen, scratch) as (engine, files):
         manifest = _Work(engine, files, chosen, label, progress).write(folder, scratch)
@@ -292,16 +291,13 @@ def _prepare(
 def open_log(source: str | Path, chosen: Preparation, scratch: Path) -> Iterator[tuple[Engine, Tables]]:
     """Start the engine of `chosen`, and find the files of a log; `scratch` is a folder for temporary files."""
     files = _find(source, chosen, scratch)
-    settings: dict[str, Any] = {"memory": _memory(chosen), "threads": chosen.threads, "master": chosen.master}
-    with start_engine(chosen.engine, scratch=scratch, **settings) as engine, engine_errors(source):
+    with _engine(chosen, scratch) as engine, engine_errors(source):
         yield engine, files
 
 
 def _find(source: str | Path, chosen: Preparation, scratch: Path) -> Tables:
     def ids(schema: pa.Schema) -> Iterable[str | None]:
-        columns = resolve_columns(schema, where=source, **chosen.named | {"actions": ()})
-        context = (columns.context.get("query"), columns.context.get("segment"))
-        return (columns.request, columns.item, *context, *columns.categorical)
+        return resolve_columns(schema, where=source, **chosen.named | {"actions": ()}).ids
 
     files = find_tables(source, scratch=scratch / "source", ids=ids, where=chosen.where)
     lower = [name.lower() for name in files.schema.names]
@@ -326,7 +322,6 @@ class _Work:
         self.progress("checking", 0, 0)
         columns, wanted = self._columns()
         table = self.engine.read(self.source)
-        self._check_time(table.columns)
         rows = impressions(filtered(table, self.chosen.where), columns, time=self.chosen.time, where=self.where)
         actions = columns.actions
         if self.chosen.events is not None:
@@ -341,10 +336,12 @@ class _Work:
         total, missing = check_rows(rows, names, fetch=self.engine.fetch, where=self.where)
         self.notes += [missing_note(name, count) for name, count in missing.items()]
         rows = without_missing_actions(rows) if missing else rows
-        columns = self._check_requests(rows, columns, names)
+        named_query, fetch = self.chosen.query is not None, self.engine.fetch
+        columns, notes = check_requests(rows, columns, names, named_query=named_query, fetch=fetch, where=self.where)
+        self.notes += notes
         if self.chosen.drop_suspicious:
             rows = self._without_suspicious(rows, actions, folder)
-            total = int(self.engine.fetch(rows.aggregate(rows=rows.count()))["rows"][0].as_py())
+            total = count_rows(rows, self.engine.fetch)
         nesting = self._nesting(rows, columns, actions)
         self.progress("sorting", 0, total)
         requests, kept, copies = self.engine.write(
@@ -363,7 +360,7 @@ class _Work:
         wanted: list[str] | None = None
         actions = self.chosen.actions
         if self.chosen.events is not None and actions is not None:
-            listed = [n.strip() for n in actions.split(",")] if isinstance(actions, str) else list(actions)
+            listed = as_names(actions)
             named["actions"] = [name for name in listed if name in schema.names]
             wanted = [name for name in listed if name not in schema.names]
         columns = resolve_columns(schema, where=self.where, **named)
@@ -379,14 +376,9 @@ class _Work:
         if self.chosen.events is not None and columns.item is None:
             what = "events are joined by request and item, but the log has no column of items"
             raise ColumnError(what, where=self.where, hint="name it with --item")
-        conditions = [condition.column for condition in parse_conditions(self.chosen.where, schema.names)]
-        self.source.check([*columns.used, *conditions, *filter(None, [self.chosen.time])], columns)
+        reading = Reading(where=tuple(self.chosen.where), time=self.chosen.time)
+        self.source.check(reading.names(columns, schema.names, self.where), columns)
         return columns, wanted
-
-    def _check_time(self, names: Sequence[str]) -> None:
-        time = self.chosen.time
-        if time is not None and time not in names:
-            raise ColumnError(f"no column '{time}' for the time", where=self.where, hint=nearest(time, names))
 
     def _with_events(
         self, rows: Any, shown: Any, actions: tuple[str, ...], wanted: list[str] | None, scratch: Path
@@ -398,25 +390,21 @@ class _Work:
             return (names.request, names.item, names.kind, names.id)
 
         files = find_tables(where, scratch=scratch / "events", ids=text_columns)
-        columns, fetch = event_columns(files.schema, chosen, where=where), self.engine.fetch
+        columns = event_columns(files.schema, chosen, where=where)
         files.check(name for name in astuple(columns) if name is not None)
-        events = self.engine.read(files)
+        events = Events(self.engine.read(files), columns, self.engine.fetch, where)
         if chosen.event_id != "":
-            events, notes = without_repeats(events, columns, fetch=fetch)
-            self.notes += notes
-        events = with_ids(events, columns, where=where)
-        check_ids(rows, events, where=where)
+            events.drop_repeats()
+        events.add_ids(rows)
         if chosen.event_window is not None:
-            events, notes = in_window(events, shown, columns, chosen.event_window, fetch=fetch, where=where)
-            self.notes += notes
-        further = action_names(events, columns, wanted, fetch=fetch, where=where)
+            events.drop_outside(chosen.event_window, shown)
+        further = events.action_names(wanted)
         if both := set(further) & set(actions):
             what, hint = "the log and its events have the same action", "name the actions to use with --actions"
             raise ColumnError(what, where=where, got=f"'{min(both)}'", hint=hint)
         files.check(further)
-        totals = actions_by_item(events, columns, further, where=where)
-        joined = with_events(rows, totals, len(actions), len(further))
-        self.notes += event_notes(shown, totals, fetch=fetch)
+        joined = events.joined_to(rows, shown, further, len(actions))
+        self.notes += events.notes
         return joined, further
 
     def _check_actions(self, actions: tuple[str, ...], columns: Columns) -> None:
@@ -429,20 +417,6 @@ class _Work:
             raise ColumnError(what, where=self.where, got=f"'{min(clash)}'", hint="rename the column")
         if self.label is not None:
             self.label.check_actions(actions)
-
-    def _check_requests(self, rows: Any, columns: Columns, names: dict[str, str]) -> Columns:
-        """Raise ColumnError if a request has several values in a column that must have one (weight, segment, ...).
-
-        Return the columns. A query column that the caller did not name is dropped from them instead of an error.
-        """
-        roles = [*columns.context, *(("weight",) if columns.weight is not None else ())]
-        counts = count_differing(rows, roles, fetch=self.engine.fetch)
-        if "query" in counts and self.chosen.query is None:
-            self.notes.append(f"column '{names['query']}' differs within requests, so it is not used as the query")
-            columns = replace(columns, context={role: n for role, n in columns.context.items() if role != "query"})
-            del counts["query"]
-        reject_differing(counts, names, where=self.where)
-        return columns
 
     def _without_suspicious(self, rows: Any, actions: tuple[str, ...], folder: Path) -> Any:
         """Return the rows without those of requests with impossible click rates, whose ids are written to a file."""
@@ -467,10 +441,7 @@ class _Work:
             by_query=self._splits_by_query(rows, columns),
             validation_from=validation_from,
             test_from=test_from,
-            keep_clickless=chosen.keep_clickless,
-            min_items=chosen.min_items,
-            max_items=chosen.max_items,
-            on_duplicates=chosen.on_duplicates,
+            **{name: getattr(chosen, name) for name in FIXED},
         )
 
     def _splits_by_query(self, rows: Any, columns: Columns) -> bool:
@@ -499,13 +470,12 @@ class _Work:
         actions = (*nesting.actions, *(("label",) if label is not None else ()))
         feedback = actions if label is None else ("label",)
         facts = shard_facts(folder, actions=actions, categorical=nesting.categorical, feedback=feedback)
+        tied = f"{facts.tied:,} items have the same position as another item of their request"
         if facts.tied and chosen.on_duplicates == "error":
-            what = f"{facts.tied:,} items have the same position as another item of their request"
-            raise ColumnError(what, where=self.where, got=f"column '{columns.position}'", hint=HINT)
+            raise ColumnError(tied, where=self.where, got=f"column '{columns.position}'", hint=HINT)
         if facts.tied:
-            note = f"{facts.tied:,} items have the same position as another item of their request"
             order = "such items are ordered by their ids, and then by their other columns"
-            self.notes.append(f"{note}; {order}; on_duplicates=first or sum merges them")
+            self.notes.append(f"{tied}; {order}; on_duplicates=first or sum merges them")
         split: dict[str, Any] = {"by": chosen.split}
         if chosen.split == "hash":
             split |= {"validation": chosen.validation, "test": chosen.test, "by_query": nesting.by_query}
@@ -521,10 +491,7 @@ class _Work:
             "events": None if chosen.events is None else str(chosen.events),
             "event_window": chosen.event_window,
             "where": list(chosen.where),
-            "on_duplicates": chosen.on_duplicates,
-            "min_items": chosen.min_items,
-            "max_items": chosen.max_items,
-            "keep_clickless": chosen.keep_clickless,
+            **{name: getattr(chosen, name) for name in FIXED},
             "split": split,
             "rows": rows,
             "requests": requests,

@@ -15,7 +15,7 @@ import torch
 from ultr.datasets.users import make_user
 from ultr.errors import DivergedError
 from ultr.evaluation.comparing import logged_scores
-from ultr.evaluation.off_policy import evaluate_requests, load_off_policy_model
+from ultr.evaluation.off_policy import load_off_policy_model, request_metrics
 from ultr.evaluation.scores import OFF_POLICY
 from ultr.log.labels import DEFAULT_LABEL
 from ultr.rankers.model import load_model
@@ -186,7 +186,7 @@ def evaluate(config: Config, folder: Path, metrics: Sequence[str], shared: Path,
     assert log is not None  # noqa: S101 - every comparison on a log has test requests
     scores = logged_scores(log) if run is None else load_model(run).score(log, device=device)
     if scores is not None:
-        _write_metrics(folder, evaluate_requests(log, scores, missing, **options), log.weights)
+        _write_metrics(folder, request_metrics(log, missing, **options)(scores), log.weights)
 
 
 def _write_metrics(folder: Path, found: dict[str, np.ndarray], weights: np.ndarray | None) -> None:

@@ -19,7 +19,7 @@ from ultr.training.config import TrainingOptions
 from ultr.training.feed import FeedStack, noise_of
 from ultr.training.gpu.graphs import GraphedSteps
 from ultr.training.loop import precision, trained_networks
-from ultr.utils.optimizers import FlatAdagrad
+from ultr.utils.optimisation import FlatAdagrad
 
 
 class Stack:

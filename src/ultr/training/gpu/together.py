@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ultr.bias.logging_policy import share_logging_score
 from ultr.errors import OutputError
-from ultr.evaluation.scores import less_is_better
 from ultr.lists import ListBatches
 from ultr.log import Log
 from ultr.methods.bias_model import BiasModel
@@ -25,6 +24,7 @@ from ultr.training.biases import BIAS, HELD_OUT_SHARE, BiasTraining, bias_traini
 from ultr.training.config import BIAS_TRAINING, Config, TrainingOptions
 from ultr.training.examining import Examined, examine
 from ultr.training.feed import FeedStack
+from ultr.training.fitting import FitPlace
 from ultr.training.folder import MODEL, find_folder, fit_folder, has_checkpoint, wait_for_lock
 from ultr.training.gpu.stack import Stack
 from ultr.training.loop import Listeners, TrainingState, train_all
@@ -133,16 +133,15 @@ def train_together(runs: Sequence[Run], shared: Path, later: Sequence[Config] = 
         examined.append(examine(plan.config, plan.data, run.folder, shared, needed=plan.needs_examination))
     _fit_biases(runs, examined, shared, later, lists)
     for run, found in zip(runs, examined, strict=True):
-        run.fit.prepare(run.of_fit, run.folder, found, shared, Listeners(), lists()[run.log])
+        run.fit.prepare(FitPlace(run.folder, found, shared, Listeners()), lists()[run.log])
     fits = [run.fit for run in runs]
-    options, select = [fit.options for fit in fits], runs[0].plan.config.selection
+    options = [fit.options for fit in fits]
     for number, progress in train_all(
         [fit.state for fit in fits],
         _steps([fit.state for fit in fits], [fit.feed for fit in fits], options),
         [fit.evaluate for fit in fits],
         options[0],
-        select=select,
-        larger_is_better=not less_is_better(select),
+        select=runs[0].plan.config.selection,
         evaluate_start=fits[0].starts_well,
     ):
         fits[number].record(progress)
@@ -200,15 +199,21 @@ def _fit_biases(
         for folder in sorted(needed):  # in one order, so that processes cannot wait for each other
             locks.enter_context(wait_for_lock(folder))
         missing = {folder: each for folder, each in needed.items() if not folder.is_dir()}
-        models = [model for plan, _ in missing.values() if (model := _fit_of(plan).method.bias_learner()) is not None]
+        learners = [_fit_of(plan).method.bias_learner() for plan, _ in missing.values()]
+        models = [learner for learner in learners if isinstance(learner, BiasModel)]
         if len(models) < 2 or not Stack.can_hold(models, [BIAS_TRAINING] * len(models)):
             return  # each run fits its own
         for plan, _ in missing.values():
             share_logging_score(plan.data.train, shared)
-        trainings = [_bias_training(plan, found, lists().get(plan.data.train)) for plan, found in missing.values()]
+        trainings = []
+        for plan, found in missing.values():
+            fit, here = _fit_of(plan), lists().get(plan.data.train)
+            training = bias_training(fit.method, plan.data, fit.options, examination=found.examination, lists=here)
+            assert training is not None  # noqa: S101 - a BiasModel has a network
+            trainings.append(training)
         _train_biases(trainings)
-        for folder, training in zip(missing, trainings, strict=True):
-            save_bias(folder, training.model)
+        for folder, model in zip(missing, models, strict=True):
+            save_bias(folder, model)
 
 
 def _bias_folder(plan: Plan, shared: Path) -> Path | None:
@@ -217,14 +222,6 @@ def _bias_folder(plan: Plan, shared: Path) -> Path | None:
     if not isinstance(model, BiasModel) or plan.config.examination.bias is not None:
         return None
     return shared / plan.config.shared_key(_fit_of(plan).inputs.kind, plan.data.label, model.settings())
-
-
-def _bias_training(plan: Plan, examined: Examined, lists: ListBatches | None) -> BiasTraining:
-    fit, data = _fit_of(plan), plan.data
-    given: dict[str, Any] = {"user": data.feeding_user, "examination": examined.examination, "lists": lists}
-    training = bias_training(fit.method, data.train, fit.options, **given)
-    assert training is not None  # noqa: S101 - a BiasModel has a network
-    return training
 
 
 def _train_biases(trainings: Sequence[BiasTraining]) -> None:
