@@ -51,8 +51,8 @@ def _read_toml(file: Path) -> dict[str, Any]:
 # Options that both `ultr train` and `ultr compare` have, and the `Config` that is made from them.
 
 
-def _option(metavar: str, text: str) -> Any:
-    return typer.Option(metavar=metavar, help=text)
+def _option(name: str, metavar: str, text: str) -> Any:
+    return typer.Option(name, metavar=metavar, help=text)
 
 
 _DATA = "A log: files, folders, 'patterns*.parquet' or URLs; prepared lists; with --users, a data set (ml-1m)."
@@ -60,16 +60,27 @@ _DATA = "A log: files, folders, 'patterns*.parquet' or URLs; prepared lists; wit
 OPTIONS = {
     "data": Annotated[list[str] | None, typer.Argument(metavar="DATA...", help=_DATA, show_default=False)],
     "label": Annotated[
-        str | None, _option("EXPR", "What to learn, over actions. Default: click + dwell / exp(3), or click.")
+        str | None,
+        _option("--label", "EXPR", "What to learn, over actions. Default: click + dwell / exp(3), or click."),
     ],
-    "method": Annotated[str | None, _option("NAME", "pairwise-em, or a baseline; see: ultr options method.")],
-    "ranker": Annotated[str | None, _option("KIND", "auto, mlp, linear, lightgbm, xgboost, or a sum: mlp,lightgbm.")],
-    "users": Annotated[str | None, _option("KIND", "Simulate users: pbm, trust, cascade, clickbait or watch.")],
-    "propensities": Annotated[Path | None, _option("FILE", "Known examination: a table of position,propensity.")],
-    "bias": Annotated[str | None, _option("RUN", "Take examination from a run, or from ultr bias --out.")],
-    "steps": Annotated[int | None, _option("N", "Most training steps of the network; of trees alone, rounds.")],
-    "seed": Annotated[int | None, _option("N", "The same seed gives the same result. Default: 0.")],
-    "device": Annotated[str | None, _option("DEVICE", "auto, cpu, cuda or cuda:1.")],
+    "method": Annotated[
+        str | None, _option("--method", "NAME", "pairwise-em, or a baseline; see: ultr options method.")
+    ],
+    "ranker": Annotated[
+        str | None, _option("--ranker", "KIND", "auto, mlp, linear, lightgbm, xgboost, or a sum: mlp,lightgbm.")
+    ],
+    "users": Annotated[
+        str | None, _option("--users", "KIND", "Simulate users: pbm, trust, cascade, clickbait or watch.")
+    ],
+    "propensities": Annotated[
+        Path | None, _option("--propensities", "FILE", "Known examination: a table of position,propensity.")
+    ],
+    "bias": Annotated[str | None, _option("--bias", "RUN", "Take examination from a run, or from ultr bias --out.")],
+    "steps": Annotated[
+        int | None, _option("--steps", "N", "Most training steps of the network; of trees alone, rounds.")
+    ],
+    "seed": Annotated[int | None, _option("--seed", "N", "The same seed gives the same result. Default: 0.")],
+    "device": Annotated[str | None, _option("--device", "DEVICE", "auto, cpu, cuda or cuda:1.")],
     "where": Where,
     **columns(*LOG_COLUMNS),
     **FOUND_SEGMENT,
