@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from ultr.errors import DataError
+from ultr.errors import ColumnError, DataError, OptionError
 from ultr.log import read_log
 from ultr.log.table import by_segment, slot
 
@@ -59,3 +61,37 @@ def test_the_context_of_requests_is_selected_and_written_with_them():
 def test_a_query_that_differs_within_a_request_is_none():
     table = TABLE.append_column("query", pa.array(["a", "b", "b", "b", "c"]))
     assert "query" not in read_log(table).context
+
+
+def test_several_columns_make_a_segment(tmp_path):
+    columns = {"request": [1, 1, 2, 2, 3], "position": [1, 2, 1, 2, 1], "click": [1, 0, 0, 1, 0], "f1": range(5)}
+    table = pa.table({**columns, "device": ["p", "p", None, None, "d"], "login": [True, True, False, False, True]})
+    log = read_log(table, segment="device,login")
+    assert log.context["segment"].to_pylist() == ["p + true", " + false", "d + true"]
+    assert log.columns["segment"] == "device,login"
+    assert "device" not in log.unused_columns
+    with pytest.raises(ColumnError, match="no column 'logn' for the segment; did you mean 'login'"):
+        read_log(table, segment="device,logn")
+    with pytest.raises(OptionError, match="column 'f1' has two roles"):
+        read_log(table, segment="device,f1", features=["f1"])
+    named = table.rename_columns(["request", "position", "click", "f1", "device,login", "login"])
+    assert read_log(named, segment="device,login").context["segment"].to_pylist() == ["p", None, "d"]
+
+
+def test_prepared_lists_have_the_segments_of_the_log(tmp_path):
+    pytest.importorskip("ibis")
+    from ultr.log.prepare.pipeline import prepare_lists
+    from ultr.log.shards import SPLITS, Shards
+
+    device, login = [None, "d", "p"], [True, False, True]
+    rows = {"request": np.repeat(np.arange(90), 2), "position": np.tile([1, 2], 90), "click": np.tile([1, 0], 90)}
+    table = pa.table(
+        {**rows, "f1": np.arange(180.0), "device": np.repeat(device * 30, 2), "login": np.repeat(login * 30, 2)}
+    )
+    pq.write_table(table, tmp_path / "log.parquet")
+    prepare_lists(tmp_path / "log.parquet", tmp_path / "lists", segment="device,login")
+    found: dict[int, str] = {}
+    for split in SPLITS:
+        part = Shards(tmp_path / "lists", split).read_all()
+        found |= dict(zip(part.request_ids.to_pylist(), part.context["segment"].to_pylist(), strict=True))
+    assert [found[k] for k in range(3)] == [" + true", "d + false", "p + true"]

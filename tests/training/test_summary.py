@@ -10,8 +10,9 @@ import pyarrow as pa
 import pytest
 
 from conftest import make_shown_log
-from ultr.bias.examination import SOURCES
+from ultr.bias.examination import SOURCES, Examination
 from ultr.bias.propensities import write_bias_file
+from ultr.bias.sharing import Deviation
 from ultr.log.table import SHIFT
 from ultr.training.combining import Ranker
 from ultr.training.config import make_config
@@ -35,10 +36,10 @@ ALONE = {**REPORT, "theta_from": SOURCES["strata"], "theta_standard_error": None
 def written(tmp_path):
     """Write a report, and return what is in bias.json; None if there is no such file."""
 
-    def write(report, config=CONFIG, data=DATA, shares=None) -> dict[str, Any] | None:
+    def write(report, config=CONFIG, data=DATA, shares=None, examination=None) -> dict[str, Any] | None:
         fits: Any = [SimpleNamespace(kind="mlp", report=report)]
         ranker: Any = Ranker(None, None, shares or {})
-        write_bias_report(config, data, fits, ranker, tmp_path)
+        write_bias_report(config, data, fits, ranker, examination, tmp_path)
         return read_json(tmp_path / "bias.json") if (tmp_path / "bias.json").is_file() else None
 
     return write
@@ -129,3 +130,14 @@ def test_only_the_first_of_many_segments_are_named(written):
 def test_one_position_has_nothing_to_compare(written):
     users = written({**REPORT, "positions": [1], "theta": [0.7]})["summary"]["users"]
     assert users == "they look at one position"
+
+
+def test_columns_on_which_examination_depends_are_told(written):
+    ratios = {"phone": (0.8, 0.7, 0.9), "": (1.2, 1.1, 1.3)}
+    found = replace(Examination.known({1: 1.0}), deviations=(Deviation(0.2, ratios), Deviation(0.0, ratios)))
+    report = written(REPORT, data=replace(DATA, segment="device,login"), examination=found)
+    assert report["contexts"]["device"]["ratios"]["phone"] == [0.8, 0.7, 0.9]
+    assert report["summary"]["contexts"] == (
+        "by 'device', looks at position 5 over the average: phone 0.80 (0.70 to 0.90), missing 1.20 (1.10 to 1.30); "
+        "no difference was found between the values of 'login'"
+    )

@@ -497,7 +497,8 @@ def _from_neighbours(
     places = np.arange(len(log_theta))
     log_theta[estimated] += np.interp(places[estimated], both, sums @ steps - log_theta[both])
     nearest = np.abs(places[:, None] - both).argmin(1)
-    spread = (sums @ covariance @ sums.T)[np.ix_(nearest, nearest)]
+    further = np.eye(len(places)) - np.eye(len(places))[both[nearest]]  # from the nearest of the positions to each
+    spread = (sums @ covariance @ sums.T)[np.ix_(nearest, nearest)] + further @ items.covariance() @ further.T
     return ConditionalFit(np.exp(log_theta), random.moved, random.information, int(both[anchor]), spread)
 
 

@@ -10,13 +10,14 @@ differs. So
 
 Requests in random order, and items that were shown at several positions, separate the two without features
 (`best_source`). They are used if the log has enough of them. Positions with few clicks share one θ with their
-neighbours (`estimators.pools`). Memory depends on strata and positions, not on rows.
+neighbours (`estimators.pools`), and segments share strength (`sharing`). Memory depends on strata and positions, not on
+rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,13 @@ from ultr.bias.estimators import (
     standard_error,
 )
 from ultr.bias.logging_policy import logging_score, strata_of
+from ultr.bias.sharing import Deviation, Slots, share_strength
 from ultr.datasets.users import User
 from ultr.errors import DataError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.log.labels import Label
+from ultr.log.table import SHIFT
 from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
 
 LARGEST_MOVE = 3.0  # of log θ in a draw
@@ -89,6 +92,7 @@ class Examination:
     error: float | None = None  # the relative standard error of θ if it is not from strata, which may have a bias
     evidence: str = "strata"  # the name of the source
     covariance: np.ndarray | None = None  # of log θ [positions, positions], which draws come from; None: 0
+    deviations: tuple[Deviation, ...] = ()  # of the curves of segments, for each of the columns that define them
 
     @property
     def confirmed(self) -> bool:
@@ -142,6 +146,7 @@ class Examination:
     def save(self, path: Path) -> None:
         fields = vars(self).items()
         content = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields}
+        content["deviations"] = [asdict(each) for each in self.deviations]
         write_json(path, {"format": FORMAT, **content})
 
     @staticmethod
@@ -167,6 +172,7 @@ class Examination:
                 error=None if error is None else float(error),
                 evidence=str(content["evidence"]),
                 covariance=covariance,
+                deviations=tuple(Deviation.of(each) for each in content["deviations"]),
             )
 
 
@@ -174,6 +180,7 @@ def estimate_examination(
     log: Log,
     label: Label,
     *,
+    segments: Sequence[str] = (),
     user: User | None = None,
     sessions: int = 0,
     seed: int = 0,
@@ -182,6 +189,8 @@ def estimate_examination(
     device: torch.device | str = "cpu",
 ) -> Examination:
     """Estimate examination by position from a log; a row counts as clicked if its `label` is above 0.
+
+    `segments` are the names of its segments, if position ids differ by segment (`by_segment`); they share strength.
 
     `theta_from` is the evidence: rows with similar scores of the logging ranker (`strata`), rows of an item (`items`),
     or the best evidence of the log (`auto`, see `estimators.best_source`), which is strata if nothing is better.
@@ -216,7 +225,7 @@ def estimate_examination(
     evidence = [cells] if best is None or best.others is None else [cells, best.others]
     mean_weight = 1.0 if log.weights is None else float(log.weights.mean())
     clicks = np.sum([each.compared_clicks(mean_weight) for each in evidence], axis=0)
-    pool = pools(clicks, ids)
+    pool, deviations = pools(clicks, ids), tuple[Deviation, ...]()
     shown_at, clicks_at = (np.bincount(places, rows, len(ids)) for rows in (shown, clicked))
     if trust:
         fit = fit_trust(cells.pooled(pool))
@@ -225,14 +234,24 @@ def estimate_examination(
         conditional = fit_conditional(cells.pooled(pool))
         if best is not None and best.others is not None:
             conditional = _merged(conditional, best.others.pooled(pool))
+        if 1 < len(segments) > ids[-1] >> SHIFT:  # all segments have names
+            slots = _slots(ids, segments)
+            conditional, deviations = share_strength(conditional, slots.pooled(pool, shown_at), slots)
+            pool = np.arange(len(ids))
         theta = largest_one(conditional.theta, np.bincount(pool, clicks))[pool]
         zeta, moved, covariance = np.zeros(len(ids)), conditional.moved, _of_pools(conditional, pool)
     if best is not None and covariance is not None:
         name, text = best.name, best.text
         error = float(np.sqrt(np.average(covariance.diagonal(), weights=shown_at)))
     return Examination(
-        tuple(ids.tolist()), theta, zeta, shown_at, clicks_at, moved, cells.size[0], text, error, name, covariance
+        *(tuple(ids.tolist()), theta, zeta, shown_at, clicks_at, moved, cells.size[0], text, error, name, covariance),
+        deviations=deviations,
     )
+
+
+def _slots(ids: np.ndarray, segments: Sequence[str]) -> Slots:
+    in_list = ids & ((1 << SHIFT) - 1)
+    return Slots.of(in_list - in_list.min() + 1, ids >> SHIFT, segments)
 
 
 def _merged(random: ConditionalFit, others: Counts) -> ConditionalFit:

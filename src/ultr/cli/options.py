@@ -59,12 +59,12 @@ COLUMNS = {  # role -> type of the option
     "categorical": column("NAMES", "Features that are categories or ids."),
     "actions": column("NAMES", "Feedback, such as click,dwell."),
     "query": column("NAME", "Query; requests of one query show the same items."),
-    "segment": column("NAME", "Examination is estimated for each of its values."),
+    "segment": column("NAMES", "Columns on whose values examination depends, such as device,surface."),
     "randomised": column("NAME", "Mark of requests shown in random order."),
     "swaps": column("NAME", "Drawn arm of ultr explore, such as 1-3."),
     "relevance": column("NAME", "True labels, if they are known."),
 }
-FOUND_SEGMENT = {"segment": column("NAME", "Examination is estimated for each value; none: do not look for one.")}
+FOUND_SEGMENT = {"segment": column("NAMES", "Columns on which examination depends; none: do not look for one.")}
 LOG_COLUMNS = tuple(role for role in COLUMNS if role != "relevance")
 
 

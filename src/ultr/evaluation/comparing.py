@@ -380,7 +380,7 @@ def _cross_fitted(
     for number, part in enumerate(_parts(log, chosen, seed)):
         in_part = np.isin(np.arange(len(log)), part)
         rest = parts.sample(~in_part, seed=seed)
-        own = given or estimate_examination(rest, Label(label), seed=seed, device=device)
+        own = given or estimate_examination(rest, Label(label), segments=segments, seed=seed, device=device)
         examination = other if other is not None and not own.confirmed else own
         model = fit_off_policy_model(rest, label=label, examination=examination, segments=segments, seed=seed)
         doubted, why = doubt_about(rest, examination, model, label=label, segments=segments)

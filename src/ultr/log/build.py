@@ -29,8 +29,9 @@ from ultr.log.columns import (
     without_missing,
 )
 from ultr.log.conditions import filter_rows, parse_conditions, seconds
+from ultr.log.splits import as_texts
 from ultr.log.swaps import checked_swaps
-from ultr.log.table import Log
+from ultr.log.table import SEPARATOR, Log
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12  # sums of squared weights within these bounds do not overflow
 
@@ -102,7 +103,8 @@ def log_from_table(
     if columns.weight is not None:
         weights = _request_weights(row_values(columns.weight, "weight"), offsets, columns.weight, where)
     context = {
-        role: _request_context(table[name], role, name, order, offsets, where) for role, name in columns.context.items()
+        role: _request_context(_context_column(table, role, name, columns), role, name, order, offsets, where)
+        for role, name in columns.context.items()
     }
     by_role = columns.by_role
     if context.get("query", "") is None:
@@ -300,6 +302,14 @@ def _request_weights(weights: np.ndarray, offsets: np.ndarray, name: str, where:
         what = f"weight column '{name}' must be positive, from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
         raise ColumnError(what, where=where, got=outside[0], hint="drop requests of weight 0, and scale the others")
     return np.asarray(first)
+
+
+def _context_column(table: pa.Table, role: str, name: str, columns: Columns) -> pa.ChunkedArray:
+    """Return the column of a role, or the values of several columns that make a segment, such as `phone + search`."""
+    if role != "segment" or len(columns.segments) == 1:
+        return table[name]
+    texts = [as_texts(table[each]) for each in columns.segments]
+    return pc.binary_join_element_wise(*texts, SEPARATOR, null_handling="replace", null_replacement="")
 
 
 def _request_context(

@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -61,6 +61,7 @@ class Columns:
     item: str | None
     context: Mapping[str, str]  # a role in CONTEXT -> its column, if the table has one
     absent: Mapping[str, str] = field(default_factory=dict)  # role -> its column in training, if the table lacks it
+    segments: tuple[str, ...] = ()  # the columns whose values together are the segment of a request
 
     @property
     def by_role(self) -> dict[str, Any]:
@@ -80,14 +81,15 @@ class Columns:
     @property
     def used(self) -> list[str]:
         """All columns with a role; a segment that is a categorical feature too is listed once."""
-        context = [name for role, name in self.context.items() if role != "segment" or name not in self.categorical]
+        context = [name for role, name in self.context.items() if role != "segment"]
+        context += [name for name in self.segments if name not in self.categorical]
         single = [self.request, self.position, self.relevance, self.weight, self.item, *context]
         return [name for name in single if name is not None] + [*self.actions, *self.features, *self.categorical]
 
     @property
     def ids(self) -> list[str]:
         """The columns of ids and categories, which CSV files hold as texts, so that 007 and 7 stay different."""
-        named = (self.request, self.item, self.context.get("query"), self.context.get("segment"), *self.categorical)
+        named = (self.request, self.item, self.context.get("query"), *self.segments, *self.categorical)
         return [name for name in named if name is not None]
 
     def unused(self, names: Iterable[str]) -> list[str]:
@@ -114,7 +116,8 @@ def resolve_columns(
         raise ColumnError("column names must be unique", where=where, got=f"'{twice}' twice", hint="rename one of them")
     named, absent = _as_in_training(named, trained or {}, schema, where)
     listed = [name for role in SEVERAL if named.get(role) is not None for name in as_names(named[role])]
-    named_columns = {*listed, *(named.get(role) for role in NAMES)} & set(names)
+    listed += [part for role in NAMES for part in _parts(role, named.get(role), names)]
+    named_columns = set(listed) & set(names)
     # A column that the caller names for one role is not considered for any other.
     by_lower = {name.lower(): name for name in reversed(names) if name not in named_columns}
 
@@ -124,8 +127,9 @@ def resolve_columns(
             return next((by_lower[common] for common in NAMES[role].split() if common in by_lower), None)
         if not name:
             return None
-        if name not in names:
-            raise ColumnError(f"no column '{name}' for the {role}", where=where, hint=nearest(str(name), names))
+        for part in _parts(role, name, names):
+            if part not in names:
+                raise ColumnError(f"no column '{part}' for the {role}", where=where, hint=nearest(str(part), names))
         return name
 
     single = {role: one(role) for role in NAMES if role != "query"}
@@ -151,6 +155,7 @@ def resolve_columns(
         item=single["item"],
         context={role: name for role in CONTEXT if (name := single[role]) is not None},
         absent=absent,
+        segments=_parts("segment", single["segment"], names),
     )
     _check(columns, names, where)
     return columns
@@ -169,7 +174,8 @@ def _as_in_training(
     for role, columns in trained.items():
         if chosen.get(role) is not None:
             continue
-        missing = [name for name in ([columns] if isinstance(columns, str) else columns) if name not in present]
+        single = _parts(role, columns, present) if isinstance(columns, str) else columns
+        missing = [name for name in single if name not in present]
         if role == "features" and missing and set(missing) <= set(saved_names(schema, FEATURE_NAMES_KEY)):
             continue  # the names of training are in a column of lists
         if role == "actions":
@@ -183,6 +189,13 @@ def _as_in_training(
         else:
             chosen[role], absent[role] = "", columns
     return chosen, absent
+
+
+def _parts(role: str, name: str | None, names: Collection[str]) -> tuple[str, ...]:
+    """Return the columns that a name stands for: several, with commas between them, may make a segment."""
+    if not name:
+        return ()
+    return tuple(as_names(name)) if role == "segment" and name not in names else (name,)
 
 
 def _check(columns: Columns, names: Sequence[str], where: object) -> None:

@@ -116,8 +116,9 @@ def read_log(
     common names (`request`, `position`, `click`, `features`, ...). An empty name means that there is no such column.
 
     - Rankers learn a vector for each value of a `categorical` column.
-    - A request may have a `query` (requests with the same query have the same items), a `segment`, a mark that its
-      order was `randomised`, the drawn arm of an experiment with `swaps` (such as `1-3`), and a `time`.
+    - A request may have a `query` (requests with the same query have the same items), a `segment` (one column, or
+      several with commas between them), a mark that its order was `randomised`, the drawn arm of an experiment with
+      `swaps` (such as `1-3`), and a `time`.
     - NaN in features is a missing value; it is an error with `missing="reject"`. Missing actions are 0.
     - If two rows of a request have the same item or position, this is an error. With `on_duplicates="first"` the first
       row is kept; with "sum" it also gets the actions of the others.

@@ -310,6 +310,7 @@ def _request_blocks(offsets: np.ndarray, max_rows: int) -> list[int]:
 # --- Segments ---------------------------------------------------------------------------------------------------------
 # Position bias by segment (such as phone and desktop): each position gets a different id in each segment.
 
+SEPARATOR = " + "  # between the values of several columns that make a segment, as in `phone + search`
 SHIFT = 20  # a position id has the position in its lowest 20 bits, and the number of the segment above them
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ultr.bias.identification import IDENTIFIED, INTERVALS
 from ultr.report.page import Card, Cards, Folded, Grid, Heading, Notes, Part, Plot, Section, Table, Text
-from ultr.report.plots import bar_plot, heat_map, line_plot
+from ultr.report.plots import bar_plot, heat_map, interval_plot, line_plot
 
 # Key in bias.json -> symbol and caption, for quantities that a run estimates by pair of positions.
 MATRICES = {
@@ -107,6 +107,11 @@ def _bias_of_run(bias: Mapping[str, Any], truth: Truth) -> list[Part]:
         caption = "Uneven weights reduce the effective number of pairs to this share."
         plots.append(
             bar_plot("Effective sample size", {"pairs": (names, shares)}, y="share", caption=caption, per_cent=True)
+        )
+    for column, deviation in bias.get("contexts", {}).items():
+        caption = "Looks at position 5, relative to the first position, over the average of all values; 95% intervals."
+        plots.append(
+            interval_plot(f"Examination by {column}", deviation["ratios"], x="times as often", caption=caption)
         )
     plots += [pair_map(key, bias[key], at) for key in MATRICES if key in bias]
     parts.append(Grid(plots))

@@ -62,9 +62,7 @@ def score_on_spark(
     selection = Selection(model.feature_names, tuple(model.vocabularies), given, model.columns, reading)
 
     def ids(schema: pa.Schema) -> Iterable[str | None]:
-        columns = selection.columns(schema, source)
-        context = (columns.context.get("query"), columns.context.get("segment"))
-        return (columns.request, columns.item, *context, *columns.categorical)
+        return selection.columns(schema, source).ids
 
     with atomic_path(out, overwrite=overwrite, folder=True) as folder:
         scratch = folder.parent / "scratch"  # in the temporary folder that atomic_path removes
@@ -139,7 +137,9 @@ class ScoringTask:
     def keys(self) -> dict[str, str]:
         """The columns that are written next to the score, by role, in the order of `Log.to_table`."""
         single = {role: getattr(self.columns, role) for role in ("request", "item", "position", "relevance")}
-        return {role: name for role, name in {**single, **self.columns.context}.items() if name is not None}
+        context = {role: name for role, name in self.columns.context.items() if role != "segment"}
+        segment = {"segment": self.columns.segments[0]} if len(self.columns.segments) == 1 else {}
+        return {role: name for role, name in {**single, **context, **segment}.items() if name is not None}
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         session = onnx_session(self.onnx, threads=1)

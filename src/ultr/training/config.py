@@ -89,7 +89,9 @@ class ColumnOptions(Section):
     query: str | None = Field(None, description="query; requests of one query show the same items")
     randomised: str | None = Field(None, description="mark of requests shown in random order")
     swaps: str | None = Field(None, description="drawn arm of an experiment with swaps, such as 1-3")
-    segment: str | None = Field(None, description="examination is estimated for each value; none: do not look for one")
+    segment: str | None = Field(
+        None, description="columns on which examination depends, such as device,surface; none: do not look for one"
+    )
     relevance: str | None = Field(None, description="true label, if it is known")
     weight: str | None = Field(None, description="weight of the request")
 

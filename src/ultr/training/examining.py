@@ -96,6 +96,7 @@ def _estimate(config: Config, data: Data) -> Examination:
     return estimate_examination(
         data.train,
         Label(data.label),
+        segments=data.segments,
         user=data.feeding_user,
         sessions=_sessions(config),
         seed=config.seed,

@@ -152,7 +152,7 @@ def finish(plan: Plan, run: Path, examined: Examined, fits: Sequence[Fitted], *,
         begin_stage("writing the results")
         ranker = combine(fits, plan.data, examined.examination)
         judge(plan.config, plan.data, ranker, examined, plan.findings, run, compared=compared)
-        write_bias_report(plan.config, plan.data, fits, ranker, run)
+        write_bias_report(plan.config, plan.data, fits, ranker, examined.examination, run)
         if plan.config.users is None and plan.data.test is not None and not compared:
             write_reference(run, plan.data.test)
         if plan.data.suspicious is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ultr.bias.audit import times_as_often
-from ultr.bias.examination import SOURCES
+from ultr.bias.examination import SOURCES, Examination
 from ultr.bias.identification import INTERVENED
 from ultr.bias.propensities import BIAS_FILE, read_bias_file, write_bias_file
+from ultr.bias.sharing import SHOWN_POSITION
+from ultr.log.columns import as_names
 from ultr.log.table import slot
 from ultr.methods import thresholds
 from ultr.training.combining import Ranker
@@ -20,13 +23,16 @@ from ultr.utils.stores import fetched
 
 NAMED = (2, 3, 5, 10, 20)  # the positions, by their order in the list, whose θ is told
 MOST_SEGMENTS = 3  # segments whose θ is told, at most
+MOST_VALUES = 6  # values of a column that are told, at most
 IMPRECISE = 0.1  # a standard error of θ above which more evidence would help
 NAMES = {"mlp": "a network", "linear": "a linear ranker"}
 FEATURES_ALONE = "features alone, by ultr bias"
 NOT_CONFIRMED = (SOURCES["strata"], FEATURES_ALONE)  # evidence of examination that the log cannot confirm
 
 
-def write_bias_report(config: Config, data: Data, fits: Sequence[Fitted], ranker: Ranker, out: Path) -> None:
+def write_bias_report(
+    config: Config, data: Data, fits: Sequence[Fitted], ranker: Ranker, examination: Examination | None, out: Path
+) -> None:
     """Write bias.json, if the method estimates bias: the report of the first fit, and the shares of the rankers."""
     fit = fits[0]
     if fit.report is None:
@@ -36,6 +42,10 @@ def write_bias_report(config: Config, data: Data, fits: Sequence[Fitted], ranker
         report["shares"] = ranker.shares
     if "theta_from" in report:
         report |= _origin_of_theta(config)
+        if examination is not None and examination.deviations:
+            names = as_names(data.segment or "") if len(examination.deviations) > 1 else [data.segment]
+            pairs = zip(names, examination.deviations, strict=True)
+            report["contexts"] = {name: asdict(deviation) for name, deviation in pairs}
         report["summary"] = _sentences(report, config, data)
     clicks_only = thresholds(config.method.name, data.label, config.method.options, ranker=fit.kind)
     if data.segments:
@@ -63,6 +73,8 @@ def _sentences(report: Mapping[str, Any], config: Config, data: Data) -> dict[st
     error = report.get("theta_standard_error")
     evidence = f"{report['theta_from']}" + ("" if error is None else f", with a standard error of {error:.1%}")
     sentences = {"users": _users(report, data.segments), "evidence": evidence}
+    if "contexts" in report:
+        sentences["contexts"] = "; ".join(_context(*each) for each in report["contexts"].items())
     if "rho" in report or "zeta" in report:
         sentences["trust"] = "higher positions are trusted more; feedback is corrected for that"
     if "shares" in report:
@@ -83,6 +95,17 @@ def _users(report: Mapping[str, Any], segments: tuple[str, ...]) -> str:
     shown = [f"{segment}: {_curve(curve)}" for segment, curve in [*curves.items()][:MOST_SEGMENTS]]
     more = f"; and {len(curves) - MOST_SEGMENTS} more segments" if len(curves) > MOST_SEGMENTS else ""
     return "; ".join(shown) + more
+
+
+def _context(column: str, deviation: Mapping[str, Any]) -> str:
+    """Return how the values of a column differ in how far down users look."""
+    if not deviation["size"]:
+        return f"no difference was found between the values of '{column}'"
+    ratios = (
+        f"{value or 'missing'} {middle:.2f} ({low:.2f} to {high:.2f})"
+        for value, (middle, low, high) in [*deviation["ratios"].items()][:MOST_VALUES]
+    )
+    return f"by '{column}', looks at position {SHOWN_POSITION:g} over the average: {', '.join(ratios)}"
 
 
 def _curve(theta: Mapping[str, float]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ from ultr.errors import ColumnError, OptionError, nearest
 from ultr.log.columns import ACTION_NAMES, NAMES, Columns, not_numbers
 from ultr.log.conditions import Condition, parse_conditions, utc_time
 from ultr.log.prepare.options import Preparation, parse_window
-from ultr.log.table import RESERVED
+from ultr.log.table import RESERVED, SEPARATOR
 
 Fetch = Callable[[Any], pa.Table]  # evaluate an Ibis expression on the engine
 
@@ -101,6 +102,9 @@ def impressions(table: Any, columns: Columns, *, time: str | None, where: object
     for role, name in columns.context.items():
         if role == "randomised":
             chosen[role] = number_column(table[name], what=role, where=where) != 0
+        elif role == "segment" and len(columns.segments) > 1:
+            texts = (id_column(table[each], what=role, where=where).cast("string") for each in columns.segments)
+            chosen[role] = reduce(lambda a, b: a + SEPARATOR + b, (text.coalesce("") for text in texts))
         else:
             chosen[role] = id_column(table[name], what=role, where=where)
     if time is not None:

@@ -1,0 +1,152 @@
+"""Estimates of examination in several contexts share strength: they are more precise, cover the truth, and say why."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from ultr.bias.estimators import ConditionalFit
+from ultr.bias.examination import Examination, estimate_examination
+from ultr.bias.sharing import SIZES, Slots, _log_density, share_strength
+from ultr.log import read_log
+from ultr.log.labels import Label
+from ultr.log.table import SEPARATOR, by_segment, slot
+from worlds.contexts import contexts
+
+PLACES = np.arange(1, 11)
+
+
+def make(seed: int, slopes: dict[str, float], *, errors: dict[str, float], bump: float = 0.0) -> tuple:
+    """Return θ by slot with errors, the slots, and the truth: log θ falls by a slope over log k in each context."""
+    rng = np.random.default_rng(seed)
+    names = [name for name in slopes for _ in PLACES]
+    positions = np.tile(PLACES, len(slopes)).astype(float)
+    truth = np.array([-slopes[name] * np.log(k) for name, k in zip(names, positions, strict=True)])
+    truth += bump * rng.normal(size=len(PLACES))[np.tile(PLACES, len(slopes)) - 1]
+    error = np.array([errors[name] for name in names])
+    y = truth + error * rng.normal(size=len(truth))
+    centre = np.eye(len(y))
+    centre[:, 0] -= 1  # relative to the first slot
+    covariance = centre @ np.diag(error**2) @ centre.T
+    fit = ConditionalFit(np.exp(centre @ y), 0.0, np.eye(len(y)), 0, covariance)
+    contexts = [*slopes]
+    return fit, Slots.of(positions, np.array([contexts.index(name) for name in names]), contexts), centre @ truth
+
+
+def test_a_small_context_gets_the_curve_of_the_others():
+    errors = {"phone": 0.05, "desk": 0.05, "tablet": 0.6}
+    alone, shared, chosen = [], [], []
+    for seed in range(30):
+        fit, slots, truth = make(seed, {"phone": 1.0, "desk": 1.0, "tablet": 1.0}, errors=errors)
+        found, (deviation,) = share_strength(fit, slots, slots)
+        last = slice(20, 30)
+
+        def error(theta: np.ndarray, last: slice = last, truth: np.ndarray = truth) -> float:
+            """Return the error of the shape of the last context, whatever its level."""
+            return float(np.std((np.log(theta) - truth)[last]))
+
+        alone.append(error(fit.theta))
+        shared.append(error(found.theta))
+        chosen.append(deviation.size)
+    assert np.mean(shared) < 0.3 * np.mean(alone)
+    assert np.mean(np.array(chosen) <= SIZES[1]) > 0.8  # examination does not depend on the column
+
+
+def test_the_curves_of_contexts_stay_apart_where_the_log_says_so():
+    slopes = {"phone": 1.4, "desk": 0.6, "tablet": 1.0}
+    fit, slots, truth = make(0, slopes, errors=dict.fromkeys(slopes, 0.05))
+    found, (deviation,) = share_strength(fit, slots, slots)
+    np.testing.assert_allclose(np.log(found.theta), truth, atol=0.15)
+    assert deviation.size > 0.1
+    ratio = {name: 5.0 ** (1.0 - slope) for name, slope in slopes.items()}  # at position 5, over the mean
+    for name, (middle, low, high) in deviation.ratios.items():
+        assert low < ratio[name] < high
+        assert middle == pytest.approx(ratio[name], rel=0.15)
+
+
+@pytest.mark.parametrize("bump", [0.0, 0.2])
+def test_intervals_cover_the_truth(bump):
+    slopes = {
+        f"{a}{SEPARATOR}{b}": 1 + x + z for a, x in (("p", 0.2), ("d", -0.2)) for b, z in (("s", 0.1), ("h", -0.1))
+    }
+    errors = dict(zip(slopes, (0.05, 0.1, 0.2, 0.4), strict=True))
+    inside = []
+    for seed in range(60):
+        fit, slots, truth = make(seed, slopes, errors=errors, bump=bump)
+        found, _ = share_strength(fit, slots, slots)
+        error = np.sqrt(np.maximum(found.covariance().diagonal(), 1e-12))
+        inside.append((np.abs(np.log(found.theta) - truth) <= 1.96 * error)[1:])
+    assert 0.90 < np.mean(inside) < 0.99
+
+
+def test_columns_that_do_not_matter_are_told_from_those_that_do():
+    matters, not_matters = [], []
+    for seed in range(20):
+        slopes = {f"{a}{SEPARATOR}{b}": 1 + x for a, x in (("p", 0.3), ("d", -0.3)) for b in ("yes", "no")}
+        fit, slots, _ = make(seed, slopes, errors=dict.fromkeys(slopes, 0.1))
+        _, (device, login) = share_strength(fit, slots, slots)
+        matters.append(device.size)
+        not_matters.append(login.size)
+    assert min(matters) >= 0.1
+    assert np.mean(np.array(not_matters) <= 0.05) >= 0.8
+
+
+def test_a_combination_has_a_curve_of_its_own_only_if_it_needs_one():
+    values = [f"{a}{SEPARATOR}{b}" for a in "pd" for b in "sh"]
+    odd = {values[0]: 1.8, values[1]: 1.0, values[2]: 1.0, values[3]: 1.0}
+    fit, slots, truth = make(1, odd, errors=dict.fromkeys(values, 0.05))
+    found, _ = share_strength(fit, slots, slots)
+    assert np.abs(np.log(found.theta) - truth).max() < 0.2
+
+
+def test_slots_without_an_estimate_get_that_of_their_values():
+    slopes = {"phone": 1.0, "desk": 1.0}
+    fit, slots, truth = make(2, slopes, errors=dict.fromkeys(slopes, 0.02))
+    theta = fit.theta.copy()
+    theta[15:] = np.nan
+    found, _ = share_strength(ConditionalFit(theta, 0.0, fit.information, 0, fit.spread), slots, slots)
+    np.testing.assert_allclose(np.log(found.theta), truth, atol=0.2)
+    assert (found.covariance().diagonal()[15:] > fit.covariance().diagonal()[15:].min()).all()
+
+
+def test_the_posterior_is_that_of_a_normal_model():
+    """With one context and a wide prior, θ is the estimate itself; the density is that of scipy."""
+    rng = np.random.default_rng(0)
+    root = rng.normal(size=(4, 4))
+    covariance, y = root @ root.T + np.eye(4), rng.normal(size=4)
+    zero = stats.multivariate_normal(np.zeros(4), covariance)
+    assert _log_density(y, covariance) - _log_density(2 * y, covariance) == pytest.approx(
+        zero.logpdf(y) - zero.logpdf(2 * y)
+    )
+    fit, slots, _ = make(3, {"all": 1.0}, errors={"all": 0.01})
+    found, _ = share_strength(fit, slots, slots)
+    np.testing.assert_allclose(found.theta, fit.theta, rtol=0.03)
+
+
+def test_values_with_the_separator_in_them_are_one_column():
+    slots = Slots.of(np.array([1.0, 2.0]), np.arange(2), ["a + b", "a"])
+    assert slots.values == (("a", "a + b"),)
+
+
+def test_a_log_with_two_columns_is_estimated_near_the_truth():
+    table, truth = contexts(30_000, seed=5)
+    log, segments = by_segment(read_log(table, segment="device,surface", randomised="random", features=[]))
+    found = estimate_examination(log, Label("click"), segments=segments)
+    theta = {slot(k, segments): value for k, value in found.by_position().items()}
+    off = [np.log(theta[k] / theta[f"1@{k.partition('@')[2]}"] / truth[k]) for k in theta]
+    assert np.sqrt(np.mean(np.square(off))) < 0.12
+    ratios = found.deviations[0].ratios
+    assert ratios["desk"][1] > 1.2  # the lower end of the interval
+    assert ratios["phone"][2] < 0.85
+
+
+def test_an_estimate_with_deviations_is_read_as_it_was_written(tmp_path):
+    table, _ = contexts(3000)
+    log, segments = by_segment(read_log(table, segment="device,login", randomised="random", features=[]))
+    found = estimate_examination(log, Label("click"), segments=segments)
+    found.save(tmp_path / "examination.json")
+    again = Examination.load(tmp_path / "examination.json")
+    assert again.deviations == found.deviations
+    assert len(again.deviations) == 2
+    np.testing.assert_array_equal(again.theta, found.theta)
