@@ -69,8 +69,10 @@ def test_the_index_is_finite_symmetric_and_not_negative(counts):
 def test_quiet_days_are_not_found_whatever_their_size():
     found = [
         name
-        for seed in range(40)
-        for name in names(make_log(seed), make_log(1000 + seed, requests=[20, 100, 800][seed % 3]))
+        for seed in range(60)
+        for name in names(
+            make_log(seed, requests=60 + 740 * (seed % 2)), make_log(1000 + seed, requests=[20, 100, 800][seed % 3])
+        )
     ]
     assert found == []
 

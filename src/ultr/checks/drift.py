@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import chdtri
 
 from ultr.checks.pitfalls import Pitfall, names_of
 from ultr.log import Log
@@ -19,7 +20,7 @@ from ultr.log.splits import as_texts
 
 BINS = 10  # of a number; also the values of a number that has no more
 MOVED = 0.25  # least index of a distribution that has changed
-CHANCE = 4.0  # times the index that chance gives in the mean
+CHANCE = 1e-5  # probability that chance moves a distribution as far
 USUAL = 9.0  # times the largest index from one known log to the next: a trend has that after three steps
 FAR = 5.0  # an index of nearly disjoint distributions, which no trend explains
 OTHER_RATE = 1.5  # factor of the feedback by request
@@ -60,21 +61,24 @@ def changes(known: Sequence[Log], new: Log, label: Label) -> Iterator[Change]:
     if not before or not all(map(len, (*before, new))):
         return
     for name, samples, sizes, what, features in _columns([*before, new], label):
-        *usual, (index, chance) = (_moved(samples[k : k + 2], sizes[k : k + 2]) for k in range(len(before)))
-        farthest = max(index - chance for index, chance in usual)
-        yield Change(name, index, max(MOVED, CHANCE * chance, min(USUAL * farthest, FAR)), what(), features)
+        few = _few_values(samples[:-1])
+        *usual, (index, _chance, most) = (_moved(samples[k : k + 2], sizes[k : k + 2], few) for k in range(len(before)))
+        farthest = max(index - chance for index, chance, _ in usual)
+        yield Change(name, index, max(MOVED, most, min(USUAL * farthest, FAR)), what(), features)
 
 
-def _moved(samples: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[float, float]:
-    """Return the stability index of two samples, and the mean that chance gives.
+def _moved(samples: Sequence[np.ndarray], sizes: Sequence[int], few: np.ndarray | None) -> tuple[float, float, float]:
+    """Return the stability index of two samples, the mean that chance gives, and what it rarely exceeds by chance.
 
-    Numbers are binned by the first sample, so that a steady trend moves each day as far as the day before.
+    Numbers are binned by value, if they have few, or else by the deciles of the first sample, so that a steady trend
+    moves each day as far as the day before.
     """
-    codes = samples if samples[0].dtype.kind == "i" else _binned(*samples)
+    codes = samples if samples[0].dtype.kind == "i" else _binned(samples[0], samples[1], few)
     width = max(int(each.max(initial=0)) for each in codes) + 1
     counts = np.stack([np.bincount(each, minlength=width) for each in codes]).astype(np.float64)
-    before, after = counts[:, counts.any(0)]
-    return stability_index(before, after), (len(before) - 1) * (1 / sizes[0] + 1 / sizes[1])
+    first, last = counts[:, counts.any(0)]
+    freedom, scale = len(first) - 1, 1 / sizes[0] + 1 / sizes[1]
+    return stability_index(first, last), freedom * scale, float(chdtri(max(freedom, 1), CHANCE)) * scale
 
 
 def stability_index(before: np.ndarray, after: np.ndarray) -> float:
@@ -146,14 +150,18 @@ def _median(values: np.ndarray) -> float:
     return float(np.median(present)) if len(present) else float("nan")
 
 
-def _binned(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return codes of numbers by deciles of the first sample, or by value if it has few; 0 if missing."""
-    present = before[~np.isnan(before)]
-    known = np.unique(present)
-    if len(known) > BINS:
-        edges = np.unique(np.quantile(present, np.arange(1, BINS) / BINS))
+def _few_values(samples: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Return the values of all samples; None if they are many, or codes."""
+    values = np.unique(np.concatenate([np.unique(each) for each in samples]))
+    return values[~np.isnan(values)] if samples[0].dtype.kind == "f" and len(values) <= BINS else None
+
+
+def _binned(before: np.ndarray, after: np.ndarray, few: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return codes of numbers, 0 if missing."""
+    if few is None:
+        edges = np.unique(np.quantile(before[~np.isnan(before)], np.arange(1, BINS) / BINS))
     else:  # numbers between two of the values have bins of their own
-        edges = np.sort(np.concatenate([known, np.nextafter(known, np.inf)]))
+        edges = np.sort(np.concatenate([few, np.nextafter(few, np.inf)]))
 
     def code(values: np.ndarray) -> np.ndarray:
         return np.where(np.isnan(values), 0, 1 + np.searchsorted(edges, values, "right"))

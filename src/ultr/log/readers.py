@@ -279,7 +279,8 @@ def _read_files(source: Source, named: dict[str, Any], reading: Reading) -> Log:
                 options = {"filesystem": file.filesystem, "memory_map": True, "partitioning": None}
                 return pq.read_table(file.path, columns=names, **options)
             if source.kind == "CSV":
-                return pa.csv.read_csv(file.stream(), **_csv_settings(file, dict.fromkeys(ids, pa.string()), names))
+                settings = _csv_settings(file, dict.fromkeys(ids, pa.string()), names)
+                return pa.csv.read_csv(file.stream(), **settings)
             if source.kind == "Arrow":
                 table = file.arrow().read_all()
             elif blocks := list(json_blocks(file, None)):
@@ -329,7 +330,8 @@ def csv_records(
     file: SourceFile, types: Mapping[str, Any], names: Sequence[str] = (), *, block_bytes: int | None = None
 ) -> Any:
     """Open a CSV or TSV file, gzipped or not, as record batches with its columns, or those in `names`."""
-    return pa.csv.open_csv(file.stream(), **_csv_settings(file, types, names, block_bytes or CSV_BYTES))
+    settings = _csv_settings(file, types, names, block_bytes or CSV_BYTES)  # it reads the first line of the file
+    return pa.csv.open_csv(file.stream(), **settings)
 
 
 def _csv_settings(
@@ -676,7 +678,7 @@ def _csv_types(source: Source, columns: Columns, names: Sequence[str]) -> dict[s
     A first pass over the ids of all files checks whether they are whole numbers.
     """
     types = {name: pa.string() for name in columns.ids if name in names}
-    whole, schemas = set(types), []
+    whole, schemas = set(types) - {*columns.categorical}, []
     for file in source.files:
         with as_data_error(file, "CSV"):
             for record in csv_records(file, types, list(whole)) if whole else ():
