@@ -53,6 +53,31 @@ def findings_of(chosen: Config, out) -> dict[str, str]:
     return found
 
 
+def by_day(days: int = 6) -> pd.DataFrame:
+    """A log whose requests are spread over days, in the order of their ids."""
+    data = frame()
+    return data.assign(time=pd.Timestamp("2026-03-01") + pd.to_timedelta(data["request"] * days // REQUESTS, unit="D"))
+
+
+def without_feedback(data: pd.DataFrame, *days: int) -> pd.DataFrame:
+    silent = data["time"].dt.day.isin(days)
+    return data.assign(click=data["click"].where(~silent, 0), dwell=data["dwell"].where(~silent, 0))
+
+
+def test_days_without_feedback_are_found(tmp_path):
+    split = {"split": "time", "time": "time"}
+    (tmp_path / "a").mkdir()
+    found = findings_of(config(without_feedback(by_day(), 2), tmp_path / "a", **split), tmp_path / "run")
+    assert found["no feedback"] == "the label is 0 in all requests of 2026-03-02"
+    (tmp_path / "b").mkdir()
+    chosen = config(without_feedback(by_day(10), 10), tmp_path / "b", **split)
+    assert "test requests" in findings_of(chosen, tmp_path / "run-2")["no feedback"]
+    later = config(without_feedback(by_day(), 5, 6), tmp_path, **split)
+    assert findings_of(later, tmp_path / "run-3")["no feedback"] == (
+        "the label is 0 in all 50 validation and 50 test requests, which cannot choose or judge"
+    )
+
+
 def test_a_feature_that_follows_a_click_stops_training(tmp_path):
     leak = config(frame(), tmp_path, columns={"features": "f1,dwell"})
     with pytest.raises(DataError, match="features follow the feedback on their item") as raised:

@@ -10,6 +10,7 @@ from ultr.checks.leaks import find_leaks
 from ultr.checks.pitfalls import CHECKS, TRAINING_CHECKS, Check, Pitfall, find_bots, find_pitfalls
 from ultr.errors import DataError
 from ultr.log import Log
+from ultr.log.build import DAY
 from ultr.log.cleaning import SUSPICIOUS_FILE
 from ultr.log.labels import Label
 from ultr.log.sampling import sample_log
@@ -19,6 +20,8 @@ from ultr.training.data import Data
 
 CHECKED_ROWS, CHECKED_NUMBERS = 50_000, 1_000_000  # most rows, and rows times features, whose features are checked
 COUNTED_ROWS = 1_000_000  # most rows in which bots and repeated items are looked for
+EXPECTED_CLICKS = 20  # rows with feedback that a day without any should have, to be a finding
+SHOWN_DAYS = 3
 ONE_ITEM = (
     "a request with one item shows how good the item is, but not which of two items is better: pointwise methods learn "
     "from it, and pairwise and listwise methods do not"
@@ -31,7 +34,7 @@ def check(config: Config, data: Data) -> list[Pitfall]:
     With `allow_leaks`, such features are only a finding. Samples are checked, so this takes about a second.
     """
     log = data.train
-    pitfalls = _one_item(log)
+    pitfalls = [*_one_item(log), *_without_feedback(config, data)]
     if data.suspicious is not None:
         what = f"{len(data.suspicious):,} requests with impossible click rates are left out"
         pitfalls.append(Pitfall("suspicious requests", what, f"their ids are written to {SUSPICIOUS_FILE} in the run"))
@@ -64,6 +67,33 @@ def check_pairs(config: Config, kind: str, log: Log) -> None:
         hint = "use a request id that all items shown together share, or --method direct or pointwise"
         what = f"all {len(log):,} requests have one item, so '{method}' has no order to learn from: {ONE_ITEM}"
         raise DataError(what, where=config.data.source or None, hint=hint)
+
+
+def _without_feedback(config: Config, data: Data) -> list[Pitfall]:
+    """Return a finding if a part of the requests, or a day, has no feedback at all."""
+    if config.users is not None or config.simulation.learn_from != "feedback":
+        return []
+    label = Label(data.label)
+    found = {"train": data.train, "validation": data.validation, "test": data.test}
+    logs = {name: log for name, log in found.items() if log is not None and len(log)}
+    positive = {name: np.asarray(label(log.actions)) > 0 for name, log in logs.items()}
+    hint = "feedback of the last days may not be there yet: leave them out with --where, or correct the log"
+    silent_parts = [name for name in logs if not positive[name].any()]
+    if silent_parts:
+        parts = " and ".join(f"{len(logs[name]):,} {name}" for name in silent_parts)
+        return [Pitfall("no feedback", f"the label is 0 in all {parts} requests, which cannot choose or judge", hint)]
+    if not all("time" in log.context for log in logs.values()):
+        return []
+    times = np.concatenate([np.asarray(log.context["time"].to_numpy(zero_copy_only=False)) for log in logs.values()])
+    clicked = [np.add.reduceat(positive[name], log.offsets[:-1], dtype=float) for name, log in logs.items()]
+    days, day = np.unique(times // DAY, return_inverse=True)
+    requests, clicks = np.bincount(day), np.bincount(day, np.concatenate(clicked))
+    silent = days[(clicks == 0) & (requests * clicks.sum() / requests.sum() > EXPECTED_CLICKS)]
+    if not len(silent):
+        return []
+    texts = [f"{np.datetime64(int(each), 'D')}" for each in silent[:SHOWN_DAYS].tolist()]
+    more = f" and {len(silent) - SHOWN_DAYS} more" if len(silent) > SHOWN_DAYS else ""
+    return [Pitfall("no feedback", f"the label is 0 in all requests of {', '.join(texts)}{more}", hint)]
 
 
 def _one_item(log: Log) -> list[Pitfall]:
