@@ -53,7 +53,7 @@ from ultr.bias.estimators import (
     standard_error,
 )
 from ultr.bias.logging_policy import logging_score, strata_of
-from ultr.bias.sharing import Deviation, Slots, share_strength
+from ultr.bias.sharing import MOST_SLOTS, Deviation, Slots, share_strength
 from ultr.datasets.users import User
 from ultr.errors import DataError
 from ultr.lists import Lists
@@ -234,9 +234,10 @@ def estimate_examination(
         conditional = fit_conditional(cells.pooled(pool))
         if best is not None and best.others is not None:
             conditional = _merged(conditional, best.others.pooled(pool))
-        if 1 < len(segments) > ids[-1] >> SHIFT:  # all segments have names
-            slots = _slots(ids, segments)
-            conditional, deviations = share_strength(conditional, slots.pooled(pool, shown_at), slots)
+        named = ids[-1] >> SHIFT < len(segments)
+        if len(segments) > 1 and named and len(ids) <= MOST_SLOTS:
+            slots, anchor = _slots(ids, segments), int(clicks.argmax())
+            conditional, deviations = share_strength(conditional, slots.pooled(pool, shown_at), slots, anchor=anchor)
             pool = np.arange(len(ids))
         theta = largest_one(conditional.theta, np.bincount(pool, clicks))[pool]
         zeta, moved, covariance = np.zeros(len(ids)), conditional.moved, _of_pools(conditional, pool)

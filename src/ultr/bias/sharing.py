@@ -30,6 +30,7 @@ BEND = 0.25  # variance of a deviation around its slope, by log k, relative to t
 SIZES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)  # standard deviations of the slopes of deviations that are tried
 LEAST_GAIN = 2.0  # of the log-likelihood, for combinations of values to have curves of their own
 ROUNDS = 3
+MOST_SLOTS = 1_000  # with more, segments do not share strength: matrices have an entry for each pair
 FLOOR = 1e-6  # variance of an estimate beside its error
 SHOWN_POSITION = 5.0  # deviations are told for this position, relative to the first
 Z = 1.96
@@ -77,8 +78,10 @@ class Deviation:
         return Deviation(float(content["size"]), ratios)  # type: ignore[arg-type]
 
 
-def share_strength(fit: ConditionalFit, slots: Slots, wanted: Slots) -> tuple[ConditionalFit, tuple[Deviation, ...]]:
-    """Return θ at the `wanted` slots, relative to the first, from estimates at `slots`, and the columns' deviations.
+def share_strength(
+    fit: ConditionalFit, slots: Slots, wanted: Slots, *, anchor: int = 0
+) -> tuple[ConditionalFit, tuple[Deviation, ...]]:
+    """Return θ at the `wanted` slots, relative to the `anchor`, from estimates at `slots`, and columns' deviations.
 
     The estimates are taken as normal around log θ, with their covariance; slots may lack one.
     """
@@ -91,9 +94,10 @@ def share_strength(fit: ConditionalFit, slots: Slots, wanted: Slots) -> tuple[Co
     across = _sum(_shared(wanted, known), _kernels(wanted, known), sizes)
     gain = linalg.solve(covariance, across.T, assume_a="pos").T
     log_theta, spread = gain @ y, _sum(_shared(wanted, wanted), _kernels(wanted, wanted), sizes) - gain @ across.T
-    log_theta, spread = log_theta - log_theta[0], spread - spread[0] - spread[:, :1] + spread[0, 0]
+    log_theta = log_theta - log_theta[anchor]
+    spread = spread - spread[anchor] - spread[:, [anchor]] + spread[anchor, anchor]
     deviations = (_deviation(known, j, sizes[j], y, covariance) for j in range(len(slots.values)))
-    return ConditionalFit(np.exp(log_theta), fit.moved, fit.information, 0, spread), tuple(deviations)
+    return ConditionalFit(np.exp(log_theta), fit.moved, fit.information, anchor, spread), tuple(deviations)
 
 
 def _shared(a: Slots, b: Slots) -> np.ndarray:
