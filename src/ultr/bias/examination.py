@@ -10,8 +10,8 @@ differs. So
 
 Requests in random order, and items that were shown at several positions, separate the two without features
 (`best_source`). They are used if the log has enough of them. Positions with few clicks share one θ with their
-neighbours (`estimators.pools`), and segments share strength (`sharing`). Memory depends on strata and positions, not on
-rows.
+neighbours (`estimators.pools`), and segments of several columns share strength (`sharing`). Memory depends on strata and
+positions, not on rows.
 """
 
 from __future__ import annotations
@@ -234,9 +234,9 @@ def estimate_examination(
         conditional = fit_conditional(cells.pooled(pool))
         if best is not None and best.others is not None:
             conditional = _merged(conditional, best.others.pooled(pool))
-        named = ids[-1] >> SHIFT < len(segments)
-        if len(segments) > 1 and named and len(ids) <= MOST_SLOTS:
-            slots, anchor = _slots(ids, segments), int(clicks.argmax())
+        slots = _slots(ids, segments)
+        if slots is not None:
+            anchor = int(clicks.argmax())
             conditional, deviations = share_strength(conditional, slots.pooled(pool, shown_at), slots, anchor=anchor)
             pool = np.arange(len(ids))
         theta = largest_one(conditional.theta, np.bincount(pool, clicks))[pool]
@@ -250,9 +250,16 @@ def estimate_examination(
     )
 
 
-def _slots(ids: np.ndarray, segments: Sequence[str]) -> Slots:
+def _slots(ids: np.ndarray, segments: Sequence[str]) -> Slots | None:
+    """Return the slots of position ids; None if segments are not those of several columns, or too many.
+
+    Values of one column have the clicks for curves of their own, or else are not found to be segments.
+    """
+    if len(segments) < 2 or ids[-1] >> SHIFT >= len(segments) or len(ids) > MOST_SLOTS:
+        return None
     in_list = ids & ((1 << SHIFT) - 1)
-    return Slots.of(in_list - in_list.min() + 1, ids >> SHIFT, segments)
+    slots = Slots.of(in_list - in_list.min() + 1, ids >> SHIFT, segments)
+    return slots if len(slots.values) > 1 else None
 
 
 def _merged(random: ConditionalFit, others: Counts) -> ConditionalFit:
