@@ -10,7 +10,7 @@ differs. So
 
 Requests in random order, and items that were shown at several positions, separate the two without features
 (`best_source`). They are used if the log has enough of them. Positions with few clicks share one θ with their
-neighbours (`estimators.pools`), and segments of several columns share strength (`sharing`). Memory depends on strata and
+neighbours (`estimators.pools`); segments of several columns share strength (`sharing`). Memory depends on strata and
 positions, not on rows.
 """
 
