@@ -7,8 +7,8 @@ log θ of position k in a context is a sum of curves over log k:
 a is the curve that all contexts share, and o a level. b_j says how the curve of each value of a column deviates, and d
 how that of a combination of values does. b_j and d are normal around 0, so that a context with few clicks has nearly
 the curve that its values suggest. How much they vary is what makes the estimates of the contexts, with their errors,
-likely. A column on which examination does not depend has little or no part. Combinations have one only if they make
-the estimates much more likely.
+most likely. A column on which examination does not depend has little or no part, and combinations have one only if they
+make the estimates much more likely.
 """
 
 from __future__ import annotations
