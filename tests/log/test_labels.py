@@ -3,13 +3,14 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ultr.errors import LabelError
-from ultr.log.labels import Label
+from ultr.log.labels import DEFAULT_LABEL, Label, click_label, default_label
 
 ACTIONS = {
     "click": np.array([0.0, 1.0, 1.0, 0.0]),
@@ -29,7 +30,7 @@ EXPRESSIONS = [
     ("min(dwell, 5) + max(click, like, 0.5)", np.minimum(DWELL, 5) + np.maximum(np.maximum(CLICK, LIKE), 0.5)),
     ("sqrt(dwell) ** 2 - -click", np.sqrt(DWELL) ** 2 + CLICK),
     ("abs(click - like) * max(2, 3) * min(1, 2)", np.abs(CLICK - LIKE) * 3),
-    ("click * exp(log(2))", CLICK * 2),
+    ("click * exp(log(2)) + log(dwell + 1)", CLICK * 2 + np.log(DWELL + 1)),
 ]  # fmt: skip
 
 
@@ -39,6 +40,34 @@ def test_a_label_equals_its_arithmetic_in_numpy_and_torch(expression, expected):
     np.testing.assert_allclose(label(ACTIONS), expected, rtol=1e-12)
     tensors = {name: torch.from_numpy(values) for name, values in ACTIONS.items()}
     np.testing.assert_allclose(label(tensors).numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("expression", "expected"), [*EXPRESSIONS, ("max(dwell, 1, 2) / min(2, dwell + 1)", None)])
+def test_a_label_is_the_same_on_an_engine(expression, expected):
+    ibis = pytest.importorskip("ibis")
+    label, table = Label(expression), ibis.memtable(pa.table(ACTIONS))
+    found = table.select(label=label.on_engine({name: table[name] for name in ACTIONS})).to_pyarrow()["label"]
+    np.testing.assert_allclose(found.to_numpy(), label(ACTIONS) if expected is None else expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("actions", "click", "default"),
+    [
+        (["dwell", "Clicks", "like"], "Clicks", "Clicks"),
+        (["like", "clicked", "click"], "clicked", "clicked"),
+        (["like", "watch"], "like", "like"),
+        (["dwell", "click"], "click", DEFAULT_LABEL),
+        (["dwell"], "dwell", "dwell"),
+        (["add to cart"], "`add to cart`", "`add to cart`"),
+        (["class"], "`class`", "`class`"),
+        (["max"], "`max`", "`max`"),
+        ([], DEFAULT_LABEL, DEFAULT_LABEL),
+    ],
+)
+def test_the_label_of_a_log_follows_from_its_actions(actions, click, default):
+    assert click_label(iter(actions)) == click
+    assert default_label(iter(actions)) == default
+    assert Label(click).actions == (("click", "dwell") if click == DEFAULT_LABEL else (click.strip("`"),))
 
 
 def test_single_precision_stays_single_and_counts_become_floats():
@@ -79,6 +108,9 @@ def test_it_knows_the_actions_it_reads():
         ("click" + " + click" * 500, "1 to 1000 characters"),
         ("-" * 100 + "click", "nested deeper|cannot be parsed"),
         ("(" * 400 + "click" + ")" * 400, "cannot be parsed|nested deeper"),
+        ("1 / (" * 55 + "click" + ")" * 55, "nested deeper than 50"),
+        ("(" * 55 + "click" + " < 1)" * 55, "nested deeper than 50"),
+        ("(1 < " * 55 + "click" + ")" * 55, "nested deeper than 50"),
     ],
 )
 def test_text_that_is_not_a_label_is_an_error(expression, message):
@@ -181,8 +213,8 @@ def test_lengths_and_depths_up_to_their_bounds_are_taken(expression, taken):
         ("exp()", "calls exp with 0 arguments; use one argument"),
         ("clip(click)", r"use clip\(x, low, high\)"),
         ("clip(click, 0, 1, 2)", "calls clip with 4 arguments"),
-        ("max(click)", "use two or more"),
-        ("max()", "use two or more"),
+        ("max(click)", "use two or more arguments$"),
+        ("max()", "use two or more arguments$"),
         ("None * click", "contains None"),
         ("b'1' * click", "not a number"),
         ("2j * click", "not a number"),
