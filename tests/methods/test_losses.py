@@ -13,6 +13,7 @@ from torch.nn.functional import binary_cross_entropy, cross_entropy
 from ultr.evaluation.metrics import dcg_metric, ndcg_metric
 from ultr.methods.losses import (
     gaps,
+    lambdaloss_weights,
     lambdarank_weights,
     logistic_loss,
     pairwise_loss,
@@ -69,6 +70,45 @@ def test_lambdarank_weights_a_pair_by_the_change_of_the_metric(gain, normalise, 
         counts = where[:, i] & where[:, j] & (labels[:, i] > labels[:, j])
         expected = torch.where(counts, change, 0.0)
         torch.testing.assert_close(weights[:, i, j], expected, atol=1e-12, rtol=1e-9)
+
+
+@given(batches())
+def test_lambdaloss_weights_a_pair_by_its_labels_and_how_far_apart_it_is(case):
+    scores, labels, where = case
+    weights = lambdaloss_weights(scores, torch.where(where, labels, torch.nan), where=where)
+    for b in range(len(scores)):
+        items = torch.where(where[b])[0].tolist()
+        rank = {i: r for r, i in enumerate(sorted(items, key=lambda i: -scores[b, i]), 1)}
+        best = sorted((float(labels[b, i]) for i in items), reverse=True)
+        ideal = sum(label / np.log2(1 + r) for r, label in enumerate(best, 1))
+        for i, j in itertools.product(range(scores.shape[1]), repeat=2):
+            expected = 0.0
+            if i in rank and j in rank and labels[b, i] > labels[b, j]:
+                apart = abs(rank[i] - rank[j])
+                gap = float(labels[b, i] - labels[b, j])
+                expected = len(items) * gap / ideal * (1 / np.log2(1 + apart) - 1 / np.log2(2 + apart))
+            assert weights[b, i, j].item() == pytest.approx(expected)
+
+
+@given(batches())
+def test_weights_of_items_multiply_the_terms_of_a_loss(case):
+    scores, labels, where = case
+    rng = np.random.default_rng(3)
+    targets, item_weights = labels / 4, torch.from_numpy(rng.uniform(0.5, 3, scores.shape)).requires_grad_()
+    one = torch.eye(scores.shape[1], dtype=torch.bool)
+    for loss in (
+        pointwise_loss,
+        logistic_loss,
+        lambda s, *rest, **more: product_logistic_loss(s, 0.5 * s, *rest, **more),
+    ):
+        alone = torch.stack([loss(scores, targets, where=where & item) for item in one])  # the loss of each column
+        same = item_weights.detach()[0].expand_as(scores)  # a column has one weight
+        weighted = loss(scores, targets, where=where, item_weights=same)
+        torch.testing.assert_close(weighted, (same[0] * alone).sum())
+        spoilt = torch.where(where, item_weights, torch.nan)
+        found = loss(scores.clone().requires_grad_(), targets, where=where, item_weights=spoilt)
+        assert torch.isfinite(found)
+        assert torch.autograd.grad(found, item_weights, allow_unused=True) == (None,)
 
 
 @given(batches())
@@ -199,6 +239,7 @@ def test_weights_of_pairs_have_no_gradient():
     assert pair_weights.grad is None
     labels, where = torch.arange(8.0).view(2, 4), torch.ones(2, 4, dtype=torch.bool)
     assert not lambdarank_weights(scores, labels, where=where).requires_grad
+    assert not lambdaloss_weights(scores, labels, where=where).requires_grad
 
 
 def test_lambdarank_has_linear_normalised_gains_by_default():
