@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training.gpu.test_stack import BIAS_MODELS, VARIANTS
+from training.test_stack import BIAS_MODELS, VARIANTS
 
 from conftest import make_shown_log
 from lists_folder import write_lists
