@@ -41,8 +41,8 @@ from ultr.methods.counterfactual import IPW
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feed, FeedStack
-from ultr.training.gpu.stack import Stack
 from ultr.training.loop import TrainingState, graphed_steps, precision, start, take_step
+from ultr.training.together import Stack
 
 ITEMS = 10
 BOUND, GPU_BOUND = 1.3, 1.5  # the longest step, in times of its passes

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import ultr
-from ultr.serving.http.options import ServerOptions
+from ultr.serving.http import ServerOptions
 from ultr.serving.http.workers import STOP_SECONDS
 
 ROOT = Path(__file__).parents[1]

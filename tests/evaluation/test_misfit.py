@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ultr.datasets.users import make_user, simulate_log
-from ultr.evaluation.comparing import compare_rankers
-from ultr.evaluation.misfit import STOPS, TRUSTS, misfit
+from ultr.evaluation.comparing import STOPS, TRUSTS, compare_rankers, misfit
 from ultr.evaluation.off_policy import fit_direct
 from ultr.log import Log
 

@@ -11,7 +11,7 @@ from ultr.datasets.synthetic import make_synthetic
 from ultr.errors import DataError
 from ultr.experiments import EXPERIMENTS, QUICK, Lab, live
 from ultr.experiments.lab import DIRECTION, HELD, NOT, REVERSED
-from ultr.training.comparing.workers import Workers
+from ultr.training.comparing.tasks import Workers
 
 SMALL = make_synthetic(requests=(120, 10, 10))
 TINY = live.LiveOptions(

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 from ultr import __version__
-from ultr.experiments import docs
-from ultr.experiments.docs import pages, provenance, write_docs
-from ultr.experiments.lab import HELD, QUICK, Claim, ExperimentResult, Lab
+from ultr.experiments import lab
+from ultr.experiments.lab import HELD, QUICK, Claim, ExperimentResult, Lab, pages, provenance, write_docs
 from ultr.experiments.paper import TableRow
 from ultr.experiments.tables import table_section
 from ultr.report.bias import pair_map
 from ultr.report.page import Code, Grid, Heading, Notes, Section, Table, Text
 from ultr.report.plots import dot_plot, heat_map, line_plot
 from ultr.training.comparing.results import Comparison, Row, Setting, with_tests
-from ultr.training.comparing.workers import Workers
+from ultr.training.comparing.tasks import Workers
 from ultr.utils.jsonfiles import load_json, read_json
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -206,12 +205,12 @@ def test_other_parts_are_left_out(tmp_path):
 
 def test_the_commit_is_that_of_the_sources(monkeypatch):
     monkeypatch.delenv("GIT_COMMIT", raising=False)
-    assert re.fullmatch(r"[0-9a-f]{12}\+?|unknown", docs._commit())
+    assert re.fullmatch(r"[0-9a-f]{12}\+?|unknown", lab._commit())
 
 
 def test_the_commit_of_a_copy_of_the_sources_is_in_the_environment(monkeypatch):
     monkeypatch.setenv("GIT_COMMIT", "fedcba987654")
-    assert docs._commit() == "fedcba987654"
+    assert lab._commit() == "fedcba987654"
     assert provenance("a command")["commit"] == "fedcba987654"
 
 
@@ -219,10 +218,10 @@ def test_the_commit_of_a_copy_of_the_sources_is_in_the_environment(monkeypatch):
 def test_the_commit_is_unknown_without_git(monkeypatch, tmp_path, program):
     monkeypatch.delenv("GIT_COMMIT", raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.setattr(docs, "__file__", str(tmp_path / "docs.py"))
+    monkeypatch.setattr(lab, "__file__", str(tmp_path / "lab.py"))
     if program == "missing":
         monkeypatch.setenv("PATH", str(tmp_path))
-    assert docs._commit() == "unknown"
+    assert lab._commit() == "unknown"
 
 
 def table_rows(page: str, title: str) -> list[dict[str, str]]:

@@ -22,7 +22,7 @@ from ultr.experiments.lab import DIRECTION, FULL, HELD, NOT, QUICK, Lab
 from ultr.experiments.paper import BAYES, DEFAULT, OPT
 from ultr.training.comparing.plan import run_folder
 from ultr.training.comparing.results import Comparison, Row, Setting
-from ultr.training.comparing.workers import Workers
+from ultr.training.comparing.tasks import Workers
 from ultr.utils.jsonfiles import write_json
 
 ENTRIES = [DEFAULT, OPT, "dla", "regression-em", "pal-click", "lambdarank"]

@@ -30,9 +30,8 @@ from ultr.experiments.live import (
     run_one,
 )
 from ultr.log.labels import Label
-from ultr.training.comparing.workers import Workers
-from ultr.utils.jsonfiles import load_json, read_json, write_json
-from ultr.utils.tensors import load_tensors
+from ultr.training.comparing.tasks import Workers
+from ultr.utils.jsonfiles import load_json, load_tensors, read_json, write_json
 
 SMALL = make_synthetic(requests=(120, 10, 10))
 TINY = LiveOptions(

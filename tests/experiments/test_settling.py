@@ -10,11 +10,11 @@ import pytest
 
 from ultr.datasets.synthetic import make_synthetic
 from ultr.experiments import lab as labs
-from ultr.experiments import settling as experiment
+from ultr.experiments import tables as experiment
 from ultr.experiments.lab import QUICK, Lab
 from ultr.experiments.paper import DEFAULT
 from ultr.methods import METHODS
-from ultr.training.comparing.workers import Workers
+from ultr.training.comparing.tasks import Workers
 from ultr.training.folder import read_config, read_metrics
 
 pytestmark = pytest.mark.long  # one fixture trains 40 runs

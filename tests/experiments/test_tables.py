@@ -34,8 +34,7 @@ from ultr.experiments.paper import (
 from ultr.experiments.tables import table1, table2
 from ultr.training.comparing.plan import Entry
 from ultr.training.comparing.results import Comparison, Row, Setting, Steps, with_tests
-from ultr.training.comparing.tasks import RunTask
-from ultr.training.comparing.workers import Workers
+from ultr.training.comparing.tasks import RunTask, Workers
 from ultr.utils.jsonfiles import load_json
 
 PAPER = Path(__file__).parents[3] / "shared" / "paper"

@@ -7,12 +7,12 @@ import pytest
 
 from pages import plots_of
 from ultr.experiments import lab as labs
-from ultr.experiments import trees as experiment
+from ultr.experiments import tables as experiment
 from ultr.experiments.lab import FULL, HELD, QUICK, REVERSED, Lab, World
-from ultr.experiments.trees import OUR_ROWS, OURS, baselines, tree_tables
+from ultr.experiments.tables import OUR_ROWS, OURS, library_rows, tree_tables
 from ultr.training.comparing.plan import Entry
 from ultr.training.comparing.results import Comparison, Row, Setting, with_tests
-from ultr.training.comparing.workers import Workers
+from ultr.training.comparing.tasks import Workers
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def _result(plan, value_of) -> Comparison:
 
 def test_every_library_has_all_its_objectives_and_no_row_twice():
     for clicks in (False, True):
-        by_library = baselines(World("synthetic", clicks=clicks))
+        by_library = library_rows(World("synthetic", clicks=clicks))
         entries = [row.entry for rows in by_library.values() for row in rows] + [row.entry for row in OUR_ROWS]
         parsed = [Entry.parse(entry, ["lightgbm"]) for entry in entries]
         assert len({(e.method, e.kind, str(sorted(e.options.items()))) for e in parsed}) == len(entries)
@@ -55,7 +55,7 @@ def test_every_library_has_all_its_objectives_and_no_row_twice():
             assert {e.options.get("correction") for e in parsed} == {None, "own"}
             assert "pointwise" in {e.method for e in parsed}
     assert {row.entry for row in OUR_ROWS} >= set(OURS.values())
-    on_values = [row.entry for row in baselines(World("synthetic"))["lightgbm"]]
+    on_values = [row.entry for row in library_rows(World("synthetic"))["lightgbm"]]
     assert {"lambdarank:labels=click", "lambdarank:labels=buckets"} <= set(
         on_values
     )  # LightGBM rejects continuous values

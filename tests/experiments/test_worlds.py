@@ -15,7 +15,7 @@ from ultr.experiments import worlds as experiment
 from ultr.experiments.lab import QUICK, Lab, World
 from ultr.experiments.paper import DEFAULT
 from ultr.training.comparing.results import Comparison, Row, Setting, with_tests
-from ultr.training.comparing.workers import Workers
+from ultr.training.comparing.tasks import Workers
 
 TINY = replace(QUICK, hidden=(4,), steps=4, bias_steps=4, evaluate_every=2, sessions=200)
 GRID = experiment.cells()

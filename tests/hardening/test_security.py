@@ -45,8 +45,7 @@ from ultr.training.data import Decisions
 from ultr.training.examining import best_evaluation
 from ultr.training.outcome import read_outcome
 from ultr.training.run import run_training
-from ultr.utils.jsonfiles import read_json
-from ultr.utils.tensors import load_tensors
+from ultr.utils.jsonfiles import load_tensors, read_json
 
 SOURCE = Path(__file__).parents[2] / "src" / "ultr"
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -22,8 +22,7 @@ from ultr.lists import ListBatches, Lists
 from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.methods import Method, MethodInputs, make_method, thresholds
 from ultr.methods.base import POSITION_SPEED
-from ultr.methods.pairwise_debias import LEAST as LEAST_RATIO
-from ultr.methods.pairwise_debias import MOST as MOST_RATIO
+from ultr.methods.counterfactual import LEAST_RATIO, MOST_RATIO
 from ultr.methods.position_model import FORGET, WARM_UP
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feed

@@ -21,7 +21,7 @@ from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.methods import METHODS, MethodInputs, make_method
 from ultr.methods.base import POSITION_SPEED
-from ultr.methods.logging_strata import LoggingStrata, LoggingWeights
+from ultr.methods.position_model import LoggingStrata, LoggingWeights
 from ultr.methods.towers import Adversary
 from ultr.training.config import TrainingOptions
 from ultr.training.loop import start
@@ -76,7 +76,7 @@ def ready(name: str, log: Log, **options):
 
 
 def test_sample_weights_are_the_ratio_of_shares_and_average_to_one(monkeypatch):
-    monkeypatch.setattr("ultr.methods.logging_strata.ROWS_IN_CELL", 2.5)  # 24 rows and 3 positions give 3 strata
+    monkeypatch.setattr("ultr.methods.position_model.ROWS_IN_CELL", 2.5)  # 24 rows and 3 positions give 3 strata
     log = tiny_log()
     weights = LoggingWeights(inputs(features=1, positions=(1, 2, 3)), max_weight=math.inf)
     weights.fit(log, seed=0)

@@ -172,7 +172,7 @@ def test_a_seed_repeats_a_run_and_another_gives_another(name):
 
 
 def test_save_and_load_give_equal_scores(name, lists, tmp_path):
-    from ultr.utils.tensors import load_tensors, save_tensors
+    from ultr.utils.jsonfiles import load_tensors, save_tensors
 
     method = trained(name, feedback_log(), steps=3, bias_steps=3)
     save_tensors(tmp_path / "weights.safetensors", method.state_dict())

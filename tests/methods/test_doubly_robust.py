@@ -22,7 +22,7 @@ from ultr.log.labels import Label
 from ultr.methods import METHODS, MethodInputs, make_method
 from ultr.methods.base import PositionIndex
 from ultr.methods.counterfactual import IPW
-from ultr.methods.logging_strata import PRIOR_IMPRESSIONS, PROPENSITY, STRATA
+from ultr.methods.position_model import PRIOR_IMPRESSIONS, PROPENSITY, STRATA
 from ultr.rankers.model import load_model
 from ultr.training.config import TrainingOptions, make_config
 from ultr.training.loop import start

@@ -15,12 +15,11 @@ from ultr.bias.propensities import known_slots, theta_by_id
 from ultr.errors import DataError
 from ultr.log import read_log
 from ultr.rankers.model import load_model
-from ultr.training import reference as references
+from ultr.training import gate
 from ultr.training.config import make_config
 from ultr.training.data import used_requests
-from ultr.training.gate import Gate
+from ultr.training.gate import MOST_LOGS, Gate, extend_reference, read_reference
 from ultr.training.loop import Listeners
-from ultr.training.reference import MOST_LOGS, extend_reference, read_reference
 from ultr.training.run import run_training
 from ultr.training.update import update_run
 from worlds.shop import shop
@@ -153,8 +152,8 @@ def test_the_reference_has_requests_that_the_run_has_not_used_and_is_bounded(fol
         shutil.copytree(folder / "run", tmp_path / f"{number}")
         extend_reference(tmp_path / f"{number}", tmp_path / f"{number - 1}")
     assert len(read_reference(tmp_path / f"{number}")) == MOST_LOGS
-    monkeypatch.setattr(references, "MOST_NUMBERS", 700)  # rows times 7 features
-    references.write_reference(tmp_path / "0", read_log(folder / "day1.parquet", **COLUMNS, features=["rating"] * 1))
+    monkeypatch.setattr(gate, "MOST_NUMBERS", 700)  # rows times 7 features
+    gate.write_reference(tmp_path / "0", read_log(folder / "day1.parquet", **COLUMNS, features=["rating"] * 1))
     assert read_reference(tmp_path / "0")[0].rows <= 700
 
 

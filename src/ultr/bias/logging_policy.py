@@ -24,8 +24,8 @@ from ultr.log.splits import queries_of, row_hashes, split_by_query
 from ultr.rankers import FeatureEncoder, LinearRanker, fit_encoders, make_ranker, score_rows
 from ultr.utils.distributed import threads_for
 from ultr.utils.files import atomic_path
+from ultr.utils.jsonfiles import load_tensors, save_tensors
 from ultr.utils.optimisation import EarlyStopping, FlatAdagrad, minimise
-from ultr.utils.tensors import load_tensors, save_tensors
 
 SCORED_ROWS = 20_000  # the linear score is learned from a sample of this many rows, or thirty per feature if more
 STRATA = 20  # most quantiles of the score, and of its mean over a list

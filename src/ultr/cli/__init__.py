@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from ultr._version import __version__
 from ultr.cli import (
     bias,
     compare,
@@ -29,10 +31,9 @@ from ultr.cli import (
     simulate,
     train,
     update,
-    version,
 )
 from ultr.cli.messages import messages_on_stderr, with_log_options, words
-from ultr.cli.options import one_line
+from ultr.cli.options import Json, one_line
 from ultr.errors import OptionError, ProcessError, UltrError, missing_for_training
 from ultr.utils.stores import as_url
 
@@ -40,6 +41,13 @@ INTERRUPTED = 130  # the exit code after Ctrl-C
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk, or of a user's share of it
 MESSAGE_DELAY = 10.0  # seconds that processes other than rank 0 wait before they print an error
 UsageError: Any = typer.BadParameter.__base__  # of click, which newer versions of typer contain
+
+
+def version(as_json: Json = False) -> None:
+    """Print the version of ultr."""
+    print(json.dumps({"version": __version__}) if as_json else __version__)
+
+
 COMMANDS = (
     demo.demo,
     describe.describe,
@@ -57,7 +65,7 @@ COMMANDS = (
     serve.serve,
     reproduce.reproduce,
     show_options.options,
-    version.version,
+    version,
 )
 
 app = typer.Typer(

@@ -70,8 +70,8 @@ def reproduce(
     from ultr.datasets.initial import Logging
     from ultr.datasets.users import make_user
     from ultr.experiments import EXPERIMENTS, FULL, QUICK, SELECTIONS, Lab
-    from ultr.experiments.docs import write_docs
-    from ultr.training.comparing.workers import Workers, default_jobs
+    from ultr.experiments.lab import write_docs
+    from ultr.training.comparing.tasks import Workers, default_jobs
     from ultr.utils.stores import on_this_machine
 
     out = on_this_machine(out)

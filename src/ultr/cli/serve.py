@@ -57,7 +57,7 @@ def serve(
     folder: str | Path = as_url(run) or as_path(run)
     token = _token(token_file)
     from ultr.serving.http import ServerOptions, check_grpc, listen, reserve
-    from ultr.serving.http import serve as serve_on
+    from ultr.serving.http.workers import serve as serve_on
 
     options = ServerOptions(name, max_rows, threads, token, poll, allow_schema_change, workers, drain)
     if grpc_port is not None:

@@ -61,8 +61,7 @@ from ultr.rankers.combined import conditional_fit, spread_within
 from ultr.utils.arguments import Seed, checked
 from ultr.utils.display import facts_html
 from ultr.utils.files import atomic_path
-from ultr.utils.jsonfiles import check_format, read_json, write_json
-from ultr.utils.tensors import load_tensors, save_tensors
+from ultr.utils.jsonfiles import check_format, load_tensors, read_json, save_tensors, write_json
 
 ByPosition = Mapping[int, float]
 KINDS = ("reward", "dcg", "gain")

@@ -11,9 +11,7 @@ from collections.abc import Callable
 from ultr.experiments.figures import figure3, figure4, figure5
 from ultr.experiments.lab import FULL, QUICK, SELECTIONS, Budget, ExperimentResult, Lab
 from ultr.experiments.live import live_test
-from ultr.experiments.settling import settle
-from ultr.experiments.tables import table1, table2
-from ultr.experiments.trees import tree_tables
+from ultr.experiments.tables import settle, table1, table2, tree_tables
 from ultr.experiments.worlds import compare_worlds
 
 __all__ = ["EXPERIMENTS", "FULL", "QUICK", "SELECTIONS", "Budget", "ExperimentResult", "Lab"]

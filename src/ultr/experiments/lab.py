@@ -1,23 +1,29 @@
-"""Settings (data, budget, output folder), claims and results: the parts that all experiments share."""
+"""Settings (data, budget, output folder), claims and results, also as pages: the parts that all experiments share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from ultr._version import __version__
 from ultr.datasets import load_dataset
 from ultr.datasets.initial import Logging
 from ultr.errors import AbsentError, DataError, MissingExtraError
 from ultr.evaluation.scores import LIKELIHOOD, holm
 from ultr.experiments.paper import CUTOFFS
-from ultr.report.page import Heading, Notes, Part, Section, Table, Text, write_page
+from ultr.report.page import Grid, Heading, Notes, Part, Plot, Section, Table, Text, write_page
+from ultr.report.plots import svg
 from ultr.training.comparing.plan import DEFAULT_RATES, LIMITS, LONGEST, SESSIONS, Entry, Plan, compare_all
 from ultr.training.comparing.results import Comparison, Difference, Row
-from ultr.training.comparing.workers import Workers
+from ultr.training.comparing.tasks import Workers
 from ultr.training.config import make_config
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import write_json
@@ -333,11 +339,10 @@ class ExperimentResult:
 
     def text(self) -> str:
         """Return the result as Markdown, without plots."""
-        blocks = [f"# {self.title}", self.about, *map(_markdown, self.sections), *self._missing()]
-        return "\n\n".join([*blocks, *([claims_text(self.claims)] if self.claims else [])]) + "\n"
+        return _markdown({**as_json(self, {}), "absent": self._absent_titles()})
 
-    def _missing(self) -> list[str]:
-        return [f"{TITLES.get(name, name)} is missing: {why}" for name, why in self.absent.items()]
+    def _absent_titles(self) -> dict[str, str]:
+        return {TITLES.get(name, name): why for name, why in self.absent.items()}
 
     def to_json(self) -> dict[str, Any]:
         claims = [vars(claim) for claim in self.claims]
@@ -352,21 +357,121 @@ class ExperimentResult:
         if page:
             sections = [*self.sections, Section("Claims", claim_parts(self.claims))]
             if self.absent:
-                sections.append(Section("Missing data", [Notes(self._missing())]))
+                sections.append(Section("Missing data", [Notes(_missing(self._absent_titles()))]))
             write_page(out / f"{self.name}.html", self.title, self.about, sections, overwrite=True)
 
 
-def _markdown(section: Section) -> str:
-    blocks = [f"## {section.title}"]
-    for part in section.parts:
-        if isinstance(part, Text):
-            blocks.append(part.text)
-        elif isinstance(part, Table):
-            blocks += [*([part.caption] if part.caption else []), table_text(part.head, part.rows)]
-    return "\n\n".join(blocks)
+def _missing(absent: Mapping[str, str]) -> list[str]:
+    return [f"{name} is missing: {why}" for name, why in absent.items()]
+
+
+def _markdown(
+    content: Mapping[str, Any],
+    notes: Sequence[str] = (),
+    draw: Callable[[Mapping[str, Any]], list[str]] = lambda _: [],
+) -> str:
+    """Return a result, from `as_json`, as Markdown; `draw` returns the blocks of a plot."""
+    blocks = [f"# {content['title']}", content["about"], *notes]
+    for section in content["sections"]:
+        blocks.append(f"## {section['title']}")
+        for part in section["parts"]:
+            if part["kind"] == Plot.KIND:
+                blocks += draw(part)
+            elif part["kind"] == Table.KIND:
+                blocks += [*([part["caption"]] if part["caption"] else []), table_text(part["head"], part["rows"])]
+            else:
+                blocks.append(part["text"])
+    blocks += _missing(content["absent"])
+    if content["claims"]:
+        blocks.append(claims_text([Claim(**claim) for claim in content["claims"]]))
+    return "\n\n".join(blocks) + "\n"
 
 
 def table_text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as Markdown."""
     lines = ["| " + " | ".join(row) + " |" for row in (head, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+# --- Pages of the documentation ---------------------------------------------------------------------------------------
+# The results of experiments in the documentation: a page and plots, all made from one JSON file.
+#
+# NAME.json    the numbers, tables, plots and claims, and how they were made: command, commit, date and machine
+# NAME.md      the page, with NAME-1.svg, NAME-2.svg, ...
+
+COMMIT = "GIT_COMMIT"  # environment variable with the commit, for a copy of the sources without their history
+
+
+def write_docs(result: ExperimentResult, folder: Path, command: str) -> None:
+    """Write the page of an experiment, its plots, and the JSON file that they are made from."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = as_json(result, provenance(command))
+    write_json(folder / f"{result.name}.json", content)
+    files = pages(content)
+    for old in folder.glob(f"{result.name}-*.svg"):
+        if old.name not in files:  # of a result with more plots
+            old.unlink()
+    for name, text in files.items():
+        with atomic_path(folder / name, overwrite=True) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+def provenance(command: str) -> dict[str, str]:
+    """Return how results are made: command, version, commit, date and machine."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return {
+        "command": command,
+        "version": __version__,
+        "commit": _commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{gpu}, {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}",
+    }
+
+
+def _commit() -> str:
+    """Return the commit of the sources, of which a checkout has the history next to its folder `src`."""
+    if given := os.environ.get(COMMIT):
+        return given
+    history = Path(__file__).parents[3] / ".git"
+    try:
+        head = (history / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head[:12]
+        branch = head.removeprefix("ref: ")
+        if (history / branch).is_file():
+            return (history / branch).read_text().strip()[:12]
+        packed = (line.split(" ") for line in (history / "packed-refs").read_text().splitlines())
+        return next((words[0][:12] for words in packed if words[1:] == [branch]), "unknown")
+    except OSError:
+        return "unknown"
+
+
+def as_json(result: ExperimentResult, made: Mapping[str, str]) -> dict[str, Any]:
+    """Return an experiment's result as JSON values from which `pages` makes its page and plots."""
+    sections = [{"title": section.title, "parts": [*_parts(section.parts)]} for section in result.sections]
+    return {"name": result.name, "about": result.about, "made": dict(made), **result.to_json(), "sections": sections}
+
+
+def _parts(parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
+    for part in parts:
+        if isinstance(part, Grid):
+            yield from _parts(part.plots)
+        elif isinstance(part, Text | Table | Plot):
+            yield {"kind": part.KIND, **asdict(part)}
+
+
+def pages(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return file name -> text of the page and plots of an experiment, from the content of its JSON file."""
+    made, name = content["made"], content["name"]
+    files: dict[str, str] = {}
+
+    def draw(plot: Mapping[str, Any]) -> list[str]:
+        file = f"{name}-{len(files) + 1}.svg"
+        files[file] = svg(plot["title"], plot["figure"], plot["height"])
+        return [f"![{plot['title']}]({file})", *([plot["caption"]] if plot["caption"] else [])]
+
+    note = (
+        f"Made by `{made['command']}` from commit {made['commit']} (ultr {made['version']}) on {made['date']}: "
+        f"{made['machine']}. The numbers are in [{name}.json]({name}.json)."
+    )
+    return {f"{name}.md": _markdown(content, [note], draw), **files}

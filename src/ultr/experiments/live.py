@@ -29,7 +29,7 @@ from ultr.report.page import Section, Table
 from ultr.report.plots import line_plot
 from ultr.training.comparing.plan import Entry
 from ultr.training.comparing.results import Setting
-from ultr.training.comparing.workers import OnDone, Workers
+from ultr.training.comparing.tasks import OnDone, Workers
 from ultr.training.config import Config, flat, make_config
 from ultr.training.data import Data, cached_dataset
 from ultr.training.loop import Listeners

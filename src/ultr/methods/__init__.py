@@ -10,15 +10,23 @@ from pydantic import TypeAdapter, ValidationError
 from ultr.errors import OptionError, nearest
 from ultr.log.labels import Label
 from ultr.methods.base import Method, MethodInputs
-from ultr.methods.baselines import LambdaRank, Pointwise, PositionFeature
 from ultr.methods.click_models import CCM, DBN, SDBN, UBM, Cascade
-from ultr.methods.counterfactual import Affine, DoublyRobust, IPWLambdaLoss, IPWListwise, IPWPointwise
+from ultr.methods.counterfactual import (
+    DLA,
+    UPE,
+    Affine,
+    DoublyRobust,
+    IPWLambdaLoss,
+    IPWListwise,
+    IPWPointwise,
+    LambdaRank,
+    PairwiseDebias,
+    Pointwise,
+)
 from ultr.methods.direct import Direct, RegressionEM
-from ultr.methods.dla import DLA, UPE
-from ultr.methods.pairwise_debias import PairwiseDebias
 from ultr.methods.pairwise_em import PairwiseEM
 from ultr.methods.plackett_luce import PRPO, PLRank, SafeIPW
-from ultr.methods.towers import PalClick, PalClickDwell, PalSynthesize, SumClick, SumSynthesize
+from ultr.methods.towers import PalClick, PalClickDwell, PalSynthesize, PositionFeature, SumClick, SumSynthesize
 from ultr.methods.trees import TREE_METHODS, TreeMethod
 from ultr.rankers.boosters import is_trees
 from ultr.utils.arguments import requirement

@@ -1,5 +1,7 @@
 """Shallow towers: a small model of position explains a part of the feedback, and is not used in serving.
 
+The oldest such model is an embedding of the position that is an input of the ranker (`PositionFeature`).
+
 Zhao et al. (2019, "Recommending what video to watch next") add the tower to the prediction; PAL (Guo et al. 2019)
 multiplies by it. The ranker and its towers learn the label, or each action of the label: one network then has an output
 for each action, and the label's expression combines the predictions.
@@ -33,6 +35,7 @@ from ultr.methods.base import (
     BiasInputs,
     FeedbackMethod,
     MaxWeight,
+    Method,
     MethodInputs,
     Names,
     PositionIndex,
@@ -41,12 +44,11 @@ from ultr.methods.base import (
     at_least_single,
     options_of,
 )
-from ultr.methods.logging_strata import LoggingWeights
 from ultr.methods.losses import logistic_loss, pointwise_loss, product_logistic_loss
-from ultr.methods.position_model import LEAST_THETA, MAX_WEIGHT, PositionModel, numbers
-from ultr.rankers import Dropout, FeatureEncoder, MLPRanker, Synthesised
+from ultr.methods.position_model import LEAST_THETA, MAX_WEIGHT, LoggingWeights, PositionModel, numbers
+from ultr.rankers import Dropout, FeatureEncoder, MLPRanker, Synthesised, WithConstants
 
-DIMENSIONS, UNITS = 8, 16  # size of the embedding and of the hidden layer in a tower with context
+DIMENSIONS, UNITS = 8, 16  # size of the embedding of a position, and of the hidden layer in a tower with context
 SCALE_SESSIONS = 2000  # simulated sessions from which the scale of an action is estimated
 ALL = ("all",)  # towers=all: a tower for each action
 PositionDropout = Annotated[float, Field(ge=0, lt=1)]
@@ -343,6 +345,36 @@ class PalClickDwell(PalClick):
     """`PalClick` with a tower that multiplies for every other action too, such as dwell time."""
 
     TOWERS = ALL
+
+
+class PositionFeature(Method):
+    """Least squares on the label, from features and an embedding of the position; scores are for the first position.
+
+    It is the oldest bias correction. The network can combine position and features in any way, so fixing the position
+    may not rank by relevance.
+    """
+
+    LEARNS_ALONE = True
+
+    def __init__(self, inputs: MethodInputs) -> None:
+        super().__init__(inputs)
+        self.ranker = inputs.make_ranker(extra_features=DIMENSIONS)
+        self.index = PositionIndex(inputs.positions)
+        self.positions = nn.Embedding(len(self.index), DIMENSIONS)
+
+    def score_at(self, features: Tensor, place: Tensor) -> Tensor:
+        embedded = self.positions(place).expand(*features.shape[:-1], DIMENSIONS)
+        return at_least_single(self.ranker(torch.cat([features, embedded], dim=-1)))
+
+    def score(self, features: Tensor) -> Tensor:
+        return self.score_at(features, torch.zeros((), dtype=torch.int64, device=features.device))
+
+    def serving(self) -> nn.Module:
+        return WithConstants(self.ranker, self.positions.weight.detach()[0])  # loaded weights also set the embedding
+
+    def loss(self, lists: Lists) -> Tensor:
+        scores = self.score_at(lists.features, self.index(lists.shown_positions))
+        return pointwise_loss(scores, self.labels(lists), where=lists.where, weights=lists.weights)
 
 
 def _key(action: str) -> str:

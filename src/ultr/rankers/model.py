@@ -26,8 +26,7 @@ from ultr.rankers.matching import features_of, load_weights, match_features, res
 from ultr.utils.arguments import checked
 from ultr.utils.distributed import choose_device
 from ultr.utils.files import atomic_path
-from ultr.utils.jsonfiles import check_format, read_json, write_json
-from ultr.utils.tensors import load_tensors, save_tensors
+from ultr.utils.jsonfiles import check_format, load_tensors, read_json, save_tensors, write_json
 
 FORMAT = 1
 MAX_LAYERS = 1000

@@ -32,9 +32,8 @@ from ultr.training.loop import TrainingState, start, train
 from ultr.utils.display import begin_stage
 from ultr.utils.distributed import check_equal, choose_device, copy_from_main, is_main
 from ultr.utils.files import atomic_path
-from ultr.utils.jsonfiles import read_json, write_json
+from ultr.utils.jsonfiles import load_tensors, read_json, save_tensors, write_json
 from ultr.utils.stores import fetched
-from ultr.utils.tensors import load_tensors, save_tensors
 
 HELD_OUT_SHARE = 0.1  # share of the training requests that are held out to evaluate the fit of a bias model
 NEW_SHARE = 0.2  # largest share of the new requests that are held out, if training starts from another bias model

@@ -42,10 +42,9 @@ from ultr.training.feed import Feed, Feeding
 from ultr.training.folder import read_config
 from ultr.training.stream import Stream
 from ultr.utils.distributed import choose_device, local_size, size
-from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
+from ultr.utils.jsonfiles import check_format, content_errors, load_tensors, read_json, write_json
 from ultr.utils.memory import available_memory
 from ultr.utils.stores import fetched
-from ultr.utils.tensors import load_tensors
 
 MAX_VALIDATION_ROWS = 100_000  # validation requests are evaluated often, so more rows would take too long
 LARGEST_LABEL = 1e12  # largest label, because labels are squared in single precision

@@ -31,13 +31,14 @@ from ultr.utils.jsonfiles import (
     add_checksum,
     check_format,
     load_json,
+    load_tensors,
     parse_json,
     read_json,
+    save_tensors,
     verify_checksum,
     write_json,
 )
 from ultr.utils.optimisation import AnyOptimizer, EarlyStopping
-from ultr.utils.tensors import load_tensors, save_tensors
 
 FORMAT = 1
 KEEP = 2  # number of newest checkpoints that are kept

@@ -1,16 +1,20 @@
 """The gate of an update: whether a new log may be learned from, and whether the new ranker may replace the old one.
 
-Both are judged by the reference of the old run too (see `ultr.training.reference`): a log on which something broke is
-no judge of what was learned from it.
+Both are judged by the reference of the old run too: a log on which something broke is no judge of what was learned from
+it. The reference has requests of the last good logs, which the run was not trained on. Each log has a file,
+`reference/1.parquet` the newest one.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from ultr.bias.counts import queries_recur
 from ultr.bias.examination import Examination
@@ -20,13 +24,14 @@ from ultr.checks.pitfalls import Pitfall
 from ultr.evaluation.comparing import FEW_CLICKS, RankerComparison, compare_rankers
 from ultr.evaluation.off_policy import Likelihood
 from ultr.evaluation.scores import paired_test
-from ultr.log import Log
+from ultr.log import Log, read_log, write_log
 from ultr.log.labels import Label
 from ultr.log.splits import codes
-from ultr.log.table import by_segment, slot
+from ultr.log.table import by_segment, slot, without_segments
 from ultr.training.checking import find_problems
 from ultr.training.data import Decisions
 from ultr.training.folder import EXAMINATION
+from ultr.utils.files import atomic_path
 
 ACCEPTED, WORSE, QUARANTINED, UNCLEAR = "accepted", "worse", "quarantined", "not enough evidence"
 ALL = "all"
@@ -173,3 +178,45 @@ def few_clicks(gate: Gate, clicks: float) -> Pitfall:
 def stopping(found: Collection[Pitfall], gate: Gate) -> list[Pitfall]:
     """Return the findings that the user does not allow."""
     return [] if ALL in gate.allow else [each for each in found if each.name not in gate.allow]
+
+
+# --- The reference ----------------------------------------------------------------------------------------------------
+
+REFERENCE = "reference"  # folder of a run
+MOST_LOGS = 8
+MOST_REQUESTS, MOST_NUMBERS = 5_000, 2_000_000  # requests, and rows times features, of a log
+NEEDED = ("segment", "query", "randomised")  # columns of requests that judging uses
+
+
+def write_reference(run: Path, log: Log) -> None:
+    """Write requests of the log of a run that chose nothing as its reference."""
+    if log.positions is None or not len(log):
+        return
+    numbers = np.cumsum(log.lengths) * max(1, len(log.feature_names))
+    count = min(MOST_REQUESTS, int(np.searchsorted(numbers, MOST_NUMBERS, "right")), len(log))
+    chosen = np.sort(np.random.default_rng(0).permutation(len(log))[: max(1, count)])
+    kept = without_segments(log.select(chosen))
+    context = {name: values for name, values in kept.context.items() if name in NEEDED}
+    write_log(replace(kept, context=context), run / REFERENCE / "1.parquet", overwrite=True)
+
+
+def extend_reference(run: Path, before: Path) -> None:
+    """Add the newest logs of the run `before` to the reference of a run."""
+    for number, file in enumerate(_reference_files(before)[: MOST_LOGS - 1], start=2):
+        with atomic_path(run / REFERENCE / f"{number}.parquet", overwrite=True) as temporary:
+            shutil.copyfile(file, temporary)
+
+
+def read_reference(run: Path) -> list[Log]:
+    """Return the logs of the reference of a run, the newest first."""
+    logs = []
+    for file in _reference_files(run):
+        names = {*pq.read_schema(file).names}
+        columns: dict[str, Any] = {name: name for name in NEEDED if name in names}
+        logs.append(read_log(file, missing="keep", **columns))
+    return logs
+
+
+def _reference_files(run: Path) -> list[Path]:
+    numbers = (int(file.stem) for file in (run / REFERENCE).glob("*.parquet") if file.stem.isdigit())
+    return [run / REFERENCE / f"{number}.parquet" for number in sorted(numbers)]

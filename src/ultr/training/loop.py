@@ -26,7 +26,7 @@ from ultr.rankers import DeviceMask, Dropout, Masks, fit_encoders
 from ultr.rankers.networks import EncodedRanker
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feeding, noise_of, step_seed
-from ultr.training.gpu.graphs import GraphedSteps
+from ultr.training.graphs import GraphedSteps
 from ultr.utils.distributed import average_gradients, choose_device
 from ultr.utils.optimisation import AnyOptimizer, EarlyStopping, clip_gradients, make_optimizer, set_rate
 

@@ -65,8 +65,7 @@ from ultr.training.folder import read_config
 from ultr.utils.arguments import Seed, checked
 from ultr.utils.distributed import choose_device
 from ultr.utils.files import atomic_path
-from ultr.utils.jsonfiles import check_format, file_checksum, read_json, write_json
-from ultr.utils.tensors import save_tensors
+from ultr.utils.jsonfiles import check_format, file_checksum, read_json, save_tensors, write_json
 
 # --- Importance of features -------------------------------------------------------------------------------------------
 # The importance of the features of a run, estimated on requests that it was not trained on.

@@ -33,10 +33,10 @@ from ultr.training.data import DECISIONS, Data, Decisions, cached_run_data, deci
 from ultr.training.examining import Examined, examine
 from ultr.training.fitting import CLICKS_ONLY, FitInputs, FitPlace, Fitted, notes_of, save_ranker, uses_examination
 from ultr.training.folder import FITS, MODEL, check_same, find_folder
+from ultr.training.gate import write_reference
 from ultr.training.loop import Listeners
 from ultr.training.networks import NetworkFit
 from ultr.training.outcome import judge
-from ultr.training.reference import write_reference
 from ultr.training.summary import write_bias_report
 from ultr.training.trees import TreeFit
 from ultr.utils.arguments import checked

@@ -25,6 +25,7 @@ from ultr.training.data import DECISIONS, Decisions, columns_for_run, fingerprin
 from ultr.training.folder import CONFIG, MODEL, current_folder, find_folder, read_config, settle
 from ultr.training.gate import (
     ACCEPTED,
+    NEEDED,
     NEW,
     NEW_LOG,
     OLD,
@@ -35,13 +36,14 @@ from ultr.training.gate import (
     Known,
     check_log,
     compare_on,
+    extend_reference,
     few_clicks,
     judge_new,
+    read_reference,
     stopping,
 )
 from ultr.training.loop import Listeners
 from ultr.training.outcome import fresh_requests, split_of
-from ultr.training.reference import NEEDED, extend_reference, read_reference
 from ultr.training.run import run_training
 from ultr.utils.files import check_output, sync_folder, take_name
 from ultr.utils.jsonfiles import read_json

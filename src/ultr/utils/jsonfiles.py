@@ -1,4 +1,4 @@
-"""JSON files: size limits, format numbers, and checksums that detect damage.
+"""JSON files and files of tensors: size limits, format numbers, and checksums that detect damage.
 
 A checksum detects damage by disks, networks and interrupted copies. It does not protect against deliberate changes.
 """
@@ -11,13 +11,16 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ultr.errors import DataError
 from ultr.utils.files import atomic_path
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 MAX_BYTES = 256 << 20  # a larger JSON file is not read
-CHECKSUM = "seal"  # the key of a JSON object that holds the checksum of everything else in it
+CHECKSUM = "seal"  # the key that holds the checksum of everything else in a JSON object or a file of tensors
 
 
 def file_checksum(path: Path) -> str:
@@ -136,3 +139,42 @@ def content_errors(what: str, *, where: object, hint: str) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(f"{what} ({error!r})", where=where, hint=hint) from error
+
+
+# --- Tensors: safetensors files ---------------------------------------------------------------------------------------
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors and their checksum to a file."""
+    from safetensors.torch import save
+
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    path.write_bytes(save(copies, {CHECKSUM: _tensor_checksum(copies)}))  # save_file would let only its owner read it
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a file; raise DataError if it cannot be read or its checksum is wrong."""
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            checksum = (file.metadata() or {}).get(CHECKSUM)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot be read ({error})", where=path, hint="train again") from error
+    if checksum is not None and checksum != _tensor_checksum(tensors):
+        hint = "restore it from a copy, or train again"
+        raise DataError("the file has changed since it was written", where=path, hint=hint)
+    return tensors
+
+
+def _tensor_checksum(tensors: dict[str, Tensor]) -> str:
+    import torch
+
+    crc = 0
+    for name, tensor in sorted(tensors.items()):
+        crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
+        if tensor.numel():  # a slice without elements cannot be seen as bytes
+            crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, crc)
+    return f"{crc:08x}"

@@ -13,8 +13,8 @@ from conftest import make_shown_log
 from serving.http.client import MAX_ROWS, NUMBERS, SHOPS
 from ultr.datasets.users import User, simulate_log
 from ultr.serving.export import export_run
+from ultr.serving.http import ServerOptions
 from ultr.serving.http.app import App
-from ultr.serving.http.options import ServerOptions
 from ultr.serving.http.served import Served
 from ultr.training.config import make_config
 from ultr.training.run import run_training

@@ -19,9 +19,9 @@ from serving.http.conftest import train
 from serving.http.malformed import malformed
 from ultr.errors import DataError, UltrError
 from ultr.rankers.model import load_model
+from ultr.serving.http import ServerOptions
 from ultr.serving.http import app as app_module
 from ultr.serving.http.app import ARRIVED, App
-from ultr.serving.http.options import ServerOptions
 from ultr.serving.http.served import Scorer, Served, Watch, load_scorer
 from ultr.utils.jsonfiles import load_json
 

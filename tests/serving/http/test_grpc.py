@@ -14,9 +14,9 @@ import tritonclient.grpc as triton
 from serving.http.client import FEATURES, MAX_ROWS, rows
 from serving.http.running import Server
 from ultr.rankers.model import load_model
+from ultr.serving.http import ServerOptions
 from ultr.serving.http.app import App
 from ultr.serving.http.grpc_server import MESSAGES, SERVICE, GrpcServer
-from ultr.serving.http.options import ServerOptions
 
 
 @contextmanager

@@ -377,7 +377,7 @@ def test_a_port_in_use_is_one_message_and_exit_code_1(ultr, folders):
 
 def test_other_machines_without_a_token_are_a_warning(ultr, folders, monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr("ultr.serving.http.serve", lambda _listener, _run, options, **_: calls.append(options))
+    monkeypatch.setattr("ultr.serving.http.workers.serve", lambda _listener, _run, options, **_: calls.append(options))
     monkeypatch.delenv("ULTR_TOKEN", raising=False)
     done = ultr("serve", folders.exported, "--port", 0, "--host", "0.0.0.0")  # noqa: S104
     assert "warning: everyone who can reach 0.0.0.0 can use this server; pass --token-file" in done.stderr

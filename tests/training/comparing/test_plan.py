@@ -26,8 +26,7 @@ from ultr.training.comparing.plan import (
     run_folder,
 )
 from ultr.training.comparing.results import Setting
-from ultr.training.comparing.tasks import RunTask, read_requests
-from ultr.training.comparing.workers import Workers
+from ultr.training.comparing.tasks import RunTask, Workers, read_requests
 from ultr.training.config import make_config
 from ultr.training.data import load_run_data
 from ultr.training.examining import VALUES

@@ -23,8 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ultr._version import __version__
 from ultr.serving.exported import INPUT, OUTPUT
-from ultr.serving.http import metrics
-from ultr.serving.http.options import ServerOptions
+from ultr.serving.http import ServerOptions, metrics
 from ultr.serving.http.served import Scorer, Served
 from ultr.serving.http.wire import Limits, RequestError, ScoreRequest, read_request, write_answer
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ultr.errors import DataError, MissingExtraError, NetworkError, UltrError
 from ultr.serving.exported import ABOUT, Exported, is_exported, load_exported, onnx_scores
-from ultr.serving.http.options import Say, silent
+from ultr.serving.http import Say, silent
 from ultr.serving.http.wire import RequestError
 from ultr.utils.files import fingerprint
 from ultr.utils.stores import as_path, as_url, copy_here, named, stored_files

@@ -14,15 +14,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ultr.serving.http import ServerOptions, address_of
 from ultr.serving.http.app import ARRIVED, WAITING, App
-from ultr.serving.http.options import Say, ServerOptions, address_of
 from ultr.serving.http.served import Served, Watch
 
 if TYPE_CHECKING:
@@ -39,20 +38,6 @@ MOST_CONNECTIONS = 2048
 LATE = f"the head of the request did not arrive within {HEAD_SECONDS:g} seconds"
 SPARE_FILES = 64  # open files for everything except connections
 SWITCH_SECONDS = 0.001  # between threads, so that loading a newer model delays requests less
-
-
-def serve_alone(
-    listener: socket.socket,
-    folder: str | Path,
-    options: ServerOptions,
-    *,
-    grpc: socket.socket | None = None,
-    say: Say,
-) -> None:
-    """Serve with one process until SIGTERM or SIGINT."""
-    served = Served(folder, any_schema=options.any_schema, say=say)
-    run_server(listener, served, options, grpc=grpc, on_start=lambda: say(started(served, options, listener, grpc)))
-    say("stopped")
 
 
 def run_server(

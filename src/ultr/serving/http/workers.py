@@ -1,4 +1,4 @@
-"""Several server processes on one port, and their parent.
+"""Server processes: one, or several on one port and their parent.
 
 The parent watches the model. It copies each model that it accepts to a temporary folder, the stage, and points the link
 `live` there to it. The workers reload what the link points to. So all of them serve the same model, also one that
@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ultr.errors import UltrError
-from ultr.serving.http.options import Say, ServerOptions, listen, silent
+from ultr.serving.http import Say, ServerOptions, listen, silent
 from ultr.serving.http.served import COPY, Scorer, Served, Watch
 
 LIVE = "live"  # the link to the model that workers serve
@@ -34,7 +34,30 @@ STOP_SECONDS = 36  # the time in which a worker must stop after its drain; uvico
 Message = tuple[str, str]  # from a worker: "started", "failed" or the level of a message, and a text
 
 
-def serve_with_workers(
+def serve(
+    listener: socket.socket,
+    folder: str | Path,
+    options: ServerOptions,
+    *,
+    grpc: socket.socket | None = None,
+    say: Say = silent,
+) -> None:
+    """Serve the model of a folder on a socket until SIGTERM or SIGINT; then finish the requests that have started.
+
+    After SIGTERM, the server first drains: it says that it is not ready, and asks clients to close their connections.
+    With several workers, `listener` only reserves their port. `grpc` reserves the port for gRPC.
+    """
+    if options.workers > 1:
+        _serve_with_workers(listener, folder, options, grpc=grpc, say=say)
+    else:
+        from ultr.serving.http.server import run_server, started
+
+        served = Served(folder, any_schema=options.any_schema, say=say)
+        run_server(listener, served, options, grpc=grpc, on_start=lambda: say(started(served, options, listener, grpc)))
+    say("stopped")
+
+
+def _serve_with_workers(
     listener: socket.socket, folder: str | Path, options: ServerOptions, *, grpc: socket.socket | None, say: Say
 ) -> None:
     """Serve with several processes until SIGTERM or SIGINT, and replace each one that ends before."""
@@ -63,7 +86,6 @@ def serve_with_workers(
         finally:
             listener.close()
             parent.stop()
-    say("stopped")
 
 
 def _publish(stage: Path, version: str) -> None:

@@ -26,16 +26,18 @@ from ultr.rankers.networks import HIDDEN
 from ultr.training.checking import check, check_pairs
 from ultr.training.comparing.results import Comparison, Row, Setting, Steps, with_logged_tests, with_tests
 from ultr.training.comparing.tasks import (
+    OnDone,
     RunsTask,
     RunTask,
     SharedTask,
+    Workers,
+    default_jobs,
     evaluate,
     grouped,
     has_diverged,
     read_means,
     read_requests,
 )
-from ultr.training.comparing.workers import OnDone, Workers, default_jobs
 from ultr.training.config import AUTO, Config, MethodOptions, is_trees, make_config
 from ultr.training.data import decide, load_run_data
 from ultr.training.examining import best_evaluation

@@ -15,7 +15,7 @@ import torch
 from conftest import make_shown_log
 from lists_folder import write_lists
 from runs import Killed, killed_at, quick, weights
-from training.gpu.test_stack import BIAS_MODELS, VARIANTS
+from training.test_stack import BIAS_MODELS, VARIANTS
 from ultr.datasets.users import User, make_user, simulate_log
 from ultr.evaluation.off_policy import OffPolicy, off_policy_value
 from ultr.lists import ListBatches, Lists

@@ -11,17 +11,15 @@ import pytest
 import torch
 
 from runs import Killed, files_of, kill, killed_at, quick, weights
+from ultr.training import together
 from ultr.training.comparing import tasks
-from ultr.training.comparing.tasks import RunsTask, RunTask, grouped
-from ultr.training.comparing.workers import _perform_safely
+from ultr.training.comparing.tasks import RunsTask, RunTask, _perform_safely, grouped
 from ultr.training.config import Config
 from ultr.training.feed import Feed
 from ultr.training.folder import read_config, read_metrics
-from ultr.training.gpu import together
-from ultr.training.gpu.stack import Stack
-from ultr.training.gpu.together import run_together
 from ultr.training.outcome import value_of_run
 from ultr.training.run import run_training
+from ultr.training.together import Stack, run_together
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from ultr.errors import OptionError, UltrError, UnfinishedError
-from ultr.training.comparing import workers as working
-from ultr.training.comparing.workers import Workers
+from ultr.training.comparing import tasks as working
+from ultr.training.comparing.tasks import Workers
 
 
 @dataclass

@@ -17,8 +17,8 @@ from ultr.log.labels import Label
 from ultr.methods import METHODS, MethodInputs, make_method
 from ultr.training.config import TrainingOptions
 from ultr.training.feed import Feed, FeedStack
-from ultr.training.gpu.stack import Stack
 from ultr.training.loop import start, take_step
+from ultr.training.together import Stack
 
 STEPS = 5  # more than the warm-up
 USUAL = ("pairwise-em", "pairwise-em loss=opt", "pairwise-em em=joint", "pairwise-em trust=values", "dla", "lambdarank")
