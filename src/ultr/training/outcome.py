@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
+from ultr.bias.after_click import trust_of
 from ultr.bias.examination import Examination
 from ultr.bias.identification import NORMAL
 from ultr.checks.pitfalls import Pitfall
@@ -295,6 +296,7 @@ def _off_policy(
             model.direct(log),
             draws=drawn(examination, theta),
             doubt=doubt,
+            trust=trust_of(model.actions, theta),
             label=data.label,
             device=choose_device(config.machine.device),
         )
