@@ -38,6 +38,7 @@ from ultr.training.networks import NetworkFit
 from ultr.training.outcome import judge
 from ultr.training.reference import write_reference
 from ultr.training.summary import write_bias_report
+from ultr.training.tradeoff import write_trade_off
 from ultr.training.trees import TreeFit
 from ultr.utils.arguments import checked
 from ultr.utils.display import begin_stage
@@ -163,6 +164,8 @@ def finish(plan: Plan, run: Path, examined: Examined, fits: Sequence[Fitted], *,
         ranker = combine(fits, fits[0].inputs.data, examined.examination)
         judge(plan.config, plan.data, ranker, examined, plan.findings, run, compared=compared)
         write_bias_report(plan.config, plan.data, fits, ranker, examined.examination, run)
+        if not compared:
+            write_trade_off(fits[0], plan.data, ranker.ranker, examined, run)
         if plan.config.users is None and plan.data.test is not None and not compared:
             write_reference(run, plan.data.test)
         if plan.data.suspicious is not None:
