@@ -10,7 +10,7 @@ import pytest
 
 import ultr
 from ultr.bias.after_click import AfterClick
-from ultr.errors import DataError, LabelError
+from ultr.errors import DataError, LabelError, UltrError
 from ultr.log import read_log
 from ultr.report.runs import trade_off_plot
 from ultr.training.config import Config, differences, make_config, train_command
@@ -147,11 +147,23 @@ def test_several_labels_are_summed(given, label, goals):
 
 
 @pytest.mark.parametrize(
-    "given", [{"click": 0}, {"click": "1"}, {"click": -1}, {"click": float("nan")}, ["click", "1 +"]]
+    "given", [{"click": 0}, {"click": "1"}, {"click": -1}, {"click": float("nan")}, ["click", "1 +"], {1: 2}, [1]]
 )
 def test_wrong_goals_are_rejected(given):
     with pytest.raises(LabelError):
         make_config(label=given)
+
+
+@pytest.mark.parametrize("goals", ["click,purchase", 5, [1], ["click", "1 +"]])
+def test_wrong_values_of_the_option_goals_are_rejected(goals):
+    with pytest.raises(UltrError):
+        make_config(goals=goals)
+
+
+def test_curves_of_the_bias_of_another_run_are_used(run, world, tmp_path):
+    options = {"label": GOALS, "ranker": "lightgbm", "columns": COLUMNS, "rounds": 10, "tradeoff": 0}
+    update = ultr.train(world.log.slice(0, 8000), tmp_path / "next", bias=str(run.folder), **options)
+    assert update.bias["actions"] == run.bias["actions"]
 
 
 def test_options_that_are_not_given_are_not_set():

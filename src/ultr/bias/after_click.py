@@ -35,6 +35,7 @@ from ultr.bias.estimators import (
 from ultr.log import Log
 from ultr.log.labels import CLICKS, Label
 from ultr.log.table import SHIFT
+from ultr.utils.jsonfiles import content_errors
 
 MOST_POSITIONS = 1_000
 LEVEL = 0.001  # a p value of no trend over positions below this makes τ used
@@ -83,6 +84,12 @@ class AfterClick:
             raise ValueError("τ must have a number above 0 for each position")
         p, used, evidence = float(content["p"]), bool(content["used"]), str(content["evidence"])
         return AfterClick(positions, **curves, p=p, used=used, evidence=evidence)
+
+
+def read_actions(content: Mapping[str, Any], where: object) -> dict[str, AfterClick]:
+    """Return the τ of actions in the content of a file; {} if it has none."""
+    with content_errors("actions after the click cannot be read", where=where, hint="write the file again"):
+        return {str(name): AfterClick.of(each) for name, each in content.get("actions", {}).items()}
 
 
 def trust_of(actions: Mapping[str, AfterClick], ids: Iterable[int]) -> Trust:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ultr.bias.after_click import AfterClick
+from ultr.bias.after_click import AfterClick, read_actions
 from ultr.bias.counts import (
     Counts,
     check_positions,
@@ -176,7 +176,7 @@ class Examination:
                 evidence=str(content["evidence"]),
                 covariance=covariance,
                 deviations=tuple(Deviation.of(each) for each in content["deviations"]),
-                actions={str(name): AfterClick.of(each) for name, each in content.get("actions", {}).items()},
+                actions=read_actions(content, path),
             )
 
 

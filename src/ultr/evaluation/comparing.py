@@ -385,8 +385,10 @@ def _cross_fitted(
         in_part = np.isin(np.arange(len(log)), part)
         rest = parts.sample(~in_part, seed=seed)
         own = given or estimate_examination(rest, Label(label), segments=segments, seed=seed, device=device)
-        best = other if other is not None and not own.confirmed else own
-        examination = replace(best, actions=estimate_after_click(rest, Label(label), seed=seed))
+        if other is not None and not own.confirmed:
+            examination = other
+        else:
+            examination = replace(own, actions=estimate_after_click(rest, Label(label), seed=seed))
         for name, tau in trust_of(examination.actions, ids).items():
             trust.setdefault(name, {}).update({number * FOLD + position: value for position, value in tau.items()})
         model = fit_off_policy_model(rest, label=label, examination=examination, segments=segments, seed=seed)
@@ -398,7 +400,7 @@ def _cross_fitted(
         direct[of_part] = parts.mapped(model.direct, in_part)
         of_model = model.theta_of(ids, segments)
         theta |= {number * FOLD + position: value for position, value in of_model.items()}
-        same = 0 if best is other else number  # one examination of a run has the same error in both halves
+        same = 0 if examination is other else number  # one examination of a run has the same error in both halves
         for draw, moved in zip(draws, drawn(examination, of_model, same), strict=False):
             draw |= {number * FOLD + position: value for position, value in moved.items()}
     mean = {

@@ -44,7 +44,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ultr.bias.after_click import NO_TRUST, AfterClick, Trust, corrected, trust_of
+from ultr.bias.after_click import NO_TRUST, AfterClick, Trust, corrected, read_actions, trust_of
 from ultr.bias.examination import Examination
 from ultr.bias.identification import NORMAL
 from ultr.datasets.users import User
@@ -594,8 +594,7 @@ def load_off_policy_model(folder: Path) -> OffPolicyModel | None:
         encoder.load_state_dict(tensors)
         direct = DirectModel(encoder, weights, float(about["intercept"]), *map(float, about["range"]))
         theta = {str(name): float(theta) for name, theta in about["theta"].items()}
-        actions = {str(name): AfterClick.of(each) for name, each in about.get("actions", {}).items()}
-        return OffPolicyModel(theta, direct, actions)
+        return OffPolicyModel(theta, direct, read_actions(about, folder))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise DataError(f"{what} cannot be read ({error})", where=folder, hint=hint) from error
 

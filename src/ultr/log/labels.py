@@ -70,6 +70,8 @@ def weighted_goals(goals: Mapping[str, float] | Iterable[str]) -> tuple[str, ...
     """Return the labels of several goals, which may have weights: `{"click": 1, "purchase": 5}`."""
     if not isinstance(goals, Mapping):
         found = tuple(goals)
+    elif any(not isinstance(goal, str) for goal in goals):
+        raise LabelError("goals must be labels", got=repr(dict(goals))[:200], hint="pass for example {'purchase': 5}")
     elif any(isinstance(w, bool) or not isinstance(w, int | float) or not 0 < w < 1e12 for w in goals.values()):
         raise LabelError("the weights of goals must be numbers above 0", got=repr(dict(goals))[:200])
     else:

@@ -253,7 +253,7 @@ class Config(Section):
 
     data: DataOptions = DataOptions()
     label: str | None = Field(
-        None, description="label to learn, over actions; default: click + dwell / exp(3), or click"
+        None, description="label to learn, over actions, or several; default: click + dwell / exp(3), or click"
     )
     goals: tuple[str, ...] = Field(
         (), description="labels whose sum is the label, from several --label; a run shows the trade-off of two"
@@ -274,14 +274,16 @@ class Config(Section):
     @classmethod
     def _sum_goals(cls, content: Any) -> Any:
         """Make one label of several, or of goals and their weights; goals of another label are dropped."""
-        if not isinstance(content, Mapping) or isinstance(content.get("goals"), str):
+        if not isinstance(content, Mapping):
             return content
         label, goals = content.get("label"), content.get("goals")
-        label = goals if label is None else label
         if isinstance(label, Mapping | list | tuple) and label:
             goals = weighted_goals(label)
             label = sum_of_goals(goals)
-        elif not goals:
+        elif isinstance(goals, list | tuple) and goals:
+            goals = weighted_goals(goals)
+            label = sum_of_goals(goals) if label is None else label
+        else:
             return content
         return {**content, "label": label, "goals": goals if len(goals) > 1 and sum_of_goals(goals) == label else ()}
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultr.bias.after_click import estimate_after_click
+from ultr.bias.after_click import estimate_after_click, read_actions
 from ultr.bias.examination import Examination, estimate_examination
 from ultr.bias.logging_policy import share_logging_score
-from ultr.bias.propensities import read_bias_theta, theta_by_id
+from ultr.bias.propensities import bias_file, read_bias_file, read_bias_theta, theta_by_id
 from ultr.datasets.users import simulate_log
 from ultr.errors import DataError
 from ultr.evaluation.off_policy import OffPolicyModel, fit_off_policy_model, load_off_policy_model
@@ -96,7 +96,12 @@ def _estimate(config: Config, data: Data) -> Examination:
     examination = _estimate_theta(config, data, label) if known is None else Examination.known(known)
     if data.feeding_user is not None or config.simulation.learn_from != "feedback":
         return examination
-    return replace(examination, actions=estimate_after_click(data.train, label, seed=config.seed))
+    actions = estimate_after_click(data.train, label, seed=config.seed)
+    if (bias := config.examination.bias) is not None:  # its curves come with its examination
+        path = bias_file(fetched(bias))
+        known_actions = read_actions(read_bias_file(path), path)
+        actions |= {name: each for name, each in known_actions.items() if name in label.actions}
+    return replace(examination, actions=actions)
 
 
 def _estimate_theta(config: Config, data: Data, label: Label) -> Examination:

@@ -11,7 +11,7 @@ from ultr.bias.after_click import AfterClick
 from ultr.bias.audit import times_as_often
 from ultr.bias.examination import SOURCES, Examination
 from ultr.bias.identification import INTERVENED
-from ultr.bias.propensities import BIAS_FILE, read_bias_file, write_bias_file
+from ultr.bias.propensities import bias_file, read_bias_file, write_bias_file
 from ultr.bias.sharing import SHOWN_POSITION
 from ultr.log.columns import as_names
 from ultr.log.table import slot
@@ -60,8 +60,7 @@ def _origin_of_theta(config: Config) -> dict[str, Any]:
     """Return where the examination that a run takes from `--bias` comes from; {} if it estimates its own."""
     if config.examination.bias is None:
         return {}
-    path = Path(fetched(config.examination.bias))
-    content = read_bias_file(path / BIAS_FILE if path.is_dir() else path)
+    content = read_bias_file(bias_file(fetched(config.examination.bias)))
     if "theta_from" in content:
         return {name: content[name] for name in ("theta_from", "theta_standard_error") if name in content}
     verdict = content.get("verdict")
