@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ultr.datasets import load_dataset, ranking_svm, show
-from ultr.datasets.users import User, make_user, simulate_log
+from ultr.bias.after_click import estimate_after_click
+from ultr.datasets import load_dataset, randomise, ranking_svm, show
+from ultr.datasets.users import User, draw_sessions, make_user, simulate_log
 from ultr.evaluation.off_policy import OffPolicyValue, fit_direct, off_policy_value
 from ultr.evaluation.scores import evaluate_scores, mean_with_interval
+from ultr.log.labels import Label
 from ultr.log.table import by_position
 from ultr.report.page import Plot
 from ultr.report.plots import interval_plot, line_plot, svg
@@ -67,7 +69,21 @@ def main() -> None:
     }
     draw("trust", lines("Users trust high positions: P(click | examined)", values, "probability of a click"))
 
+    draw("after-click", dwell_after_clicks())
     draw("off-policy", values_of_rankers(user))
+
+
+def dwell_after_clicks() -> Plot:
+    """Plot the dwell time of clicked rows by position: as logged, and if an item were clicked at another position."""
+    data, user = load_dataset("synthetic"), make_user("watch")
+    shown = show(data.train, ranking_svm(data.train, share=0.3)(data.train.features))
+    log, _ = simulate_log(randomise(draw_sessions(shown, 4 * SESSIONS), 0.3), user)
+    clicked = log.actions["click"] > 0
+    logged = np.array([log.actions["dwell"][clicked & (log.positions == k)].mean() for k in POSITIONS])
+    tau = estimate_after_click(log, Label("click + dwell"))["dwell"].tau
+    truth = np.sqrt(2 / (POSITIONS + 1))
+    values = {"clicked rows as logged": logged / logged[0], "estimated τ": np.array(tau), "true τ": truth}
+    return lines("Dwell after a click (position 1 = 1)", values, "relative", dashed=("true τ",))
 
 
 def values_of_rankers(user: User, k: int = 3) -> Plot:

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import torch
 
 from ultr.bias import estimators
+from ultr.bias.after_click import AfterClick, estimate_after_click
 from ultr.bias.counts import (
     Counts,
     LogCounts,
@@ -50,6 +51,7 @@ from ultr.bias.refutation import Evidence, refutations
 from ultr.checks.pitfalls import Pitfall, find_pitfalls, suspicious_requests
 from ultr.errors import DataError
 from ultr.log import Log
+from ultr.log.labels import Label
 from ultr.log.splits import codes
 from ultr.rankers import FeatureEncoder
 from ultr.utils.arguments import Seed, Within, checked
@@ -88,6 +90,7 @@ class BiasReport:
     notes: tuple[str, ...] = ()
     segments: Mapping[str, BiasReport] = field(default_factory=dict)
     refutations: tuple[Refutation, ...] = ()  # tests of the assumption of estimates from items (`bias.refutation`)
+    actions: Mapping[str, AfterClick] = field(default_factory=dict)  # how actions after the click depend on position
 
     @property
     def anchor(self) -> Estimate | None:
@@ -137,6 +140,7 @@ class BiasReport:
             "left_out": self.left_out,
             "agreements": [asdict(test) for test in self.agreements],
             "refutations": [asdict(test) for test in self.refutations],
+            "actions": {name: asdict(each) for name, each in self.actions.items()},
             "links": self.links,
             "order_explained_by_features": self.explained,
             "sampled_requests": self.sampled_requests,
@@ -161,6 +165,8 @@ def summary(report: BiasReport) -> dict[str, str]:
         sentences["assumption"] = verdict.assumption
     if report.refutations:
         sentences["tests"] = _tests(report)
+    if report.actions:
+        sentences["after the click"] = "; ".join(each.sentence(name) for name, each in report.actions.items())
     return {**sentences, "positions": _positions(report), "next step": _next_step(report)}
 
 
@@ -326,7 +332,8 @@ def audit(
 
     parts = segments() if "segment" in log.context else ()
     report = audit_counts(count(log, clicked), parts, options, sample)
-    return with_pitfalls(report, pitfalls, left_out)
+    actions = estimate_after_click(log, Label(label), seed=seed, sample=described if sample is None else sample)
+    return with_pitfalls(replace(report, actions=actions), pitfalls, left_out)
 
 
 def audit_counts(

@@ -42,6 +42,7 @@ class Impressions:
     by_query: bool = False  # whether codes of items differ by query
     production: np.ndarray | None = None  # [rows] position of the item before swaps; -1 if the row is not compared
     swapped_requests: int = 0  # requests whose drawn arm is a swap
+    values: np.ndarray | None = None  # [rows] of an action: if given, clicked rows are counted with their values
 
     def select(self, requests: np.ndarray) -> Impressions:
         """Return the impressions of some requests, chosen by a mask."""
@@ -56,6 +57,7 @@ class Impressions:
             items=None if self.items is None else self.items[rows],
             randomised=self.randomised[requests],
             production=None if self.production is None else self.production[rows],
+            values=None if self.values is None else self.values[rows],
         )
 
     def pooled(self, pool: np.ndarray) -> Impressions:
@@ -210,7 +212,10 @@ def count_cells(strata: np.ndarray, places: np.ndarray, shown: Any, clicked: Any
 
 
 def counted(seen: Impressions, strata: np.ndarray, rows: np.ndarray | slice = slice(None)) -> Counts:
-    """Count the given `rows` of a log by stratum, position and group of requests; `strata` has one value per row."""
+    """Count the given `rows` of a log by stratum, position and group of requests; `strata` has one value per row.
+
+    If rows have `values`, clicked rows count as impressions, and their values as clicks.
+    """
     places = seen.place[rows]
     width = len(seen.positions)
     encoded = pa.array(strata.astype(np.int64) * width + places).dictionary_encode()
@@ -218,13 +223,12 @@ def counted(seen: Impressions, strata: np.ndarray, rows: np.ndarray | slice = sl
     groups = int(seen.group.max()) + 1
     shape = len(ids), groups
     group, weights, clicked = seen.of_rows(seen.group)[rows], seen.row_weights[rows], seen.clicked[rows]
-    return Counts(
-        ids // width,
-        ids % width,
-        (int(strata.max(initial=-1)) + 1, width),
-        sparse.csr_matrix((weights, (cells, group)), shape),
-        sparse.csr_matrix((weights[clicked], (cells[clicked], group[clicked])), shape),
-    )
+    of_clicked = cells[clicked], group[clicked]
+    shown, clicks = sparse.csr_matrix((weights, (cells, group)), shape), weights[clicked]
+    if seen.values is not None:
+        shown, clicks = sparse.csr_matrix((clicks, of_clicked), shape), clicks * seen.values[rows][clicked]
+    size = int(strata.max(initial=-1)) + 1, width
+    return Counts(ids // width, ids % width, size, shown, sparse.csr_matrix((clicks, of_clicked), shape))
 
 
 def counted_random(seen: Impressions) -> Counts | None:

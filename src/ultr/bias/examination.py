@@ -17,13 +17,14 @@ positions, not on rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ultr.bias.after_click import AfterClick, read_actions
 from ultr.bias.counts import (
     Counts,
     check_positions,
@@ -93,6 +94,7 @@ class Examination:
     evidence: str = "strata"  # the name of the source
     covariance: np.ndarray | None = None  # of log θ [positions, positions], which draws come from; None: 0
     deviations: tuple[Deviation, ...] = ()  # of the curves of segments, for each of the columns that define them
+    actions: Mapping[str, AfterClick] = field(default_factory=dict)  # how actions after the click depend on position
 
     @property
     def confirmed(self) -> bool:
@@ -147,6 +149,7 @@ class Examination:
         fields = vars(self).items()
         content = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields}
         content["deviations"] = [asdict(each) for each in self.deviations]
+        content["actions"] = {name: asdict(each) for name, each in self.actions.items()}
         write_json(path, {"format": FORMAT, **content})
 
     @staticmethod
@@ -173,6 +176,7 @@ class Examination:
                 evidence=str(content["evidence"]),
                 covariance=covariance,
                 deviations=tuple(Deviation.of(each) for each in content["deviations"]),
+                actions=read_actions(content, path),
             )
 
 

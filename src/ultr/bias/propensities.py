@@ -114,6 +114,11 @@ def write_bias_file(folder: Path, content: Mapping[str, Any]) -> None:
     write_json(folder / BIAS_FILE, {"format": BIAS_FORMAT, **content})
 
 
+def bias_file(path: Path) -> Path:
+    """Return the bias.json of a run or of an `ultr bias --out` folder; a path of a file as it is."""
+    return path / BIAS_FILE if path.is_dir() else path
+
+
 def read_bias_file(path: Path) -> dict[str, Any]:
     """Read a bias.json file; raise DataError if its format is not the one of this version."""
     content = read_json(path)
@@ -123,7 +128,7 @@ def read_bias_file(path: Path) -> dict[str, Any]:
 
 def read_bias_theta(path: Path) -> dict[str, float]:
     """Read examination by position from a bias.json file, or from a run or `ultr bias --out` folder that has one."""
-    path = path / BIAS_FILE if path.is_dir() else path
+    path = bias_file(path)
     content = read_bias_file(path)
     try:
         theta = _theta_of(content)

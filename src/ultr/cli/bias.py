@@ -114,6 +114,7 @@ def bias(
     words.say(f"{read}; feedback: {report.label} > 0")
     print_notes(found.notes)
     _print_summary(report)
+    _print_actions(report)
     if verbose:
         _print_details(report)
     if quality is not None:
@@ -246,6 +247,18 @@ def _print_summary(report: BiasReport) -> None:
         words.say(f"segment '{name}' ({part.requests:,} requests): {what}")
     for pitfall in report.pitfalls:
         print_warning(pitfall)
+
+
+def _print_actions(report: BiasReport) -> None:
+    """Print how actions after the click depend on the position."""
+    if not report.actions:
+        return
+    table = new_table("Actions after a click, relative to the first position", numbers=("position", *report.actions))
+    positions = next(iter(report.actions.values())).positions
+    for i, position in enumerate(positions[:MOST_ROWS]):
+        cells = (_cell(each.tau[i], each.low[i], each.high[i]) for each in report.actions.values())
+        table.add_row(str(position), *cells)
+    print_table(table)
 
 
 def _print_details(report: BiasReport) -> None:

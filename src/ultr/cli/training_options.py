@@ -60,8 +60,8 @@ _DATA = "A log: files, folders, 'patterns*.parquet' or URLs; prepared lists; wit
 OPTIONS = {
     "data": Annotated[list[str] | None, typer.Argument(metavar="DATA...", help=_DATA, show_default=False)],
     "label": Annotated[
-        str | None,
-        _option("--label", "EXPR", "What to learn, over actions. Default: click + dwell / exp(3), or click."),
+        list[str] | None,
+        _option("--label", "EXPR", "What to learn, over actions; several are goals. Default: click, with dwell."),
     ],
     "method": Annotated[
         str | None, _option("--method", "NAME", "pairwise-em, or a baseline; see: ultr options method.")
@@ -104,7 +104,9 @@ def training_config(options: Mapping[str, Any], *, sets: Sequence[str] = (), fil
     """
     from ultr.training.config import AUTO, _by_path, make_config
 
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None and value != []}
+    if len(given.get("label", ())) == 1:
+        (given["label"],) = given["label"]
     if "data" in given:
         given["data"] = one_source(given["data"])
     layers = [{} if file is None else read_options(file), _parsed(sets), given]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from scipy.special import ndtr
 
+from ultr.bias.after_click import estimate_after_click, trust_of
 from ultr.bias.counts import clicked_rows, count_cells, queries_recur
 from ultr.bias.estimators import fit_conditional, pools, slope_apart
 from ultr.bias.examination import Examination, estimate_examination
@@ -226,6 +227,7 @@ def compare_rankers(
                 models.direct,
                 draws=models.draws,
                 doubt=models.doubt,
+                trust=models.trust,
                 label=label,
                 groups=groups,
                 device=device,
@@ -350,6 +352,7 @@ class _CrossFitted:
     theta: Mapping[int, float]
     direct: np.ndarray  # [rows]
     draws: Sequence[Mapping[int, float]]  # of θ
+    trust: Mapping[str, Mapping[int, float]]  # τ of actions after the click, by position id
     doubt: int
     evidence: str
     theta_by_slot: Mapping[str, float]
@@ -375,13 +378,19 @@ def _cross_fitted(
     places, direct = positions.copy(), np.zeros(log.rows)
     theta: dict[int, float] = {}
     draws: list[dict[int, float]] = [{} for _ in range(DRAWS)]
+    trust: dict[str, dict[int, float]] = {}
     used: list[Examination] = []
     doubt = CONFIRMED
     for number, part in enumerate(_parts(log, chosen, seed)):
         in_part = np.isin(np.arange(len(log)), part)
         rest = parts.sample(~in_part, seed=seed)
         own = given or estimate_examination(rest, Label(label), segments=segments, seed=seed, device=device)
-        examination = other if other is not None and not own.confirmed else own
+        if other is not None and not own.confirmed:
+            examination = other
+        else:
+            examination = replace(own, actions=estimate_after_click(rest, Label(label), seed=seed))
+        for name, tau in trust_of(examination.actions, ids).items():
+            trust.setdefault(name, {}).update({number * FOLD + position: value for position, value in tau.items()})
         model = fit_off_policy_model(rest, label=label, examination=examination, segments=segments, seed=seed)
         doubted, why = doubt_about(rest, examination, model, label=label, segments=segments)
         used.append(doubted)
@@ -403,6 +412,7 @@ def _cross_fitted(
         theta=theta,
         direct=direct[np.repeat(chosen, log.lengths)],
         draws=[draw for draw in draws if len(draw) == len(theta)],
+        trust=trust,
         doubt=doubt,
         evidence=next((each.source for each in used if not each.confirmed), used[0].source),
         theta_by_slot=mean,

@@ -22,6 +22,10 @@ is scaled up by the ratio of Σ t d to Σ u θ_old d. Without clipping the facto
 consistent as M grows. At any M it is exact if, at each new rank, d is right up to a factor. The doubly robust estimator
 t d + u (c - θ_old d) is `dr` itself: weights follow from positions, so d matters only where weights are clipped.
 
+Actions after the click that depend on position (see `ultr.bias.after_click`) are divided by τ_old, and for `reward`
+multiplied by τ_new, so that the value has the trust in the new place; d, which matters where weights are clipped, is
+without trust.
+
 For clicks from trust, P(c>0) = θ β + ζ (1 - β), θ becomes θ - ζ, c becomes c - ζ_old, and `reward` adds the ζ_new of a
 new place. All orders of items with tied scores are equally likely: t is the mean over their ranks.
 
@@ -31,15 +35,16 @@ Assumptions: the position-based model, labels whose size does not depend on posi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ultr.bias.after_click import NO_TRUST, AfterClick, Trust, corrected, read_actions, trust_of
 from ultr.bias.examination import Examination
 from ultr.bias.identification import NORMAL
 from ultr.datasets.users import User
@@ -119,12 +124,14 @@ def off_policy_value(
     clip: float = CLIP,
     direct: np.ndarray | None = None,
     zeta: ByPosition | None = None,
+    trust: Trust = NO_TRUST,
     replicates: Sequence[ByPosition] = (),
 ) -> OffPolicyValue:
     """Estimate the value that a ranker with these scores, one for each row, would have had on the requests of a log.
 
     `theta` (examination) and `zeta` (click rate of irrelevant items) are by position id. `direct` is the expected label
-    of each row if it is examined, from `fit_direct`. `replicates` of θ (a bootstrap) add its error to the interval.
+    of each row if it is examined, from `fit_direct`. `trust` is τ of actions after the click, by action and position
+    id. `replicates` of θ (a bootstrap) add its error to the interval.
     """
     return OffPolicy(
         log,
@@ -136,6 +143,7 @@ def off_policy_value(
         clip=clip,
         direct=direct,
         zeta=zeta,
+        trust=trust,
         replicates=replicates,
     )(scores)
 
@@ -155,6 +163,7 @@ class OffPolicy:
         clip: float = CLIP,
         direct: np.ndarray | None = None,
         zeta: ByPosition | None = None,
+        trust: Trust = NO_TRUST,
         replicates: Sequence[ByPosition] = (),
         groups: np.ndarray | None = None,
         device: torch.device | str = "cpu",
@@ -166,7 +175,9 @@ class OffPolicy:
             raise OptionError("k must be at least 1, and clip must be above 0", got=f"k={k}, clip={clip}")
         self._log, self._kind, self._k, self._estimator, self._groups = log, kind, k, estimator, groups
         self._most = np.inf if estimator == "ips" else float(clip)
-        self._rows = rows = _Rows(log, _labels(log, label, zeta), kind, k, zeta, torch.device(device))
+        self._rows = rows = _Rows(log, _labels(corrected(log, trust), label, zeta), kind, k, zeta, torch.device(device))
+        if kind == "reward":
+            rows.trusted = [(rows.tensor(part), rows.tensor(tau)) for part, tau in _trusted(log, label, trust)]
         self._expected = None  # the expected label at the old place, whatever θ is, so replicates share it
         if direct is not None:
             slope = rows.by_position(theta)[0]
@@ -242,13 +253,19 @@ class Likelihood:
     """
 
     def __init__(
-        self, log: Log, *, theta: ByPosition, label: Label | str = DEFAULT_LABEL, device: torch.device | str = "cpu"
+        self,
+        log: Log,
+        *,
+        theta: ByPosition,
+        label: Label | str = DEFAULT_LABEL,
+        trust: Trust = NO_TRUST,
+        device: torch.device | str = "cpu",
     ) -> None:
         def here(values: np.ndarray) -> Tensor:
             return torch.from_numpy(np.array(values, np.float64)).to(device)
 
         weights = np.ones(len(log)) if log.weights is None else log.weights
-        labels = _labels(log, label, None)
+        labels = _labels(corrected(log, trust), label, None)
         self._weights, self._request = here(weights), torch.from_numpy(np.array(log.request_of_row)).to(device)
         self._c = here(labels * np.repeat(weights, log.lengths))
         self._size = here(np.array((labels**2).sum() / max(labels.sum(), TINY))).clamp(min=TINY)
@@ -286,7 +303,7 @@ class Likelihood:
 class _Weights(NamedTuple):
     target: Tensor  # t
     old: Tensor  # θ_old - ζ_old, where the largest is 1
-    excess: Tensor  # c - ζ_old
+    excess: Tensor  # c - ζ_old, with the trust in the new place
     lift: Tensor | float  # ζ_new
 
 
@@ -326,6 +343,7 @@ class _Rows:
         self.request, self._lengths = self.tensor(request), self.tensor(log.lengths)
         self.ranks = self.tensor(np.arange(log.rows) - log.offsets[request] + 1.0)
         self.top = self.ranks <= k
+        self.trusted: list[tuple[Tensor, Tensor]] = []  # parts of c [rows], and τ by position, of actions with trust
 
     def tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(values)).to(self.device)
@@ -347,11 +365,14 @@ class _Rows:
         slope = slope / slope.max()
         reward, dcg = slope[self.new], 1 / torch.log2(1 + self.ranks)
         gain = {"reward": reward, "dcg": dcg, "gain": torch.minimum(reward, dcg)}[self.kind]
+        excess = self.c - lift[self.old]
+        for part, tau in self.trusted:
+            excess = excess + part * (places.placed(tau[self.new]) - 1)
         adds_lift = self.zeta is not None and self.kind == "reward"
         return _Weights(
             places.placed(torch.where(self.top, gain, 0.0)),
             slope[self.old],
-            self.c - lift[self.old],
+            excess,
             places.placed(torch.where(self.top, lift[self.new], 0.0)) if adds_lift else 0.0,
         )
 
@@ -387,6 +408,16 @@ def _labels(log: Log, label: Label | str, zeta: ByPosition | None) -> np.ndarray
     if zeta is not None and not ((c == 0) | (c == 1)).all():
         raise OptionError("with ζ, labels must be 0 or 1", got=f"{c.max():g}", hint="use the label click, or zeta=None")
     return c
+
+
+def _trusted(log: Log, label: Label | str, trust: Trust) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the part of the label that comes from each action with trust [rows], and its τ by position."""
+    label, log = Label.of(label), corrected(log, trust)
+    whole, found, ids = np.asarray(label(log.actions)), [], np.unique(_positions(log)).tolist()
+    for name in [name for name in trust if name in label.actions]:
+        without = label({**log.actions, name: np.zeros_like(log.actions[name])}, check=False)
+        found.append((np.asarray(whole - without, np.float64), np.array([trust[name].get(k, 1.0) for k in ids])))
+    return found
 
 
 def _by_position(theta: ByPosition, zeta: ByPosition | None, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -500,6 +531,7 @@ class OffPolicyModel:
 
     theta: Mapping[str, float]  # examination by position, or by `position@segment`
     direct: DirectModel
+    actions: Mapping[str, AfterClick] = field(default_factory=dict)  # how actions after the click depend on position
 
     def estimator(
         self,
@@ -514,11 +546,12 @@ class OffPolicyModel:
         kind, k = parse_any_metric(metric)
         if log.positions is None:
             raise DataError(f"'{metric}' needs the positions of items", hint="name their column with --position")
-        theta = self.theta_of(np.unique(log.positions).tolist(), segments)
+        ids = np.unique(log.positions).tolist()
+        given: dict[str, Any] = {"theta": self.theta_of(ids, segments), "trust": trust_of(self.actions, ids)}
         if kind == "likelihood":
-            return Likelihood(log, theta=theta, label=label, device=device)
+            return Likelihood(log, label=label, device=device, **given)
         direct = _direct_values(self.direct, log)
-        return OffPolicy(log, theta=theta, label=label, kind=kind, k=k or 10, direct=direct, device=device)
+        return OffPolicy(log, label=label, kind=kind, k=k or 10, direct=direct, device=device, **given)
 
     def theta_of(self, positions: Sequence[int], segments: Sequence[str] = ()) -> dict[int, float]:
         """Return examination by position id; unknown positions have the lowest examination."""
@@ -534,6 +567,7 @@ class OffPolicyModel:
             "numeric": encoder.numeric.tolist(),
             "intercept": self.direct.intercept,
             "range": [self.direct.lowest, self.direct.highest],
+            "actions": {name: asdict(each) for name, each in self.actions.items()},
         }
         with atomic_path(folder, overwrite=True, folder=True) as temporary:
             write_json(temporary / "model.json", about)
@@ -558,7 +592,8 @@ def load_off_policy_model(folder: Path) -> OffPolicyModel | None:
         weights = tensors.pop("weights")
         encoder.load_state_dict(tensors)
         direct = DirectModel(encoder, weights, float(about["intercept"]), *map(float, about["range"]))
-        return OffPolicyModel({str(name): float(theta) for name, theta in about["theta"].items()}, direct)
+        theta = {str(name): float(theta) for name, theta in about["theta"].items()}
+        return OffPolicyModel(theta, direct, read_actions(about, folder))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise DataError(f"{what} cannot be read ({error})", where=folder, hint=hint) from error
 
@@ -567,9 +602,9 @@ def fit_off_policy_model(
     log: Log, *, label: str, examination: Examination, segments: Sequence[str] = (), seed: int = 0
 ) -> OffPolicyModel:
     """Fit the model of feedback to the requests of a log, of which `examination` is an estimate."""
-    theta = examination.by_position()
-    direct = fit_direct(log, theta=theta, label=label, seed=seed)
-    return OffPolicyModel({slot(position, segments): value for position, value in theta.items()}, direct)
+    theta, actions = examination.by_position(), examination.actions
+    direct = fit_direct(corrected(log, trust_of(actions, theta)), theta=theta, label=label, seed=seed)
+    return OffPolicyModel({slot(position, segments): value for position, value in theta.items()}, direct, actions)
 
 
 def request_metrics(

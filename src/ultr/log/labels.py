@@ -66,6 +66,31 @@ def default_label(actions: Iterable[str]) -> str:
     return DEFAULT_LABEL if {"click", "dwell"} <= set(names) else click_label(names)
 
 
+def weighted_goals(goals: Mapping[str, float] | Iterable[str]) -> tuple[str, ...]:
+    """Return the labels of several goals, which may have weights: `{"click": 1, "purchase": 5}`."""
+    if not isinstance(goals, Mapping):
+        found = tuple(goals)
+    elif any(not isinstance(goal, str) for goal in goals):
+        raise LabelError("goals must be labels", got=repr(dict(goals))[:200], hint="pass for example {'purchase': 5}")
+    elif any(isinstance(w, bool) or not isinstance(w, int | float) or not 0 < w < 1e12 for w in goals.values()):
+        raise LabelError("the weights of goals must be numbers above 0", got=repr(dict(goals))[:200])
+    else:
+        found = tuple(goal if weight == 1 else f"{weight!r} * {_in_sum(goal, '+-')}" for goal, weight in goals.items())
+    for goal in found:
+        Label(goal)
+    return found
+
+
+def sum_of_goals(goals: Iterable[str]) -> str:
+    """Return the label that is the sum of several labels."""
+    return " + ".join(_in_sum(goal) for goal in goals)
+
+
+def _in_sum(goal: str, more: str = "") -> str:
+    """Return a label in brackets, if it has an operator that binds less than a sum, or one of `more`."""
+    return f"({goal})" if set(goal) & set(f"<>=!{more}") else goal
+
+
 class Label:
     """A label expression. Call it with actions (name -> array or tensor) to get the labels c, finite and >= 0.
 

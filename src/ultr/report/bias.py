@@ -113,6 +113,8 @@ def _bias_of_run(bias: Mapping[str, Any], truth: Truth) -> list[Part]:
         plots.append(
             interval_plot(f"Examination by {column}", deviation["ratios"], x="times as often", caption=caption)
         )
+    if bias.get("actions"):
+        plots.append(actions_plot(bias["actions"]))
     plots += [pair_map(key, bias[key], at) for key in MATRICES if key in bias]
     parts.append(Grid(plots))
     if tables := _tables(bias, at):
@@ -140,6 +142,21 @@ def pair_map(key: str, matrix: Sequence[Sequence[float]], at: Sequence[str]) -> 
         y="position of the item with more feedback",
         caption=caption,
         largest=None if key == "eps_minus" else 1.0,
+    )
+
+
+def actions_plot(actions: Mapping[str, Mapping[str, Any]]) -> Plot:
+    """Return a plot of how actions after the click depend on position, given the `actions` of bias.json."""
+    curves = {name if each["used"] else f"{name} (not used)": each for name, each in actions.items()}
+    return line_plot(
+        "Actions after a click",
+        {name: ([str(k) for k in each["positions"]], each["tau"]) for name, each in curves.items()},
+        x="position",
+        y="relative to the first",
+        caption="The mean of an action on clicked rows, if an item is clicked at another position; 95% intervals.",
+        bands={name: (each["low"], each["high"]) for name, each in curves.items()},
+        from_zero=True,
+        categories=True,
     )
 
 
@@ -222,6 +239,7 @@ def log_sections(report: Mapping[str, Any]) -> list[Section]:
     parts: list[Part] = [Notes(sentences or verdict["reasons"], good=good), Cards(cards)]
     parts.append(estimates_plot(report))
     parts.append(_estimates_table(report))
+    parts += [actions_plot(report["actions"])] if report.get("actions") else []
     parts += [Text(note) for note in report["notes"]]
     sections = [Section("Examination", parts), Section("Identification", _identification(report))]
     pitfalls = [f"{p['name']}: {p['what']}; {p['hint']}" for p in report["pitfalls"]]

@@ -27,6 +27,7 @@ from ultr.training.data import Decisions, columns_for_run
 from ultr.training.examining import VALUES, best_evaluation
 from ultr.training.folder import CONFIG, MODEL, read_config, read_metrics
 from ultr.training.outcome import LOGGED, RunOutcome, read_outcome, value_of_run
+from ultr.training.tradeoff import read_trade_off
 from ultr.utils.arguments import checked
 from ultr.utils.display import facts_html
 from ultr.utils.jsonfiles import read_json
@@ -393,6 +394,7 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
         _data(runs),
         learning_section(runs),
         _metrics(runs),
+        *_trade_offs(runs),
         bias_of_runs(runs),
         *_features(runs),
         ranking_section(runs),
@@ -612,6 +614,35 @@ def _tests(runs: Sequence[Run], metric: str) -> list[tuple[str, str, PairedTest]
     for a, b in combinations(evaluated, 2):
         tests.append((b.name, a.name, b.outcome.test(metric, a.outcome, metric)))
     return tests
+
+
+def _trade_offs(runs: Sequence[Run]) -> list[Section]:
+    """Return a section with the trade-off of the two goals of each run; none if no run has two goals."""
+    parts: list[Part] = []
+    for run in runs:
+        if (found := read_trade_off(run.folder)) is not None:
+            parts.append(trade_off_plot(found, "Two goals" if len(runs) == 1 else run.name))
+            rows = [
+                [name, *(f"{mean.mean:.4f} [{mean.low:.4f}, {mean.high:.4f}]" for mean in pair)]
+                for name, pair in found["values"].items()
+            ]
+            caption = f"{found['metric']} of each goal on the test requests, with 95% intervals."
+            parts.append(Table(["weights of the goals", *found["goals"]], rows, caption))
+    return [Section("Trade-off", parts)] if parts else []
+
+
+def trade_off_plot(found: Mapping[str, Any], title: str) -> Plot:
+    """Return a plot of the values of rankers for two goals (`read_trade_off`)."""
+    values = {name: (first.mean, second.mean) for name, (first, second) in found["values"].items()}
+    curve = [values.pop(name) for name in found["weightings"]]
+    lines = {"other weights": ([x for x, _ in curve], [y for _, y in curve])}
+    lines |= {name: ([x], [y]) for name, (x, y) in values.items()}
+    first, second = found["goals"]
+    caption = (
+        "Each point of the line is a ranker with other weights of the two goals, estimated off policy on the test "
+        "requests. A ranker below the line and to its left loses on both goals."
+    )
+    return line_plot(title, lines, x=f"{first}, by request", y=f"{second}, by request", caption=caption)
 
 
 # --- Features ---------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from ultr.datasets.initial import Logging
 from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation.scores import FEEDBACK, LIKELIHOOD, parse_any_metric
 from ultr.log.cleaning import OnDuplicates
-from ultr.log.labels import Label
+from ultr.log.labels import Label, sum_of_goals, weighted_goals
 from ultr.methods import METHODS, TREE_METHODS, parse_options
 from ultr.rankers.boosters import BOOSTERS, library_version
 from ultr.utils.arguments import check_fields, check_value, requirement
@@ -253,8 +253,12 @@ class Config(Section):
 
     data: DataOptions = DataOptions()
     label: str | None = Field(
-        None, description="label to learn, over actions; default: click + dwell / exp(3), or click"
+        None, description="label to learn, over actions, or several; default: click + dwell / exp(3), or click"
     )
+    goals: tuple[str, ...] = Field(
+        (), description="labels whose sum is the label, from several --label; a run shows the trade-off of two"
+    )
+    tradeoff: Count = Field(5, description="weightings of two goals whose values a run shows; 0: none")
     simulation: SimulationOptions = SimulationOptions()
     examination: ExaminationOptions = ExaminationOptions()
     method: MethodOptions = MethodOptions()
@@ -265,6 +269,23 @@ class Config(Section):
     trees: TreeOptions = TreeOptions()
     training: TrainingSection = TrainingSection()
     machine: MachineOptions = MachineOptions()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sum_goals(cls, content: Any) -> Any:
+        """Make one label of several, or of goals and their weights; goals of another label are dropped."""
+        if not isinstance(content, Mapping):
+            return content
+        label, goals = content.get("label"), content.get("goals")
+        if isinstance(label, Mapping | list | tuple) and label:
+            goals = weighted_goals(label)
+            label = sum_of_goals(goals)
+        elif isinstance(goals, list | tuple) and goals:
+            goals = weighted_goals(goals)
+            label = sum_of_goals(goals) if label is None else label
+        else:
+            return content
+        return {**content, "label": label, "goals": goals if len(goals) > 1 and sum_of_goals(goals) == label else ()}
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -610,6 +631,10 @@ def train_command(config: Config, *, out: str = "run") -> tuple[str, list[str]]:
                 notes.append("--propensities: pass a file with the values of 'propensities' in the configuration")
         elif path == "data.where":
             words += [word for condition in value for word in ("--where", condition)]
+        elif path == "goals":
+            words += [word for goal in value for word in ("--label", goal)]
+        elif path == "label" and config.goals:
+            pass  # the sum of the goals
         elif path != "data.source" and value != default.get(path) and value is not None:
             words += ["--set", f"{path}={_text(value)}"]
     return shlex.join(words), notes

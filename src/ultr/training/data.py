@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import TypeAdapter
 
+from ultr.bias.after_click import AfterClick, corrected, trust_of
 from ultr.bias.auto_segment import FEATURES, Segment, choose_segment, segment_candidates
 from ultr.checks.pitfalls import suspicious_requests
 from ultr.datasets import DATASETS, Dataset, highest_grade, load_dataset, randomise, show
@@ -74,9 +75,20 @@ class Data:
     segments: tuple[str, ...] = ()  # names of the segments; examination is estimated for each
     all_positions: tuple[int, ...] | None = None  # of all prepared lists; `train` may be a sample of them
     all_binary: tuple[str, ...] | None = None  # actions that are only 0 or 1 in all prepared lists
-    stream: Callable[[TrainingOptions], Feeding] | None = None  # batches of streamed lists; `train` is a sample of them
+    stream: Callable[..., Feeding] | None = None  # batches of streamed lists; `train` is a sample of them
     suspicious: Any = None  # ids of the requests that `drop_suspicious` left out, as an Arrow array; None: not dropped
     initial: Callable[[np.ndarray], np.ndarray] | None = None  # features -> scores that simulated users saw items by
+    as_logged: Data | None = None  # before `corrected`
+
+    def corrected(self, actions: Mapping[str, AfterClick]) -> Data:
+        """Return the data to learn from: actions after the click are divided by the trust in their position."""
+        trust = trust_of(actions, self.positions)
+        if not trust:
+            return self
+        train, validation = (corrected(log, trust) for log in (self.train, self.validation))
+        stream = self.stream and partial(self.stream, also=lambda log: corrected(log, trust))
+        binary = self.all_binary and tuple(name for name in self.all_binary if name not in trust)
+        return replace(self, train=train, validation=validation, stream=stream, all_binary=binary, as_logged=self)
 
     def logged_scores(self, log: Log) -> np.ndarray | None:
         """Return scores of the rows of a log that reproduce the logged order; None if there is no logged order."""
@@ -407,10 +419,13 @@ def _read_lists(config: Config, streamed: bool | None) -> Data:
 
     validation = in_groups(view(validation))
 
-    def feed(options: TrainingOptions) -> Feeding:
+    def feed(options: TrainingOptions, also: Callable[[Log], Log] = lambda log: log) -> Feeding:
+        def seen(log: Log) -> Log:
+            return also(view(log))
+
         device = choose_device(options.device)
         return Stream(
-            shards, batch=options.batch, seed=options.seed, device=device, workers=config.machine.workers, view=view
+            shards, batch=options.batch, seed=options.seed, device=device, workers=config.machine.workers, view=seen
         )
 
     return Data(

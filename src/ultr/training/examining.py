@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ultr.bias.after_click import estimate_after_click, read_actions
 from ultr.bias.examination import Examination, estimate_examination
 from ultr.bias.logging_policy import share_logging_score
-from ultr.bias.propensities import read_bias_theta, theta_by_id
+from ultr.bias.propensities import bias_file, read_bias_file, read_bias_theta, theta_by_id
 from ultr.datasets.users import simulate_log
 from ultr.errors import DataError
 from ultr.evaluation.off_policy import OffPolicyModel, fit_off_policy_model, load_off_policy_model
@@ -91,11 +92,22 @@ def _examine(config: Config, data: Data, run: Path | None, shared: Path | None, 
 
 
 def _estimate(config: Config, data: Data) -> Examination:
-    if (known := known_theta(config, data)) is not None:
-        return Examination.known(known)
+    label, known = Label(data.label), known_theta(config, data)
+    examination = _estimate_theta(config, data, label) if known is None else Examination.known(known)
+    if data.feeding_user is not None or config.simulation.learn_from != "feedback":
+        return examination
+    actions = estimate_after_click(data.train, label, seed=config.seed)
+    if (bias := config.examination.bias) is not None:  # its curves come with its examination
+        path = bias_file(fetched(bias))
+        known_actions = read_actions(read_bias_file(path), path)
+        actions |= {name: each for name, each in known_actions.items() if name in label.actions}
+    return replace(examination, actions=actions)
+
+
+def _estimate_theta(config: Config, data: Data, label: Label) -> Examination:
     return estimate_examination(
         data.train,
-        Label(data.label),
+        label,
         segments=data.segments,
         user=data.feeding_user,
         sessions=_sessions(config),
@@ -186,7 +198,7 @@ def evaluator(
 
     It is called many times, so the validation requests and the value stay on the device.
     """
-    log, select = data.validation, config.selection
+    log, select = (data.as_logged or data).validation, config.selection
     if values is not None and select.startswith(OFF_POLICY):
         estimator = values.estimator(log, select, label=data.label, segments=data.segments, device=device)
         return lambda scores: {select: estimator.mean(scores)}

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
+from ultr.bias.after_click import trust_of
 from ultr.bias.examination import Examination
 from ultr.bias.identification import NORMAL
 from ultr.checks.pitfalls import Pitfall
@@ -279,12 +280,7 @@ def _off_policy(
     metrics = [metric for metric in metrics if metric.startswith(OFF_POLICY)]
     if model is None or not metrics:
         return {"means": means, "against_logged": tests, "decisions": decisions, "confirmed": False}
-    theta = model.theta_of(np.unique(log.shown_positions(metrics[0])).tolist(), data.segments)
-    if examination is None:  # of users without bias
-        examination = replace(Examination.known(theta), evidence="strata", source="features")
-    doubt = CONFIRMED if examination.confirmed else PLAUSIBLE
-    if data.feeding_user is None and not compared:
-        examination, doubt = doubt_about(data.train, examination, model, label=data.label, segments=data.segments)
+    theta, examination, doubt = evidence_of(data, log, model, examination, compared=compared)
     confirmed = doubt == CONFIRMED
     for metric in metrics:
         estimators = plausible_estimators(
@@ -294,6 +290,7 @@ def _off_policy(
             model.direct(log),
             draws=drawn(examination, theta),
             doubt=doubt,
+            trust=trust_of(model.actions, theta),
             label=data.label,
             device=choose_device(config.machine.device),
         )
@@ -317,6 +314,18 @@ def _off_policy(
         if (decision := comparison.decision(THE_RUN)) is not None:
             decisions[metric] = asdict(decision)
     return {"means": means, "against_logged": tests, "decisions": decisions, "confirmed": confirmed}
+
+
+def evidence_of(
+    data: Data, log: Log, model: OffPolicyModel, examination: Examination | None, *, compared: bool = False
+) -> tuple[dict[int, float], Examination, int]:
+    """Return θ by position id of a log, the examination that it comes from, and the doubt about it."""
+    theta = model.theta_of(np.unique(log.shown_positions("an off-policy metric")).tolist(), data.segments)
+    if examination is None:  # of users without bias
+        examination = replace(Examination.known(theta), evidence="strata", source="features")
+    if data.feeding_user is None and not compared:
+        return theta, *doubt_about(data.train, examination, model, label=data.label, segments=data.segments)
+    return theta, examination, CONFIRMED if examination.confirmed else PLAUSIBLE
 
 
 def read_outcome(run: Path) -> RunOutcome | None:

@@ -15,7 +15,7 @@ run is resumed, and the stage does not run again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from ultr.training.loop import Listeners
 from ultr.training.networks import NetworkFit
 from ultr.training.outcome import judge
 from ultr.training.summary import write_bias_report
+from ultr.training.tradeoff import write_trade_off
 from ultr.training.trees import TreeFit
 from ultr.utils.arguments import checked
 from ultr.utils.display import begin_stage
@@ -107,6 +108,15 @@ class Plan:
         """Whether examination is used: by a method, or for the shares of two rankers."""
         return len(self.fits) > 1 or any(uses_examination(fit.method) for fit in self.fits)
 
+    def corrected(self, examined: Examined) -> Plan:
+        """Return the plan whose fits learn from actions without the trust in their positions, if there is any."""
+        if not self.needs_examination or examined.examination is None:
+            return self
+        data = self.data.corrected(examined.examination.actions)
+        if data is self.data:
+            return self
+        return replace(self, fits=[type(fit)(replace(fit.inputs, data=data)) for fit in self.fits])
+
 
 def make_plan(config: Config, data: Data, listeners: Listeners) -> Plan:
     """Check the data and the options of a run, and decide what the configuration leaves to the data."""
@@ -133,6 +143,7 @@ def _train(plan: Plan, run: Path, shared: Path | None, listeners: Listeners) -> 
     if is_main():
         plan.decisions.save(run)
     examined = examine(plan.config, plan.data, run, shared, needed=plan.needs_examination)
+    plan = plan.corrected(examined)
     fitted: dict[str, Fitted] = {}
     place, relevance = FitPlace(run, examined, shared, listeners), None
     for fit in sorted(plan.fits, key=lambda fit: isinstance(fit, NetworkFit)):  # trees tell a network what is relevant
@@ -150,9 +161,11 @@ def finish(plan: Plan, run: Path, examined: Examined, fits: Sequence[Fitted], *,
     """Combine the fits of a run, judge the ranker, and write the run; those of a comparison have shorter outcomes."""
     if is_main():
         begin_stage("writing the results")
-        ranker = combine(fits, plan.data, examined.examination)
+        ranker = combine(fits, fits[0].inputs.data, examined.examination)
         judge(plan.config, plan.data, ranker, examined, plan.findings, run, compared=compared)
         write_bias_report(plan.config, plan.data, fits, ranker, examined.examination, run)
+        if not compared:
+            write_trade_off(fits[0], plan.data, ranker.ranker, examined, run)
         if plan.config.users is None and plan.data.test is not None and not compared:
             write_reference(run, plan.data.test)
         if plan.data.suspicious is not None:

@@ -7,10 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ultr.bias.after_click import AfterClick
 from ultr.bias.audit import times_as_often
 from ultr.bias.examination import SOURCES, Examination
 from ultr.bias.identification import INTERVENED
-from ultr.bias.propensities import BIAS_FILE, read_bias_file, write_bias_file
+from ultr.bias.propensities import bias_file, read_bias_file, write_bias_file
 from ultr.bias.sharing import SHOWN_POSITION
 from ultr.log.columns import as_names
 from ultr.log.table import slot
@@ -46,6 +47,8 @@ def write_bias_report(
             names = as_names(data.segment or "") if len(examination.deviations) > 1 else [data.segment]
             pairs = zip(names, examination.deviations, strict=True)
             report["contexts"] = {name: asdict(deviation) for name, deviation in pairs}
+        if examination is not None and examination.actions:
+            report["actions"] = {name: asdict(each) for name, each in examination.actions.items()}
         report["summary"] = _sentences(report, config, data)
     clicks_only = thresholds(config.method.name, data.label, config.method.options, ranker=fit.kind)
     if data.segments:
@@ -57,8 +60,7 @@ def _origin_of_theta(config: Config) -> dict[str, Any]:
     """Return where the examination that a run takes from `--bias` comes from; {} if it estimates its own."""
     if config.examination.bias is None:
         return {}
-    path = Path(fetched(config.examination.bias))
-    content = read_bias_file(path / BIAS_FILE if path.is_dir() else path)
+    content = read_bias_file(bias_file(fetched(config.examination.bias)))
     if "theta_from" in content:
         return {name: content[name] for name in ("theta_from", "theta_standard_error") if name in content}
     verdict = content.get("verdict")
@@ -75,6 +77,9 @@ def _sentences(report: Mapping[str, Any], config: Config, data: Data) -> dict[st
     sentences = {"users": _users(report, data.segments), "evidence": evidence}
     if "contexts" in report:
         sentences["contexts"] = "; ".join(_context(*each) for each in report["contexts"].items())
+    if "actions" in report:
+        curves = {name: AfterClick.of(each) for name, each in report["actions"].items()}
+        sentences["after the click"] = "; ".join(each.sentence(name) for name, each in curves.items())
     if "rho" in report or "zeta" in report:
         sentences["trust"] = "higher positions are trusted more; feedback is corrected for that"
     if "shares" in report:

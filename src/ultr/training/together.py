@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,7 @@ class Run:
 
     @property
     def log(self) -> Log:
-        return self.plan.data.train
+        return self.fit.inputs.data.train
 
 
 def run_together(configs: Sequence[Config], outs: Sequence[Path], shared: Path, later: Sequence[Config] = ()) -> None:
@@ -288,6 +288,7 @@ def train_together(runs: Sequence[Run], shared: Path, later: Sequence[Config] = 
         plan = run.plan
         plan.decisions.save(run.folder)
         examined.append(examine(plan.config, plan.data, run.folder, shared, needed=plan.needs_examination))
+    runs = [replace(run, plan=run.plan.corrected(found)) for run, found in zip(runs, examined, strict=True)]
     _fit_biases(runs, examined, shared, later, lists)
     for run, found in zip(runs, examined, strict=True):
         run.fit.prepare(FitPlace(run.folder, found, shared, Listeners()), lists()[run.log])
@@ -351,7 +352,8 @@ def _fit_biases(
         for config in later:
             plan = make_cached_plan(config)
             if (folder := _bias_folder(plan, shared)) is not None and folder not in needed:
-                needed[folder] = plan, examine(config, plan.data, None, shared, needed=plan.needs_examination)
+                found = examine(config, plan.data, None, shared, needed=plan.needs_examination)
+                needed[folder] = plan.corrected(found), found
     with ExitStack() as locks:
         for folder in sorted(needed):  # in one order, so that processes cannot wait for each other
             locks.enter_context(wait_for_lock(folder))
@@ -361,11 +363,13 @@ def _fit_biases(
         if len(models) < 2 or not Stack.can_hold(models, [BIAS_TRAINING] * len(models)):
             return  # each run fits its own
         for plan, _ in missing.values():
-            share_logging_score(plan.data.train, shared)
+            share_logging_score(_fit_of(plan).inputs.data.train, shared)
         trainings = []
         for plan, found in missing.values():
-            fit, here = _fit_of(plan), lists().get(plan.data.train)
-            training = bias_training(fit.method, plan.data, fit.options, examination=found.examination, lists=here)
+            fit, here = _fit_of(plan), lists().get(_fit_of(plan).inputs.data.train)
+            training = bias_training(
+                fit.method, fit.inputs.data, fit.options, examination=found.examination, lists=here
+            )
             assert training is not None  # noqa: S101 - a BiasModel has a network
             trainings.append(training)
         _train_biases(trainings)
