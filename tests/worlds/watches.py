@@ -57,7 +57,7 @@ def arrived(days: np.ndarray) -> np.ndarray:
 def watches(requests: int, *, seed: int = 0, cut: bool = True, late: bool = True) -> Watches:
     """Make the world; without `cut`, sessions do not end during a video, without `late`, purchases come at once."""
     rng = np.random.default_rng([23, seed])
-    videos = 2000
+    videos = 400
     logs = rng.uniform(np.log(10), np.log(300), videos)
     standard = (logs - logs.mean()) / logs.std()
     quality = 0.3 * standard + rng.normal(size=videos)  # long videos are a bit better, and much longer watched
@@ -65,9 +65,8 @@ def watches(requests: int, *, seed: int = 0, cut: bool = True, late: bool = True
 
     time = np.sort(rng.uniform(0, DAYS, requests))
     request = np.repeat(np.arange(requests), SHOWN)
-    video = rng.integers(0, videos, len(request))
-    too_early = launched[video] > time[request]
-    video[too_early] = rng.choice(np.flatnonzero(launched == 0), too_early.sum())
+    wait = np.where(launched > time[:, None], 2.0, rng.random((requests, videos), np.float32))
+    video = wait.argpartition(SHOWN, axis=1)[:, :SHOWN].ravel()
     suits = rng.normal(size=len(request))
     new = (launched[video] > 0).astype(float)
     noisy = quality[video] + rng.normal(0, 0.5, len(request))

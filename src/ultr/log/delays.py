@@ -12,19 +12,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import Annotated, Final
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, Final
 
 import numpy as np
+import pyarrow as pa
 from pydantic import Field
 
 from ultr.errors import DataError, OptionError, nearest
 from ultr.log.conditions import utc_time
+from ultr.log.readers import first_rows, read_log
 from ultr.log.table import Log
-from ultr.log.watch import KNOTS, NORMAL, extra_column
+from ultr.log.watch import NORMAL, extra_column
 
 UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}  # seconds
 DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smhdw])\s*", re.ASCII)
+KNOTS = 501  # steps of a curve
 LEAST = 100  # arrivals that a curve is estimated from
 LEAST_SHARE = 0.2  # requests at whose age fewer of the actions have arrived are left out
 LEAST_ORDERED = 0.99  # share of the actions that must not be before their request
@@ -84,8 +87,8 @@ class Arrival:
 
     def share(self, age: np.ndarray) -> np.ndarray:
         """Return the share of the actions that have arrived at an age; it is 0 if the curve is not known."""
-        known = np.interp(age, self.ages, self.shares, left=0.0) if self.ages else np.zeros(len(age))
-        return np.where(age >= self.delay, 1.0, known)
+        steps = np.array([0.0, *self.shares])
+        return np.where(age >= self.delay, 1.0, steps[np.searchsorted(self.ages, age, "right")])
 
     def interval(self, age: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the 95% interval of the share at an age, which is that of a binomial share."""
@@ -135,6 +138,16 @@ def arrivals(delays: Mapping[str, str], times: Mapping[str, str]) -> tuple[Arriv
         what = f"the times of '{unknown}' are given, and its delay is not"
         raise OptionError(what, hint=f"pass --action-delay {unknown}=7d too")
     return tuple(Arrival(name, parse_duration(text), times.get(name)) for name, text in delays.items())
+
+
+def old_enough(source: str, delays: Mapping[str, str], *, time: str, **reading: Any) -> str:
+    """Return the condition on rows of files, for `where`, that their requests are old enough for all delays."""
+    light = read_log(source, **{**reading, "features": [], "categorical": [], "actions": [], "time": time})
+    last = float(request_times(light).max()) - max(each.delay for each in arrivals(delays, {}))
+    kind = first_rows(source).schema.field(time).type
+    by_clock = pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+    text = datetime.fromtimestamp(last, UTC).replace(tzinfo=None).isoformat() if by_clock else f"{last:.0f}"
+    return f"{time} <= {text}"
 
 
 def request_times(log: Log) -> np.ndarray:
