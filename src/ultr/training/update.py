@@ -161,6 +161,7 @@ class Judges:
     model: Model
     new: Log
     reference: Sequence[Log]
+    young: bool = False  # whether actions of young requests are divided by the share that has arrived
 
     @staticmethod
     def of(run: Path, config: Config, reference: str | None) -> Judges:
@@ -172,7 +173,8 @@ class Judges:
             return actions(read_data(source, split="test", data_dir=config.data.folder, columns=columns)[0], until)
 
         logs = read_reference(run) if reference is None else [read(reference)]  # those of the run are transformed
-        return Judges(run, model, read(config.data.source, config.data.actions_until), logs)
+        young = any(each.column is not None for each in actions.arrivals)
+        return Judges(run, model, read(config.data.source, config.data.actions_until), logs, young)
 
     def of_log(self, gate: Gate, config: Config) -> tuple[str, list[Pitfall]]:
         """Return whether the new log may be learned from, and if not, why."""
@@ -182,7 +184,7 @@ class Judges:
             new = self.model.view(sample_log(self.new, rows))
             logs = [self.model.view(log) for log in self.reference]
             scores = {REFERENCE_LOG: self.model.score(logs[0]), NEW_LOG: self.model.score(new)}
-            if found := stopping(check_log(known, logs, new, scores), gate):
+            if found := stopping(check_log(known, logs, new, scores, by_value=self.young), gate):
                 return QUARANTINED, found
         share = config.data.test if not is_lists(config.data.source) else 1.0
         clicks = share * float((np.asarray(Label(known.label)(self.new.actions)) > 0).sum())
