@@ -68,13 +68,12 @@ def estimates(world: Watches) -> dict[str, list[tuple[float, bool]]]:
         value, low, high = each.expected
         truth = float((world.median[started & (group == g)] * np.exp(SPREAD**2 / 2)).mean())
         found["E[T] of a group"].append((value / truth - 1, low <= truth <= high))
-    continued, truth = model(log).actions["watch"].mean(), world.uncut.mean()
-    found["mean watch time, continued"] = [(float(continued / truth - 1), True)]
-    found["mean watch time, as logged"] = [(float(watched.mean() / truth - 1), True)]
+    for name, values in (("continued", model(log).actions["watch"]), ("as logged", watched)):
+        found[f"mean watch time, {name}"] = [(float(values.mean() / world.uncut.mean() - 1), True)]
     curve = with_arrived(log, [Arrival("purchase", 7 * DAY, "bought_at")])[1][0]
-    shares, (low, high) = curve.share(AGES * DAY), curve.interval(AGES * DAY)
-    true = arrived(AGES)
-    found["arrivals"] = [(s / t - 1, a <= t <= b) for s, t, a, b in zip(shares, true, low, high, strict=True)]
+    true, bounds = arrived(AGES), curve.interval(AGES * DAY)
+    inside = (bounds[0] <= true) & (true <= bounds[1])
+    found["arrivals"] = list(zip((curve.share(AGES * DAY) / true - 1).tolist(), inside.tolist(), strict=True))
     return found
 
 
@@ -88,7 +87,7 @@ def rankings(world: Watches, other: Watches, ranker: str, seed: int) -> dict[tup
             key = f"{label} {options}"
             if key not in scores:
                 with tempfile.TemporaryDirectory() as folder:
-                    common = {"label": label, "ranker": ranker, "seed": seed, "device": "cpu"}
+                    common: dict[str, Any] = {"label": label, "ranker": ranker, "seed": seed, "device": "cpu"}
                     columns = {"actions": ACTIONS, "features": list(FEATURES), "segment": "none"}
                     run = ultr.train(world.log, Path(folder) / "run", columns=columns, **common, **options)
                     scores[key] = run.score(test)

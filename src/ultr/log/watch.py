@@ -194,7 +194,7 @@ class _Watches:
 
     @property
     def fit_cut(self) -> np.ndarray:
-        return self.session_cut | self.ended
+        return np.asarray(self.session_cut | self.ended)
 
     def cut(self, capped: bool) -> np.ndarray:
         return np.asarray(self.fit_cut if capped else self.session_cut)
