@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,16 @@ from ultr.datasets import load_dataset, randomise, ranking_svm, show
 from ultr.datasets.users import User, draw_sessions, make_user, simulate_log
 from ultr.evaluation.off_policy import OffPolicyValue, fit_direct, off_policy_value
 from ultr.evaluation.scores import evaluate_scores, mean_with_interval
+from ultr.log import read_log
 from ultr.log.labels import Label
 from ultr.log.table import by_position
+from ultr.log.watch import WatchModel
 from ultr.report.page import Plot
 from ultr.report.plots import interval_plot, line_plot, svg
 from ultr.utils.files import atomic_path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from worlds.watches import watches  # type: ignore[import-not-found]
 
 FOLDER = Path(__file__).parents[1] / "docs" / "concepts"
 SESSIONS, POSITIONS = 20_000, np.arange(1, 11)
@@ -71,6 +77,22 @@ def main() -> None:
 
     draw("after-click", dwell_after_clicks())
     draw("off-policy", values_of_rankers(user))
+    draw("watch-time", watch_times())
+
+
+def watch_times() -> Plot:
+    """Plot the mean watch time by the length of videos: as logged, with cut watches continued, and in truth."""
+    world = watches(SESSIONS)
+    log = read_log(world.log, actions="watch", features="duration", extra=["duration", "cut"])
+    model = WatchModel("watch", "duration", "cut").fit(log)
+    started = log.actions["watch"] > 0
+    group = np.searchsorted(model.limits, log.extra["duration"])[started]
+    each = {"logged": log.actions["watch"], "continued": model(log).actions["watch"], "true": world.uncut}
+    x = [f"{np.median(log.extra['duration'][started][group == g]):.0f}" for g in range(len(model.groups))]
+    means = {name: np.bincount(group, values[started]) / np.bincount(group) for name, values in each.items()}
+    points = {name: (x, values.tolist()) for name, values in means.items()}
+    title, x_title = "Ends of sessions cut watches of long videos", "length of the video in seconds"
+    return line_plot(title, points, x=x_title, y="mean watch time", from_zero=True, categories=True, dashed=("true",))
 
 
 def dwell_after_clicks() -> Plot:

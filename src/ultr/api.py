@@ -10,9 +10,9 @@ import shutil
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,14 @@ from ultr.log.shards import Manifest, Shards, is_lists
 from ultr.log.table import by_segment
 from ultr.rankers.model import Model, load_model
 from ultr.report.runs import Run, load_run
+from ultr.training.actions import ActionModel
 from ultr.training.comparing.plan import LIMITS, LONGEST
 from ultr.training.comparing.plan import compare as run_comparison
 from ultr.training.comparing.results import Comparison
 from ultr.training.config import make_config
-from ultr.training.data import columns_for_run, fits_in_memory, read_data
+from ultr.training.data import Decisions, columns_for_run, fits_in_memory, read_data
 from ultr.training.examining import examination_of
+from ultr.training.folder import read_config
 from ultr.training.loop import Listeners
 from ultr.training.outcome import FreshRequests, fresh_requests, split_of
 from ultr.training.run import run_training
@@ -152,6 +154,9 @@ def evaluate(
     on_duplicates: str | None = None,
     where: Sequence[str] = (),
     stream: str = "auto",
+    action_delay: Sequence[str] | None = None,
+    time: str | None = None,
+    actions_until: str | None = None,
     data_dir: str | Path | None = None,
     device: str = "auto",
     **columns: Any,
@@ -160,7 +165,9 @@ def evaluate(
 
     Requests that a run was trained on are left out. Without `metrics`, they are compared by `ndcg@10` on true labels,
     or else by `off-policy-reward@10`. All are compared under one θ: `propensities`, or the estimate of the log.
-    `columns` name columns by role, as arguments of `read_log`; by default they have the names of the training log.
+    Watch times and delayed actions are transformed as for the runs; `action_delay` (`["purchase=7d"]`), with the column
+    `time` of the requests, replaces their delays. `columns` name columns by role, as arguments of `read_log`; by
+    default they have the names of the training log.
     """
     _check_columns(columns, log)
     check_value("label", label, str | None)
@@ -169,8 +176,9 @@ def evaluate(
     _check_names([*names, *score_columns])
     places = {name: fetched(name) for name in names}
     models = {name: load_model(place) for name, place in places.items()}
-    source = _Source(log, split, data_dir, stream)
-    of_rows = {"where": list(where), "on_duplicates": on_duplicates}
+    actions = _actions(places, action_delay, time)
+    source = _Source(log, split, data_dir, stream, partial(actions, until=actions_until) if actions else None)
+    of_rows = {"where": list(where), "on_duplicates": on_duplicates, **actions.reading}
     rows = {**columns, **{name: value for name, value in of_rows.items() if value}}
     reading = {name: {**columns_for_run(places[name], model, columns), **rows} for name, model in models.items()}
     views = {name: source.parts(reading[name]).viewed(model.view) for name, model in models.items()}
@@ -229,6 +237,21 @@ def interleaving(
     return evaluate_interleaving(read, teams, label=label or default_label(read.actions))
 
 
+def _actions(places: Mapping[str, Path], action_delay: Sequence[str] | None, time: str | None) -> ActionModel:
+    """Return how the actions of a log are transformed: as for the runs, which must agree, with these delays."""
+    options = {name: ActionModel.of(read_config(place).data) for name, place in places.items()}
+    if action_delay is not None:
+        options = {name: replace(each, time=None, arrivals=()) for name, each in options.items()}
+    if len(set(options.values())) > 1:
+        hint = "evaluate them one by one; their watch times and action delays are in the section data of config.json"
+        raise OptionError("the runs transform actions differently", got=", ".join(options), hint=hint)
+    first = next((Decisions.load(place).actions for place in places.values()), None) or ActionModel()
+    if action_delay is None:
+        return first
+    wanted = make_config(action_delay=list(action_delay), time=time or first.time).data
+    return replace(first, **{name: getattr(ActionModel.of(wanted, first), name) for name in ("time", "arrivals")})
+
+
 def _check_names(names: Sequence[str]) -> None:
     if not names:
         raise OptionError("there is nothing to evaluate", hint="pass a run, or --score-column")
@@ -252,11 +275,18 @@ def _label(models: Mapping[str, Model], log: Log, path: str) -> str:
 class _Source:
     """The data to evaluate on, which runs with different columns read differently; their rows are the same."""
 
-    def __init__(self, data: Any, split: str, data_dir: str | Path | None, stream: str) -> None:
+    def __init__(
+        self,
+        data: Any,
+        split: str,
+        data_dir: str | Path | None,
+        stream: str,
+        transformed: Callable[[Log], Log] | None,
+    ) -> None:
         if stream not in ("auto", "yes", "no"):
             raise OptionError("stream must be auto, yes or no", got=stream)
         self.path, self._data = _as_source(data)
-        self._split, self._data_dir = split, data_dir
+        self._split, self._data_dir, self._transformed = split, data_dir, transformed
         self._parts: dict[str, LogParts] = {}
         self._columns: Mapping[str, Any] = {}  # of the first run
         lists = stream != "no" and bool(self.path) and is_lists(self.path)
@@ -284,13 +314,16 @@ class _Source:
         return self._parts[key]
 
     def _read(self, columns: Mapping[str, Any]) -> LogParts:
-        if self._data is not None:
-            log = self._data if isinstance(self._data, Log) else read_log(self._data, **columns)
-            self.max_grade = 4 if log.relevance is None else highest_grade(log, where="the log")
-            return LogParts.of(log)
-        if self._shards is None:
-            log, self.max_grade = read_data(self.path, split=self._split, data_dir=self._data_dir, columns=columns)
-            return LogParts.of(log)
+        if self._data is not None or self._shards is None:
+            if self._data is None:
+                log, self.max_grade = read_data(self.path, split=self._split, data_dir=self._data_dir, columns=columns)
+            else:
+                log = self._data if isinstance(self._data, Log) else read_log(self._data, **columns)
+                self.max_grade = 4 if log.relevance is None else highest_grade(log, where="the log")
+            return LogParts.of(log if self._transformed is None else self._transformed(log))
+        if self._transformed is not None:
+            what = "watch times and delayed actions need a log, and not prepared lists"
+            raise OptionError(what, where=self.path, hint="pass the log")
         if columns.get("where"):
             hint = "pass --where to ultr prepare"
             raise OptionError("conditions (--where) need a log with named columns", where=self.path, hint=hint)

@@ -1,4 +1,4 @@
-"""Models of the value of feedback in the direct method: ordinal regression, and D2Q with groups of durations."""
+"""The model of the value of feedback by ordinal regression in the direct method."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultr.errors import DataError, OptionError
+from ultr.errors import OptionError
 from ultr.evaluation.scores import evaluate_scores, paired_test
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log, write_log
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_method
 from ultr.rankers import score_rows
-from ultr.rankers.feedback import GROUPS, KNOTS, THRESHOLDS, DurationHurdle, OrdinalHurdle
+from ultr.rankers.feedback import THRESHOLDS, OrdinalHurdle
 from ultr.rankers.model import load_model
 from ultr.training.config import TrainingOptions, make_config
 from ultr.training.feed import Feed
@@ -61,19 +61,19 @@ def inputs(**changes) -> MethodInputs:
     return MethodInputs(**{**given_, **changes})
 
 
-OPTIONS = {"ordinal": {"values": "ordinal"}, "d2q": {"values": "d2q", "duration": "seconds"}}
+ORDINAL = {"values": "ordinal"}
 
 
-def made(values: str, log: Log, **changes):
+def made(log: Log):
     torch.manual_seed(0)
-    method = make_method("direct", inputs(**changes), **OPTIONS[values])
+    method = make_method("direct", inputs(), **ORDINAL)
     method.estimate_bias(log, user=None, sessions=0, seed=0)
     return method
 
 
 def test_the_loss_of_ordinal_regression_is_the_explicit_sum():
     log = feed_log(0, requests=6)
-    method, lists = made("ordinal", log), Lists.from_log(log)
+    method, lists = made(log), Lists.from_log(log)
     outputs = method.ranker.ranker(lists.features).detach()
     total = 0.0
     for row, c in zip(outputs.reshape(-1, 1 + THRESHOLDS).tolist(), log.actions["dwell"].tolist(), strict=True):
@@ -84,98 +84,47 @@ def test_the_loss_of_ordinal_regression_is_the_explicit_sum():
     assert float(method.loss(lists).detach()) == pytest.approx(total / 6, rel=1e-4)
 
 
-def test_the_loss_of_d2q_is_the_explicit_sum():
-    log = feed_log(0, requests=60)
-    method, lists = made("d2q", log), Lists.from_log(log)
-    outputs = method.ranker.ranker(lists.features).detach().reshape(-1, 2)
-    limits = np.quantile(log.features[:, 2], np.arange(1, GROUPS) / GROUPS)
-    total = 0.0
-    for (logit, place), c, duration in zip(
-        outputs.tolist(), log.actions["dwell"].tolist(), log.features[:, 2].tolist(), strict=True
-    ):
-        group = int((duration > limits.astype(np.float32)).sum())
-        inside = log.actions["dwell"][((log.features[:, 2, None] > limits.astype(np.float32)).sum(1)) == group]
-        knots = np.quantile(inside, np.linspace(0, 1, KNOTS))
-        quantile = np.interp(c, knots, np.linspace(0, 1, KNOTS))
-        total += -math.log((1 - 1e-6) / (1 + math.exp(-logit))) + (1 / (1 + math.exp(-place)) - quantile) ** 2
-    assert float(method.loss(lists).detach()) == pytest.approx(total / 60, rel=1e-3)
-
-
 def test_right_probabilities_give_the_mean_label():
     log = feed_log(0)
-    ranker = made("ordinal", log).ranker
+    ranker = made(log).ranker
     labels = torch.from_numpy(log.actions["dwell"])
     share = (labels[:, None] > ranker.thresholds).double().mean(0).logit()
-    value = ranker.value(share.expand(1, THRESHOLDS).float(), torch.zeros(1, 3))
+    value = ranker.value(share.expand(1, THRESHOLDS).float())
     assert float(value) == pytest.approx(float(labels.mean()), rel=1e-5)
 
 
 @given(st.lists(st.floats(2**-7, 2**13, width=32), min_size=1, max_size=40), st.floats(-30, 30, width=32))
 def test_values_are_between_the_smallest_and_the_largest_label(labels, output):
     labels = np.array(labels, np.float32)
-    features = np.ones((len(labels), 3), np.float32)
-    for ranker, width in (
-        (OrdinalHurdle(torch.nn.Identity()), THRESHOLDS),
-        (DurationHurdle(torch.nn.Identity(), 2), 1),
-    ):
-        ranker.fit_values(labels, features)
-        value = float(ranker.value(torch.full((1, width), output), torch.ones(1, 3)))
-        assert labels.min() * (1 - 1e-4) <= value <= labels.max() * (1 + 1e-4)
+    ranker = OrdinalHurdle(torch.nn.Identity())
+    ranker.fit_values(labels)
+    value = float(ranker.value(torch.full((1, THRESHOLDS), output)))
+    assert labels.min() * (1 - 1e-4) <= value <= labels.max() * (1 + 1e-4)
 
 
-def test_the_quantile_of_a_value_is_its_inverse():
-    log = feed_log(1)
-    ranker, features = made("d2q", log).ranker, torch.from_numpy(log.features)
-    levels = torch.linspace(-4, 4, len(features))[:, None]
-    again = ranker.quantile(ranker.value(levels, features), features)
-    np.testing.assert_allclose(again.numpy(), levels[:, 0].sigmoid().numpy(), atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"values": "d2q"}, "need each other"),
-        ({"duration": "seconds"}, "need each other"),
-        ({"values": "d2q", "duration": "second"}, "not a feature"),
-        ({"values": "ordinal", "likelihood": "poisson"}, "cannot be used with likelihood=poisson"),
-    ],
-)
-def test_options_that_do_not_fit_are_rejected(options, said):
-    with pytest.raises(OptionError, match=said):
-        make_method("direct", inputs(), **options)
-
-
-def test_a_category_and_a_missing_number_are_no_durations():
-    with pytest.raises(OptionError, match="must be a number"):
-        make_method("direct", inputs(categories={2: 4}), **OPTIONS["d2q"])
-    log = feed_log(0)
-    features = log.features.copy()
-    features[3, 2] = np.nan
-    with pytest.raises(DataError, match="finite"):
-        made("d2q", replace(log, features=features))
+def test_a_model_of_values_needs_the_hurdle():
+    with pytest.raises(OptionError, match="cannot be used with likelihood=poisson"):
+        make_method("direct", inputs(), likelihood="poisson", **ORDINAL)
 
 
 def test_a_log_without_feedback_has_scores():
     log = feed_log(0, requests=3)
     log = replace(log, actions={"dwell": np.zeros(log.rows, np.float32)})
-    for values in OPTIONS:
-        method = made(values, log)
-        assert torch.isfinite(method.loss(Lists.from_log(log)))
-        assert torch.isfinite(method.score(torch.from_numpy(log.features))).all()
+    method = made(log)
+    assert torch.isfinite(method.loss(Lists.from_log(log)))
+    assert torch.isfinite(method.score(torch.from_numpy(log.features))).all()
 
 
-@pytest.mark.parametrize("values", OPTIONS)
-def test_a_run_with_this_model_of_values_is_loaded(values, tmp_path):
+def test_a_run_with_this_model_of_values_is_loaded(tmp_path):
     log = feed_log(0, requests=60)
     write_log(log, tmp_path / "log.parquet")
     options = {"ranker": "mlp", "hidden": (6,), "steps": 10, "evaluate_every": 5, "batch": 16, "device": "cpu"}
-    options |= {"method_options": OPTIONS[values], "propensities": {str(k): 1.0 for k in range(1, 6)}}
+    options |= {"method_options": ORDINAL, "propensities": {str(k): 1.0 for k in range(1, 6)}}
     config = make_config(str(tmp_path / "log.parquet"), method="direct", label="dwell", **options)
     model = load_model(run_training(config, tmp_path / "run"))
-    assert values == model.ranker.KIND
-    rows = torch.from_numpy(log.features)
-    logit, outputs = model.ranker.outputs(rows)
-    expected = torch.sigmoid(logit) * model.ranker.value(outputs, rows)
+    assert model.ranker.KIND == "ordinal"
+    logit, outputs = model.ranker.outputs(torch.from_numpy(log.features))
+    expected = torch.sigmoid(logit) * model.ranker.value(outputs)
     np.testing.assert_allclose(model.score(log), expected.detach().numpy(), rtol=1e-5)
 
 
@@ -198,29 +147,20 @@ def error_of_probabilities(ranker: OrdinalHurdle, other: Log) -> float:
     return float((outputs.sigmoid() - true).abs().mean())
 
 
-def error_of_quantiles(ranker: DurationHurdle, other: Log) -> float:
-    """Return the mean error of F_g(c) at the watch times of another log, of which F_g is uniform in every group."""
-    quantiles = ranker.quantile(torch.from_numpy(other.actions["dwell"]), torch.from_numpy(other.features)).numpy()
-    group = ranker._group(torch.from_numpy(other.features)).numpy()
-    parts = [np.sort(quantiles[group == g]) for g in range(GROUPS)]
-    return float(max(np.abs(part - (np.arange(len(part)) + 0.5) / len(part)).mean() for part in parts))
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("values", OPTIONS)
-def test_watch_times_are_recovered_and_ranked_better_than_by_least_squares(values):
+def test_watch_times_are_recovered_and_ranked_better_than_by_least_squares():
     """Few watch times are very long, which disturbs least squares."""
     log, other = (feed_log(seed, requests=2000, spread=SPREAD) for seed in (0, 1))
     figures = {}
-    for name, options in (("pointwise", {}), ("direct", OPTIONS[values])):
+    for name, options in (("pointwise", {}), ("direct", ORDINAL)):
         torch.manual_seed(0)
         method = learned(make_method(name, inputs(ranker_options={"hidden": (32, 16)}), **options), log)
         scores = score_rows(method.score, other.features, device="cpu")
         figures[name] = evaluate_scores(other, scores, "ndcg@5")["ndcg@5"]
-    error = (error_of_probabilities if values == "ordinal" else error_of_quantiles)(method.ranker, other)
+    error = error_of_probabilities(method.ranker, other)
     test = paired_test(figures["direct"], figures["pointwise"])
     found = f"{figures['direct'].mean():.4f} ({test.difference:+.4f}, p = {test.p:.1e})"
-    print(f"\n{values}: mean error {error:.3f}; NDCG@5 {found}")
+    print(f"\nmean error {error:.3f}; NDCG@5 {found}")
     assert error < 0.04
     assert test.difference > 0
     assert test.significant

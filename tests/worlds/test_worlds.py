@@ -9,6 +9,7 @@ from worlds.clips import LONGER, LONGEST, SHORTEST, SURFACES, TRUSTED, clips
 from worlds.feed import feed
 from worlds.news import PICTURE, SCREEN, news
 from worlds.shop import shop
+from worlds.watches import watches
 from worlds.world import positions
 
 
@@ -148,3 +149,22 @@ def test_the_reward_of_the_logged_order_is_the_mean_feedback(make, label):
     error = feedback.std() / np.sqrt(len(feedback))
     assert abs(world.reward(-place.astype(float)) - feedback.mean()) < 4 * error
     assert world.reward(world.truth) > world.reward(-place.astype(float))
+
+
+def test_watches_and_purchases_are_as_their_truth_says():
+    world = watches(6000, seed=6)
+    started, uncut = (np.asarray(each) for each in (world.log["click"], world.uncut))
+    watched, cut, duration = (np.asarray(world.log[name]) for name in ("watch", "cut", "duration"))
+    assert ((watched > 0) == (started > 0)).all()
+    assert (watched[cut == 0] == uncut[cut == 0]).all()
+    assert (watched[cut == 1] < uncut[cut == 1]).all()
+    assert (uncut <= duration).all()
+    first = positions(world.lengths) == 1  # everybody looks there
+    assert uncut[first].mean() == pytest.approx(world.seconds[first].mean(), rel=0.05)
+    at_once = watches(6000, seed=6, late=False)
+    bought, late = (np.asarray(each.log["purchase"]) for each in (at_once, world))
+    assert bought[first].mean() == pytest.approx(world.purchases[first].mean(), rel=0.1)
+    assert late.sum() < 0.95 * bought.sum()
+    for truth in ("seconds", "preference", "purchases"):
+        assert world.of(truth, getattr(world, truth))[0] == pytest.approx(1)
+        assert 0.6 < world.of(truth, -positions(world.lengths).astype(float))[0] < 0.95

@@ -43,10 +43,14 @@ class Change:
         return Pitfall(self.name, f"{self.what}: stability index {self.index:.2f}", CHECK, self.features)
 
 
-def find_drift(known: Sequence[Log], new: Log, label: Label) -> list[Pitfall]:
-    """Return how a log differs from the known logs, the newest first, which have the same features and codes."""
+def find_drift(known: Sequence[Log], new: Log, label: Label, *, by_value: bool = False) -> list[Pitfall]:
+    """Return how a log differs from the known logs, the newest first, which have the same features and codes.
+
+    The amount of feedback is the number of rows with some, or `by_value` the sum of labels: where few rows stand for
+    those whose actions have not arrived.
+    """
     moved = [each.finding for each in changes(known, new, label) if each.index > each.limit]
-    return [*moved, *_rates(known[0], new, label)]
+    return [*moved, *_rates(known[0], new, label, by_value=by_value)]
 
 
 def changes(known: Sequence[Log], new: Log, label: Label) -> Iterator[Change]:
@@ -169,13 +173,15 @@ def _binned(before: np.ndarray, after: np.ndarray, few: np.ndarray | None) -> tu
     return code(before), code(after)
 
 
-def _rates(before: Log, after: Log, label: Label) -> Iterator[Pitfall]:
+def _rates(before: Log, after: Log, label: Label, *, by_value: bool) -> Iterator[Pitfall]:
     found = []
     for log in (before, after):
-        clicked = np.asarray(label(log.actions)) > 0
-        found.append(np.add.reduceat(clicked.astype(np.float64), log.offsets[:-1]))
+        values = np.asarray(label(log.actions))
+        feedback = values if by_value else values > 0
+        found.append(np.add.reduceat(feedback.astype(np.float64), log.offsets[:-1]))
     rates = [float(each.mean()) for each in found]
     error = sum(float(each.var()) / max(len(each) - 1, 1) for each in found) ** 0.5
     if not 1 / OTHER_RATE < rates[1] / max(rates[0], 1e-12) < OTHER_RATE and abs(rates[1] - rates[0]) > SIGMAS * error:
-        what = f"a request has {rates[1]:.3g} rows with feedback, {rates[0]:.3g} before"
+        unit = "of the label" if by_value else "rows with feedback"
+        what = f"a request has {rates[1]:.3g} {unit}, {rates[0]:.3g} before"
         yield Pitfall("amount of feedback", what, CHECK)

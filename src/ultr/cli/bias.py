@@ -45,6 +45,8 @@ def bias(
     columns: dict[str, str],
     on_duplicates: options.OnDuplicates = "error",
     where: options.Where = None,
+    action_delay: options.ActionDelay = None,
+    time: options.Time = None,
     propensities: Annotated[
         Path | None, typer.Option(help="CSV or Parquet file of known examination: columns position,propensity.")
     ] = None,
@@ -86,7 +88,7 @@ def bias(
     source = options.one_source(log)
     known = None if propensities is None else read_propensities(propensities)
     audited = _Audit(sample=sample, bootstrap=bootstrap, seed=seed, keep_suspicious=keep_suspicious, known=known)
-    rows: dict[str, Any] = {"where": tuple(where or ())}
+    rows: dict[str, Any] = {"where": _conditions(source, tuple(where or ()), action_delay, time, columns)}
     options.check_engine(engine, memory=memory, master=master)
     if engine is None:
         rows["on_duplicates"] = on_duplicates
@@ -130,9 +132,26 @@ def bias(
             columns={**columns, **_features_without(warned, sampled)},
             label=_label_to_learn(label, found.actions),
             where=where,
-            set=None if on_duplicates == "error" else f"on_duplicates={on_duplicates}",
+            action_delay=action_delay,
+            set=[f"on_duplicates={on_duplicates}"] * (on_duplicates != "error") + [f"time={time}"] * bool(action_delay),
             out=free_path("run"),
         )
+
+
+def _conditions(
+    source: str, where: tuple[str, ...], action_delay: list[str] | None, time: str | None, columns: dict[str, Any]
+) -> tuple[str, ...]:
+    """Return the conditions on rows, with the one that their requests are old enough for delays, which is printed."""
+    from ultr.log.delays import old_enough, parse_pairs
+
+    if not action_delay:
+        return where
+    if time is None:
+        raise OptionError("--action-delay needs the times of requests", hint="name their column with --time")
+    delays = parse_pairs(action_delay, "--action-delay", "--action-delay purchase=7d")
+    condition = old_enough(source, delays, time=time, where=where, **columns)
+    words.say(f"requests that are old enough for their actions: {condition}")
+    return (*where, condition)
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,26 @@ Where = Annotated[
     list[str] | None,
     typer.Option("--where", metavar="CONDITION", help="Use only such rows, e.g. 'country = de'; may be repeated."),
 ]
+ActionDelay = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--action-delay",
+        metavar="ACTION=TIME",
+        help="How late an action arrives, such as purchase=7d; younger requests are left out. May be repeated.",
+    ),
+]
+Time = Annotated[
+    str | None, typer.Option("--time", metavar="NAME", help="Column with the time of requests, for --action-delay.")
+]
+ActionsUntil = Annotated[
+    str | None,
+    typer.Option(
+        "--actions-until",
+        metavar="TIME",
+        help="Time up to which the log has actions. Default: that of its last request.",
+        show_default=False,
+    ),
+]
 Memory = Annotated[
     str | None, typer.Option("--memory", help="Memory limit of DuckDB, e.g. 4GB; default: half of the free memory.")
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ultr.cli.options import FOUND_SEGMENT, LOG_COLUMNS, Where, columns, one_source
+from ultr.cli.options import FOUND_SEGMENT, LOG_COLUMNS, ActionDelay, Where, columns, one_source
 from ultr.errors import OptionError
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ OPTIONS = {
     "seed": Annotated[int | None, _option("--seed", "N", "The same seed gives the same result. Default: 0.")],
     "device": Annotated[str | None, _option("--device", "DEVICE", "auto, cpu, cuda or cuda:1.")],
     "where": Where,
+    "action_delay": ActionDelay,
     **columns(*LOG_COLUMNS),
     **FOUND_SEGMENT,
 }

@@ -28,7 +28,7 @@ from ultr.log.columns import (
     row_number,
     without_missing,
 )
-from ultr.log.conditions import filter_rows, parse_conditions, seconds
+from ultr.log.conditions import filter_rows, numbers_or_seconds, parse_conditions, seconds
 from ultr.log.splits import as_texts
 from ultr.log.swaps import checked_swaps
 from ultr.log.table import SEPARATOR, Log
@@ -38,21 +38,26 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12  # sums of squared weights within these bou
 
 @dataclass(frozen=True)
 class Reading:
-    """How to read the rows of a log: missing features, repeated rows, conditions, and the column of times."""
+    """How to read the rows of a log: missing features, repeated rows, conditions, times and further columns."""
 
     missing: Missing = "keep"
     on_duplicates: OnDuplicates = "error"
     where: tuple[str, ...] = ()
     time: str | None = None
+    extra: tuple[str, ...] = ()
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        return (*(() if self.time is None else (self.time,)), *self.extra)
 
     def names(self, columns: Columns, names: Sequence[str], where: object) -> list[str]:
         """Return the columns to read: those with a role, and those of conditions and times."""
-        if self.time is not None and self.time not in names:
-            hint = nearest(self.time, names)
-            raise ColumnError(f"no column '{self.time}' for the time", where=where, hint=hint)
+        for name in self.further:
+            if name not in names:
+                purpose = " for the time" if name == self.time else ""
+                raise ColumnError(f"no column '{name}'{purpose}", where=where, hint=nearest(name, names))
         conditions = [condition.column for condition in parse_conditions(self.where, names)]
-        further = [*conditions, *(() if self.time is None else (self.time,))]
-        return list(dict.fromkeys([*columns.used, *further]))
+        return list(dict.fromkeys([*columns.used, *conditions, *self.further]))
 
 
 def log_from_table(
@@ -68,7 +73,7 @@ def log_from_table(
 
     With `gather=False` the rows keep their order, and each becomes a request. `unused` are the columns not read.
     """
-    table = one_row_per_item(filter_rows(table, reading.where), columns, where, time=reading.time)
+    table = one_row_per_item(filter_rows(table, reading.where), columns, where, further=reading.further)
     if table.num_rows == 0:
         hint = "check --where, or the query that made the data"
         raise DataError("there are no rows", where=where, hint=hint)
@@ -131,6 +136,7 @@ def log_from_table(
         unused_columns=tuple(unused),
         notes=tuple(notes),
         came_in_order=order is None,
+        extra={name: ordered(numbers_or_seconds(table[name], name, where)) for name in reading.extra},
     )
 
 
@@ -211,9 +217,9 @@ def _without_repeats(
     return merged, replace(reading, where=(), on_duplicates="error"), notes
 
 
-def one_row_per_item(table: pa.Table, columns: Columns, where: object, *, time: str | None = None) -> pa.Table:
+def one_row_per_item(table: pa.Table, columns: Columns, where: object, *, further: Iterable[str] = ()) -> pa.Table:
     """Flatten a table with one row per request, whose columns hold lists; return any other table as it is."""
-    names = list(dict.fromkeys([*columns.used, *(() if time is None else (time,))]))
+    names = list(dict.fromkeys([*columns.used, *further]))
     table = table.select(names)
     features = set(columns.features)
     lists = [n for n in names if n not in features and is_list(table.schema.field(n).type)]

@@ -120,3 +120,14 @@ def seconds(column: pa.ChunkedArray, *, where: object, name: str) -> np.ndarray:
         what, got = f"time column '{name}' must be finite", f"{int((~np.isfinite(values)).sum()):,} other values"
         raise ColumnError(what, where=where, got=got, hint="correct or drop those rows")
     return np.asarray(values, np.int64)
+
+
+def numbers_or_seconds(column: pa.ChunkedArray, name: str, where: object) -> np.ndarray:
+    """Return numbers, or times as seconds since 1970, in double precision; missing values are NaN."""
+    kind = column.type
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        column = pc.divide(_utc(column).cast(pa.int64()).cast(pa.float64(), safe=False), 1e6)
+    elif not any(getattr(pa.types, f"is_{one}")(kind) for one in ("boolean", "integer", "floating", "null")):
+        hint = "convert it, or name another column"
+        raise ColumnError(f"column '{name}' must hold numbers or times", where=where, got=f"type {kind}", hint=hint)
+    return np.asarray(column.cast(pa.float64(), safe=False).to_numpy(), np.float64)

@@ -105,6 +105,7 @@ def read_log(
     on_duplicates: OnDuplicates = "error",
     where: Sequence[str] = (),
     time: str | None = None,
+    extra: Sequence[str] = (),
     columns: Mapping[str, Any] | None = None,
 ) -> Log:
     """Read a log from files, an Arrow table, or a pandas or polars frame.
@@ -123,6 +124,7 @@ def read_log(
     - If two rows of a request have the same item or position, this is an error. With `on_duplicates="first"` the first
       row is kept; with "sum" it also gets the actions of the others.
     - `where` has conditions on rows, such as `country = de`.
+    - `extra` are further columns of numbers or times, such as the duration of an item, which `Log.extra` has by row.
     - `columns` are those of a training log (`Log.columns`), which are used for all parts that are not named.
 
     `Log.columns` and `Log.notes` say which columns were taken, and what was changed.
@@ -141,7 +143,7 @@ def read_log(
         "randomised": randomised,
         "swaps": swaps,
     }
-    reading = Reading(missing, on_duplicates, tuple(where), time)
+    reading = Reading(missing, on_duplicates, tuple(where), time, tuple(extra))
     if not isinstance(source, Source) and not is_files(source):
         named["trained"] = columns
         return _from_table(as_table(source), named, where=f"the {type(source).__name__}", reading=reading)
@@ -249,8 +251,8 @@ def one_file(source: Source) -> Path:
 
 
 def reject_conditions(path: object, reading: Reading, *, hint: str) -> None:
-    if reading.where or reading.time is not None:
-        what = "conditions (--where) and times (--time) need a log with named columns"
+    if reading.where or reading.further:
+        what = "conditions (--where), times (--time) and further columns need a log with named columns"
         raise OptionError(what, where=path, hint=hint)
 
 

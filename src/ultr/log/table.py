@@ -54,6 +54,7 @@ class Log:
     unused_columns: tuple[str, ...] = ()  # columns of the source that were not read
     notes: tuple[str, ...] = ()  # changes made on reading, such as missing actions that count as 0
     came_in_order: bool = False  # whether the rows of the source were in order of request and position
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)  # further columns, such as durations: [rows] float64
 
     def __post_init__(self) -> None:
         self._convert_arrays()
@@ -61,7 +62,8 @@ class Log:
         if reserved := RESERVED & set(self.actions):
             what = "an action cannot have the name of another column of the log"
             raise DataError(what, got=f"'{min(reserved)}'", hint="rename the action")
-        per_row = {"positions": self.positions, "relevance": self.relevance, "item_ids": self.item_ids, **self.actions}
+        per_row = {"positions": self.positions, "relevance": self.relevance, "item_ids": self.item_ids}
+        per_row |= {**self.actions, **self.extra}
         per_request = {"request_ids": self.request_ids, "weights": self.weights, **self.context}
         for expected, columns in ((rows, per_row), (requests, per_request)):
             for name, column in columns.items():
@@ -75,7 +77,7 @@ class Log:
 
     def _convert_arrays(self) -> None:
         """Convert array-like fields to arrays of the right types; raise DataError if one cannot be converted."""
-        by_name = {"actions": self.actions, "context": self.context, "vocabularies": self.vocabularies}
+        by_name = {name: getattr(self, name) for name in ("actions", "context", "vocabularies", "extra")}
         for name, value in by_name.items():
             check_value(name, value, Mapping[str, Any])
         converted = {
@@ -88,6 +90,7 @@ class Log:
             "relevance": _typed("relevance", self.relevance, np.float32),
             "weights": _typed("weights", self.weights, np.float32, double=False),
             "actions": {name: _typed(name, values, np.float32) for name, values in self.actions.items()},
+            "extra": {name: _typed(name, values, np.float64) for name, values in self.extra.items()},
             "context": {name: _arrow(name, values) for name, values in self.context.items()},
             "vocabularies": {name: _arrow(name, values) for name, values in self.vocabularies.items()},
         }
@@ -185,6 +188,7 @@ class Log:
             offsets=offsets,
             positions=None if self.positions is None else self.positions[rows],
             actions={name: values[rows] for name, values in self.actions.items()},
+            extra={name: values[rows] for name, values in self.extra.items()},
             relevance=None if self.relevance is None else self.relevance[rows],
             item_ids=None if self.item_ids is None else self.item_ids.take(pa.array(rows)),
             **of_requests,

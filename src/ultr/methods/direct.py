@@ -11,7 +11,7 @@ from torch import Tensor
 from ultr.bias.equations import relevance_posterior, updated
 from ultr.bias.estimators import SCALE
 from ultr.datasets.users import simulate_log
-from ultr.errors import OptionError, nearest
+from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.methods.base import (
@@ -25,7 +25,7 @@ from ultr.methods.base import (
 )
 from ultr.methods.losses import logistic_loss, product_logistic_loss, reduced
 from ultr.methods.position_model import LEAST_THETA, PositionModel, Scale, WithPositions, means_of_all, sums_in_cells
-from ultr.rankers.feedback import HURDLE_OUTPUTS, DurationHurdle, Hurdle, OrdinalHurdle, make_hurdle
+from ultr.rankers.feedback import HURDLES, Hurdle, OrdinalHurdle
 
 POWER = 1.5  # of Tweedie's distribution: variance = mean^1.5, between Poisson (1) and gamma (2)
 VALUE_SESSIONS = 10_000  # simulated sessions from which the distribution of values is estimated
@@ -42,9 +42,8 @@ class Direct(WithPositions):
         tweedie   the same mean, with variance mean^1.5: many zeros and a continuous rest
 
     It is what a practitioner writes by hand: log θ is an offset of the regression. `values` of a hurdle are fitted by
-    the `gamma` deviance, by `ordinal` regression, or by `d2q`, which needs the feature `duration` of items. If all
-    items are watched, as in a feed that plays by itself, β is 1 and only the values are learned. Rows are weighted by
-    θ_k^-`row_power`.
+    the `gamma` deviance or by `ordinal` regression. If all items are watched, as in a feed that plays by itself, β is 1
+    and only the values are learned. Rows are weighted by θ_k^-`row_power`.
     """
 
     LEARNS_ALONE = True
@@ -55,8 +54,7 @@ class Direct(WithPositions):
         *,
         likelihood: Literal["hurdle", "binary", "poisson", "tweedie"] | None = None,
         theta: ThetaFrom = "auto",
-        values: Literal["gamma", "ordinal", "d2q"] | None = None,
-        duration: str | None = None,
+        values: Literal["gamma", "ordinal"] | None = None,
         row_power: AtLeastZero = 0.0,
     ) -> None:
         super().__init__(inputs)
@@ -66,21 +64,19 @@ class Direct(WithPositions):
         if values is not None and self.likelihood != "hurdle":
             hint = "remove one of them, or use likelihood=hurdle"
             raise OptionError(f"values={values} cannot be used with likelihood={likelihood}", hint=hint)
-        feature = _feature(inputs, values, duration)
         if self.likelihood == "hurdle":
-            kind = values or Hurdle.KIND
-            self.ranker = make_hurdle(kind, inputs.make_ranker(outputs=HURDLE_OUTPUTS[kind]), feature)
+            kind = HURDLES[values or Hurdle.KIND]
+            self.ranker = kind(inputs.make_ranker(outputs=kind.OUTPUTS))
 
     OPTIONS = options_of(__init__)
 
     def estimate_bias(self, log: Log, **given: Unpack[BiasInputs]) -> None:
         super().estimate_bias(log, **given)
-        if isinstance(self.ranker, OrdinalHurdle | DurationHurdle):
+        if isinstance(self.ranker, OrdinalHurdle):
             if given["user"] is not None:
                 log, _ = simulate_log(log, given["user"], sessions=VALUE_SESSIONS, seed=given["seed"])
             labels = self.inputs.label(log.actions)
-            positive = labels > 0
-            self.ranker.fit_values(labels[positive], log.features[positive])
+            self.ranker.fit_values(labels[labels > 0])
 
     def loss(self, lists: Lists) -> Tensor:
         labels, where = self.labels(lists), lists.where
@@ -94,25 +90,9 @@ class Direct(WithPositions):
         if not isinstance(self.ranker, Hurdle):
             return product_logistic_loss(self.score(lists.features), theta.logit(), clicked, **common)
         logit, outputs = map(at_least_single, self.ranker.outputs(lists.features))
-        value_loss = rows * self.ranker.value_loss(outputs, labels, lists.features)
+        value_loss = rows * self.ranker.value_loss(outputs, labels)
         values = reduced(torch.where(where & (labels > 0), value_loss, 0.0).sum(-1), lists.weights)
         return product_logistic_loss(logit, theta.logit(), clicked, **common) + values
-
-
-def _feature(inputs: MethodInputs, values: str | None, duration: str | None) -> int | None:
-    """Return the index of the feature `duration`, which `values=d2q` needs."""
-    if (values == DurationHurdle.KIND) != (duration is not None):
-        what = "values=d2q and duration=FEATURE need each other"
-        raise OptionError(what, got=f"values={values}, duration={duration}", hint="pass both, or none of them")
-    if duration is None:
-        return None
-    if duration not in inputs.feature_names:
-        hint = nearest(duration, inputs.feature_names)
-        raise OptionError(f"the duration '{duration}' is not a feature of the log", hint=hint)
-    index = inputs.feature_names.index(duration)
-    if index in inputs.categories:
-        raise OptionError(f"the duration '{duration}' must be a number, not a category", hint="name another feature")
-    return index
 
 
 def _mean_deviance(scores: Tensor, labels: Tensor, theta: Tensor, where: Tensor, *, kind: str) -> Tensor:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, linear, softplus
 
-from ultr.errors import DataError
 from ultr.log.labels import Label
 
 LARGEST_LOG_VALUE = 10.0  # largest |log μ|
 THRESHOLDS = 32  # of ordinal regression
-GROUPS, KNOTS = 10, 65  # groups of durations, and points of the distribution function of each
 
 
 class Hurdle(nn.Module):
@@ -37,21 +35,21 @@ class Hurdle(nn.Module):
         outputs: Tensor = self.ranker(features)
         return outputs[..., 0], outputs[..., 1:]
 
-    def value(self, outputs: Tensor, features: Tensor) -> Tensor:
+    def value(self, outputs: Tensor) -> Tensor:
         """Return the expected value μ of items with some feedback."""
         return _log_value(outputs).exp()
 
-    def value_loss(self, outputs: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+    def value_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of the value by item; it counts only where the label is positive."""
         log_value = _log_value(outputs)
         return labels * torch.exp(-log_value) + log_value
 
-    def fit_values(self, labels: np.ndarray, features: np.ndarray) -> None:
-        """Fit what depends on the distribution of positive labels, which come with the features of their rows."""
+    def fit_values(self, labels: np.ndarray) -> None:
+        """Fit what depends on the distribution of positive labels."""
 
     def forward(self, features: Tensor) -> Tensor:
         logit, outputs = self.outputs(features)
-        return torch.sigmoid(logit) * self.value(outputs, features)
+        return torch.sigmoid(logit) * self.value(outputs)
 
 
 def _log_value(outputs: Tensor) -> Tensor:
@@ -82,14 +80,14 @@ class OrdinalHurdle(Hurdle):
         self.register_buffer("thresholds", torch.zeros(THRESHOLDS))
         self.register_buffer("means", torch.ones(THRESHOLDS + 1))
 
-    def value(self, outputs: Tensor, features: Tensor) -> Tensor:
+    def value(self, outputs: Tensor) -> Tensor:
         return self.means[0] + _sum(outputs.sigmoid(), self.means[1:] - self.means[:-1])
 
-    def value_loss(self, outputs: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+    def value_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         above = (labels[..., None] > self.thresholds).to(outputs.dtype)
         return binary_cross_entropy_with_logits(outputs, above, reduction="none").mean(-1)
 
-    def fit_values(self, labels: np.ndarray, features: np.ndarray) -> None:
+    def fit_values(self, labels: np.ndarray) -> None:
         if not len(labels):
             return
         thresholds = np.quantile(labels, np.arange(1, THRESHOLDS + 1) / (THRESHOLDS + 1))
@@ -100,70 +98,7 @@ class OrdinalHurdle(Hurdle):
         self.means.copy_(torch.from_numpy(np.where(counts > 0, sums / np.maximum(counts, 1), edges)))
 
 
-class DurationHurdle(Hurdle):
-    """The value by D2Q (Zhan et al. 2022): the quantile of a watch time among items of similar duration.
-
-    Items are divided into groups by the feature `duration`, equally many rows in each. The second output is the logit
-    of the quantile q = F_g(c) of the label in its group g, fitted by least squares; μ = F_g⁻¹(q). So a long item does
-    not count as liked only because it can be watched for long.
-    """
-
-    KIND = "d2q"
-    limits: Tensor
-    table: Tensor
-
-    def __init__(self, ranker: nn.Module, duration: int) -> None:
-        super().__init__(ranker)
-        self.duration = duration
-        self.register_buffer("limits", torch.zeros(GROUPS - 1))
-        self.register_buffer("table", torch.linspace(0, 1, KNOTS).expand(GROUPS, KNOTS).clone())  # F_g⁻¹ at 0 to 1
-
-    def _group(self, features: Tensor) -> Tensor:
-        above = (features[..., self.duration, None] > self.limits).to(self.limits.dtype)
-        return _sum(above, torch.ones_like(self.limits)).long()
-
-    def value(self, outputs: Tensor, features: Tensor) -> Tensor:
-        place = outputs[..., 0].sigmoid() * (KNOTS - 1)
-        below = place.floor().clamp(max=KNOTS - 2)
-        group, knot = self._group(features), below.long()
-        low, high = self.table[group, knot], self.table[group, knot + 1]
-        return low + (place - below) * (high - low)
-
-    def quantile(self, labels: Tensor, features: Tensor) -> Tensor:
-        """Return F_g(c) of labels c in the group of their items."""
-        knots = self.table[self._group(features)]
-        knot = ((labels[..., None] > knots).sum(-1) - 1).clamp(0, KNOTS - 2)
-        low, high = (knots.gather(-1, k[..., None]).squeeze(-1) for k in (knot, knot + 1))
-        share = (labels - low) / torch.where(high > low, high - low, 1.0)
-        return (knot + share.clamp(0, 1)) / (KNOTS - 1)
-
-    def value_loss(self, outputs: Tensor, labels: Tensor, features: Tensor) -> Tensor:
-        return (outputs[..., 0].sigmoid() - self.quantile(labels, features)).square()
-
-    def fit_values(self, labels: np.ndarray, features: np.ndarray) -> None:
-        durations = features[:, self.duration]
-        if not np.isfinite(durations).all():
-            raise DataError("the duration of an item must be a finite number", hint="fill in or remove such rows")
-        if not len(labels):
-            return
-        self.limits.copy_(torch.from_numpy(np.quantile(durations, np.arange(1, GROUPS) / GROUPS)))
-        group = (durations[:, None] > self.limits.cpu().numpy()).sum(1)
-        levels = np.linspace(0, 1, KNOTS)
-        for g in range(GROUPS):
-            inside = labels[group == g]  # a group is empty if many items have the same duration
-            self.table[g] = torch.from_numpy(np.quantile(inside if len(inside) else labels, levels))
-
-
-def make_hurdle(kind: str, ranker: nn.Module, duration: int | None) -> Hurdle:
-    """Make the ranker with this model of the value: gamma, ordinal or d2q, which needs the index of a feature."""
-    if kind == DurationHurdle.KIND:
-        if duration is None:
-            raise ValueError("d2q needs a duration")
-        return DurationHurdle(ranker, duration)
-    return {Hurdle.KIND: Hurdle, OrdinalHurdle.KIND: OrdinalHurdle}[kind](ranker)
-
-
-HURDLE_OUTPUTS = {kind.KIND: kind.OUTPUTS for kind in (Hurdle, OrdinalHurdle, DurationHurdle)}
+HURDLES: dict[str, type[Hurdle]] = {kind.KIND: kind for kind in (Hurdle, OrdinalHurdle)}
 
 
 class Product(nn.Module):

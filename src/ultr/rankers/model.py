@@ -21,7 +21,7 @@ from ultr.log.readers import as_table
 from ultr.rankers import FeatureEncoder, Hurdle, Product, Synthesised, WithConstants, make_ranker, score_rows
 from ultr.rankers.boosters import BOOSTERS, TreeRanker, is_trees
 from ultr.rankers.combined import Blend, Combined, Part
-from ultr.rankers.feedback import HURDLE_OUTPUTS, make_hurdle
+from ultr.rankers.feedback import HURDLES
 from ultr.rankers.matching import features_of, load_weights, match_features, resize_embeddings
 from ultr.utils.arguments import checked
 from ultr.utils.distributed import choose_device
@@ -140,7 +140,6 @@ def _save_ranker(
         "constants": len(ranker.constants) if isinstance(ranker, WithConstants) else 0,
         "binary": list(ranker.binary) if isinstance(ranker, Synthesised) else None,
         "hurdle": ranker.KIND if isinstance(ranker, Hurdle) else None,
-        "duration": getattr(ranker, "duration", None),
         "product": isinstance(ranker, Product),
         "combined": isinstance(ranker, Combined),
     }
@@ -194,10 +193,9 @@ def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int
     if len(options.get("hidden", ())) > MAX_LAYERS:
         raise ValueError(f"{len(options['hidden']):,} layers, at most {MAX_LAYERS} are allowed")
     hurdle = about.get("hurdle")
-    duration = about.get("duration")
     is_product = about.get("product") is True
     is_combined = about.get("combined") is True
-    outputs = HURDLE_OUTPUTS[hurdle] if hurdle else 2 if is_product else 1 if binary is None else len(label.actions)
+    outputs = HURDLES[hurdle].OUTPUTS if hurdle else 2 if is_product else 1 if binary is None else len(label.actions)
     outputs = Combined.OUTPUTS if is_combined else outputs
     indicators = [int(i) for i in about.get("missing") or ()]
     if not all(0 <= i < inputs and i not in categories for i in indicators):
@@ -207,9 +205,7 @@ def _network(about: Mapping[str, Any], inputs: int, categories: Mapping[int, int
     if binary is not None:
         ranker = Synthesised(ranker, label, binary)
     if hurdle:
-        if duration is not None and not 0 <= int(duration) < inputs:
-            raise ValueError(f"no feature {duration}")
-        ranker = make_hurdle(hurdle, ranker, duration)
+        ranker = HURDLES[hurdle](ranker)
     if is_product:
         ranker = Product(ranker)
     if is_combined:

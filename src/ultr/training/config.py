@@ -34,6 +34,7 @@ from ultr.datasets.initial import Logging
 from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation.scores import FEEDBACK, LIKELIHOOD, parse_any_metric
 from ultr.log.cleaning import OnDuplicates
+from ultr.log.delays import arrivals, parse_pairs, parse_time
 from ultr.log.labels import Label, sum_of_goals, weighted_goals
 from ultr.methods import METHODS, TREE_METHODS, parse_options
 from ultr.rankers.boosters import BOOSTERS, library_version
@@ -61,8 +62,14 @@ def _path(value: Any, info: ValidationInfo) -> Any:
     return check_value(str(info.field_name), text, str | Path) if isinstance(text, str) else value
 
 
+def _pairs(value: Any) -> Any:
+    """Return a table, or texts such as `purchase=7d`, as a list of texts."""
+    return [f"{name}={each}" for name, each in value.items()] if isinstance(value, Mapping) else _listed(value)
+
+
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_listed), Field(min_length=1)]
 Names = str | tuple[str, ...] | None
+Pairs = Annotated[tuple[str, ...], BeforeValidator(_pairs)]
 PathText = Annotated[str, BeforeValidator(_path)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -109,8 +116,24 @@ class DataOptions(Section):
     where: tuple[str, ...] = Field((), description="conditions on rows, such as 'country = de'")
     on_duplicates: OnDuplicates = Field("error", description="rows with the same item or position: error, first or sum")
     split: Literal["random", "time"] = Field("random", description="requests to hold out: random ones, or the last")
-    time: str | None = Field(None, description="column with the time, for split=time and decay")
+    time: str | None = Field(None, description="column with the time, for split=time, decay and action_delay")
     decay: Positive | None = Field(None, description="half-life of the weights of requests, in days")
+    action_delay: Pairs = Field(
+        (), description="how late actions arrive, such as purchase=7d; requests too young to know are left out"
+    )
+    action_times: Pairs = Field(
+        (), description="columns with the times of actions, such as purchase=bought_at; keeps some young requests"
+    )
+    actions_until: str | None = Field(
+        None, description="time up to which the log has actions; default: that of its last request"
+    )
+    watch: str | None = Field(None, description="action with the watch time, for the next four options")
+    duration: str | None = Field(None, description="column with the length of the item, in the unit of watch")
+    censored: str | None = Field(None, description="column with 1 for a watch that the end of the session cut")
+    capped: bool = Field(False, description="watches to the end of the item are cut too; needs duration")
+    remove_duration: bool = Field(
+        False, description="watch counts as its quantile among items of similar duration (D2Q); needs duration"
+    )
     validation: Share = Field(0.15, gt=0, description="share of requests that choose steps, rounds and shares")
     test: Share = Field(0.1, description="share of requests that only judge the run")
     missing: Literal["mean", "error"] = Field(
@@ -127,12 +150,39 @@ class DataOptions(Section):
 
     @model_validator(mode="after")
     def _check(self) -> DataOptions:
-        if (self.split == "time" or self.decay is None) and (self.split == "time") != (self.time is not None):
+        by_age = self.decay is not None or bool(self.action_delay)
+        if (self.split == "time" or not by_age) and (self.split == "time") != (self.time is not None):
             what = "a split by time needs both split=time and the column of the times (data.time)"
             raise ValueError(f"{what}; set both, or neither")
+        self._check_actions()
         if self.validation + self.test >= 1:
             raise ValueError(f"the shares of validation ({self.validation:g}) and test ({self.test:g}) must be below 1")
         return self
+
+    def _check_actions(self) -> None:
+        """Raise an error if the options of watch times or of delayed actions do not belong together."""
+        if arrivals(self.delays, parse_pairs(self.action_times, "action_times", "purchase=bought_at")):
+            if self.time is None:
+                raise ValueError(
+                    "action_delay needs the times of requests; name their column with --time (--set time=COLUMN)"
+                )
+        elif self.actions_until is not None:
+            raise ValueError("actions_until is of use only with action_delay; pass --action-delay purchase=7d too")
+        if self.actions_until is not None:
+            parse_time(self.actions_until)
+        given = [name for name in ("duration", "censored", "capped", "remove_duration") if getattr(self, name)]
+        if given and self.watch is None:
+            raise ValueError(f"{given[0]} needs the action with the watch time; name it with --set watch=ACTION")
+        if (self.capped or self.remove_duration) and self.duration is None:
+            name = "capped" if self.capped else "remove_duration"
+            raise ValueError(f"{name} needs the length of items; name its column with --set duration=COLUMN")
+        if self.watch is not None and not (self.censored or self.capped or self.remove_duration):
+            raise ValueError("watch has nothing to do; set censored=COLUMN, capped=true or remove_duration=true")
+
+    @property
+    def delays(self) -> dict[str, str]:
+        """Return action -> the text of its delay."""
+        return parse_pairs(self.action_delay, "--action-delay", "--action-delay purchase=7d")
 
 
 class SimulationOptions(Section):
@@ -292,6 +342,8 @@ class Config(Section):
         simulation, data = self.simulation, self.data
         if data.decay is not None and simulation.users is not None:
             raise ValueError("simulated users have no days, so weights cannot decay; leave out data.decay")
+        if (data.watch or data.action_delay) and simulation.users is not None:
+            raise ValueError("simulated users give their actions at once; leave out data.watch and data.action_delay")
         if simulation.learn_from == "no-bias" and simulation.users is None:
             raise ValueError("learn_from=no-bias needs simulated users; pass --users pbm")
         if self.label is not None:

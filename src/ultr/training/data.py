@@ -29,7 +29,7 @@ from ultr.lists import ListBatches
 from ultr.log import Log, read_log
 from ultr.log.build import decayed_by_time
 from ultr.log.columns import Missing, check_features
-from ultr.log.labels import DEFAULT_LABEL, Label, default_label
+from ultr.log.labels import DEFAULT_LABEL, Label, click_label, default_label
 from ultr.log.sampling import PART_SAMPLE_BYTES, PART_SAMPLE_ROWS, LogParts, sample_log
 from ultr.log.shards import Shards, concatenate_logs, is_lists
 from ultr.log.sources import Source, is_source, open_source
@@ -38,6 +38,7 @@ from ultr.log.table import by_segment
 from ultr.rankers.matching import extended_log
 from ultr.rankers.model import Model, load_model
 from ultr.rankers.networks import HIDDEN
+from ultr.training.actions import ActionModel
 from ultr.training.config import Config, TrainingOptions, is_trees, trains_trees_too
 from ultr.training.feed import Feed, Feeding
 from ultr.training.folder import read_config
@@ -78,6 +79,7 @@ class Data:
     stream: Callable[..., Feeding] | None = None  # batches of streamed lists; `train` is a sample of them
     suspicious: Any = None  # ids of the requests that `drop_suspicious` left out, as an Arrow array; None: not dropped
     initial: Callable[[np.ndarray], np.ndarray] | None = None  # features -> scores that simulated users saw items by
+    actions: ActionModel | None = None  # by which delayed actions and watch times were transformed
     as_logged: Data | None = None  # before `corrected`
 
     def corrected(self, actions: Mapping[str, AfterClick]) -> Data:
@@ -134,6 +136,7 @@ class Decisions:
     streamed: bool = False
     notes: tuple[str, ...] = ()  # why a part of the default is left out, in sentences
     data: str = ""  # the fingerprint of the data
+    actions: ActionModel | None = None  # by which delayed actions and watch times are transformed
 
     @property
     def ranker_name(self) -> str:
@@ -163,7 +166,8 @@ def decide(config: Config, data: Data) -> Decisions:
         hidden = hidden if start is None else start.hidden or hidden
     notes = () if note is None else (note,)
     streamed = data.stream is not None
-    return Decisions(data.label, rankers, hidden, data.segment, data.segments, streamed, notes, data.fingerprint)
+    found = (data.segment, data.segments, streamed, notes, data.fingerprint, data.actions)
+    return Decisions(data.label, rankers, hidden, *found)
 
 
 def _choose_rankers(config: Config, data: Data, start: Decisions | None) -> tuple[tuple[str, ...], str | None]:
@@ -189,15 +193,17 @@ def _choose_rankers(config: Config, data: Data, start: Decisions | None) -> tupl
 # --- Reading ------------------------------------------------------------------------------------------------------
 
 
-def load_run_data(config: Config, source: Any = None, *, streamed: bool | None = None) -> Data:
+def load_run_data(config: Config, source: Any = None, *, decided: Decisions | None = None) -> Data:
     """Read the data of a run, once. `source` is a log, frame or table in memory, in place of `config.data.source`.
 
-    With simulated users, an initial ranker sets the order that they see. `streamed` says whether a run that is resumed
-    streams its lists, so that it does the same again.
+    With simulated users, an initial ranker sets the order that they see. `decided` are the decisions of a run that is
+    resumed, so that it streams its lists and transforms actions as before.
     """
     if config.users is None:
-        data = _read_training_log(config, source, streamed=streamed)
         start = config.start_run
+        before = decided or (None if start is None else Decisions.load(start))
+        actions = ActionModel.of(config.data, None if before is None else before.actions)
+        data = _read_training_log(config, source, actions, streamed=None if decided is None else decided.streamed)
         if start is None or not any(map(is_trees, config.kinds or Decisions.load(start).rankers)):
             return data
         model = load_model(start)  # its trees have its features, and its codes of categories
@@ -292,26 +298,29 @@ def read_rows(
     return read_log(data, **(columns or {})), None
 
 
-def _read_training_log(config: Config, source: Any, *, streamed: bool | None) -> Data:
+def _read_training_log(config: Config, source: Any, actions: ActionModel, *, streamed: bool | None) -> Data:
     if isinstance(source, Log):
-        return split_log(source, config)
+        return split_log(source, config, actions=actions)
     options = config.data
     if source is not None:
-        log, found = _read_once(source, config, time=options.time)
-        return split_log(log, config, found)
+        log, found = _read_once(source, config, **{"time": options.time, **actions.reading})
+        return split_log(log, config, found, actions)
     if options.source == "synthetic" or options.source in DATASETS:
         hint = "pass --users pbm to simulate users"
         raise OptionError(f"'{options.source}' has true labels but no feedback", hint=hint)
     if is_lists(options.source):
+        if actions:
+            what = "watch times and delayed actions need a log, and not prepared lists"
+            raise OptionError(what, got=options.source, hint="pass the log, or leave out data.watch and action_delay")
         return _read_lists(config, streamed)
     if options.stream == "yes":
         hint = "run ultr prepare on it first"
         raise OptionError("only prepared lists can be streamed", got=options.source, hint=hint)
     files, time = _files(config)
-    log, found = _read_once(files, config, time=time)
+    log, found = _read_once(files, config, **{"time": time, **actions.reading})
     if options.decay is not None:
         log = decayed_by_time(log, options.decay)
-    return replace(split_log(log, config, found), fingerprint=files.fingerprint())
+    return replace(split_log(log, config, found, actions), fingerprint=files.fingerprint())
 
 
 def _files(config: Config) -> tuple[Source, str | None]:
@@ -326,12 +335,14 @@ def fingerprint_of(config: Config) -> str:
     return Shards(source).fingerprint if is_lists(source) else _files(config)[0].fingerprint()
 
 
-def _read_once(source: Any, config: Config, *, time: str | None) -> tuple[Log, Segment | None]:
+def _read_once(
+    source: Any, config: Config, *, time: str | None, extra: Sequence[str] = ()
+) -> tuple[Log, Segment | None]:
     """Read a log together with the columns that may be its segment, and look for a segment if the user named none."""
     options = config.data
     named = options.columns.named()
     rows: dict[str, Any] = {"on_duplicates": options.on_duplicates, "where": options.where, "time": time}
-    rows["missing"] = _missing(config)
+    rows |= {"missing": _missing(config), "extra": extra}
     known = config.examination
     if "segment" in named or known.propensities is not None:
         return read_log(source, **rows, **named), None
@@ -453,14 +464,20 @@ def fits_in_memory(shards: Shards) -> bool:
     return shards.rows * shards.row_bytes * local_size() < MEMORY_SHARE * available_memory()
 
 
-def split_log(log: Log, config: Config, found: Segment | None = None) -> Data:
+def split_log(
+    log: Log,
+    config: Config,
+    found: Segment | None = None,
+    actions: ActionModel = ActionModel(),  # noqa: B008 - frozen
+) -> Data:
     """Split a log into train, validation and test requests: its queries at random, or its requests by time.
 
     A random split into train and validation requests follows from the seed. Test requests are the same for all seeds,
     so that no seed can choose a setting on them. In a split by time, the last requests are for testing, and those
-    before them for validation.
+    before them for validation. `actions` are transformed, by estimates of the train requests where it has none.
     """
-    options, label = config.data, config.label or default_label(log.actions)
+    options, label = config.data, config.label or _default_label(log, config)
+    log, actions = actions.arrived(log, options.actions_until)
     log, suspicious = _without_suspicious(log, label) if options.drop_suspicious else (log, None)
     segments: tuple[str, ...] = ()
     segment = log.columns.get("segment") or options.columns.named().get("segment")
@@ -475,6 +492,8 @@ def split_log(log: Log, config: Config, found: Segment | None = None) -> Data:
         what = f"a log needs more than {count} requests, because {count} are held out from training"
         hint = "collect more requests; all requests of a query, or of a time, are on one side of the split"
         raise DataError(what, where=options.source or None, got=len(log), hint=hint)
+    log, actions = actions.continued(log, trained)
+    log = replace(log, extra={})
     train = log.select(trained)
     if config.simulation.learn_from == "feedback":
         _check_label(train, label, config)
@@ -488,7 +507,14 @@ def split_log(log: Log, config: Config, found: Segment | None = None) -> Data:
         found_segment=found,
         segments=segments,
         suspicious=suspicious,
+        actions=actions or None,
     )
+
+
+def _default_label(log: Log, config: Config) -> str:
+    """Return the label of a log for which the user gave none: quantiles of watch times are a label by themselves."""
+    quantiles = config.data.watch if config.data.remove_duration else None
+    return default_label(log.actions) if quantiles is None else click_label([quantiles])
 
 
 def _without_suspicious(log: Log, label: str) -> tuple[Log, Any]:

@@ -78,14 +78,17 @@ class Known:
         return Likelihood(coded, theta=theta, label="click").per_request(scores)
 
 
-def check_log(known: Known, logs: Sequence[Log], new: Log, scores: Mapping[str, np.ndarray]) -> list[Pitfall]:
+def check_log(
+    known: Known, logs: Sequence[Log], new: Log, scores: Mapping[str, np.ndarray], *, by_value: bool = False
+) -> list[Pitfall]:
     """Return what is wrong with a new log, and was not with the logs of the reference, the newest first.
 
-    All have the features of the old ranker. Its `scores` of the rows are by the names of the two logs.
+    All have the features of the old ranker. Its `scores` of the rows are by the names of the two logs. `by_value` is
+    that of `find_drift`.
     """
     label = Label(known.label)
     newest = logs[0]
-    found = find_drift(logs, new, label)
+    found = find_drift(logs, new, label, by_value=by_value)
     before = {each.name for part in find_problems(newest, label) for each in part}
     found += [each for part in find_problems(new, label) for each in part if each.name not in before]
     if new.positions is not None and not found:

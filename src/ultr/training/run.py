@@ -79,7 +79,7 @@ def run_training(
             return out
         begin_stage("reading the data")
         decided = Decisions.load(folder.path) if folder.resume and (folder.path / DECISIONS).is_file() else None
-        data = load_run_data(config, source, streamed=None if decided is None else decided.streamed)
+        data = load_run_data(config, source, decided=decided)
         if decided is not None and decided.data not in ("", data.fingerprint):
             hint = "train again with --overwrite, or put the old data back"
             raise DataError(

@@ -20,6 +20,7 @@ from ultr.log.labels import Label
 from ultr.log.sampling import sample_log
 from ultr.log.shards import concatenate_logs, is_lists
 from ultr.rankers.model import Model, load_model
+from ultr.training.actions import ActionModel
 from ultr.training.config import Config, differences
 from ultr.training.data import DECISIONS, Decisions, columns_for_run, fingerprint_of, read_data
 from ultr.training.folder import CONFIG, MODEL, current_folder, find_folder, read_config, settle
@@ -96,6 +97,8 @@ def update_run(
     refit_bias: bool = False,
     decay: float | None = None,
     time: str | None = None,
+    action_delay: Sequence[str] | None = None,
+    actions_until: str | None = None,
     overwrite: bool = False,
     listeners: Listeners | None = None,
     **training: Any,
@@ -105,7 +108,8 @@ def update_run(
     Training has the options of `run`; `training` replaces some, by their names in `make_config`. It starts from the
     rankers and the bias models of `run`, and keeps its examination, unless `refit_bias` is set. `decay` is the
     half-life of the weights of requests in days, and `time` the column of their times, if days are neither partitions
-    nor several logs.
+    nor several logs. `action_delay` replaces that of `run`: requests of the new log that are too young for an action
+    take no part, and `actions_until` is the time up to which the new log has actions.
 
     A log that differs too much from the reference of `run` (or from the log `reference`) is quarantined: nothing is
     trained. Else both rankers are compared off policy, on requests of the new log and of the reference that neither was
@@ -116,6 +120,7 @@ def update_run(
     """
     if not 0 < gate.confidence < 1:
         raise OptionError("the gate must be above 0 and below 1", got=gate.confidence, hint="pass --gate 0.95")
+    training |= {"action_delay": action_delay, "actions_until": actions_until}
     config = update_config(run, data, refit_bias=refit_bias, decay=decay, time=time, **training)
     candidate = out.with_name(out.name + CANDIDATE)
     listeners, content = listeners or Listeners(), fingerprint_of(config)
@@ -158,17 +163,20 @@ class Judges:
     model: Model
     new: Log
     reference: Sequence[Log]
+    young: bool = False  # whether actions of young requests are divided by the share that has arrived
 
     @staticmethod
     def of(run: Path, config: Config, reference: str | None) -> Judges:
         model = load_model(run)
-        columns = {**columns_for_run(run, model, {}), "where": list(config.data.where)}
+        actions = ActionModel.of(config.data, Decisions.load(run).actions)
+        columns = {**columns_for_run(run, model, {}), "where": list(config.data.where), **actions.reading}
 
-        def read(source: str) -> Log:
-            return read_data(source, split="test", data_dir=config.data.folder, columns=columns)[0]
+        def read(source: str, until: str | None = None) -> Log:
+            return actions(read_data(source, split="test", data_dir=config.data.folder, columns=columns)[0], until)
 
-        logs = read_reference(run) if reference is None else [read(reference)]
-        return Judges(run, model, read(config.data.source), logs)
+        logs = read_reference(run) if reference is None else [read(reference)]  # those of the run are transformed
+        young = any(each.column is not None for each in actions.arrivals)
+        return Judges(run, model, read(config.data.source, config.data.actions_until), logs, young)
 
     def of_log(self, gate: Gate, config: Config) -> tuple[str, list[Pitfall]]:
         """Return whether the new log may be learned from, and if not, why."""
@@ -178,7 +186,7 @@ class Judges:
             new = self.model.view(sample_log(self.new, rows))
             logs = [self.model.view(log) for log in self.reference]
             scores = {REFERENCE_LOG: self.model.score(logs[0]), NEW_LOG: self.model.score(new)}
-            if found := stopping(check_log(known, logs, new, scores), gate):
+            if found := stopping(check_log(known, logs, new, scores, by_value=self.young), gate):
                 return QUARANTINED, found
         share = config.data.test if not is_lists(config.data.source) else 1.0
         clicks = share * float((np.asarray(Label(known.label)(self.new.actions)) > 0).sum())
@@ -238,6 +246,8 @@ def update_config(
     refit_bias: bool = False,
     decay: float | None = None,
     time: str | None = None,
+    action_delay: Sequence[str] | None = None,
+    actions_until: str | None = None,
     **training: Any,
 ) -> Config:
     """Return the configuration of an update: that of the run, with the new data, its rankers and its bias."""
@@ -247,6 +257,7 @@ def update_config(
         raise OptionError("only a run that was trained on a log can be updated", got=run, hint="use ultr train")
     bias = read_json(here / BIAS_FILE) if (here / BIAS_FILE).is_file() else {}
     keeps_theta = bias.get("theta") and config.examination.propensities is None and not refit_bias
+    delays = config.data.action_delay if action_delay is None else tuple(action_delay)
     columns = {} if is_lists(data) else {**load_model(here).columns, "segment": decisions.segment or "none"}
     changes: dict[str, Any] = {
         "data": data,
@@ -255,7 +266,9 @@ def update_config(
         "warm_start": str(run),
         "bias": url_below(run, BIAS_FILE) if keeps_theta else None,
         "decay": decay,
-        "time": time or (config.data.time if config.data.split == "time" else None),
+        "time": time or (config.data.time if config.data.split == "time" or delays else None),
+        "action_delay": delays,
+        "actions_until": actions_until,
         "test": 0.0 if is_lists(data) else max(config.data.test, TEST),
         "stream": "auto",
     }
