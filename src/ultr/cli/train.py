@@ -47,7 +47,7 @@ def train(
         from ultr.training.data import Decisions
         from ultr.training.folder import read_config
         from ultr.training.loop import Listeners
-        from ultr.training.outcome import value_of_run
+        from ultr.training.outcome import read_outcome, value_of_run
         from ultr.training.run import run_training
         from ultr.utils.stores import kept_here
 
@@ -83,7 +83,8 @@ def train(
         for tracker in trackers:
             tracker.finish()
         config, decisions = read_config(run), Decisions.load(run)
-        bias_of_run, (metric, value, step) = _bias(run), value_of_run(run)
+        bias_of_run, (metric, value, step), outcome = _bias(run), value_of_run(run), read_outcome(run)
+    calibration = None if outcome is None else outcome.calibration
     if as_json:
         about = {
             "run": out,
@@ -92,12 +93,18 @@ def train(
             "rankers": decisions.rankers,
             "metric": metric,
             "best": {metric: value, "step": step},
+            "calibration": calibration,
         }
         print(json.dumps({**about, "bias": bias_of_run, "notes": notes}))
         return
     print_warnings(f"{warning['name']}: {warning['what']}" for warning in bias_of_run.get("warnings", ()))
     for name, sentence in bias_of_run.get("summary", {}).items():
         words.say(f"{name}: {sentence}")
+    if calibration is not None and outcome is not None:
+        off = f"off by {calibration['error']:.1%} of its mean on {outcome.split} requests"
+        words.say(f"calibration: expected feedback is {off} ({calibration['chance']:.1%} by chance alone)")
+        for sentence in calibration["groups"]:
+            words.say(f"calibration: {sentence}")
     at_step = "" if len(decisions.rankers) > 1 else f" at step {step}"  # that of its trees says little about a sum
     words.say(f"wrote {out}: {decisions.ranker_name}, {metric} {value:.4f}{at_step}")
     if config.users is not None:

@@ -394,6 +394,7 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
         learning_section(runs),
         _metrics(runs),
         bias_of_runs(runs),
+        *_calibration(runs),
         *_features(runs),
         ranking_section(runs),
         _configuration(runs),
@@ -612,6 +613,36 @@ def _tests(runs: Sequence[Run], metric: str) -> list[tuple[str, str, PairedTest]
     for a, b in combinations(evaluated, 2):
         tests.append((b.name, a.name, b.outcome.test(metric, a.outcome, metric)))
     return tests
+
+
+# --- Calibration ------------------------------------------------------------------------------------------------------
+
+
+def _calibration(runs: Sequence[Run]) -> list[Section]:
+    """Return a section with expected and mean feedback of runs; none if no run is calibrated."""
+    plots, rows, groups = list[Plot](), list[list[str]](), list[str]()
+    for run in runs:
+        if (found := run.outcome.calibration) is None:
+            continue
+        bins = found["bins"]
+        right = [0.0, max(bins["expected"] + bins["mean"])]
+        lines = {"mean feedback": (bins["expected"], bins["mean"]), "as expected": (right, right)}
+        bands = {"mean feedback": (bins["low"], bins["high"])}
+        title = "Reliability" if len(runs) == 1 else f"Reliability: {run.name}"
+        caption = (
+            f"Rows of {run.outcome.split} requests by their expected feedback where they were shown, 95% intervals."
+        )
+        axes = {"x": "expected feedback", "y": f"mean of {run.decisions.label}"}
+        plots.append(
+            line_plot(title, lines, **axes, caption=caption, bands=bands, dashed=["as expected"], from_zero=True)
+        )
+        rows.append([run.name, f"{found['error']:.1%}", f"{found['chance']:.1%}"])
+        groups += [f"{run.name}: {group}" for group in found["groups"]]
+    if not rows:
+        return []
+    caption = "The mean error of expected feedback, relative to the mean feedback; by chance: of feedback as expected."
+    parts: list[Part] = [Grid(plots), Table(["", "calibration error", "by chance"], rows, caption)]
+    return [Section("Calibration", [*parts, Notes(groups)] if groups else parts)]
 
 
 # --- Features ---------------------------------------------------------------------------------------------------------
