@@ -23,7 +23,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ultr.datasets import load_dataset, ranking_svm, show
+from ultr.datasets import ranking_svm, show
+from ultr.datasets.synthetic import make_synthetic
 from ultr.datasets.users import User, simulate_log
 from ultr.log import Log, read_log
 from ultr.log.labels import Label
@@ -42,6 +43,7 @@ from worlds.news import news  # type: ignore[import-not-found]
 from worlds.shop import shop  # type: ignore[import-not-found]
 from worlds.world import positions  # type: ignore[import-not-found]
 
+FRESH = 20_000  # test requests of the demo
 BOTS = (0.005, 0.6)  # of the shop: their share of the requests, and how often they click
 WORLDS: dict[str, tuple[Any, str, dict[str, str]]] = {
     "shop": (shop, "click", {"request": "request_id", "item": "item_id", "query": "query"}),
@@ -65,7 +67,7 @@ class Task:
 
 def make_task(world: str, requests: int, seed: int) -> Task:
     if world == "demo":
-        data, user = load_dataset("synthetic"), User()
+        data, user = make_synthetic(requests=(3000, 1, FRESH)), User()  # the train requests of the demo
         initial = ranking_svm(data.train, seed=seed)
         shown = show(data.train, initial(data.train.features))
         train = replace(simulate_log(shown, user, seed=seed, sessions=requests)[0], relevance=None)
@@ -97,7 +99,8 @@ def errors(world: str, requests: int, seed: int) -> dict[str, float]:
         run = run_training(config, Path(folder) / "run", source=task.train)
         model, decisions, outcome = load_model(run), Decisions.load(run), read_outcome(run)
         fresh = task.fresh if isinstance(task.fresh, Log) else read_log(task.fresh, **columns_for_run(run, model, {}))
-    assert model.calibration is not None
+    calibration = model.calibration
+    assert calibration is not None
     assert outcome is not None
     assert outcome.calibration is not None
     scores = model.score(fresh)
@@ -108,7 +111,7 @@ def errors(world: str, requests: int, seed: int) -> dict[str, float]:
 
     def error(truth: np.ndarray, **of_log: Any) -> float:
         log = replace(by_segments, actions={task.label: truth}, **of_log)
-        return float(reliability(model.calibration, scores, log, Label(task.label), decisions.segments)["error"])
+        return float(reliability(calibration, scores, log, Label(task.label), decisions.segments)["error"])
 
     shift = by_segments.shown_positions("a test") - fresh.shown_positions("a test")
     return {

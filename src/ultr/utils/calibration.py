@@ -39,7 +39,7 @@ class Calibration:
         return cls(scores, np.clip(values, LEAST * top, most), factors)
 
     def g(self, scores: np.ndarray) -> np.ndarray:
-        """Return g at scores; scores that differ by more than 1e-9 of the distance of the outer knots stay different."""
+        """Return g at scores; scores that differ by more than 1e-9 of the span of the knots stay different."""
         s, (first, last) = np.asarray(scores, np.float64), self.scores[[0, -1]]
         span = float(last - first) or 1.0
         inside = (np.clip(s, first, last) - first) / span
