@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 
 from ultr.bias.after_click import estimate_after_click
+from ultr.bias.examination import estimate_examination
 from ultr.datasets import load_dataset, randomise, ranking_svm, show
 from ultr.datasets.users import User, draw_sessions, make_user, simulate_log
 from ultr.evaluation.off_policy import OffPolicyValue, fit_direct, off_policy_value
 from ultr.evaluation.scores import evaluate_scores, mean_with_interval
-from ultr.log import read_log
+from ultr.log import Log, read_log
 from ultr.log.labels import Label
 from ultr.log.table import by_position
 from ultr.log.watch import WatchModel
 from ultr.report.page import Plot
 from ultr.report.plots import interval_plot, line_plot, svg
+from ultr.report.runs import load_run, reliability_plot
+from ultr.training.config import make_config
+from ultr.training.run import run_training
 from ultr.utils.files import atomic_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from worlds.shown import SLOPE, shown, without_column  # type: ignore[import-not-found]
 from worlds.watches import watches  # type: ignore[import-not-found]
 
 FOLDER = Path(__file__).parents[1] / "docs" / "concepts"
@@ -42,8 +49,8 @@ def draw(name: str, plot: Plot) -> None:
 def main() -> None:
     data, user = load_dataset("synthetic"), User()
     initial = ranking_svm(data.train)
-    shown = show(data.train, initial(data.train.features))
-    log, _ = simulate_log(shown, user, sessions=SESSIONS)
+    listed = show(data.train, initial(data.train.features))
+    log, _ = simulate_log(listed, user, sessions=SESSIONS)
     theta = user.theta(torch.from_numpy(POSITIONS)).double().numpy()
     clicks = by_position(log).rates["click"]
     attracted = user.attracted(torch.from_numpy(log.true_relevance)).numpy()
@@ -78,6 +85,8 @@ def main() -> None:
     draw("after-click", dwell_after_clicks())
     draw("off-policy", values_of_rankers(user))
     draw("watch-time", watch_times())
+    draw("scores", reliability_of_run(log))
+    draw("not-shown", examination_of_viewports())
 
 
 def watch_times() -> Plot:
@@ -106,6 +115,26 @@ def dwell_after_clicks() -> Plot:
     truth = np.sqrt(2 / (POSITIONS + 1))
     values = {"clicked rows as logged": logged / logged[0], "estimated τ": np.array(tau), "true τ": truth}
     return lines("Dwell after a click (position 1 = 1)", values, "relative", dashed=("true τ",))
+
+
+def reliability_of_run(log: Log) -> Plot:
+    """Plot the mean feedback on test requests by expected feedback, for a run on a simulated log."""
+    config = make_config(label="click", ranker="lightgbm", device="cpu")
+    with TemporaryDirectory() as folder:
+        run = load_run(run_training(config, Path(folder) / "run", source=replace(log, relevance=None)))
+    return reliability_plot("Clicks on test requests are as expected", run)
+
+
+def examination_of_viewports() -> Plot:
+    """Plot θ estimated from a log whose sessions end, with and without the column that marks what was shown."""
+    table = shown(SESSIONS, viewport=True)
+    logs = {"with the column": table, "without the column": without_column(table)}
+    values = {}
+    for name, rows in logs.items():
+        theta = estimate_examination(read_log(rows, features=["f1", "f2"], actions=["click"]), Label("click")).theta
+        values[name] = theta / theta[0]
+    title = "Rows below the last seen one make examination look low"
+    return lines(title, {**values, "true": POSITIONS**-SLOPE}, "θ relative to position 1", dashed=("true",))
 
 
 def values_of_rankers(user: User, k: int = 3) -> Plot:

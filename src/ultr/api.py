@@ -30,6 +30,7 @@ from ultr.datasets.users import make_user
 from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation.comparing import RankerComparison, compare_rankers
 from ultr.evaluation.interleaving import Interleaving, evaluate_interleaving
+from ultr.evaluation.scores import ranks
 from ultr.log import Log, read_log, write_log
 from ultr.log.cleaning import OnDuplicates
 from ultr.log.columns import ROLES
@@ -57,6 +58,11 @@ from ultr.utils.distributed import is_main
 from ultr.utils.stores import fetched, kept_here
 
 SAMPLE_ROWS = 100_000  # rows for estimators of examination that need features
+FIRST_PLACES = 10  # of a ranking of candidates, some of which were never shown
+NEVER_SHOWN = (
+    "in the order of all candidates by {name}, {share:.0%} of the first 10 were not shown in their request; "
+    "no feedback says how good these are, so they rest on the model alone"
+)
 MOST_NUMBERS = 8  # unused columns that show whether an item is the same each time, if there are no features
 
 
@@ -211,7 +217,11 @@ def evaluate(
         parts=parts,
         chosen_on=fresh.chosen_on,
     )
-    return Evaluation(found, fresh.warnings, whole.notes)
+    notes = list(whole.notes)
+    if whole.hidden is not None and whole.hidden.rows:
+        shares = {name: source.never_shown(model, reading[name], whole.hidden.column) for name, model in models.items()}
+        notes += [NEVER_SHOWN.format(name=name, share=share) for name, share in shares.items() if share is not None]
+    return Evaluation(found, fresh.warnings, notes)
 
 
 def interleaving(
@@ -332,6 +342,19 @@ class _Source:
         if parts.log.relevance is not None:
             self.max_grade = highest_grade(parts.log, where=self.path)
         return parts
+
+    def never_shown(self, model: Model, columns: Mapping[str, Any], shown: str) -> float | None:
+        """Return the share of the first 10 candidates of each request, by a model, that were not shown in it.
+
+        Candidates that were not shown have neither positions nor feedback, so that all rows are read again without
+        these. Return None for a log in memory, and for prepared lists: they have only rows that were shown.
+        """
+        if isinstance(self._data, Log) or self._shards is not None:
+            return None
+        every = {**columns, "shown": "", "actions": [], "position": "", "relevance": shown, "swaps": ""}
+        log = self._read(every).log
+        first = ranks(log, model.score(model.view(log))) < FIRST_PLACES
+        return float((log.true_relevance[first] == 0).mean())
 
     def scores(
         self, names: Sequence[str], parts: LogParts, named: Mapping[str, Any]

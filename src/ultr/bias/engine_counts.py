@@ -34,6 +34,7 @@ from ultr.log.prepare.impressions import (
     filtered,
     id_column,
     impressions,
+    only_shown,
     rounded,
     without_missing_actions,
 )
@@ -108,6 +109,8 @@ class _Work:
         chosen_label = Label(click_label(columns.actions) if label is None else label)
         chosen_label.check_actions(columns.actions)
         table = filtered(self.engine.read(self.source), self.chosen.where)
+        table, columns, notes = only_shown(table, columns, self.fetch, self.where)
+        self.notes += notes
         total, rows = self._rows(table, columns, chosen_label)
         begin_stage("counting")
         ids = suspicious_ids(rows.mutate(action_0=rows.clicked), 1, fetch=self.fetch)

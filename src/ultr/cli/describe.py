@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,6 +33,7 @@ MOST_WARNINGS, MOST_NAMES = 4, 12  # largest number of warnings, and of columns 
 MOST_POSITIONS = 20  # in a printed table
 LEAST_ITEMS = 10  # a column with fewer values is not suggested as the id of the item
 ROWS_OF_CATEGORY = 20  # a column of texts with fewer rows for each value is not suggested as a category
+PERHAPS_SHOWN = ("viewed", "visible", "impression", "seen", "rendered")  # names of actions, or of what was shown
 NOT_FEATURES = ("id", "time", "timestamp", "date", "day", "ts", "url", "seed")  # last words of names of other columns
 
 
@@ -53,7 +55,7 @@ def describe(
     source = options.one_source(log_path)
     rows: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where or (), **named}
     log = read_log(source, **rows)
-    lengths, notes = log.lengths, list(log.notes)
+    lengths, notes = log.lengths, [note for note in log.notes if log.hidden is None or note != str(log.hidden)]
     if (missing := missing_values(log)) is not None:
         notes.append(f"values of features are missing: {missing}; rankers learn that they are missing")
     warnings = _warnings(log)
@@ -67,6 +69,7 @@ def describe(
         "columns": dict(log.columns),
         "unused_columns": list(log.unused_columns),
         "notes": notes,
+        "not_shown": None if log.hidden is None else asdict(log.hidden),
         "warnings": [{"name": each.name, "what": each.what, "hint": each.hint} for each in warnings],
     }
     table = by_position(log) if log.positions is not None else None
@@ -88,6 +91,8 @@ def describe(
             _print_by_position(table)
         else:
             _print_rates(log, table)
+    if table is not None and log.actions:
+        words.say(f"not shown: {_what_was_shown(log)}")
     suggested = _suggestions(log, source, rows, notes)
     if log.unused_columns:
         use = "use them with --features, --categorical, --item, --segment or --actions"
@@ -110,6 +115,32 @@ def describe(
         where=where,
         out=free_path("bias"),
     )
+
+
+def _what_was_shown(log: Log) -> str:
+    """Return which rows users could not see, in a sentence."""
+    if log.hidden is not None:
+        return str(log.hidden)
+    return "no column marks it, so all rows count as shown; examination covers also sessions that ended above a row"
+
+
+def _suggested_shown(log: Log, source: Any) -> str | None:
+    """Return the unused column that may mark what was shown: 0 or 1, with 1 in all rows with feedback, by its name."""
+    import numpy as np
+
+    from ultr.log.readers import first_rows, numeric_columns
+
+    if log.hidden is not None:
+        return None
+    rows = first_rows(source)
+    for name in numeric_columns(source, [each for each in log.unused_columns if each.lower() in PERHAPS_SHOWN]):
+        values = np.nan_to_num(rows[name].cast("float64").to_numpy())
+        acted = np.zeros(len(rows), bool)
+        for action in log.actions:
+            acted |= np.nan_to_num(rows[action].cast("float64").to_numpy()) > 0
+        if np.isin(values, (0, 1)).all() and len(set(values.tolist())) == 2 and values[acted].all():
+            return str(name)
+    return None
 
 
 def _warnings(log: Log) -> list[Pitfall]:
@@ -137,6 +168,10 @@ def _suggestions(log: Log, source: Any, rows: dict[str, Any], notes: list[str]) 
     if log.feature_names:
         numbers = []
     found: dict[str, str] = {}
+    if (shown := _suggested_shown(log, source)) is not None:
+        what = f"if {shown} marks the rows that users could see, and is no action of theirs, pass --shown {shown}"
+        notes.append(f"{what}: the other rows are then left out")
+        numbers = [name for name in numbers if name != shown]
     if numbers and log.actions:
         of_feedback = _of_feedback(read_log(source, **{**rows, "features": numbers}))
         numbers = [name for name in numbers if name not in of_feedback]

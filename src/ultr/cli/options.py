@@ -62,6 +62,7 @@ COLUMNS = {  # role -> type of the option
     "segment": column("NAMES", "Columns on whose values examination depends, such as device,surface."),
     "randomised": column("NAME", "Mark of requests shown in random order."),
     "swaps": column("NAME", "Drawn arm of ultr explore, such as 1-3."),
+    "shown": column("NAME", "Mark of rows that users could see (1); rows with 0 are left out."),
     "relevance": column("NAME", "True labels, if they are known."),
 }
 FOUND_SEGMENT = {"segment": column("NAMES", "Columns on which examination depends; none: do not look for one.")}

@@ -29,6 +29,12 @@ def score(
     out: Annotated[str, typer.Option(help="The file to write (.parquet, .csv); also a URL.")],
     columns: dict[str, str],
     where: options.Where = None,
+    calibrated: Annotated[
+        bool, typer.Option("--calibrated", help="Add a column `expected`: the expected feedback at a position.")
+    ] = False,
+    at_position: Annotated[
+        str | None, typer.Option(help="The position of --calibrated, such as 3.", show_default="the first")
+    ] = None,
     engine: Annotated[
         str | None,
         typer.Option(help="spark: score on the workers of Spark, with ONNX; --out is a folder.", show_default="here"),
@@ -38,7 +44,7 @@ def score(
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
 ) -> None:
-    """Score the rows of a file of any size with the model of a run; write request, item, position and score.
+    """Score the rows of a file of any size with the model of a run; write the ids, the positions and the scores.
 
     The columns have the names of the training log, unless options name others.
     """
@@ -49,6 +55,7 @@ def score(
         raise OptionError("scores are computed here or by Spark", got=f"--engine {engine}", hint="pass --engine spark")
     source, first = options.one_source(candidates), dict[str, Any]()
     settings: dict[str, Any] = {**columns, "where": where or (), "overwrite": overwrite}
+    settings |= {"calibrated": calibrated, "at_position": at_position}
 
     def on_start(columns: Mapping[str, Any], notes: Sequence[str]) -> None:
         first.update(columns=dict(columns), notes=list(notes))

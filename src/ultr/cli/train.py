@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ from ultr.errors import OptionError
 
 if TYPE_CHECKING:
     from ultr.training.loop import Progress
+    from ultr.training.outcome import Outcome
     from ultr.training.tracking import Tolerant
 
 
@@ -47,7 +48,7 @@ def train(
         from ultr.training.data import Decisions
         from ultr.training.folder import read_config
         from ultr.training.loop import Listeners
-        from ultr.training.outcome import value_of_run
+        from ultr.training.outcome import read_outcome, value_of_run
         from ultr.training.run import run_training
         from ultr.training.tradeoff import read_trade_off
         from ultr.utils.stores import kept_here
@@ -84,8 +85,9 @@ def train(
         for tracker in trackers:
             tracker.finish()
         config, decisions = read_config(run), Decisions.load(run)
-        bias_of_run, (metric, value, step) = _bias(run), value_of_run(run)
+        bias_of_run, (metric, value, step), outcome = _bias(run), value_of_run(run), read_outcome(run)
         trade_off = read_trade_off(run)
+    calibration = None if outcome is None else outcome.calibration
     if as_json:
         about = {
             "run": out,
@@ -94,15 +96,11 @@ def train(
             "rankers": decisions.rankers,
             "metric": metric,
             "best": {metric: value, "step": step},
+            "calibration": calibration,
         }
         print(json.dumps({**about, "bias": bias_of_run, "notes": notes}))
         return
-    print_warnings(f"{warning['name']}: {warning['what']}" for warning in bias_of_run.get("warnings", ()))
-    for name, sentence in bias_of_run.get("summary", {}).items():
-        words.say(f"{name}: {sentence}")
-    if trade_off is not None:
-        shown = f"{len(trade_off['weightings'])} weightings of {' and '.join(trade_off['goals'])}"
-        words.say(f"trade-off: {shown}, in ultr report (--set tradeoff=0 leaves it out)")
+    _print_findings(bias_of_run, outcome, trade_off)
     at_step = "" if len(decisions.rankers) > 1 else f" at step {step}"  # that of its trees says little about a sum
     words.say(f"wrote {out}: {decisions.ranker_name}, {metric} {value:.4f}{at_step}")
     if config.users is not None:
@@ -111,6 +109,21 @@ def train(
         print_next("evaluate", out, config.data.source)  # it prints the command of the report
         print_next("score", out, config.data.source, out=free_path("scores.parquet"))
         words.say("to score other items, put their file in place of the training log in this command")
+
+
+def _print_findings(bias: Mapping[str, Any], outcome: Outcome | None, trade_off: Any) -> None:
+    """Print what a run found about the users, its two goals and its expected feedback."""
+    print_warnings(f"{warning['name']}: {warning['what']}" for warning in bias.get("warnings", ()))
+    for name, sentence in bias.get("summary", {}).items():
+        words.say(f"{name}: {sentence}")
+    if trade_off is not None:
+        shown = f"{len(trade_off['weightings'])} weightings of {' and '.join(trade_off['goals'])}"
+        words.say(f"trade-off: {shown}, in ultr report (--set tradeoff=0 leaves it out)")
+    if outcome is not None and (calibration := outcome.calibration) is not None:
+        off = f"off by {calibration['error']:.1%} of its mean on {outcome.split} requests"
+        words.say(f"calibration: expected feedback is {off} ({calibration['chance']:.1%} by chance alone)")
+        for sentence in calibration["groups"]:
+            words.say(f"calibration: {sentence}")
 
 
 @contextmanager

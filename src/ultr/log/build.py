@@ -29,6 +29,7 @@ from ultr.log.columns import (
     without_missing,
 )
 from ultr.log.conditions import filter_rows, numbers_or_seconds, parse_conditions, seconds
+from ultr.log.shown import only_shown
 from ultr.log.splits import as_texts
 from ultr.log.swaps import checked_swaps
 from ultr.log.table import SEPARATOR, Log
@@ -74,6 +75,29 @@ def log_from_table(
     With `gather=False` the rows keep their order, and each becomes a request. `unused` are the columns not read.
     """
     table = one_row_per_item(filter_rows(table, reading.where), columns, where, further=reading.further)
+    name, every = columns.shown, replace(columns, shown=None)
+    if name is None:
+        return _log_of_rows(table, columns, where=where, reading=reading, unused=unused, gather=gather)
+    if not gather:  # rows to score, some of which may have no position
+        every = replace(every, position=None)
+        return _log_of_rows(table, every, where=where, reading=reading, unused=unused, gather=False)
+    table, hidden, notes = only_shown(table, columns, where=where)
+    log = _log_of_rows(table, every, where=where, reading=reading, unused=unused)
+    if hidden is None:
+        return replace(log, notes=(*notes, *log.notes), unused_columns=(*log.unused_columns, name))
+    return replace(log, notes=(*notes, *log.notes), columns={**log.columns, "shown": name}, hidden=hidden)
+
+
+def _log_of_rows(
+    table: pa.Table,
+    columns: Columns,
+    *,
+    where: object,
+    reading: Reading,
+    unused: Iterable[str] = (),
+    gather: bool = True,
+) -> Log:
+    """Return the rows of a table as a `Log`, as `log_from_table` does."""
     if table.num_rows == 0:
         hint = "check --where, or the query that made the data"
         raise DataError("there are no rows", where=where, hint=hint)
@@ -92,7 +116,7 @@ def log_from_table(
             table, reading, keys, of_row, requests, actions, notes, where, has_positions=positions is not None
         )
         if unique.num_rows < table.num_rows:
-            log = log_from_table(unique, columns, where=where, reading=rest, unused=unused)
+            log = _log_of_rows(unique, columns, where=where, reading=rest, unused=unused)
             return replace(log, notes=tuple(dict.fromkeys((*notes, *log.notes))))
     if positions is not None:
         order, positions = _order_by_position(order, offsets, positions)

@@ -30,6 +30,7 @@ NAMES = {
     "relevance": "relevance true_relevance grade",
     "weight": "weight request_weight sample_weight",
     "item": "item item_id doc doc_id docid document_id product product_id sku movie_id video_id article article_id",
+    "shown": "shown was_shown is_shown in_viewport",
     "query": "query query_id qid query_text",
     "segment": "",
     "randomised": "randomised randomized is_randomised is_randomized random_order",
@@ -62,11 +63,13 @@ class Columns:
     context: Mapping[str, str]  # a role in CONTEXT -> its column, if the table has one
     absent: Mapping[str, str] = field(default_factory=dict)  # role -> its column in training, if the table lacks it
     segments: tuple[str, ...] = ()  # the columns whose values together are the segment of a request
+    shown: str | None = None  # the column that marks the rows that were shown
+    shown_named: bool = False  # whether the caller, or training, named this column
 
     @property
     def by_role(self) -> dict[str, Any]:
         """The column of each role that has one; a list of columns for actions, features and categorical."""
-        single = {role: getattr(self, role) for role in ("request", "position", "item", "relevance", "weight")}
+        single = {role: getattr(self, role) for role in ("request", "position", "item", "relevance", "weight", "shown")}
         several = {role: list(getattr(self, role)) for role in SEVERAL}
         return {role: names for role, names in {**single, **self.context, **several}.items() if names}
 
@@ -76,6 +79,7 @@ class Columns:
         return tuple(
             f"there is no column '{name}', which was the {role} in training; to use another one, name it with --{role}"
             for role, name in self.absent.items()
+            if role != "shown"  # other logs may have only rows that were shown
         )
 
     @property
@@ -83,7 +87,7 @@ class Columns:
         """All columns with a role; a segment that is a categorical feature too is listed once."""
         context = [name for role, name in self.context.items() if role != "segment"]
         context += [name for name in self.segments if name not in self.categorical]
-        single = [self.request, self.position, self.relevance, self.weight, self.item, *context]
+        single = [self.request, self.position, self.relevance, self.weight, self.item, self.shown, *context]
         return [name for name in single if name is not None] + [*self.actions, *self.features, *self.categorical]
 
     @property
@@ -156,6 +160,8 @@ def resolve_columns(
         context={role: name for role in CONTEXT if (name := single[role]) is not None},
         absent=absent,
         segments=_parts("segment", single["segment"], names),
+        shown=single["shown"],
+        shown_named=bool(named.get("shown")),
     )
     _check(columns, names, where)
     return columns

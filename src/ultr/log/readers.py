@@ -101,6 +101,7 @@ def read_log(
     segment: str | None = None,
     randomised: str | None = None,
     swaps: str | None = None,
+    shown: str | None = None,
     missing: Missing = "keep",
     on_duplicates: OnDuplicates = "error",
     where: Sequence[str] = (),
@@ -120,6 +121,7 @@ def read_log(
     - A request may have a `query` (requests with the same query have the same items), a `segment` (one column, or
       several with commas between them), a mark that its order was `randomised`, the drawn arm of an experiment with
       `swaps` (such as `1-3`), and a `time`.
+    - `shown` marks rows that users could see with 1. Rows with 0 are left out, and their positions may be missing.
     - NaN in features is a missing value; it is an error with `missing="reject"`. Missing actions are 0.
     - If two rows of a request have the same item or position, this is an error. With `on_duplicates="first"` the first
       row is kept; with "sum" it also gets the actions of the others.
@@ -142,6 +144,7 @@ def read_log(
         "segment": segment,
         "randomised": randomised,
         "swaps": swaps,
+        "shown": shown,
     }
     reading = Reading(missing, on_duplicates, tuple(where), time, tuple(extra))
     if not isinstance(source, Source) and not is_files(source):

@@ -29,6 +29,40 @@ RESERVED = {
 }
 
 
+AT_END = 0.99  # share of requests whose hidden rows are all at the end, from which on sessions or lists ended there
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """The rows of a source that were not shown, by a column."""
+
+    column: str
+    rows: int
+    of: int
+    requests: int  # with such rows
+    at_end: int  # requests of these in which all hidden rows are below the last shown one, or without a position
+    nothing_shown: int = 0  # requests without any row that was shown
+    with_feedback: int = 0  # rows marked as not shown that have feedback, and count as shown
+
+    def __str__(self) -> str:
+        """Say which column marks what was shown, how many rows were not, and where in the lists they were."""
+        if not self.rows:
+            return f"column '{self.column}' marks what was shown: all rows were"
+        ends = self.at_end >= AT_END * self.requests
+        where = (
+            "at the end of lists (a cut-off, or sessions that ended)" if ends else "also between rows that were shown"
+        )
+        text = (
+            f"column '{self.column}' marks what was shown: {self.rows:,} of {self.of:,} rows were not, in "
+            f"{self.requests:,} requests, {where}; they are left out, so that they do not count as impressions"
+        )
+        if self.nothing_shown:
+            text += f"; {self.nothing_shown:,} requests showed nothing"
+        if self.with_feedback:
+            text += f"; {self.with_feedback:,} rows marked as not shown have feedback, and count as shown"
+        return text
+
+
 @dataclass(frozen=True, eq=False)
 class Log:
     """Requests with one row per item; the rows of a request are adjacent and ordered by position.
@@ -55,6 +89,7 @@ class Log:
     notes: tuple[str, ...] = ()  # changes made on reading, such as missing actions that count as 0
     came_in_order: bool = False  # whether the rows of the source were in order of request and position
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)  # further columns, such as durations: [rows] float64
+    hidden: Hidden | None = None  # the rows of the source that nobody could see, which are left out; None: no column
 
     def __post_init__(self) -> None:
         self._convert_arrays()

@@ -24,6 +24,7 @@ from ultr.rankers.combined import Blend, Combined, Part
 from ultr.rankers.feedback import HURDLES
 from ultr.rankers.matching import features_of, load_weights, match_features, resize_embeddings
 from ultr.utils.arguments import checked
+from ultr.utils.calibration import Calibration, of_model
 from ultr.utils.distributed import choose_device
 from ultr.utils.files import atomic_path
 from ultr.utils.jsonfiles import check_format, load_tensors, read_json, save_tensors, write_json
@@ -43,6 +44,7 @@ class Model:
     vocabularies: Mapping[str, Any] = field(default_factory=dict)  # categorical feature -> its values, as for Log
     columns: Mapping[str, Any] = field(default_factory=dict)  # role -> its column in the training log, as in Log
     indicators: tuple[int, ...] | None = None  # features whose missing values a network recognises; None: takes none
+    calibration: Calibration | None = None  # of scores; None for a model of an older version, or of a comparison
 
     @property
     def missing(self) -> Missing:
@@ -50,9 +52,26 @@ class Model:
         return "keep" if self.indicators is not None or _are_trees(self.ranker) else "reject"
 
     @checked
-    def score(self, log: Log, *, device: str = "cpu") -> np.ndarray:
-        """Return scores [rows] of a log, which must have the features of the model, in any order."""
-        return self.score_features(self.columns_of(log), device=device)
+    def score(
+        self, log: Log, *, device: str = "cpu", calibrated: bool = False, at_position: int | str | None = None
+    ) -> np.ndarray:
+        """Return scores [rows] of a log, which must have the features of the model, in any order.
+
+        If they are `calibrated`, they are the expected feedback (the label) at a position: the first one, or
+        `at_position` (`3`, or `3@phone` where segments differ).
+        """
+        scores = self.score_features(self.columns_of(log), device=device)
+        if not calibrated and at_position is not None:
+            raise OptionError("only calibrated scores depend on a position", hint="pass calibrated=True")
+        return self.expected(scores, log, at_position) if calibrated else scores
+
+    def expected(self, scores: np.ndarray, log: Log, at_position: int | str | None = None) -> np.ndarray:
+        """Return the expected feedback on the rows of a log, which have these scores."""
+        calibration = of_model(self.calibration, "this model")
+        segments = None
+        if "segment" in log.context and "@" not in str(at_position):
+            segments = log.context["segment"].cast(pa.string()).take(pa.array(log.request_of_row)).to_pylist()
+        return calibration.expected(scores, None if at_position is None else str(at_position), segments)
 
     @checked
     def score_features(self, features: np.ndarray, *, device: str = "cpu") -> np.ndarray:
@@ -240,7 +259,7 @@ def load_model(run: str | Path) -> Model:
         indicators = None if missing is None else tuple(int(i) for i in missing)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OptionError, OverflowError) as error:
         raise DataError(f"the model cannot be loaded ({error})", where=folder, hint="train again") from error
-    return Model(ranker.eval(), names, str(about["label"]), vocabularies, columns, indicators)
+    return Model(ranker.eval(), names, str(about["label"]), vocabularies, columns, indicators, Calibration.load(folder))
 
 
 def _load_blend(folder: Path, about: Mapping[str, Any], names: tuple[str, ...], categories: Mapping[int, int]) -> Blend:

@@ -396,6 +396,7 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
         _metrics(runs),
         *_trade_offs(runs),
         bias_of_runs(runs),
+        *_calibration(runs),
         *_features(runs),
         ranking_section(runs),
         _configuration(runs),
@@ -643,6 +644,36 @@ def trade_off_plot(found: Mapping[str, Any], title: str) -> Plot:
         "requests. A ranker below the line and to its left loses on both goals."
     )
     return line_plot(title, lines, x=f"{first}, by request", y=f"{second}, by request", caption=caption)
+
+
+# --- Calibration ------------------------------------------------------------------------------------------------------
+
+
+def _calibration(runs: Sequence[Run]) -> list[Section]:
+    """Return a section with expected and mean feedback of runs; none if no run is calibrated."""
+    calibrated = [(run, found) for run in runs if (found := run.outcome.calibration) is not None]
+    if not calibrated:
+        return []
+    titles = ["Reliability" if len(runs) == 1 else f"Reliability: {run.name}" for run, _ in calibrated]
+    plots = [reliability_plot(title, run) for title, (run, _) in zip(titles, calibrated, strict=True)]
+    rows = [[run.name, f"{found['error']:.1%}", f"{found['chance']:.1%}"] for run, found in calibrated]
+    groups = [f"{run.name}: {group}" for run, found in calibrated for group in found["groups"]]
+    caption = "The mean error of expected feedback, relative to the mean feedback; by chance: of feedback as expected."
+    parts: list[Part] = [Grid(plots), Table(["", "calibration error", "by chance"], rows, caption)]
+    return [Section("Calibration", [*parts, Notes(groups)] if groups else parts)]
+
+
+def reliability_plot(title: str, run: Run) -> Plot:
+    """Return a plot of mean feedback by expected feedback, of a run that is calibrated."""
+    found = run.outcome.calibration
+    assert found is not None  # noqa: S101 - the caller checks it
+    bins = found["bins"]
+    right = [0.0, max(bins["expected"] + bins["mean"])]
+    lines = {"mean feedback": (bins["expected"], bins["mean"]), "as expected": (right, right)}
+    bands = {"mean feedback": (bins["low"], bins["high"])}
+    caption = f"Rows of {run.outcome.split} requests by their expected feedback where they were shown, 95% intervals."
+    axes = {"x": "expected feedback", "y": f"mean of {run.decisions.label}"}
+    return line_plot(title, lines, **axes, caption=caption, bands=bands, dashed=["as expected"], from_zero=True)
 
 
 # --- Features ---------------------------------------------------------------------------------------------------------

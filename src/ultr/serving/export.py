@@ -204,6 +204,7 @@ def _describe(run: Path, model: Model) -> dict[str, Any]:
         "keeps_missing": model.missing == "keep",
         "input": {"name": INPUT, "type": "float32", "shape": [*lists, len(model.feature_names)]},
         "output": {"name": OUTPUT, "type": "float32", "shape": lists},
+        "calibration": None if model.calibration is None else model.calibration.to_json(),
         "parity": None,
     }
 

@@ -2,7 +2,8 @@
 
 folder/model.onnx      features [requests, items, features] -> scores [requests, items]; not for all trees
 folder/lightgbm.txt    for trees, the library's own file; or xgboost.json
-folder/model.json      the keys of a run's model/model.json that scoring needs, and the tensors and hashes of the files
+folder/model.json      the keys of a run's model/model.json that scoring needs, the calibration of scores, and the
+                       tensors and hashes of the files
 folder/README.md       the model card
 """
 
@@ -19,12 +20,13 @@ import numpy as np
 
 from ultr.errors import DataError, MissingExtraError, OptionError
 from ultr.utils.arguments import checked
+from ultr.utils.calibration import Calibration, of_model
 from ultr.utils.jsonfiles import load_description
 
 FORMAT = 1
 ONNX, ABOUT, CARD = "model.onnx", "model.json", "README.md"
 LIBRARY_FILES = ("lightgbm.txt", "xgboost.json")
-INPUT, OUTPUT = "features", "scores"
+INPUT, OUTPUT, EXPECTED = "features", "scores", "expected"
 AGAIN = "export it again with ultr export"
 
 
@@ -42,6 +44,7 @@ class Exported:
     keeps_missing: bool  # True if NaN is a missing value, as for trees; False if it must not be sent
     files: Mapping[str, str]  # name -> SHA-256
     about: Mapping[str, Any]  # the content of model.json
+    calibration: Calibration | None = None  # from scores to expected feedback; None in a folder of an older version
 
     @property
     def has_onnx(self) -> bool:
@@ -66,6 +69,10 @@ class Exported:
         if hashlib.sha256(content).hexdigest() != self.files[ONNX]:
             raise DataError("the file is not the one that was exported", where=path, hint=f"restore it, or {AGAIN}")
         return content
+
+    def expected(self, scores: np.ndarray, at_position: str | None = None) -> np.ndarray:
+        """Return the expected feedback on items with these scores at a position; without one, at the first."""
+        return of_model(self.calibration, self.folder).expected(scores, at_position)
 
     def session(self, *, threads: int = 0) -> Any:
         """Open the model with onnxruntime on the CPU; `threads` 0 lets onnxruntime choose their number."""
@@ -182,6 +189,7 @@ def load_exported(folder: str | Path) -> Exported:
         label = str(about["label"])
         ranker = str(about["ranker"])
         keeps_missing = bool(about["keeps_missing"])
+        calibration = about.get("calibration")
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"cannot be read ({error!r})", where=path, hint=AGAIN) from error
     if not names or len(set(names)) < len(names) or not vocabularies.keys() <= set(names):
@@ -191,7 +199,8 @@ def load_exported(folder: str | Path) -> Exported:
     if not files.keys() <= {ONNX, CARD, *LIBRARY_FILES} or not files.keys() & {ONNX, *LIBRARY_FILES}:
         what = "the files must be a model and its card"
         raise DataError(what, where=path, got=sorted(files)[:5], hint=AGAIN)
-    return Exported(folder, names, vocabularies, label, ranker, keeps_missing, files, about)
+    found = None if calibration is None else Calibration.from_json(calibration, where=path)
+    return Exported(folder, names, vocabularies, label, ranker, keeps_missing, files, about, found)
 
 
 def _strings(values: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -22,12 +22,14 @@ from ultr.log import Log
 from ultr.log.readers import read_batches
 from ultr.rankers.model import Model
 from ultr.utils.arguments import checked
+from ultr.utils.calibration import of_model
 from ultr.utils.distributed import choose_device
 from ultr.utils.files import atomic_path, check_output
 
 AHEAD = 2  # batches that are read in advance while one is scored
 ROW_GROUP = 1 << 17  # rows of a row group in the output
-UNIQUE_COLUMNS = ("item", "score")  # few values repeat, so a dictionary of them costs more than it saves
+EXPECTED = "expected"  # the column of expected feedback
+UNIQUE_COLUMNS = ("score", EXPECTED)  # and items: few values repeat, so a dictionary costs more than it saves
 Item = TypeVar("Item")
 
 
@@ -42,6 +44,8 @@ def score_file(
     item: str | None = None,
     features: Sequence[str] | str | None = None,
     where: Sequence[str] = (),
+    calibrated: bool = False,
+    at_position: str | None = None,
     overwrite: bool = False,
     device: str = "auto",
     on_progress: Callable[[int, int | None], None] = lambda _done, _rows: None,
@@ -50,7 +54,9 @@ def score_file(
     """Score the rows of any source that `read_log` reads, and write their keys and scores to a Parquet or CSV file.
 
     The output has the rows of the source, in the same order. Keys are the request and, if the source has them, the
-    item, position, true relevance, query and mark of random order. Columns that are not named are those of training.
+    item, position, true relevance, query and mark of random order, under their names in the source. Columns that are
+    not named are those of training. If scores are `calibrated`, a column `expected` has the expected feedback at the
+    first position, or `at_position`.
     Without `features`, the columns with the names of the model's features are used. Memory does not grow with the file.
     `where` has conditions on rows, such as `country = de`; other rows get no score.
 
@@ -63,6 +69,10 @@ def score_file(
         )
     check_output(out, overwrite=overwrite)
     choose_device(device)
+    if calibrated:
+        of_model(model.calibration, "this model").factor(at_position)
+    elif at_position is not None:
+        raise OptionError("only calibrated scores depend on a position", hint="pass --calibrated too")
     rows, batches = read_batches(
         source,
         feature_names=model.feature_names,
@@ -85,7 +95,14 @@ def score_file(
             found = model.score(log, device=device)
             if not done:
                 on_start(log, found)
-            writer.write(_keys(log).append_column("score", pa.array(found)))
+            keys = _keys(log)
+            table = keys.rename_columns(output_names(log.columns, keys.column_names)).append_column(
+                "score", pa.array(found)
+            )
+            if calibrated:
+                table = table.append_column(EXPECTED, pa.array(model.expected(found, log, at_position)))
+            writer.unique = {*UNIQUE_COLUMNS, str(log.columns.get("item", "item"))}
+            writer.write(table)
             done, scores = done + rows_read, scores + log.rows
             on_progress(done, rows)
     return scores
@@ -108,6 +125,13 @@ def first_ranking(log: Log, scores: np.ndarray, most: int = 5) -> str | None:
     return f"request {keys['request'][0].as_py()}, best first: {kind} {items}{more}"
 
 
+def output_names(columns: Mapping[str, Any], roles: Sequence[str]) -> list[str]:
+    """Return the user's names of the columns with these roles; a role whose name would occur twice keeps its own."""
+    names = [name if isinstance(name := columns.get(role), str) and "," not in name else role for role in roles]
+    taken = [*names, *roles, "score", EXPECTED]
+    return [name if name == role or taken.count(name) == 1 else role for name, role in zip(names, roles, strict=True)]
+
+
 def _keys(log: Log) -> pa.Table:
     return replace(log.without_features(), actions={}, weights=None).to_table()
 
@@ -124,14 +148,14 @@ def _read_ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
         pool.shutdown(cancel_futures=True)
 
 
-def _parquet_file(path: Path, schema: pa.Schema) -> Any:
-    return pq.ParquetWriter(path, schema, use_dictionary=[n for n in schema.names if n not in UNIQUE_COLUMNS])
+def _parquet_file(path: Path, schema: pa.Schema, unique: Collection[str]) -> Any:
+    return pq.ParquetWriter(path, schema, use_dictionary=[n for n in schema.names if n not in unique])
 
 
-WRITERS: dict[str, Callable[[Path, pa.Schema], Any]] = {
+WRITERS: dict[str, Callable[[Path, pa.Schema, Collection[str]], Any]] = {
     ".parquet": _parquet_file,
     ".pq": _parquet_file,
-    ".csv": pa.csv.CSVWriter,
+    ".csv": lambda path, schema, _: pa.csv.CSVWriter(path, schema),
 }
 
 
@@ -139,7 +163,7 @@ class _ScoreWriter:
     """A writer of tables with the same columns to one file, in a thread; at most one table is being written."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self.unique = path, set[str]()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ultr-write")
         self._file: Any = None
         self._waiting: list[pa.Table] = []
@@ -162,7 +186,7 @@ class _ScoreWriter:
     def _write(self, table: pa.Table) -> None:
         try:
             if self._file is None:
-                self._file = WRITERS[self._path.suffix.lower()](self._path, table.schema)
+                self._file = WRITERS[self._path.suffix.lower()](self._path, table.schema, self.unique)
             self._file.write_table(table)
         except pa.ArrowException as error:
             brief = " ".join(str(error).split())[:200]

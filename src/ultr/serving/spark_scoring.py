@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ultr.errors import ColumnError, DataError
+from ultr.errors import ColumnError, DataError, OptionError
 from ultr.log.build import Reading
 from ultr.log.columns import (
     Columns,
@@ -29,6 +29,7 @@ from ultr.rankers.matching import features_of
 from ultr.rankers.model import load_model
 from ultr.serving.export import export_run
 from ultr.serving.exported import onnx_scores, onnx_session
+from ultr.serving.scoring import output_names
 from ultr.utils.arguments import checked
 from ultr.utils.display import begin_stage
 from ultr.utils.files import atomic_path, check_output
@@ -45,6 +46,8 @@ def score_on_spark(
     item: str | None = None,
     features: Sequence[str] | str | None = None,
     where: Sequence[str] = (),
+    calibrated: bool = False,
+    at_position: str | None = None,
     master: str | None = None,
     overwrite: bool = False,
     on_start: Callable[[Columns], None] = lambda _columns: None,
@@ -55,6 +58,8 @@ def score_on_spark(
     share the folder `out`. `on_start` gets the columns. Return the number of scores.
     """
     check_output(out, overwrite=overwrite, folder=True)
+    if calibrated or at_position is not None:
+        raise OptionError("Spark computes scores only", hint="leave out --engine, or --calibrated")
     model = load_model(run)
     named = {"request": request, "position": position, "item": item, "features": features}
     given = {role: name for role, name in named.items() if name is not None}
@@ -114,8 +119,8 @@ def _write(engine: Spark, rows: Any, task: ScoringTask, folder: Path) -> None:
     kinds |= {"randomised": types.BooleanType()}
 
     def schema(of_rows: Any) -> Any:
-        keys = {role: kinds.get(role) or of_rows[name].dataType for role, name in task.keys.items()}
-        fields = {**keys, "score": types.FloatType()}
+        keys = [kinds.get(role) or of_rows[name].dataType for role, name in task.keys.items()]
+        fields = {**dict(zip(task.names, keys, strict=True)), "score": types.FloatType()}
         return types.StructType([types.StructField(name, kind) for name, kind in fields.items()])
 
     engine.map_to_parquet(rows, task, schema, folder)
@@ -141,6 +146,11 @@ class ScoringTask:
         segment = {"segment": self.columns.segments[0]} if len(self.columns.segments) == 1 else {}
         return {role: name for role, name in {**single, **context, **segment}.items() if name is not None}
 
+    @property
+    def names(self) -> list[str]:
+        """The names of these columns in the output."""
+        return output_names(self.columns.by_role, list(self.keys))
+
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         session = onnx_session(self.onnx, threads=1)
         for batch in batches:
@@ -149,8 +159,8 @@ class ScoringTask:
 
     def scored(self, session: Any, table: pa.Table) -> pa.RecordBatch:
         scores = onnx_scores(session, self._features(table)[None])[0]
-        keys = {role: self._key(role, name, table[name]) for role, name in self.keys.items()}
-        return pa.record_batch({**keys, "score": pa.array(scores, pa.float32())})
+        keys = [self._key(role, name, table[name]) for role, name in self.keys.items()]
+        return pa.record_batch({**dict(zip(self.names, keys, strict=True)), "score": pa.array(scores, pa.float32())})
 
     def _features(self, table: pa.Table) -> Any:
         """Return the features of rows in the order and codes of the model."""

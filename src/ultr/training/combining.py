@@ -17,6 +17,7 @@ from ultr.rankers.combined import Blend, Part, likely_weights, spread_within
 from ultr.training.config import is_trees
 from ultr.training.data import Data
 from ultr.training.fitting import Fitted
+from ultr.utils.calibration import Calibration
 
 # The validation requests chose the steps and rounds of the parts too, so that their likelihood flatters the part that
 # fitted them best. Shares are as if this many other clicks had shown that equal ones are best.
@@ -25,11 +26,12 @@ EQUAL_CLICKS = 1000
 
 @dataclass(frozen=True, eq=False)
 class Ranker:
-    """The artefact of `combine`: the ranker of a run, and its scores of the validation rows."""
+    """The artefact of `combine`: the ranker of a run, and its scores of the validation rows; later its calibration."""
 
     ranker: nn.Module
     scores: np.ndarray
     shares: dict[str, float] = field(default_factory=dict)  # kind of ranker -> its share; empty with one ranker
+    calibration: Calibration | None = None
 
 
 def combine(fits: Sequence[Fitted], data: Data, examination: Examination | None) -> Ranker:

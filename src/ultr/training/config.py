@@ -96,6 +96,7 @@ class ColumnOptions(Section):
     query: str | None = Field(None, description="query; requests of one query show the same items")
     randomised: str | None = Field(None, description="mark of requests shown in random order")
     swaps: str | None = Field(None, description="drawn arm of an experiment with swaps, such as 1-3")
+    shown: str | None = Field(None, description="mark of rows that users could see, 1 or 0; other rows are left out")
     segment: str | None = Field(
         None, description="columns on which examination depends, such as device,surface; none: do not look for one"
     )

@@ -138,6 +138,12 @@ def known_theta(config: Config, data: Data) -> dict[int, float] | None:
     return None if theta is None else theta_by_id(theta, data.positions, data.segments, nearest=known.bias is not None)
 
 
+def known_examination(config: Config, data: Data) -> Examination | None:
+    """Return the examination of feedback that the configuration names; None if it names none."""
+    known = known_theta(config, data) if config.simulation.learn_from == "feedback" else None
+    return None if known is None else Examination.known(known)
+
+
 # --- Runs of a comparison share them ----------------------------------------------------------------------------------
 
 

@@ -57,6 +57,7 @@ from ultr.log.shards import Shards, is_lists
 from ultr.log.splits import as_texts, request_hashes
 from ultr.log.table import by_position, by_segment, slot
 from ultr.rankers.model import load_model
+from ultr.training.calibrating import reliability
 from ultr.training.combining import Ranker
 from ultr.training.config import Config
 from ultr.training.data import OUTCOME, USED, Data, Decisions, read_used, used_requests
@@ -196,6 +197,12 @@ class RunOutcome:
         return None if found is None else Decision(**found)
 
     @property
+    def calibration(self) -> Mapping[str, Any] | None:
+        """How far the expected feedback is off on the requests that judge the run; None if it is not calibrated."""
+        found: Mapping[str, Any] | None = self.about.get("calibration")
+        return found if found is not None and found["error"] is not None else None
+
+    @property
     def split(self) -> str:
         """Which requests judge the run: test, or validation if there are none, which chose its step."""
         return str(self.about["split"]["name"])
@@ -218,7 +225,7 @@ def judge(
     """
     log = data.validation if data.test is None else data.test
     scores = ranker.scores if data.test is None else scores_of(ranker.ranker, log.features)
-    logged = data.logged_scores(log)
+    logged, found = data.logged_scores(log), ranker.calibration
     values, chosen = examined.values, [] if config.selection == LIKELIHOOD else [config.selection]
     metrics = list(dict.fromkeys((judging_metric(config.selection), *chosen)))
     if log.relevance is not None and log.relevance.max() <= MAX_GRADE:
@@ -241,6 +248,7 @@ def judge(
         "split": {"name": "validation" if data.test is None else "test", "requests": len(log), "rows": log.rows},
         "metrics": metrics,
         **_off_policy(config, data, log, scores, logged, metrics, examined, compared=compared),
+        "calibration": None if found is None else reliability(found, scores, log, Label(data.label), data.segments),
         "importance": {} if compared else importance_of_run(config, data, ranker.ranker, values),
         "warnings": [asdict(finding) for finding in findings],
     }

@@ -5,6 +5,7 @@
     examine   examination, estimated once, and the model of off-policy metrics
     fit       a ranker of each kind
     combine   the ranker of the run, with the shares of its parts
+    calibrate expected feedback from its scores
     judge     its values on requests that it did not learn from
     write     the run folder
 
@@ -26,11 +27,12 @@ from ultr.errors import DataError
 from ultr.log.cleaning import write_suspicious
 from ultr.methods import thresholds
 from ultr.rankers.boosters import is_trees
+from ultr.training.calibrating import calibrate
 from ultr.training.checking import check
 from ultr.training.combining import Ranker, combine
 from ultr.training.config import Config
 from ultr.training.data import DECISIONS, Data, Decisions, cached_run_data, decide, load_run_data
-from ultr.training.examining import Examined, examine
+from ultr.training.examining import Examined, examine, known_examination
 from ultr.training.fitting import CLICKS_ONLY, FitInputs, FitPlace, Fitted, notes_of, save_ranker, uses_examination
 from ultr.training.folder import FITS, MODEL, check_same, find_folder
 from ultr.training.gate import write_reference
@@ -162,6 +164,9 @@ def finish(plan: Plan, run: Path, examined: Examined, fits: Sequence[Fitted], *,
     if is_main():
         begin_stage("writing the results")
         ranker = combine(fits, fits[0].inputs.data, examined.examination)
+        if not compared:
+            theta = examined.examination or known_examination(plan.config, plan.data)
+            ranker = replace(ranker, calibration=calibrate(ranker, plan.data, theta))
         judge(plan.config, plan.data, ranker, examined, plan.findings, run, compared=compared)
         write_bias_report(plan.config, plan.data, fits, ranker, examined.examination, run)
         if not compared:
@@ -177,9 +182,13 @@ def finish(plan: Plan, run: Path, examined: Examined, fits: Sequence[Fitted], *,
 def _write_model(run: Path, ranker: Ranker, fits: Sequence[Fitted]) -> None:
     """Write what scoring needs, last: it marks a complete run."""
     if len(fits) == 1:
-        take_name(run / FITS / fits[0].kind / MODEL, run / MODEL, overwrite=False)
+        folder = run / FITS / fits[0].kind / MODEL
     else:
-        save_ranker(run / MODEL, ranker.ranker, fits[-1].inputs, {})
+        folder = run / FITS / MODEL
+        save_ranker(folder, ranker.ranker, fits[-1].inputs, {})
+    if ranker.calibration is not None:
+        ranker.calibration.save(folder)
+    take_name(folder, run / MODEL, overwrite=False)
 
 
 def make_cached_plan(config: Config) -> Plan:

@@ -41,6 +41,28 @@ def test_scores_are_those_of_the_run(shape, network, folders):
         np.testing.assert_allclose(answer.scores, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("binary", [False, True])
+def test_a_parameter_asks_for_expected_feedback_too(binary, network, folders):
+    features, model = rows(6), load_model(folders.network)
+    for position, at in (("", None), ("2", 2), (2, 2)):
+        content = orjson.loads(json_body(features))
+        content["parameters"] = {"expected_at": position, "binary_data_output": binary}
+        answer = fetch(network, "POST", INFER, orjson.dumps(content))
+        expected = model.calibration.expected(model.score_features(features), at and str(at))
+        if binary:
+            found = np.frombuffer(answer.body[-8 * 6 :], "<f8")
+        else:
+            scores, output = answer.json["outputs"]
+            assert (scores["name"], output["name"], output["datatype"]) == ("scores", "expected", "FP64")
+            found = output["data"]
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+    for position, message in (("77", "was not in the training log"), (1.5, "must be a position")):
+        content["parameters"] = {"expected_at": position}
+        answer = fetch(network, "POST", INFER, orjson.dumps(content))
+        assert answer.status == 400
+        assert message in answer.json["error"]
+
+
 def test_trees_get_the_scores_of_the_run_with_missing_values(trees, folders):
     features = rows(20)
     features[::3, 1], features[1, -1] = np.nan, 0

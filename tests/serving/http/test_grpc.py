@@ -94,6 +94,23 @@ def test_typed_contents_get_typed_scores(datatype, field, call, network):
     np.testing.assert_allclose(answer.outputs[0].contents.fp32_contents, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("value", [{"string_param": "2"}, {"int64_param": 2}])
+def test_a_parameter_asks_for_expected_feedback_too(value, call, network):
+    features = rows(4)
+    parameters, scorer = [{"key": "expected_at", "value": value}], network.served.scorer
+    inputs = [tensor(features, contents={"fp32_contents": features.ravel()})]
+    _, expected = call("ModelInfer", model_name="ranker", inputs=inputs, parameters=parameters).outputs
+    np.testing.assert_allclose(expected.contents.fp64_contents, scorer.expected(scorer(features), "2"), rtol=1e-5)
+    raw = call(
+        "ModelInfer",
+        model_name="ranker",
+        inputs=[tensor(features)],
+        raw_input_contents=[features.tobytes()],
+        parameters=parameters,
+    )
+    assert [len(part) for part in raw.raw_output_contents] == [4 * 4, 8 * 4]
+
+
 def test_the_metadata_names_the_features(call, network):
     about = call("ModelMetadata", name="ranker")
     properties = {entry.key: entry.value for entry in about.properties}

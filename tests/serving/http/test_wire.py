@@ -42,7 +42,7 @@ def test_json_is_read_flat_or_nested(shape, nested, seed):
 def test_an_answer_has_exactly_the_scores(shape, binary, seed):
     request = read_request(json_body(rows(*shape), parameters={"binary_data_output": binary}, id="q"), None, LIMITS)
     scores = np.random.default_rng(seed).normal(size=int(np.prod(shape))).astype(np.float32)
-    body, length = write_answer(request, scores, name="m", version="v")
+    body, length = write_answer(request, {"scores": scores}, name="m", version="v")
     about = orjson.loads(body if length is None else body[:length])
     assert (about["model_name"], about["model_version"], about["id"]) == ("m", "v", "q")
     (output,) = about["outputs"]

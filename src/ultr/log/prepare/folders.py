@@ -110,7 +110,16 @@ def _with_new(categories: pa.Array, column: pa.Array, name: str) -> pa.Array:
 # Append a further log to a folder of lists: its shards are added, and the others stay as they are.
 
 # Options that must be those of the lists, and where the manifest has them; an append takes them from there.
-OPTIONAL = ("relevance", "weight", "item", "query", "segment", "randomised", "swaps")  # roles that lists may lack
+OPTIONAL = (
+    "relevance",
+    "weight",
+    "item",
+    "query",
+    "segment",
+    "randomised",
+    "swaps",
+    "shown",
+)  # roles that lists may lack
 FIXED = ("on_duplicates", "min_items", "max_items", "keep_clickless")
 PART = ("source", "partitions", "fingerprint")  # what `lists.json` says of a source, next to COUNTS and its shards
 COUNTS = ("rows", "requests", "requests_dropped")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
+from operator import or_
 from typing import Any
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from ultr.errors import ColumnError, OptionError, nearest
 from ultr.log.columns import ACTION_NAMES, NAMES, Columns, not_numbers
 from ultr.log.conditions import Condition, parse_conditions, utc_time
 from ultr.log.prepare.options import Preparation, parse_window
+from ultr.log.shown import RARE
 from ultr.log.table import RESERVED, SEPARATOR
 
 Fetch = Callable[[Any], pa.Table]  # evaluate an Ibis expression on the engine
@@ -58,6 +60,48 @@ def _comparable(column: Any, condition: Condition) -> tuple[Any, Any]:
         value = "true or false" if kind.is_boolean() else "a number" if kind.is_numeric() else "a time like 2024-05-31"
         raise condition.bad_value(value) from error
     raise condition.bad_type(kind)
+
+
+def only_shown(table: Any, columns: Columns, fetch: Fetch, where: object) -> tuple[Any, Columns, list[str]]:
+    """Return the rows that were shown, as `ultr.log.shown.only_shown` does in memory, and notes."""
+    if columns.shown is None:
+        return table, columns, []
+    name, unused = columns.shown, replace(columns, shown=None)
+    kind = table[name].type()
+    flag = (
+        table[name].cast("int64" if kind.is_boolean() else "float64")
+        if kind.is_numeric() or kind.is_boolean()
+        else None
+    )
+    counts = {"other": 1, "hidden": 0, "of": 0}
+    if flag is not None:
+        shown = (flag == 1).coalesce(False)
+        acted = reduce(
+            or_, (number_column(table[a], what="action", where=where) > 0 for a in columns.actions), shown & ~shown
+        )
+        facts = {
+            "other": ((flag != 0) & (flag != 1)).sum(),
+            "hidden": (~shown).sum(),
+            "of": table.count(),
+            "acted": acted.coalesce(False).sum(),
+            "wrong": (acted & ~shown).coalesce(False).sum(),
+        }
+        counts = {key: int(value or 0) for key, value in fetch(table.aggregate(**facts)).to_pylist()[0].items()}
+    if not columns.shown_named and (counts["other"] or counts["hidden"] in (0, counts["of"])):
+        return table, unused, []
+    if counts["other"]:
+        what, hint = f"column '{name}' must have 1 for rows that were shown and 0 for others", "convert the column"
+        raise ColumnError(what, where=where, got=f"type {kind}", hint=hint)
+    what = f"{counts['wrong']:,} rows with {name} = 0 have feedback"
+    if counts["wrong"] > RARE * counts["acted"]:
+        if not columns.shown_named:
+            return table, unused, [f"column '{name}' does not mark what was shown: {what}"]
+        hint = "correct the column, or name another one with --shown; '' means none"
+        raise ColumnError(f"{what}, but nobody could see them", where=where, hint=hint)
+    rows = f"{counts['hidden']:,} of {counts['of']:,} rows"
+    left = f"column '{name}' marks what was shown: {rows} were not; they are left out"
+    kept = table.filter((shown | acted).coalesce(False))
+    return kept, columns, [left] if counts["hidden"] else []
 
 
 def id_column(column: Any, *, what: str, where: object) -> Any:

@@ -38,6 +38,7 @@ class Preparation:
     segment: str | None = None
     randomised: str | None = None
     swaps: str | None = None
+    shown: str | None = None
     events: str | Path | None = None
     event_request: str | None = None
     event_item: str | None = None

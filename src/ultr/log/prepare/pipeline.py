@@ -46,6 +46,7 @@ from ultr.log.prepare.impressions import (
     event_columns,
     filtered,
     impressions,
+    only_shown,
     rounded,
     without_missing_actions,
 )
@@ -322,11 +323,15 @@ class _Work:
         self.progress("checking", 0, 0)
         columns, wanted = self._columns()
         table = self.engine.read(self.source)
-        rows = impressions(filtered(table, self.chosen.where), columns, time=self.chosen.time, where=self.where)
+        seen = filtered(table, self.chosen.where)
+        seen, columns, notes = only_shown(seen, columns, self.engine.fetch, self.where)
+        self.notes += notes
+        rows = impressions(seen, columns, time=self.chosen.time, where=self.where)
         actions = columns.actions
         if self.chosen.events is not None:
             light = replace(columns, features=(), categorical=())
-            shown = impressions(table, light, time=self.chosen.time, where=self.where)
+            whole = table if columns.shown is None else seen
+            shown = impressions(whole, light, time=self.chosen.time, where=self.where)
             rows, further = self._with_events(rows, shown, actions, wanted, scratch)
             actions = (*actions, *further)
         self._check_actions(actions, columns)

@@ -22,7 +22,7 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from ultr._version import __version__
-from ultr.serving.exported import INPUT, OUTPUT
+from ultr.serving.exported import EXPECTED, INPUT, OUTPUT
 from ultr.serving.http import ServerOptions, metrics
 from ultr.serving.http.served import Scorer, Served
 from ultr.serving.http.wire import Limits, RequestError, ScoreRequest, read_request, write_answer
@@ -185,7 +185,7 @@ class App:
 
     def _score(self, scorer: Scorer, limits: Limits, body: bytes, json_length: str | None) -> Response:
         request = read_request(body, json_length, limits)
-        answer, length = write_answer(request, self.scores(scorer, request), name=self.name, version=scorer.version)
+        answer, length = write_answer(request, self.outputs(scorer, request), name=self.name, version=scorer.version)
         if length is None:
             return Response(answer, media_type="application/json")
         return Response(answer, headers={JSON_LENGTH: str(length)}, media_type="application/octet-stream")
@@ -234,14 +234,16 @@ class App:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    def scores(self, scorer: Scorer, request: ScoreRequest) -> np.ndarray:
-        """Return the scores of a request, and measure the time in the model."""
+    def outputs(self, scorer: Scorer, request: ScoreRequest) -> dict[str, np.ndarray]:
+        """Return the scores of a request, and the expected feedback if it asks for that; measure the model's time."""
         scorer.check(request.features)
         start = time.perf_counter()
         scores = scorer(request.features)
         self._predict_seconds.observe(time.perf_counter() - start)
         self._rows.inc(len(scores))
-        return scores
+        if request.expected_at is None:
+            return {OUTPUT: scores}
+        return {OUTPUT: scores, EXPECTED: scorer.expected(scores, request.expected_at)}
 
 
 class Share:

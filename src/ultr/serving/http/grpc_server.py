@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -17,7 +18,16 @@ from ultr._version import __version__
 from ultr.serving.exported import INPUT, OUTPUT
 from ultr.serving.http.app import MOST_WAITING, App
 from ultr.serving.http.served import Scorer
-from ultr.serving.http.wire import SPARE_BYTES, Limits, RequestError, ScoreRequest, score_request
+from ultr.serving.http.wire import (
+    DATATYPES,
+    EXPECTED_AT,
+    OUTPUTS,
+    SPARE_BYTES,
+    Limits,
+    RequestError,
+    ScoreRequest,
+    score_request,
+)
 
 # --- Messages ---------------------------------------------------------------------------------------------------------
 # The messages of the Open Inference Protocol over gRPC.
@@ -51,6 +61,8 @@ _FIELDS: dict[str, dict[str, tuple[int, str]]] = {
         "outputs": (5, "repeated TensorMetadata"),
         "properties": (6, "repeated Property"),
     },
+    "InferParameter": {"int64_param": (2, "int64"), "string_param": (3, "string")},
+    "Parameter": {"key": (1, "string"), "value": (2, "InferParameter")},  # an entry of the map `parameters`
     "InferTensorContents": {"fp32_contents": (6, "repeated float"), "fp64_contents": (7, "repeated double")},
     "InferTensor": {**_TENSOR, "contents": (5, "InferTensorContents")},
     "InferRequestedOutputTensor": {"name": (1, "string")},
@@ -58,6 +70,7 @@ _FIELDS: dict[str, dict[str, tuple[int, str]]] = {
         "model_name": (1, "string"),
         "model_version": (2, "string"),
         "id": (3, "string"),
+        "parameters": (4, "repeated Parameter"),
         "inputs": (5, "repeated InferTensor"),
         "outputs": (6, "repeated InferRequestedOutputTensor"),
         "raw_input_contents": (7, "repeated bytes"),
@@ -196,12 +209,17 @@ class GrpcServer:
 
     def _infer(self, scorer: Scorer, message: Any) -> dict[str, Any]:
         request = read_message(message, self._app.limits(scorer))
-        scores = np.ascontiguousarray(self._app.scores(scorer, request), "<f4")
-        output: dict[str, Any] = {"name": OUTPUT, "datatype": "FP32", "shape": request.shape}
+        outputs = self._app.outputs(scorer, request)
+        tensors: list[dict[str, Any]] = [
+            {"name": name, "datatype": OUTPUTS[name], "shape": request.shape} for name in outputs
+        ]
+        numbers = [np.ascontiguousarray(values, DATATYPES[OUTPUTS[name]]) for name, values in outputs.items()]
         answer = {"model_name": self._app.name, "model_version": scorer.version, "id": request.id or ""}
         if request.binary:
-            return {**answer, "outputs": [output], "raw_output_contents": [scores.tobytes()]}
-        return {**answer, "outputs": [{**output, "contents": {"fp32_contents": scores.ravel()}}]}
+            return {**answer, "outputs": tensors, "raw_output_contents": [values.tobytes() for values in numbers]}
+        pairs = zip(tensors, numbers, strict=True)
+        contents = [{**tensor, "contents": {CONTENTS[tensor["datatype"]]: values.ravel()}} for tensor, values in pairs]
+        return {**answer, "outputs": contents}
 
 
 def read_message(message: Any, limits: Limits) -> ScoreRequest:
@@ -217,4 +235,13 @@ def read_message(message: Any, limits: Limits) -> ScoreRequest:
         what = "the input has data more than once"
         raise RequestError(what, hint="send raw_input_contents with one element, or contents")
     data = raw[0] if raw else np.array(contents, np.float64)
-    return score_request(data, list(tensor.shape), tensor.datatype, message.id or None, binary=bool(raw), limits=limits)
+    found = score_request(
+        data, list(tensor.shape), tensor.datatype, message.id or None, binary=bool(raw), limits=limits
+    )
+    return replace(found, expected_at=_expected_at(message))
+
+
+def _expected_at(message: Any) -> str | None:
+    """Return the parameter that asks for expected feedback at a position, as text; None if there is none."""
+    values = [parameter.value for parameter in message.parameters if parameter.key == EXPECTED_AT]
+    return None if not values else values[-1].string_param or str(values[-1].int64_param or "")

@@ -17,10 +17,11 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from ultr.errors import DataError, MissingExtraError, NetworkError, UltrError
+from ultr.errors import DataError, MissingExtraError, NetworkError, OptionError, UltrError
 from ultr.serving.exported import ABOUT, Exported, is_exported, load_exported, onnx_scores
 from ultr.serving.http import Say, silent
 from ultr.serving.http.wire import RequestError
+from ultr.utils.calibration import Calibration, of_model
 from ultr.utils.files import fingerprint
 from ultr.utils.stores import as_path, as_url, copy_here, named, stored_files
 
@@ -89,6 +90,14 @@ class Scorer:
     keeps_missing: bool  # True if NaN is a missing value, as for trees; False if it is an error
     score: Score
     seconds_per_row: float
+    calibration: Calibration | None = None
+
+    def expected(self, scores: np.ndarray, position: str) -> np.ndarray:
+        """Return the expected feedback at a position, the first one if it is empty."""
+        try:
+            return of_model(self.calibration, "the served model").expected(scores, position or None)
+        except OptionError as error:
+            raise RequestError(error.what, got=error.got, hint=error.hint) from error
 
     @cached_property
     def largest_codes(self) -> dict[int, int]:
@@ -174,7 +183,7 @@ def load_scorer(folder: Path, *, stopped: threading.Event | None = None, stage: 
         (stage / COPY).rename(stage / version)
     names = exported.feature_names
     seconds = min(_warm_up(score, len(names)) for _ in range(WARM_UPS)) / WARM_UP_ROWS
-    return Scorer(version, names, exported.vocabularies, exported.keeps_missing, score, seconds)
+    return Scorer(version, names, exported.vocabularies, exported.keeps_missing, score, seconds, exported.calibration)
 
 
 def _or_absent(name: str | None) -> str:

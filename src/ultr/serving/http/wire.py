@@ -6,7 +6,7 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -14,9 +14,11 @@ import numpy as np
 import orjson
 
 from ultr.errors import UltrError
-from ultr.serving.exported import INPUT, OUTPUT
+from ultr.serving.exported import EXPECTED, INPUT, OUTPUT
 
 DATATYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "FP64": np.dtype("<f8"), "FP16": np.dtype("<f2")}
+OUTPUTS = {OUTPUT: "FP32", EXPECTED: "FP64"}  # scores that differ in single precision have expectations that differ
+EXPECTED_AT = "expected_at"  # the parameter that asks for expected feedback at a position
 LONGEST_ID = 1024
 LONGEST_NUMBER = 26  # characters of a number in JSON, such as -1.7976931348623157e+308, and of a separator
 SPARE_BYTES = 1 << 16  # bytes of a body for everything except the data
@@ -61,6 +63,7 @@ class ScoreRequest:
     shape: tuple[int, ...]  # the shape of the scores
     id: str | None
     binary: bool  # True if the client wants the scores in binary
+    expected_at: str | None = None  # the position whose expected feedback the client wants too; empty: the first
 
 
 def read_request(body: bytes, json_length: str | None, limits: Limits) -> ScoreRequest:
@@ -82,7 +85,12 @@ def read_request(body: bytes, json_length: str | None, limits: Limits) -> ScoreR
         raise RequestError("the body has binary data that belongs to no input", got=f"{len(binary)} bytes", hint=hint)
     else:
         numbers = _json_numbers(tensor.get("data"), shape, limits)
-    return _score_request(numbers, shape, content.get("id"), _wants_binary(content))
+    request = _score_request(numbers, shape, content.get("id"), _wants_binary(content))
+    position = (content.get("parameters") or {}).get(EXPECTED_AT)
+    if position is not None and type(position) not in (int, str):
+        what, hint = f"parameter '{EXPECTED_AT}' must be a position", "send a number or a text, or '' for the first"
+        raise RequestError(what, got=_brief(position), hint=hint)
+    return request if position is None else replace(request, expected_at=str(position))
 
 
 def score_request(
@@ -112,19 +120,22 @@ def _score_request(numbers: np.ndarray, shape: tuple[int, ...], request_id: Any,
     return ScoreRequest(features, shape[:-1], request_id, binary)
 
 
-def write_answer(request: ScoreRequest, scores: np.ndarray, *, name: str, version: str) -> tuple[bytes, int | None]:
-    """Return the body of an answer, and the number of its bytes that are JSON if the scores are in binary."""
-    output: dict[str, Any] = {"name": OUTPUT, "datatype": "FP32", "shape": request.shape}
+def write_answer(
+    request: ScoreRequest, outputs: Mapping[str, np.ndarray], *, name: str, version: str
+) -> tuple[bytes, int | None]:
+    """Return the body of an answer, and the number of its bytes that are JSON if the outputs are in binary."""
+    tensors = [{"name": output, "datatype": OUTPUTS[output], "shape": request.shape} for output in outputs]
     answer: dict[str, Any] = {"model_name": name, "model_version": version}
     if request.id is not None:
         answer["id"] = request.id
-    scores = np.ascontiguousarray(scores, "<f4")
+    numbers = [np.ascontiguousarray(values, DATATYPES[OUTPUTS[output]]) for output, values in outputs.items()]
     if not request.binary:
-        answer["outputs"] = [{**output, "data": scores}]
+        answer["outputs"] = [{**tensor, "data": values} for tensor, values in zip(tensors, numbers, strict=True)]
         return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY), None
-    answer["outputs"] = [{**output, "parameters": {"binary_data_size": scores.nbytes}}]
+    sizes = ({"parameters": {"binary_data_size": values.nbytes}} for values in numbers)
+    answer["outputs"] = [{**tensor, **size} for tensor, size in zip(tensors, sizes, strict=True)]
     text = orjson.dumps(answer)
-    return text + scores.tobytes(), len(text)
+    return b"".join([text, *(values.tobytes() for values in numbers)]), len(text)
 
 
 def _split(body: bytes, json_length: str | None) -> tuple[bytes, memoryview]:
