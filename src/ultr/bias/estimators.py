@@ -25,7 +25,7 @@ from scipy.sparse.csgraph import connected_components
 
 from ultr.bias.counts import Counts, Impressions, LogCounts
 from ultr.log import Log
-from ultr.log.table import SHIFT
+from ultr.log.table import GRID, MOST_GRID_COLUMNS, SHIFT
 from ultr.utils.optimisation import minimise
 
 PAIR_WORK = 8_000_000  # `harvest` samples items if their number times positions squared is above this
@@ -192,9 +192,10 @@ def pools(clicks: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the index of the pool of each position. The positions of a pool get one θ, which chance does not rule.
 
     Going down the list, a pool takes positions until it has `POOL_CLICKS` clicks, so that a position with that many is
-    alone unless rare ones are just above it. Positions below the last full pool join it. Segments have separate pools.
+    alone unless rare ones are just above it. Positions below the last full pool join it. Segments, and the rows of a
+    grid, have separate pools.
     """
-    segments = positions >> SHIFT
+    segments = positions // MOST_GRID_COLUMNS if (positions & GRID).all() else positions >> SHIFT
     pool, total = np.zeros(len(clicks), np.int64), float(clicks[0])
     for k in range(1, len(clicks)):
         opens = segments[k] != segments[k - 1]

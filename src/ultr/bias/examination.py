@@ -10,8 +10,8 @@ differs. So
 
 Requests in random order, and items that were shown at several positions, separate the two without features
 (`best_source`). They are used if the log has enough of them. Positions with few clicks share one θ with their
-neighbours (`estimators.pools`); segments of several columns share strength (`sharing`). Memory depends on strata and
-positions, not on rows.
+neighbours (`estimators.pools`); segments of several columns, and the slots of a grid, share strength (`sharing`).
+Memory depends on strata and positions, not on rows.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from ultr.errors import DataError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.log.labels import Label
-from ultr.log.table import SHIFT
+from ultr.log.table import IN_LIST, SHIFT, is_grid, rows_and_columns
 from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
 
 LARGEST_MOVE = 3.0  # of log θ in a draw
@@ -251,15 +251,18 @@ def estimate_examination(
 
 
 def _slots(ids: np.ndarray, segments: Sequence[str]) -> Slots | None:
-    """Return the slots of position ids; None if segments are not those of several columns, or too many.
+    """Return the slots of position ids; None if they share no strength, or are too many.
 
-    Values of one column have the clicks for curves of their own, or else are not found to be segments.
+    Slots of a grid do, and segments of several columns. Values of one column have the clicks for curves of their own,
+    or else are not found to be segments. A grid with one row or one column is a list.
     """
-    if len(segments) < 2 or ids[-1] >> SHIFT >= len(segments) or len(ids) > MOST_SLOTS:
+    if ids[-1] >> SHIFT >= max(1, len(segments)) or len(ids) > MOST_SLOTS:
         return None
-    in_list = ids & ((1 << SHIFT) - 1)
-    slots = Slots.of(in_list - in_list.min() + 1, ids >> SHIFT, segments)
-    return slots if len(slots.values) > 1 else None
+    places = np.column_stack(rows_and_columns(ids)) if is_grid(ids & IN_LIST) else (ids & IN_LIST)[:, None]
+    places = places - places.min(0) + 1
+    places = places[:, places.max(0) > 1] if places.max() > 1 else places[:, :1]
+    slots = Slots.of(places, ids >> SHIFT, segments if len(segments) > 1 else ())
+    return slots if places.shape[1] > 1 or len(slots.values) > 1 else None
 
 
 def _merged(random: ConditionalFit, others: Counts) -> ConditionalFit:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 DAY = 86_400  # seconds
 
 
-@with_options("columns", options.columns("request", "position", "item", "actions", "query", "randomised", "swaps"))
+@with_options(
+    "columns",
+    options.columns("request", "position", "row", "column", "item", "actions", "query", "randomised", "swaps"),
+)
 def explore(
     *,
     log_path: options.AnyLog,

@@ -76,7 +76,7 @@ def log_from_table(
     order, offsets, first_rows = group_rows(requests, gather=gather, name=columns.request, where=where)
     positions = None
     if columns.position is not None:
-        positions = position_values(table[columns.position], columns.position, where)
+        positions = position_values(table, columns, where)
     actions, notes = _actions(table, columns.actions, where)
     notes = [*columns.notes, *notes]
     if gather and (keys := _keys(table, columns, order, offsets, positions)):
