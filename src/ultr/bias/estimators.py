@@ -32,6 +32,7 @@ PAIR_WORK = 8_000_000  # `harvest` samples items if their number times positions
 DENSE = 2_000_000  # matrices with at most this many entries are dense, which is faster
 NEWTON = 50  # most iterations of Newton's method
 SETTLED = 1e-6  # EM stops if no θ changes by more than this share
+LARGEST_MOVE = 3.0  # of log θ in a draw
 SMALLEST = 1e-3  # the smallest θ; a lower one cannot be distinguished from 0
 SCALE = 0.7  # the largest θ, a convention that leaves room on either side: clicks determine only ratios of θ
 POOL_CLICKS = 25.0  # clicks of a pool of positions: the standard error of log θ is then 0.2 at most
@@ -128,6 +129,14 @@ class ConditionalFit:
         covariance = np.zeros_like(self.information)
         covariance[np.ix_(free, free)] = linalg.pinvh(self.information[np.ix_(free, free)])
         return covariance
+
+
+def drawn(theta: np.ndarray, covariance: np.ndarray, number: int, *, seed: int = 0) -> np.ndarray:
+    """Return θ [number, positions] as it may be, given the covariance of log θ, which is normal."""
+    root = np.linalg.eigh(covariance)
+    normal = np.random.default_rng(seed).normal(size=(number, len(theta)))
+    moved = normal * np.sqrt(np.maximum(root.eigenvalues, 0)) @ root.eigenvectors.T
+    return np.asarray(theta * np.exp(np.clip(moved, -LARGEST_MOVE, LARGEST_MOVE)))
 
 
 def fit_conditional(cells: Counts, start: np.ndarray | None = None, *, anchor: int | None = None) -> ConditionalFit:

@@ -42,6 +42,7 @@ from ultr.bias.estimators import (
     ConditionalFit,
     Source,
     best_source,
+    drawn,
     fill_gaps,
     fit_conditional,
     fit_trust,
@@ -53,16 +54,14 @@ from ultr.bias.estimators import (
     standard_error,
 )
 from ultr.bias.logging_policy import logging_score, strata_of
-from ultr.bias.sharing import MOST_SLOTS, Deviation, Slots, share_strength
+from ultr.bias.sharing import Deviation, share_strength, slots_of
 from ultr.datasets.users import User
 from ultr.errors import DataError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.log.labels import Label
-from ultr.log.table import IN_LIST, SHIFT, is_grid, rows_and_columns
 from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
 
-LARGEST_MOVE = 3.0  # of log θ in a draw
 LIKELY_FALL = 1.0  # the deviation of log θ around no bias that a ranker takes for likely, before it sees the log
 MAX_TRAINED_POSITIONS = 5_000  # a bias model has tables with an entry for each pair of positions
 SOURCES = {
@@ -116,10 +115,7 @@ class Examination:
         """Return θ [number, positions] as it may be, given its sampling error; empty if θ has none."""
         if self.covariance is None:
             return np.empty((0, len(self.positions)))
-        root = np.linalg.eigh(self.covariance)
-        normal = np.random.default_rng(seed).normal(size=(number, len(self.positions)))
-        moved = normal * np.sqrt(np.maximum(root.eigenvalues, 0)) @ root.eigenvectors.T
-        return np.asarray(self.theta * np.exp(np.clip(moved, -LARGEST_MOVE, LARGEST_MOVE)))
+        return drawn(self.theta, self.covariance, number, seed=seed)
 
     def at(self, slots: Sequence[str], wanted: Mapping[int, str]) -> Examination | None:
         """Return the estimate of other position ids; `slots` are the texts of its positions, `wanted` those by id.
@@ -234,7 +230,7 @@ def estimate_examination(
         conditional = fit_conditional(cells.pooled(pool))
         if best is not None and best.others is not None:
             conditional = _merged(conditional, best.others.pooled(pool))
-        slots = _slots(ids, segments)
+        slots = slots_of(ids, segments)
         if slots is not None:
             anchor = int(clicks.argmax())
             conditional, deviations = share_strength(conditional, slots.pooled(pool, shown_at), slots, anchor=anchor)
@@ -248,21 +244,6 @@ def estimate_examination(
         *(tuple(ids.tolist()), theta, zeta, shown_at, clicks_at, moved, cells.size[0], text, error, name, covariance),
         deviations=deviations,
     )
-
-
-def _slots(ids: np.ndarray, segments: Sequence[str]) -> Slots | None:
-    """Return the slots of position ids; None if they share no strength, or are too many.
-
-    Slots of a grid do, and segments of several columns. Values of one column have the clicks for curves of their own,
-    or else are not found to be segments. A grid with one row or one column is a list.
-    """
-    if ids[-1] >> SHIFT >= max(1, len(segments)) or len(ids) > MOST_SLOTS:
-        return None
-    places = np.column_stack(rows_and_columns(ids)) if is_grid(ids & IN_LIST) else (ids & IN_LIST)[:, None]
-    places = places - places.min(0) + 1
-    places = places[:, places.max(0) > 1] if places.max() > 1 else places[:, :1]
-    slots = Slots.of(places, ids >> SHIFT, segments if len(segments) > 1 else ())
-    return slots if places.shape[1] > 1 or len(slots.values) > 1 else None
 
 
 def _merged(random: ConditionalFit, others: Counts) -> ConditionalFit:

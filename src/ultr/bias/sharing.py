@@ -25,7 +25,7 @@ import numpy as np
 from scipy import linalg
 
 from ultr.bias.estimators import ConditionalFit
-from ultr.log.table import SEPARATOR
+from ultr.log.table import IN_LIST, SEPARATOR, SHIFT, is_grid, rows_and_columns
 
 FREE = 100.0  # variance of what all contexts share: its mean and its slope over log k
 ROUGH = 1.0  # variance of the shared curve around its slope, by log k
@@ -67,8 +67,24 @@ class Slots:
     def pooled(self, pool: np.ndarray, weights: np.ndarray) -> Slots:
         """Return the slots of pools; `pool` has the pool of each slot, all of one context."""
         places = [np.bincount(pool, weights * axis) / np.bincount(pool, weights) for axis in self.log_position.T]
-        places = np.column_stack(places)
-        return replace(self, log_position=places, codes=self.codes[np.unique(pool, return_index=True)[1]])
+        return replace(
+            self, log_position=np.column_stack(places), codes=self.codes[np.unique(pool, return_index=True)[1]]
+        )
+
+
+def slots_of(ids: np.ndarray, segments: Sequence[str]) -> Slots | None:
+    """Return the slots of position ids; None if they share no strength, or are too many.
+
+    Slots of a grid do, and segments of several columns. Values of one column have the clicks for curves of their own,
+    or else are not found to be segments. A grid with one row or one column is a list.
+    """
+    if ids[-1] >> SHIFT >= max(1, len(segments)) or len(ids) > MOST_SLOTS:
+        return None
+    places = np.column_stack(rows_and_columns(ids)) if is_grid(ids & IN_LIST) else (ids & IN_LIST)[:, None]
+    places = places - places.min(0) + 1
+    places = places[:, places.max(0) > 1] if places.max() > 1 else places[:, :1]
+    slots = Slots.of(places, ids >> SHIFT, segments if len(segments) > 1 else ())
+    return slots if places.shape[1] > 1 or len(slots.values) > 1 else None
 
 
 @dataclass(frozen=True)

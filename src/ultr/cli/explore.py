@@ -117,16 +117,18 @@ def _content(
     daily: float | None,
 ) -> dict[str, Any]:
     """Return the results for --json."""
+    from ultr.log.table import as_shown
+
     return {
         "verdict": report.verdict.status,
         "worst_case": traffic.assumed,
-        "positions": traffic.positions.tolist(),
+        "positions": [*map(as_shown, traffic.positions.tolist())],
         "theta": traffic.theta.tolist(),
         "chosen": chosen.name,
         "plans": {
             name: {
                 "swaps": dict(zip(each.swaps, each.shares.tolist(), strict=True)),
-                "positions": list(each.positions),
+                "positions": [*map(as_shown, each.positions)],
                 "half_widths": each.half_widths.tolist(),
                 "requests": each.requests,
                 "share": each.share,
@@ -147,7 +149,10 @@ def _print_examination(traffic: Traffic) -> None:
         what = "the log does not identify examination, so the plans assume the worst case"
         words.say(f"examination: {what}: swaps lose at most the clicks below")
         return
-    shown = ", ".join(f"{theta:.2f} at {k}" for k, theta in zip(traffic.positions, traffic.theta, strict=True))
+    from ultr.log.table import as_shown
+
+    places = map(as_shown, traffic.positions.tolist())
+    shown = ", ".join(f"{theta:.2f} at {k}" for k, theta in zip(places, traffic.theta, strict=True))
     words.say(f"examination, as the log estimates it: {shown}")
 
 

@@ -379,6 +379,25 @@ def as_shown(position: int) -> int | str:
     return "r{}c{}".format(*rows_and_columns(position))
 
 
+def named_places(positions: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Return the indices of the positions that a summary names: those of an order from 1, or the corners of a grid."""
+    if not is_grid(positions):
+        return [k - 1 for k in order if k <= len(positions)]
+    rows = rows_and_columns(np.array(positions))[0]
+    ends = [np.flatnonzero(rows == row)[[0, -1]] for row in (rows[0], rows[-1])]
+    return [int(i) for i in np.unique(ends) if i]
+
+
+def by_row(positions: Sequence[int], values: Sequence[Any]) -> tuple[list[str], list[str], list[list[Any]]]:
+    """Return the names of the rows and the columns of a grid, and its values [rows, columns]; None without a value."""
+    rows, columns = rows_and_columns(np.array(positions))
+    of_row, of_column = ({int(k): i for i, k in enumerate(np.unique(each))} for each in (rows, columns))
+    matrix: list[list[Any]] = [[None] * len(of_column) for _ in of_row]
+    for row, column, value in zip(rows.tolist(), columns.tolist(), values, strict=True):
+        matrix[of_row[row]][of_column[column]] = value
+    return [f"r{k}" for k in of_row], [f"c{k}" for k in of_column], matrix
+
+
 def position_id(text: str) -> int:
     """Return the position id of a text such as `3` or `r2c3`; raise ValueError if it is not one."""
     if (found := SLOT.fullmatch(text)) is None:

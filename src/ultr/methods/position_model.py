@@ -16,7 +16,7 @@ from ultr.bias.examination import SOURCES, Examination, estimate_examination
 from ultr.bias.propensities import theta_by_id
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.log.table import SHIFT
+from ultr.log.table import IN_LIST, SHIFT, as_shown
 from ultr.methods.base import BiasInputs, FeedbackMethod, Learner, MethodInputs, PositionIndex
 from ultr.utils.distributed import summed
 
@@ -235,8 +235,10 @@ class PositionModel(Learner):
     def warnings(self) -> Iterable[tuple[str, str]]:
         few = [k for k, n in zip(self.index.ids.tolist(), self.clicks.tolist(), strict=True) if n < FEW_CLICKS]
         if few and bool((self.impressions > 0).any()):
-            in_list = sorted({k & ((1 << SHIFT) - 1) for k in few})
-            positions = ", ".join(map(str, in_list[:10])) + (" of some segments" if max(few) >> SHIFT else "")
+            in_list = sorted({k & IN_LIST for k in few})
+            positions = ", ".join(str(as_shown(k)) for k in in_list[:10]) + (
+                " of some segments" if max(few) >> SHIFT else ""
+            )
             yield "few clicks", f"theta is estimated from fewer than {FEW_CLICKS} clicks at positions {positions}"
         if float(self.moved) > (BATCH_MOVING if self.theta_learned else MOVING):
             yield "theta not settled", f"theta still changed by {float(self.moved):.1%} in its last iteration"

@@ -61,7 +61,7 @@ def score_on_spark(
     """
     check_output(out, overwrite=overwrite, folder=True)
     model = load_model(run)
-    named = {"request": request, "position": position, "row": row, "column": column}
+    named: dict[str, Any] = {"request": request, "position": position, "row": row, "column": column}
     named |= {"item": item, "features": features}
     given = {role: name for role, name in named.items() if name is not None}
     reading = Reading(model.missing, where=tuple(where))

@@ -13,7 +13,7 @@ from ultr.bias.identification import INTERVENED
 from ultr.bias.propensities import BIAS_FILE, read_bias_file, write_bias_file
 from ultr.bias.sharing import SHOWN_POSITION
 from ultr.log.columns import as_names
-from ultr.log.table import slot
+from ultr.log.table import is_grid, named_places, position_id, slot
 from ultr.methods import thresholds
 from ultr.training.combining import Ranker
 from ultr.training.config import Config
@@ -48,7 +48,7 @@ def write_bias_report(
             report["contexts"] = {name: asdict(deviation) for name, deviation in pairs}
         report["summary"] = _sentences(report, config, data)
     clicks_only = thresholds(config.method.name, data.label, config.method.options, ranker=fit.kind)
-    if data.segments:
+    if data.segments or is_grid(report["positions"]):
         report["positions"] = [slot(position, data.segments) for position in report["positions"]]
     write_bias_file(out, {**report, "label": f"{data.label} > 0" if clicks_only else data.label})
 
@@ -112,7 +112,8 @@ def _curve(theta: Mapping[str, float]) -> str:
     """Return how often users look at some positions, compared with that at which they look most often."""
     positions = list(theta)
     top = max(positions, key=theta.__getitem__)
-    named = [positions[k - 1] for k in NAMED if k <= len(positions) and positions[k - 1] != top]
+    places = named_places([position_id(position) for position in positions], NAMED)
+    named = [positions[i] for i in places if positions[i] != top]
     if not named or theta[top] <= 0:
         return "they look at one position"
     times = times_as_often({position: theta[position] / theta[top] for position in named})
