@@ -25,8 +25,8 @@ def grids(
     size = rows * user.columns
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(ITEMS, FEATURES))
-    relevance = 0.5 / (1 + np.exp(1 - x @ rng.normal(size=FEATURES)))
-    production = relevance + 0.15 * rng.normal(size=ITEMS)  # of a ranker that is wrong about some items
+    relevance = 0.5 / (1 + np.exp(1 - x[:, :-1] @ rng.normal(size=FEATURES - 1)))
+    production = relevance + 0.1 * x[:, -1]  # of a ranker that likes a feature, which users do not
     items = np.argsort(rng.random((requests, ITEMS)), 1)[:, :size]
     random = rng.random(requests) < random_share
     score = production[items] + 0.1 * rng.normal(size=items.shape)

@@ -16,7 +16,7 @@ from ultr.bias.examination import SOURCES, Examination, estimate_examination
 from ultr.bias.propensities import theta_by_id
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.log.table import IN_LIST, SHIFT, as_shown
+from ultr.log.table import IN_LIST, SHIFT, as_shown, slot
 from ultr.methods.base import BiasInputs, FeedbackMethod, Learner, MethodInputs, PositionIndex
 from ultr.utils.distributed import summed
 
@@ -98,7 +98,7 @@ class PositionModel(Learner):
         size = len(self.index)
         start = torch.full((size,), 1.0 if inputs.truth else EM_START if theta_from == "em" else scale or 1.0)
         if inputs.propensities is not None:
-            known = {str(position): theta for position, theta in inputs.propensities.items()}
+            known = {slot(position): theta for position, theta in inputs.propensities.items()}
             start = torch.tensor(list(theta_by_id(known, tuple(self.index.ids.tolist())).values()))
         buffers = {
             "theta": start,
