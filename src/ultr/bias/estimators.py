@@ -120,6 +120,7 @@ class ConditionalFit:
     information: np.ndarray  # [positions, positions] of log θ, given the clicks of each stratum
     anchor: int
     spread: np.ndarray | None = None  # the covariance of log θ, if it is not that of the information
+    doubt: np.ndarray | None = None  # the part of `spread` that allows for a bias which no evidence shows
 
     def covariance(self) -> np.ndarray:
         """Return the covariance of log θ relative to the anchor [positions, positions]; 0 without an estimate."""
@@ -456,11 +457,13 @@ def merged(random: ConditionalFit, items: ConditionalFit, rate: np.ndarray) -> C
     slope, error = found
     both, falls, (of_random, of_items), (step, of_item_steps) = _common(random, items, rate)
     square, bias, apart = slope**2, np.outer(falls, falls), of_item_steps - step
-    probable = of_items + max(0.0, square - SURE**2 * error) * bias
+    shown = max(0.0, square - SURE**2 * error)
+    probable = of_items + shown * bias
     weight = of_random @ np.linalg.pinv(of_random + probable, hermitian=True)
     other = np.eye(len(step)) - weight
     covariance = other @ of_random @ other.T + weight @ (of_items + max(square, error) * bias) @ weight.T
-    return _from_neighbours(random, items, both, step + weight @ apart, covariance)
+    doubt = (max(square, error) - shown) * weight @ bias @ weight.T
+    return _from_neighbours(random, items, both, step + weight @ apart, covariance, doubt)
 
 
 def slope_apart(a: ConditionalFit, b: ConditionalFit, rate: np.ndarray) -> tuple[float, float] | None:
@@ -496,7 +499,12 @@ def _neighbours(covariance: np.ndarray) -> np.ndarray:
 
 
 def _from_neighbours(
-    random: ConditionalFit, items: ConditionalFit, both: np.ndarray, steps: np.ndarray, covariance: np.ndarray
+    random: ConditionalFit,
+    items: ConditionalFit,
+    both: np.ndarray,
+    steps: np.ndarray,
+    covariance: np.ndarray,
+    doubt: np.ndarray,
 ) -> ConditionalFit:
     """Return an estimate from the differences of log θ between the positions `both`; items estimate the others."""
     sums = np.tril(np.ones((len(both), len(steps))), -1)
@@ -509,7 +517,8 @@ def _from_neighbours(
     nearest = np.abs(places[:, None] - both).argmin(1)
     further = np.eye(len(places)) - np.eye(len(places))[both[nearest]]  # from the nearest of the positions to each
     spread = (sums @ covariance @ sums.T)[np.ix_(nearest, nearest)] + further @ items.covariance() @ further.T
-    return ConditionalFit(np.exp(log_theta), random.moved, random.information, int(both[anchor]), spread)
+    doubt = (sums @ doubt @ sums.T)[np.ix_(nearest, nearest)]
+    return ConditionalFit(np.exp(log_theta), random.moved, random.information, int(both[anchor]), spread, doubt)
 
 
 def _links_most(fit: ConditionalFit, shown: np.ndarray) -> bool:

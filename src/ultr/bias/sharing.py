@@ -49,6 +49,10 @@ class Slots:
     codes: np.ndarray  # [slots, columns], of the columns that define contexts
     values: tuple[tuple[str, ...], ...]  # the values of each column
 
+    @property
+    def in_grid(self) -> bool:
+        return self.log_position.shape[1] > 1
+
     @staticmethod
     def of(positions: np.ndarray, contexts: np.ndarray, names: Sequence[str]) -> Slots:
         """Return the slots at positions, 1 the first, in contexts, which are indices of names such as `phone + search`.
@@ -107,17 +111,21 @@ def share_strength(
 ) -> tuple[ConditionalFit, tuple[Deviation, ...]]:
     """Return θ at the `wanted` slots, relative to the `anchor`, from estimates at `slots`, and columns' deviations.
 
-    The estimates are taken as normal around log θ, with their covariance; slots may lack one.
+    The estimates are taken as normal around log θ, with their covariance; slots may lack one. In a grid, doubt about a
+    bias widens intervals, but does not let the curves move the estimates.
     """
     seen = np.flatnonzero(np.isfinite(fit.theta))
     known = replace(slots, log_position=slots.log_position[seen], codes=slots.codes[seen])
     y, errors = np.log(fit.theta[seen]), fit.covariance()[np.ix_(seen, seen)]
+    doubt = fit.doubt[np.ix_(seen, seen)] if slots.in_grid and fit.doubt is not None else None
+    errors = errors if doubt is None else errors - doubt
     shared, kernels = _shared(known, known) + FLOOR * np.eye(len(y)) + errors, _kernels(known, known)
     sizes = _likeliest(y, shared, kernels, len(slots.values))
     covariance = _sum(shared, kernels, sizes)
     across = _sum(_shared(wanted, known), _kernels(wanted, known), sizes)
     gain = linalg.solve(covariance, across.T, assume_a="pos").T
     log_theta, spread = gain @ y, _sum(_shared(wanted, wanted), _kernels(wanted, wanted), sizes) - gain @ across.T
+    spread = spread if doubt is None else spread + gain @ doubt @ gain.T
     log_theta = log_theta - log_theta[anchor]
     spread = spread - spread[anchor] - spread[:, [anchor]] + spread[anchor, anchor]
     deviations = (_deviation(known, j, sizes[j], y, covariance) for j in range(len(slots.values)))
