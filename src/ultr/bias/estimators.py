@@ -205,7 +205,10 @@ def pools(clicks: np.ndarray, positions: np.ndarray) -> np.ndarray:
     alone unless rare ones are just above it. Positions below the last full pool join it. Segments, and the rows of a
     grid, have separate pools.
     """
-    segments = positions // MOST_GRID_COLUMNS if (positions & GRID).all() else positions >> SHIFT
+    segments = positions >> SHIFT
+    rows = positions // MOST_GRID_COLUMNS
+    if (positions & GRID).all() and len(np.unique(rows)) < len(rows):  # a grid of one column is a list
+        segments = rows
     pool, total = np.zeros(len(clicks), np.int64), float(clicks[0])
     for k in range(1, len(clicks)):
         opens = segments[k] != segments[k - 1]

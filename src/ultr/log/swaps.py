@@ -32,8 +32,10 @@ def parse_swap(text: str, *, where: object = None) -> tuple[int, ...]:
     """
     if not text.strip():
         return ()
-    parts = text.split("-") if PATTERN.fullmatch(text.strip()) else ()
-    places = tuple(position_id(part.strip()) for part in parts)
+    try:
+        places = tuple(map(position_id, text.strip().split("-"))) if PATTERN.fullmatch(text.strip()) else ()
+    except ValueError:  # a slot beyond the largest grid
+        places = ()
     if len(places) < 2 or len(set(places)) < len(places):
         hint = "write the positions that are swapped as 1-3, and leave the control empty"
         raise ColumnError("a swap must have two or more different positions", where=where, got=f"'{text}'", hint=hint)

@@ -306,14 +306,14 @@ class PositionIndex(nn.Module):
         return len(self.ids)
 
     def forward(self, positions: Tensor) -> Tensor:
+        if self._rows is not None:  # beyond the rows of a grid, the first or last row is the nearest
+            rows = rows_and_columns(positions)[0]
+            positions = positions + (rows.clamp(*self._rows) - rows) * MOST_GRID_COLUMNS
         if self._by_table:
             return self.table[(positions - self._first).clamp(0, len(self.table) - 1)]
         return self._nearest(positions)
 
     def _nearest(self, positions: Tensor) -> Tensor:
-        if self._rows is not None:  # beyond the rows of a grid, the first or last row is the nearest
-            rows = rows_and_columns(positions)[0]
-            positions = positions + (rows.clamp(*self._rows) - rows) * MOST_GRID_COLUMNS
         right = torch.searchsorted(self.ids, positions).clamp(max=len(self.ids) - 1)
         left = (right - 1).clamp(min=0)
         return torch.where((positions - self.ids[left]).abs() < (self.ids[right] - positions).abs(), left, right)
