@@ -17,8 +17,10 @@ from ultr.datasets import randomise
 from ultr.datasets.users import (
     EYE_TRACKING,
     USERS,
+    CarouselUser,
     CascadeUser,
     Dwell,
+    GridUser,
     TrustUser,
     User,
     WatchUser,
@@ -30,6 +32,7 @@ from ultr.datasets.users import (
 )
 from ultr.errors import DataError, OptionError
 from ultr.log.labels import Label
+from ultr.log.table import grid_ids, rows_and_columns
 
 LABEL = Label("click + dwell / exp(3)")
 
@@ -357,3 +360,104 @@ def test_watch_users_have_the_dwell_of_the_released_simulator():
     dwell = drawn["dwell"].numpy()
     assert (dwell > 0).all()
     np.testing.assert_allclose(dwell.mean(0), exact - 1, atol=4 * dwell.std(0).max() / n**0.5)
+
+
+# --- Grids and carousels ----------------------------------------------------------------------------------------------
+
+
+def slots_by_hand(rows: int, columns: int) -> torch.Tensor:
+    return torch.tensor([[grid_ids(r, c) for r in range(1, rows + 1) for c in range(1, columns + 1)]])
+
+
+def test_users_of_a_grid_look_in_the_shape_of_an_f():
+    user = GridUser(columns=4, scroll=0.8, skip=0.1, decay=0.5, narrowing=0.6, eta=2.0)
+    theta = user.theta(slots_by_hand(3, 4), torch.float64)[0].reshape(3, 4)
+    by_hand = [
+        [(0.8 ** (r - 1) * (0.9 if r > 1 else 1.0) * c ** -(0.5 * (1 + 0.6 * (1 - 1 / r)))) ** 2 for c in range(1, 5)]
+        for r in range(1, 4)
+    ]
+    torch.testing.assert_close(theta, torch.tensor(by_hand, dtype=torch.float64))
+    ratios = theta / theta[:, :1]
+    assert (ratios[1:, 1:] < ratios[:-1, 1:]).all()  # lower rows are read less broadly
+    middle = GridUser(columns=5, middle=1.0).theta(slots_by_hand(1, 5))[0]
+    assert middle.argmax() == 2
+    torch.testing.assert_close(middle, middle.flip(0))
+
+
+def test_users_see_further_columns_of_a_carousel_only_after_a_swipe():
+    user = CarouselUser(columns=7, visible=3, swipe=0.3, decay=0.2, scroll=0.8, skip=0.1)
+    theta = user.theta(slots_by_hand(2, 7), torch.float64)[0].reshape(2, 7)
+    places, swipes = [1, 2, 3, 1, 2, 3, 1], [0, 0, 0, 1, 1, 1, 2]
+    first = [k**-0.2 * 0.3**s for k, s in zip(places, swipes, strict=True)]
+    torch.testing.assert_close(theta[0], torch.tensor(first, dtype=torch.float64))
+    torch.testing.assert_close(theta[1], 0.8 * 0.9 * theta[0])
+
+
+@pytest.mark.parametrize("user", [GridUser(columns=3, middle=0.4), CarouselUser(columns=4, visible=2, decay=0.0)])
+def test_users_of_a_grid_look_as_often_as_they_say_and_stop_and_swipe_once_for_a_row(user):
+    n, slots = 20_000, slots_by_hand(3, user.columns)
+    examined = user.sample(
+        torch.full((n, slots.shape[1]), 4.0), slots.expand(n, -1), torch.Generator().manual_seed(3)
+    ).examined
+    assert_frequency(examined, user.theta(slots, torch.float64)[0])
+    of_row = examined.reshape(n, 3, user.columns)
+    if isinstance(user, CarouselUser):  # without decay, users see all columns of a screen or none
+        assert (of_row[..., 0] == of_row[..., 1]).all()
+        assert (of_row[..., 2] == of_row[..., 3]).all()
+        assert not (of_row[..., 2] & ~of_row[..., 0]).any()
+    both = (of_row[:, 1, 0] & of_row[:, 2, 0]).double().mean()
+    apart = of_row[:, 1, 0].double().mean() * of_row[:, 2, 0].double().mean()
+    assert both > apart + 0.05  # who stops after a row sees no later row
+
+
+def test_a_list_is_the_grid_with_one_column():
+    grid, ranks = GridUser(columns=1, scroll=0.8, skip=0.1), torch.arange(1, 30)
+    theta = [1.0, *(0.8 ** (k - 1) * 0.9 for k in range(2, 30))]
+    torch.testing.assert_close(grid.theta(ranks, torch.float64), torch.tensor(theta, dtype=torch.float64))
+    as_pbm = User(examination=theta)
+    torch.testing.assert_close(grid.theta(ranks), as_pbm.theta(ranks))
+
+
+@given(st.integers(1, 20), st.integers(1, 200))
+def test_ranks_fill_the_grid_in_reading_order(columns, items):
+    user, ranks = GridUser(columns=columns), np.arange(1, items + 1)
+    slots = user.placed(ranks)
+    assert (np.diff(slots) > 0).all()
+    rows, places = rows_and_columns(slots)
+    np.testing.assert_array_equal((rows - 1) * columns + places, ranks)
+    torch.testing.assert_close(user.theta(torch.from_numpy(slots)), user.theta(torch.from_numpy(ranks)))
+    np.testing.assert_array_equal(user.placed(slots), slots)
+
+
+def test_a_simulated_log_of_a_grid_has_rows_and_columns(shown_log):
+    log, feedback = simulate_log(shown_log, GridUser(columns=3), seed=3, sessions=4000)
+    table = log.to_table()
+    assert {"row", "column"} < {*table.column_names}
+    assert table["column"].to_numpy().max() <= 3
+    slots = torch.from_numpy(log.positions)
+    for k in np.unique(log.positions)[:4].tolist():
+        p, seen = float(GridUser(columns=3).theta(torch.tensor(k))), feedback.examined[slots == k].double()
+        assert abs(float(seen.mean()) - p) < 4 * (p * (1 - p) / len(seen)) ** 0.5 + 1e-9
+    with pytest.raises(OptionError, match="these users see a list, and the log has a grid"):
+        simulate_log(log, User())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("grid", {"columns": 0}, "'columns' must be"),
+        ("grid", {"columns": 512}, "'columns' must be"),
+        ("grid", {"skip": 1.5}, "'scroll, skip and middle' must be"),
+        ("carousel", {"swipe": -0.1}, "'swipe' must be"),
+        ("carousel", {"visible": 0}, "'visible' must be"),
+        ("pbm", {"columns": 3}, "user 'pbm' does not have these options"),
+    ],
+)
+def test_wrong_options_of_users_of_a_grid_are_errors(name, options, message):
+    with pytest.raises(OptionError, match=message):
+        make_user(name, **options)
+
+
+def test_more_items_than_a_grid_has_are_an_error():
+    with pytest.raises(OptionError, match="a grid has at most 1,023 items, got 1024; lower --items"):
+        GridUser(columns=1).placed(np.arange(1, 1025))

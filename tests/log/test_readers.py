@@ -35,7 +35,7 @@ def tables(draw) -> pa.Table:
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     rows = sum(lengths)
     requests = np.repeat(rng.permutation(100)[: len(lengths)], lengths)
-    positions = np.concatenate([rng.choice(10**6, n, replace=False) for n in lengths])
+    positions = np.concatenate([rng.choice(10**5, n, replace=False) for n in lengths])
     table = {
         "request": requests,
         "position": positions,

@@ -27,7 +27,16 @@ from ultr.bias.counts import (
     log_counts,
     replicates,
 )
-from ultr.bias.estimators import SCALE, SMALLEST, best_source, items_comparable, largest_one, pools
+from ultr.bias.estimators import (
+    SCALE,
+    SMALLEST,
+    best_source,
+    drawn,
+    fit_conditional,
+    items_comparable,
+    largest_one,
+    pools,
+)
 from ultr.bias.identification import (
     ASSUMPTIONS,
     INTERVALS,
@@ -48,11 +57,13 @@ from ultr.bias.identification import (
 )
 from ultr.bias.logging_policy import recovered_score, strata_of
 from ultr.bias.refutation import Evidence, refutations
+from ultr.bias.sharing import Slots, share_strength, slots_of
 from ultr.checks.pitfalls import Pitfall, find_pitfalls, suspicious_requests
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.log.splits import codes
+from ultr.log.table import as_shown, named_places
 from ultr.rankers import FeatureEncoder
 from ultr.utils.arguments import Seed, Within, checked
 from ultr.utils.display import facts_html, table_html
@@ -115,8 +126,10 @@ class BiasReport:
         rows = []
         for i, position in enumerate(self.positions.tolist()):
             cells = [self.estimates[name].text(i) for name in names]
-            rows.append([str(position), f"{self.impressions[i]:,.0f}", f"{self.rate[i]:.2%}", *cells])
-        table = table_html(["position", "shown", "rate", *names], rows, f"θ relative to position {self.reference}")
+            rows.append([str(as_shown(position)), f"{self.impressions[i]:,.0f}", f"{self.rate[i]:.2%}", *cells])
+        table = table_html(
+            ["position", "shown", "rate", *names], rows, f"θ relative to position {as_shown(self.reference)}"
+        )
         facts = {"verdict": f"{self.verdict.status}: {self.verdict.advice}", "requests": f"{self.requests:,}"}
         facts |= {"assumption": self.verdict.assumption} if self.verdict.assumption else {}
         warnings = [f"{p.name}: {p.what}; {p.hint}" for p in self.pitfalls]
@@ -129,11 +142,11 @@ class BiasReport:
             "label": self.label,
             "summary": summary(self),
             "requests": self.requests,
-            "positions": self.positions.tolist(),
+            "positions": [*map(as_shown, self.positions.tolist())],
             "theta": [theta.get(position) for position in self.positions.tolist()],
             "impressions": self.impressions.tolist(),
             "rate": self.rate.tolist(),
-            "reference": self.reference,
+            "reference": as_shown(self.reference),
             "pools": self.pool.tolist(),
             "estimates": {name: _estimate_json(result) for name, result in self.estimates.items()},
             "intervals": INTERVALS,
@@ -217,18 +230,18 @@ def times_as_often(ratios: Mapping[str, float]) -> str:
 
 
 def _how_biased(report: BiasReport) -> str:
-    places = [i - 1 for i in NAMED_POSITIONS if i <= len(report.positions)]
-    anchor = report.anchor
+    places = named_places(report.positions.tolist(), NAMED_POSITIONS)
+    anchor, reference = report.anchor, as_shown(report.reference)
     if anchor is None:
         at = {report.reference: report.rate.max()} | {int(report.positions[i]): report.rate[i] for i in places}
-        rates = ", ".join(f"{rate:.1%} at {position}" for position, rate in at.items())
+        rates = ", ".join(f"{rate:.1%} at {as_shown(position)}" for position, rate in at.items())
         return f"unknown: the feedback rate is {rates}, because of position, relevance or both"
     known = [i for i in places if np.isfinite(anchor.theta[i]) and report.positions[i] != report.reference]
     if not known:
         return "unknown: only one position has an estimate"
-    times = times_as_often({str(report.positions[i]): float(anchor.theta[i]) for i in known})
+    times = times_as_often({str(as_shown(int(report.positions[i]))): float(anchor.theta[i]) for i in known})
     if_right = f", if {ASSUMPTIONS[anchor.name]}" if report.verdict.status == NOT and anchor.name in ASSUMPTIONS else ""
-    return f"compared with position {report.reference}, users look {times}{if_right}"
+    return f"compared with position {reference}, users look {times}{if_right}"
 
 
 def _positions(report: BiasReport) -> str:
@@ -260,7 +273,8 @@ def ranges(some: np.ndarray, positions: np.ndarray) -> str:
     place = np.searchsorted(positions, some)
     starts = np.flatnonzero(np.diff(place, prepend=-2) > 1)
     ends = np.append(starts[1:], len(some)) - 1
-    texts = [f"{some[a]} to {some[b]}" if b > a else f"{some[a]}" for a, b in zip(starts, ends, strict=True)]
+    names = [as_shown(each) for each in some.tolist()]
+    texts = [f"{names[a]} to {names[b]}" if b > a else f"{names[a]}" for a, b in zip(starts, ends, strict=True)]
     if len(texts) > 4:
         texts = [*texts[:3], f"{len(texts) - 3} more ranges"]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
@@ -424,9 +438,13 @@ def _audit(log: LogCounts, sample: Log | None, options: AuditOptions) -> BiasRep
         )
         log = replace(log, sources={name: log.sources[name] for name in log.sources if name != "items"}, seen=None)
     best = best_source(log)
-    pool = pools(clicks if best is None else best.cells.compared_clicks(log.weight / log.requests), positions)
-    view = _View(positions, pool, int((rate * shown).argmax()), {})
-    values = np.array([options.known.get(str(k), np.nan) for k in positions.tolist()])
+    slots, behind = slots_of(positions, ()), [] if best is None else [best.cells]
+    if best is not None and best.others is not None and slots is not None:  # slots share strength, so pools are small
+        behind.append(best.others)
+    compared = [each.compared_clicks(log.weight / log.requests) for each in behind]
+    pool = pools(np.sum(compared, axis=0) if compared else clicks, positions)
+    view = _View(positions, pool, int((rate * shown).argmax()), {}, slots, shown)
+    values = np.array([options.known.get(str(as_shown(k)), np.nan) for k in positions.tolist()])
     if np.isfinite(values).any():
         view.estimates["known"] = estimate("known", np.tile(values, (options.bootstrap + 1, 1)), view.reference)
     weights = replicates(log.groups, options.bootstrap, seed=options.seed)
@@ -436,9 +454,9 @@ def _audit(log: LogCounts, sample: Log | None, options: AuditOptions) -> BiasRep
     explained, explain_clicks = None, False
     if sample is not None:
         explained, explain_clicks = _feature_estimates(view, sample, notes, options, network=best is None)
-    estimates = view.estimates
+    estimates, together = view.estimates, pool if view.slots is None else np.arange(len(pool))
     pairs = [(a, b) for i, a in enumerate(estimates.values()) for b in list(estimates.values())[i + 1 :]]
-    tests = [agreement(a, b, positions, shown=shown, pool=pool) for a, b in pairs]
+    tests = [agreement(a, b, positions, shown=shown, pool=together) for a, b in pairs]
     agreements = [test for test in tests if test is not None]
     refuted: tuple[Refutation, ...] = ()
     if "items" in sources:
@@ -473,14 +491,14 @@ def _audit(log: LogCounts, sample: Log | None, options: AuditOptions) -> BiasRep
             explained=explained,
             features_explain_clicks=explain_clicks,
             no_links=no_links,
-            pool=pool,
+            pool=together,
             refutations=refuted,
         ),
         pitfalls=[],
         links=graph,
         explained=explained,
         sampled_requests=0 if sample is None else len(sample),
-        pool=pool,
+        pool=together,
         notes=tuple(notes),
         refutations=refuted,
     )
@@ -488,12 +506,17 @@ def _audit(log: LogCounts, sample: Log | None, options: AuditOptions) -> BiasRep
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """The positions of an audit, the pool of each, the index of the reference position, and the estimates so far."""
+    """The positions of an audit, the pool of each, the index of the reference position, and the estimates so far.
+
+    The slots of a grid share strength, so that each has a θ of its own.
+    """
 
     positions: np.ndarray
     pool: np.ndarray
     reference: int
     estimates: dict[str, Estimate]
+    slots: Slots | None  # of a grid
+    shown: np.ndarray
 
     def add(self, name: str, draws: np.ndarray, at: np.ndarray | None = None, held_out: float | None = None) -> None:
         """Add an estimate, given θ [replicates, pools]; `at` are the pools, if they are not all."""
@@ -501,6 +524,18 @@ class _View:
             some, draws = draws, np.full((len(draws), int(self.pool[-1]) + 1), np.nan)
             draws[:, at] = some
         self.estimates[name] = estimate(name, draws[:, self.pool], self.reference, held_out)
+
+    def add_of_counts(
+        self, name: str, cells: Counts, weights: np.ndarray, at: np.ndarray | None = None, held_out: float | None = None
+    ) -> None:
+        """Add the estimate of the position-based model, for which the slots of a grid share strength."""
+        if self.slots is None or cells.size[1] <= int(self.pool[-1]):
+            self.add(name, estimators.position_based(cells, weights), at, held_out)
+            return
+        fit = fit_conditional(cells.total())
+        fit, _ = share_strength(fit, self.slots.pooled(self.pool, self.shown), self.slots, anchor=self.reference)
+        draws = drawn(fit.theta, fit.covariance(), weights.shape[1] - 1)
+        self.estimates[name] = estimate(name, np.vstack([fit.theta, draws]), self.reference, held_out)
 
 
 def _count_estimates(
@@ -522,7 +557,10 @@ def _count_estimates(
         ("items", "items", estimators.position_based),
     ):
         if source in sources:
-            view.add(name, estimator(sources[source], weights))
+            if estimator is estimators.position_based:
+                view.add_of_counts(name, sources[source], weights)
+            else:
+                view.add(name, estimator(sources[source], weights))
             fitted[name] = estimator(sources[source], training)[0]
     graph = None
     if (counts := sources.get("items")) is not None:
@@ -556,7 +594,9 @@ def _feature_estimates(
     clicked = clicked_rows(sample, options.label)
     sampled = impressions(sample, clicked, seed=seed)
     if not np.isin(sampled.positions, view.positions).all():
-        got = f"position {np.setdiff1d(sampled.positions, view.positions)[0]}, which the log does not show"
+        got = (
+            f"position {as_shown(int(np.setdiff1d(sampled.positions, view.positions)[0]))}, which the log does not show"
+        )
         hint = "draw the sample from the requests of the log"
         raise DataError("the sample must be a subset of the log's requests", got=got, hint=hint)
     pool = view.pool[np.searchsorted(view.positions, sampled.positions)]
@@ -567,7 +607,7 @@ def _feature_estimates(
     training = _training_groups(weights)
     counts = counted(sampled, strata)
     score = HeldOut(sampled, strata, seed=seed).score(estimators.position_based(counts, training)[0])
-    view.add("strata", estimators.position_based(counts, weights), at, score)
+    view.add_of_counts("strata", counts, weights, at, score)
     numeric = [i for i in range(len(sample.feature_names)) if i not in sample.categories]
     if len(numeric) > MAX_FEATURES:
         notes.append(f"The estimator regression uses {MAX_FEATURES:,} of {len(numeric):,} features, chosen at random.")

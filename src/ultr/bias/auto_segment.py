@@ -45,6 +45,7 @@ from ultr.log.columns import Columns, as_data_error, combined, resolve_columns
 from ultr.log.labels import click_label
 from ultr.log.readers import FIRST_ROWS, as_table, first_rows, is_files, read_columns
 from ultr.log.sampling import SAMPLE_ROWS, sample_log
+from ultr.log.table import as_shown, is_grid
 
 MOST_COLUMNS = 5  # columns that are tested, at most
 MOST_VALUES = 8  # a column with more values is not tested
@@ -70,10 +71,12 @@ class Segment:
     difference: float  # typical difference of log θ between two values, without sampling error
 
     def __str__(self) -> str:
-        at = min(range(1, len(self.positions)), key=lambda i: abs(self.positions[i] - SHOWN_POSITION))
+        shown = SHOWN_POSITION - 1 + self.positions[0] if is_grid(self.positions) else SHOWN_POSITION
+        at = min(range(1, len(self.positions)), key=lambda i: abs(self.positions[i] - shown))
         theta = _listed([f"{value:.2f}" for value in self.theta[:, at]])
         p = f"p = {self.p:.0e}" if self.p >= 1e-12 else "p < 1e-12"
-        looks = f"at position {self.positions[at]} users look {theta} times as often as at {self.positions[0]}"
+        here, first = as_shown(self.positions[at]), as_shown(self.positions[0])
+        looks = f"at position {here} users look {theta} times as often as at {first}"
         return f"'{self.column}' ({', '.join(self.values)}): {looks} ({p})"
 
 

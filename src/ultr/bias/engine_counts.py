@@ -39,7 +39,7 @@ from ultr.log.prepare.impressions import (
     without_missing_actions,
 )
 from ultr.log.prepare.options import Preparation
-from ultr.log.prepare.pipeline import MIN_MEMORY, check_requests, check_rows, open_log, suspicious_ids
+from ultr.log.prepare.pipeline import MIN_MEMORY, check_requests, check_rows, column_names, open_log, suspicious_ids
 from ultr.log.sampling import SAMPLE_VALUES
 from ultr.log.splits import codes
 from ultr.utils.display import begin_stage
@@ -151,7 +151,7 @@ class _Work:
         """Check the rows; return their number, and the columns that are counted."""
         light = replace(columns, features=(), categorical=(), relevance=None)
         rows = impressions(table, light, time=None, where=self.where)
-        names = {"request": columns.request, "position": str(columns.position), **columns.context}
+        names = column_names(columns)
         names |= {f"action_{i}": name for i, name in enumerate(columns.actions)}
         names |= {} if columns.weight is None else {"weight": columns.weight}
         total, missing = check_rows(rows, names, fetch=self.fetch, where=self.where)

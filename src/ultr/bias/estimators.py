@@ -25,13 +25,14 @@ from scipy.sparse.csgraph import connected_components
 
 from ultr.bias.counts import Counts, Impressions, LogCounts
 from ultr.log import Log
-from ultr.log.table import SHIFT
+from ultr.log.table import GRID, MOST_GRID_COLUMNS, SHIFT
 from ultr.utils.optimisation import minimise
 
 PAIR_WORK = 8_000_000  # `harvest` samples items if their number times positions squared is above this
 DENSE = 2_000_000  # matrices with at most this many entries are dense, which is faster
 NEWTON = 50  # most iterations of Newton's method
 SETTLED = 1e-6  # EM stops if no θ changes by more than this share
+LARGEST_MOVE = 3.0  # of log θ in a draw
 SMALLEST = 1e-3  # the smallest θ; a lower one cannot be distinguished from 0
 SCALE = 0.7  # the largest θ, a convention that leaves room on either side: clicks determine only ratios of θ
 POOL_CLICKS = 25.0  # clicks of a pool of positions: the standard error of log θ is then 0.2 at most
@@ -119,6 +120,7 @@ class ConditionalFit:
     information: np.ndarray  # [positions, positions] of log θ, given the clicks of each stratum
     anchor: int
     spread: np.ndarray | None = None  # the covariance of log θ, if it is not that of the information
+    doubt: np.ndarray | None = None  # the part of `spread` that allows for a bias which no evidence shows
 
     def covariance(self) -> np.ndarray:
         """Return the covariance of log θ relative to the anchor [positions, positions]; 0 without an estimate."""
@@ -128,6 +130,14 @@ class ConditionalFit:
         covariance = np.zeros_like(self.information)
         covariance[np.ix_(free, free)] = linalg.pinvh(self.information[np.ix_(free, free)])
         return covariance
+
+
+def drawn(theta: np.ndarray, covariance: np.ndarray, number: int, *, seed: int = 0) -> np.ndarray:
+    """Return θ [number, positions] as it may be, given the covariance of log θ, which is normal."""
+    root = np.linalg.eigh(covariance)
+    normal = np.random.default_rng(seed).normal(size=(number, len(theta)))
+    moved = normal * np.sqrt(np.maximum(root.eigenvalues, 0)) @ root.eigenvectors.T
+    return np.asarray(theta * np.exp(np.clip(moved, -LARGEST_MOVE, LARGEST_MOVE)))
 
 
 def fit_conditional(cells: Counts, start: np.ndarray | None = None, *, anchor: int | None = None) -> ConditionalFit:
@@ -192,9 +202,13 @@ def pools(clicks: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the index of the pool of each position. The positions of a pool get one θ, which chance does not rule.
 
     Going down the list, a pool takes positions until it has `POOL_CLICKS` clicks, so that a position with that many is
-    alone unless rare ones are just above it. Positions below the last full pool join it. Segments have separate pools.
+    alone unless rare ones are just above it. Positions below the last full pool join it. Segments, and the rows of a
+    grid, have separate pools.
     """
     segments = positions >> SHIFT
+    rows = positions // MOST_GRID_COLUMNS
+    if (positions & GRID).all() and len(np.unique(rows)) < len(rows):  # a grid of one column is a list
+        segments = rows
     pool, total = np.zeros(len(clicks), np.int64), float(clicks[0])
     for k in range(1, len(clicks)):
         opens = segments[k] != segments[k - 1]
@@ -446,11 +460,13 @@ def merged(random: ConditionalFit, items: ConditionalFit, rate: np.ndarray) -> C
     slope, error = found
     both, falls, (of_random, of_items), (step, of_item_steps) = _common(random, items, rate)
     square, bias, apart = slope**2, np.outer(falls, falls), of_item_steps - step
-    probable = of_items + max(0.0, square - SURE**2 * error) * bias
+    shown = max(0.0, square - SURE**2 * error)
+    probable = of_items + shown * bias
     weight = of_random @ np.linalg.pinv(of_random + probable, hermitian=True)
     other = np.eye(len(step)) - weight
     covariance = other @ of_random @ other.T + weight @ (of_items + max(square, error) * bias) @ weight.T
-    return _from_neighbours(random, items, both, step + weight @ apart, covariance)
+    doubt = (max(square, error) - shown) * weight @ bias @ weight.T
+    return _from_neighbours(random, items, both, step + weight @ apart, covariance, doubt)
 
 
 def slope_apart(a: ConditionalFit, b: ConditionalFit, rate: np.ndarray) -> tuple[float, float] | None:
@@ -486,7 +502,12 @@ def _neighbours(covariance: np.ndarray) -> np.ndarray:
 
 
 def _from_neighbours(
-    random: ConditionalFit, items: ConditionalFit, both: np.ndarray, steps: np.ndarray, covariance: np.ndarray
+    random: ConditionalFit,
+    items: ConditionalFit,
+    both: np.ndarray,
+    steps: np.ndarray,
+    covariance: np.ndarray,
+    doubt: np.ndarray,
 ) -> ConditionalFit:
     """Return an estimate from the differences of log θ between the positions `both`; items estimate the others."""
     sums = np.tril(np.ones((len(both), len(steps))), -1)
@@ -499,7 +520,8 @@ def _from_neighbours(
     nearest = np.abs(places[:, None] - both).argmin(1)
     further = np.eye(len(places)) - np.eye(len(places))[both[nearest]]  # from the nearest of the positions to each
     spread = (sums @ covariance @ sums.T)[np.ix_(nearest, nearest)] + further @ items.covariance() @ further.T
-    return ConditionalFit(np.exp(log_theta), random.moved, random.information, int(both[anchor]), spread)
+    doubt = (sums @ doubt @ sums.T)[np.ix_(nearest, nearest)]
+    return ConditionalFit(np.exp(log_theta), random.moved, random.information, int(both[anchor]), spread, doubt)
 
 
 def _links_most(fit: ConditionalFit, shown: np.ndarray) -> bool:

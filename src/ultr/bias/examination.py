@@ -10,8 +10,8 @@ differs. So
 
 Requests in random order, and items that were shown at several positions, separate the two without features
 (`best_source`). They are used if the log has enough of them. Positions with few clicks share one θ with their
-neighbours (`estimators.pools`); segments of several columns share strength (`sharing`). Memory depends on strata and
-positions, not on rows.
+neighbours (`estimators.pools`); segments of several columns, and the slots of a grid, share strength (`sharing`).
+Memory depends on strata and positions, not on rows.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from ultr.bias.estimators import (
     ConditionalFit,
     Source,
     best_source,
+    drawn,
     fill_gaps,
     fit_conditional,
     fit_trust,
@@ -54,16 +55,14 @@ from ultr.bias.estimators import (
     standard_error,
 )
 from ultr.bias.logging_policy import logging_score, strata_of
-from ultr.bias.sharing import MOST_SLOTS, Deviation, Slots, share_strength
+from ultr.bias.sharing import Deviation, share_strength, slots_of
 from ultr.datasets.users import User
 from ultr.errors import DataError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.log.labels import Label
-from ultr.log.table import SHIFT
 from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
 
-LARGEST_MOVE = 3.0  # of log θ in a draw
 LIKELY_FALL = 1.0  # the deviation of log θ around no bias that a ranker takes for likely, before it sees the log
 MAX_TRAINED_POSITIONS = 5_000  # a bias model has tables with an entry for each pair of positions
 SOURCES = {
@@ -118,10 +117,7 @@ class Examination:
         """Return θ [number, positions] as it may be, given its sampling error; empty if θ has none."""
         if self.covariance is None:
             return np.empty((0, len(self.positions)))
-        root = np.linalg.eigh(self.covariance)
-        normal = np.random.default_rng(seed).normal(size=(number, len(self.positions)))
-        moved = normal * np.sqrt(np.maximum(root.eigenvalues, 0)) @ root.eigenvectors.T
-        return np.asarray(self.theta * np.exp(np.clip(moved, -LARGEST_MOVE, LARGEST_MOVE)))
+        return drawn(self.theta, self.covariance, number, seed=seed)
 
     def at(self, slots: Sequence[str], wanted: Mapping[int, str]) -> Examination | None:
         """Return the estimate of other position ids; `slots` are the texts of its positions, `wanted` those by id.
@@ -238,7 +234,7 @@ def estimate_examination(
         conditional = fit_conditional(cells.pooled(pool))
         if best is not None and best.others is not None:
             conditional = _merged(conditional, best.others.pooled(pool))
-        slots = _slots(ids, segments)
+        slots = slots_of(ids, segments)
         if slots is not None:
             anchor = int(clicks.argmax())
             conditional, deviations = share_strength(conditional, slots.pooled(pool, shown_at), slots, anchor=anchor)
@@ -252,18 +248,6 @@ def estimate_examination(
         *(tuple(ids.tolist()), theta, zeta, shown_at, clicks_at, moved, cells.size[0], text, error, name, covariance),
         deviations=deviations,
     )
-
-
-def _slots(ids: np.ndarray, segments: Sequence[str]) -> Slots | None:
-    """Return the slots of position ids; None if segments are not those of several columns, or too many.
-
-    Values of one column have the clicks for curves of their own, or else are not found to be segments.
-    """
-    if len(segments) < 2 or ids[-1] >> SHIFT >= len(segments) or len(ids) > MOST_SLOTS:
-        return None
-    in_list = ids & ((1 << SHIFT) - 1)
-    slots = Slots.of(in_list - in_list.min() + 1, ids >> SHIFT, segments)
-    return slots if len(slots.values) > 1 else None
 
 
 def _merged(random: ConditionalFit, others: Counts) -> ConditionalFit:

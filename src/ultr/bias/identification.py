@@ -16,6 +16,7 @@ from scipy.special import ndtri
 
 from ultr.bias.counts import Counts, Impressions, LogCounts, counted
 from ultr.bias.estimators import CONFIRMED, RANDOM
+from ultr.log.table import as_shown
 
 MIN_ESTIMATED = 0.8  # a position has an interval if this share of the replicates has an estimate for it
 NORMAL = 1.959964  # half-width of a 95% interval, in standard deviations
@@ -117,7 +118,7 @@ class Agreement:
     first: str
     second: str
     largest: float  # the largest relative difference of θ
-    position: int  # where that difference is
+    position: int | str  # where that difference is
     agree: bool
     typical: float = 0.0  # the mean relative difference of θ over impressions
 
@@ -152,7 +153,7 @@ def agreement(
     if varies.any() and not agree:
         critical = float(-ndtri(SIGNIFICANCE / 2 / varies.sum()))
         agree = bool((np.abs(point[varies]) <= np.maximum(critical * spread[varies], np.log1p(NEGLIGIBLE))).all())
-    return Agreement(a.name, b.name, largest_difference, int(positions[both][largest]), agree, typical)
+    return Agreement(a.name, b.name, largest_difference, as_shown(int(positions[both][largest])), agree, typical)
 
 
 def links(wins: np.ndarray, positions: np.ndarray, pool: np.ndarray) -> dict[str, Any]:
@@ -166,11 +167,13 @@ def links(wins: np.ndarray, positions: np.ndarray, pool: np.ndarray) -> dict[str
     tree = minimum_spanning_tree(np.where(linked, -strength, 0)).tocoo()
     weakest = int(tree.data.argmax()) if len(tree.data) else None
     return {
-        "components": [positions[part[pool] == i].tolist() for i in range(number)],
+        "components": [[*map(as_shown, positions[part[pool] == i].tolist())] for i in range(number)],
         "weakest": None
         if weakest is None
         else {
-            "positions": sorted(int(positions[pool == i][0]) for i in (tree.row[weakest], tree.col[weakest])),
+            "positions": [
+                as_shown(int(positions[pool == i][0])) for i in sorted((tree.row[weakest], tree.col[weakest]))
+            ],
             "clicks": float(-tree.data[weakest]),
         },
     }

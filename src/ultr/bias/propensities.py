@@ -3,7 +3,7 @@
 A bias.json file is a JSON object. Both commands write
 
 - `format`: 1
-- `positions`: positions, or `position@segment` where examination differs by segment
+- `positions`: positions (`r2c3` for row 2 and column 3 of a grid), or `position@segment` if examination differs
 - `theta`: examination at each of these positions, in (0, 1], or null where it could not be estimated
 - `label`: the feedback that examination was estimated from
 - `segments`, optionally: an object with `positions` and `theta` for each segment by name
@@ -24,7 +24,7 @@ from pyarrow import csv
 from ultr.errors import DataError
 from ultr.log.columns import as_data_error
 from ultr.log.readers import as_table
-from ultr.log.table import slot
+from ultr.log.table import SLOT, position_id, rows_and_columns, slot
 from ultr.utils.files import content_kind, existing_file
 from ultr.utils.jsonfiles import check_format, read_json, write_json
 
@@ -37,7 +37,8 @@ SMALLEST_KNOWN = 1e-6  # smaller propensities would give weights above a million
 def read_propensities(path: str | Path) -> dict[str, float]:
     """Read known examination from a CSV or Parquet table; return it by position (`3`), or with a segment (`3@phone`).
 
-    The columns are `position`, `propensity` and, where examination differs by segment, `segment`.
+    The columns are `position`, `propensity` and, where examination differs by segment, `segment`. Positions in a grid
+    are slots such as `r2c3`.
     """
     path = existing_file(path)
     with as_data_error(path, "a table"):
@@ -71,8 +72,10 @@ def _key(key: Any) -> str:
     if isinstance(key, tuple) and len(key) == 2:
         return f"{_key(key[0])}@{key[1]}" if key[1] is not None and key[1] == key[1] else _key(key[0])
     text = str(int(key)) if isinstance(key, float) and key.is_integer() else str(key)
-    if not text.partition("@")[0].isdecimal():
-        raise DataError("positions of propensities must be whole numbers", got=repr(key), hint="count from 0 or 1")
+    position = text.partition("@")[0]
+    if not position.isdecimal() and not SLOT.fullmatch(position):
+        hint = "count from 0 or 1, or write slots of a grid as r2c3"
+        raise DataError("positions of propensities must be whole numbers", got=repr(key), hint=hint)
     return text
 
 
@@ -82,7 +85,7 @@ def _from_table(table: pa.Table, columns: list[str], *, where: object) -> dict[s
         what = "a table of propensities needs the columns position, propensity and, optionally, segment"
         raise DataError(what, where=where, got=got, hint="rename the columns, and drop others")
     try:
-        positions = table["position"].cast(pa.int64()).to_pylist()
+        positions = _positions(table["position"])
         values = table["propensity"].cast(pa.float64()).to_pylist()
         names = table["segment"].cast(pa.string()).to_pylist() if "segment" in columns else [None] * len(positions)
     except (pa.ArrowException, UnicodeDecodeError) as error:
@@ -91,6 +94,15 @@ def _from_table(table: pa.Table, columns: list[str], *, where: object) -> dict[s
         raise DataError(what, where=where, hint="correct or drop the rows with other values") from error
     keys = [f"{position}@{name}" if name else str(position) for position, name in zip(positions, names, strict=True)]
     return _checked(keys, values, where=where)
+
+
+def _positions(column: pa.ChunkedArray) -> list[Any]:
+    """Return positions as numbers, or as the texts of slots of a grid if all are."""
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        texts = [str(text).strip() for text in column.to_pylist()]
+        if texts and all(map(SLOT.fullmatch, texts)):
+            return texts
+    return list(column.cast(pa.int64()).to_pylist())
 
 
 def _checked(keys: list[str], values: list[Any], *, where: object) -> dict[str, float]:
@@ -184,4 +196,12 @@ def known_slots(
 def _nearest(known: Collection[str], position: str, segment: str = "") -> str | None:
     """Return the known text of the nearest position, in the same segment if that is known."""
     own = [name for name in known if name.partition("@")[2] == segment] or [*known]
-    return min(own, key=lambda name: (abs(int(name.partition("@")[0]) - int(position)), name), default=None)
+
+    def away(name: str) -> int:
+        found, wanted = position_id(name.partition("@")[0]), position_id(position)
+        if SLOT.fullmatch(position):
+            pairs = zip(rows_and_columns(found), rows_and_columns(wanted), strict=True)
+            return int(sum(abs(a - b) for a, b in pairs))
+        return abs(found - wanted)
+
+    return min(own, key=lambda name: (away(name), name), default=None)

@@ -17,6 +17,7 @@ from ultr.checks.pitfalls import Pitfall, names_of
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.log.splits import as_texts
+from ultr.log.table import is_grid
 
 BINS = 10  # of a number; also the values of a number that has no more
 MOVED = 0.25  # least index of a distribution that has changed
@@ -125,7 +126,11 @@ def _columns(logs: Sequence[Log], label: Label) -> Iterator[Column]:
         yield "size of the label", sizes_of_labels, clicks, what, ()
     if any(log.positions is None for log in logs):
         return
-    places = [np.asarray(log.positions, np.float64) for log in logs]
+    positions = [log.shown_positions("a comparison of logs") for log in logs]
+    if is_grid(positions[0]):  # slots in reading order
+        known = np.unique(np.concatenate(positions))
+        positions = [np.searchsorted(known, each) + 1 for each in positions]
+    places = [np.asarray(each, np.float64) for each in positions]
     yield "positions", places, sizes, _numbers("the positions", places), ()
     clicked = [place[each > 0] for place, each in zip(places, labels, strict=True)]
     yield "feedback by position", clicked, clicks, _numbers("the positions of feedback", clicked), ()

@@ -11,6 +11,7 @@ from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.cleaning import BOT_SHARE, suspicious_of
 from ultr.log.sampling import sample_log
+from ultr.log.table import as_shown, is_grid
 
 MIN_REQUESTS, SIGMAS = 100, 5.0  # fewest requests for a check; standard errors beyond which chance is excluded
 FAR_BELOW = 0.2  # warn below this part of the expected share; 0.3 is normal if nine users in ten click exactly once
@@ -43,7 +44,7 @@ class _View:
         self.first, self.last = log.offsets[:-1], log.offsets[1:] - 1  # row of each request
         self.weights = np.ones(len(log)) if log.weights is None else log.weights.astype(np.float64)
         self.place, self.ids = positions, np.arange(min(int(positions.max()) + 1, LARGEST_TABLE))
-        if positions.max() >= LARGEST_TABLE:
+        if positions.max() >= LARGEST_TABLE or is_grid(positions):
             self.ids, self.place = np.unique(positions, return_inverse=True)
         rows = np.flatnonzero(clicked)
         bounds = np.searchsorted(rows, log.offsets)
@@ -92,7 +93,7 @@ def _far_below(observed: np.ndarray, expected: np.ndarray, weights: np.ndarray) 
 def _one_place(view: _View) -> Iterable[Pitfall]:
     if len(view.shown) == 1:
         hint = "examination cannot be estimated from this log: name the column of true positions with --position"
-        yield Pitfall("one position only", f"every item was shown at position {view.shown[0]}", hint)
+        yield Pitfall("one position only", f"every item was shown at position {as_shown(int(view.shown[0]))}", hint)
     elif (view.lengths == 1).all():
         hint = "examination cannot be estimated from this log: use a request id that all items shown together share"
         yield Pitfall("one item per request", f"all {len(view.lengths):,} requests have one item", hint)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 TABLE = "propensities.csv"
 MOST_ROWS = 30  # largest number of positions in a printed table
+MOST_COLUMNS = 12  # of a grid that are printed
 
 
 @with_options("columns", options.columns(*options.LOG_COLUMNS) | options.FOUND_SEGMENT)
@@ -261,6 +262,7 @@ def _print_summary(report: BiasReport) -> None:
 
     for name, text in summary(report).items():
         words.print(f"[bold]{name}:[/] {plain(text)}", soft_wrap=True)
+    _print_grid(report)
     for name, part in report.segments.items():
         what = f"{part.verdict.status}; {summary(part)['how biased']}"
         words.say(f"segment '{name}' ({part.requests:,} requests): {what}")
@@ -280,10 +282,28 @@ def _print_actions(report: BiasReport) -> None:
     print_table(table)
 
 
+def _print_grid(report: BiasReport) -> None:
+    """Print examination by row and column, if the log has a grid."""
+    from ultr.log.table import as_shown, by_row, is_grid
+
+    if report.anchor is None or not is_grid(report.positions):
+        return
+    rows, columns, values = by_row(report.positions.tolist(), report.anchor.theta.tolist())
+    title = f"Examination by row and column, relative to {as_shown(report.reference)}"
+    table = new_table(title, names=("",), numbers=columns[:MOST_COLUMNS])
+    for name, row in zip(rows[:MOST_ROWS], values, strict=False):
+        cells = ("-" if value is None or not math.isfinite(value) else f"{value:.2f}" for value in row[:MOST_COLUMNS])
+        table.add_row(name, *cells)
+    print_table(table)
+    if len(rows) > MOST_ROWS or len(columns) > MOST_COLUMNS:
+        words.say(f"the grid has {len(rows)} rows and {len(columns)} columns (--json prints all)")
+
+
 def _print_details(report: BiasReport) -> None:
     from ultr.bias.identification import INTERVALS
+    from ultr.log.table import as_shown
 
-    _print_estimates(report, title=f"Examination relative to position {report.reference}, with 95% intervals")
+    _print_estimates(report, title=f"Examination relative to position {as_shown(report.reference)}, with 95% intervals")
     words.say(INTERVALS)
     for note in report.notes:
         words.say(f"note: {note}")
@@ -371,13 +391,14 @@ def _write(report: BiasReport, content: dict[str, Any], out: str, source: str, *
     There is no propensities.csv if there is no estimate.
     """
     from ultr.bias.propensities import write_bias_file
+    from ultr.log.table import as_shown
     from ultr.report import write_bias_page
     from ultr.utils.files import atomic_path
 
     with atomic_path(out, overwrite=overwrite, folder=True) as folder:
         write_bias_file(folder, content)
         tables = {"": report.propensities(), **{name: part.propensities() for name, part in report.segments.items()}}
-        rows = [(k, f"{v:.6g}", name) for name, table in tables.items() for k, v in table.items()]
+        rows = [(as_shown(k), f"{v:.6g}", name) for name, table in tables.items() for k, v in table.items()]
         columns = 3 if report.segments else 2  # an empty segment stands for all segments without own rows
         if rows:
             with (folder / TABLE).open("w", newline="") as file:

@@ -49,7 +49,7 @@ def describe(
 ) -> None:
     """Check a log: what was recognised in it, what is wrong, and what to do next."""
     from ultr.log import read_log
-    from ultr.log.table import by_position, missing_values
+    from ultr.log.table import as_shown, by_position, missing_values
 
     named = without_none(columns)
     source = options.one_source(log_path)
@@ -75,7 +75,7 @@ def describe(
     table = by_position(log) if log.positions is not None else None
     if table is not None:
         facts["positions"] = {
-            "position": table.positions.tolist(),
+            "position": [*map(as_shown, table.positions.tolist())],
             "impressions": table.impressions.tolist(),
             **{f"{name}_rate": rates.tolist() for name, rates in table.rates.items()},
             **{f"{name}_mean": means.tolist() for name, means in table.means.items()},
@@ -279,21 +279,25 @@ def _names(names: tuple[str, ...]) -> str:
 def _print_rates(log: Log, table: ByPosition) -> None:
     """Print the rate of the click by position on one line."""
     from ultr.log.labels import CLICKS
+    from ultr.log.table import as_shown, named_places
 
     name = next((each for each in log.actions if each.lower() in CLICKS), next(iter(log.actions)))
-    places = [k - 1 for k in NAMED_POSITIONS if k <= len(table.positions)]
-    rates = ", ".join(f"{table.rates[name][i]:.2%} at {table.positions[i]}" for i in places)
+    positions = table.positions.tolist()
+    places = sorted({0, *named_places(positions, NAMED_POSITIONS)})
+    rates = ", ".join(f"{table.rates[name][i]:.2%} at {as_shown(positions[i])}" for i in places)
     words.say(f"feedback by position: {name} {rates} (--verbose prints all)")
 
 
 def _print_by_position(table: ByPosition) -> None:
     """Print, by position, the share of items with each action, and the mean of actions that are not only 0 or 1."""
+    from ultr.log.table import as_shown
+
     means = {name: mean for name, mean in table.means.items() if not (mean == table.rates[name]).all()}
     headings = ["position", "shown", *(f"{name} rate" for name in table.rates), *(f"mean {name}" for name in means)]
     printed = new_table("Feedback by position", numbers=headings)
     for i in range(min(MOST_POSITIONS, len(table.positions))):
         cells = [f"{rate[i]:.2%}" for rate in table.rates.values()] + [f"{mean[i]:.4g}" for mean in means.values()]
-        printed.add_row(str(table.positions[i]), f"{table.impressions[i]:,}", *cells)
+        printed.add_row(str(as_shown(int(table.positions[i]))), f"{table.impressions[i]:,}", *cells)
     print_table(printed)
     if len(table.positions) > MOST_POSITIONS:
         words.say(f"and {len(table.positions) - MOST_POSITIONS} more positions (--json prints all)")

@@ -80,7 +80,10 @@ def evaluate(
     ] = None,
     split: Annotated[str, typer.Option(help="Split of a data set: train, validation or test.")] = "test",
     users: Annotated[
-        str, typer.Option(help="Simulated users for reward metrics: pbm, trust, cascade, clickbait or watch.")
+        str,
+        typer.Option(
+            help="Simulated users for reward metrics: pbm, trust, cascade, clickbait, watch, grid or carousel."
+        ),
     ] = "pbm",
     eta: options.Eta = 1.0,
     epsilon: options.Epsilon = 0.1,

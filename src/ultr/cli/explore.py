@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 DAY = 86_400  # seconds
 
 
-@with_options("columns", options.columns("request", "position", "item", "actions", "query", "randomised", "swaps"))
+@with_options(
+    "columns",
+    options.columns("request", "position", "row", "column", "item", "actions", "query", "randomised", "swaps"),
+)
 def explore(
     *,
     log_path: options.AnyLog,
@@ -114,16 +117,18 @@ def _content(
     daily: float | None,
 ) -> dict[str, Any]:
     """Return the results for --json."""
+    from ultr.log.table import as_shown
+
     return {
         "verdict": report.verdict.status,
         "worst_case": traffic.assumed,
-        "positions": traffic.positions.tolist(),
+        "positions": [*map(as_shown, traffic.positions.tolist())],
         "theta": traffic.theta.tolist(),
         "chosen": chosen.name,
         "plans": {
             name: {
                 "swaps": dict(zip(each.swaps, each.shares.tolist(), strict=True)),
-                "positions": list(each.positions),
+                "positions": [*map(as_shown, each.positions)],
                 "half_widths": each.half_widths.tolist(),
                 "requests": each.requests,
                 "share": each.share,
@@ -144,7 +149,10 @@ def _print_examination(traffic: Traffic) -> None:
         what = "the log does not identify examination, so the plans assume the worst case"
         words.say(f"examination: {what}: swaps lose at most the clicks below")
         return
-    shown = ", ".join(f"{theta:.2f} at {k}" for k, theta in zip(traffic.positions, traffic.theta, strict=True))
+    from ultr.log.table import as_shown
+
+    places = map(as_shown, traffic.positions.tolist())
+    shown = ", ".join(f"{theta:.2f} at {k}" for k, theta in zip(places, traffic.theta, strict=True))
     words.say(f"examination, as the log estimates it: {shown}")
 
 

@@ -54,6 +54,8 @@ def column(metavar: str, text: str) -> Any:
 COLUMNS = {  # role -> type of the option
     "request": column("NAME", "Id of the request."),
     "position": column("NAME", "Position at which the item was shown."),
+    "row": column("NAME", "Row of the item, if users see a grid."),
+    "column": column("NAME", "Column of the item, if users see a grid."),
     "item": column("NAME", "Id of the item."),
     "features": column("NAMES", "Features: names or patterns, 'price,f_*'."),
     "categorical": column("NAMES", "Features that are categories or ids."),
@@ -121,7 +123,7 @@ AnyLog = Annotated[
 CARRIED = {
     "bias": LOG_COLUMNS,
     "train": LOG_COLUMNS,
-    "score": ("request", "position", "item", "features"),
+    "score": ("request", "position", "row", "column", "item", "features"),
 }
 
 

@@ -40,7 +40,10 @@ def reproduce(
         typer.Option(help="Time limit: no run starts later, exit code 3; the same command continues. 0: no limit."),
     ] = 0,
     users: Annotated[
-        str, typer.Option(help="Simulated users of tables and figures: pbm, trust, cascade, clickbait or watch.")
+        str,
+        typer.Option(
+            help="Simulated users of tables and figures: pbm, trust, cascade, clickbait, watch, grid or carousel."
+        ),
     ] = "pbm",
     sessions: Annotated[
         int | None,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ultr.log import Log
 
 
-@with_options("columns", options.columns("request", "position", "item", "features"))
+@with_options("columns", options.columns("request", "position", "row", "column", "item", "features"))
 def score(
     *,
     run: Annotated[str, typer.Argument(help="A finished run.")],

@@ -16,10 +16,15 @@ from ultr.errors import OptionError
 def simulate(
     data: Annotated[str, typer.Argument(help="Data set (synthetic, ml-1m, mq2007, ...), or a LETOR file or folder.")],
     out: Annotated[str, typer.Option(help="The log to write (Parquet); also a URL.")],
-    users: Annotated[str, typer.Option(help="Simulated users: pbm, trust, cascade, clickbait or watch.")] = "pbm",
+    users: Annotated[
+        str, typer.Option(help="Simulated users: pbm, trust, cascade, clickbait, watch, grid or carousel.")
+    ] = "pbm",
     eta: Eta = 1.0,
     epsilon: Epsilon = 0.1,
     items: Annotated[int, typer.Option(help="Items shown per request.")] = 10,
+    columns: Annotated[
+        int | None, typer.Option(help="Columns of a grid or carousel; default: 4 or 12. Items fill it row by row.")
+    ] = None,
     sessions: Annotated[int | None, typer.Option(help="Number of requests to draw; default: each once.")] = None,
     split: Annotated[str, typer.Option(help="Requests to show: train, validation or test.")] = "train",
     share: Annotated[
@@ -65,7 +70,8 @@ def simulate(
     actions = dict(_parse_action(text) for text in action or [])
     if len(actions) < len(action or []):
         raise OptionError("an action is given twice", got=", ".join(action or []), hint="pass each --action once")
-    user = make_user(users, eta=eta, epsilon=epsilon, dwell=dwell, further=actions)
+    of_grid = {} if columns is None else {"columns": columns}
+    user = make_user(users, eta=eta, epsilon=epsilon, dwell=dwell, further=actions, **of_grid)
     with words.status(f"reading {data} ..."):
         dataset = load_dataset(data, data_dir=data_dir)
     user = replace(user, max_grade=dataset.max_grade)
@@ -82,7 +88,7 @@ def simulate(
         if not truth:
             log = replace(log, relevance=None)
         notes = {"data": dataset.name, "fingerprint": dataset.fingerprint, "users": users, "seed": seed}
-        notes |= {"eta": eta, "epsilon": epsilon, "items": items, "split": split, "share": share}
+        notes |= {"eta": eta, "epsilon": epsilon, "items": items, "split": split, "share": share, **of_grid}
         write_log(log, out, overwrite=overwrite, metadata={"ultr.simulation": json.dumps(notes)})
     if as_json:
         content = {"out": str(out), "requests": len(log), "rows": log.rows, "actions": list(log.actions)}

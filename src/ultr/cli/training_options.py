@@ -70,7 +70,8 @@ OPTIONS = {
         str | None, _option("--ranker", "KIND", "auto, mlp, linear, lightgbm, xgboost, or a sum: mlp,lightgbm.")
     ],
     "users": Annotated[
-        str | None, _option("--users", "KIND", "Simulate users: pbm, trust, cascade, clickbait or watch.")
+        str | None,
+        _option("--users", "KIND", "Simulate users: pbm, trust, cascade, clickbait, watch, grid or carousel."),
     ],
     "propensities": Annotated[
         Path | None, _option("--propensities", "FILE", "Known examination: a table of position,propensity.")

@@ -10,6 +10,8 @@ Notation: y the grade of an item, k its position, θ_k the probability that it i
 | `cascade`   | a_y Π over positions above of (1 - stop)        cascade (Craswell 2008)          |
 | `clickbait` | θ_k^η a_y, where a falls with y while dwell rises: clicks and satisfaction are opposed |
 | `watch`     | θ_k^η a_y, where dwell falls with k, as in the code of the CIKM 2022 paper       |
+| `grid`      | θ_rc^η a_y at row r and column c, read in the shape of an F (Xie 2019)           |
+| `carousel`  | θ_rc^η a_y, where further columns are seen only after a swipe (Rahdari 2022)     |
 
 with ρ_y = (2^y - 1) / (2^max - 1) and a_y = ε + (1 - ε) ρ_y.
 """
@@ -33,7 +35,15 @@ from ultr.errors import DataError, LabelError, OptionError, nearest
 from ultr.lists import ListBatches
 from ultr.log import Log
 from ultr.log.labels import Label
-from ultr.log.table import RESERVED
+from ultr.log.table import (
+    GRID,
+    MOST_GRID_COLUMNS,
+    MOST_GRID_ROWS,
+    RESERVED,
+    grid_ids,
+    is_grid,
+    rows_and_columns,
+)
 from ultr.utils.arguments import Seed, check_fields, checked
 from ultr.utils.files import existing_file
 from ultr.utils.memory import available_memory
@@ -172,6 +182,14 @@ class User:
         """Return θ_k^η of each position k; k = 0 counts as 1, and k above `LAST_POSITION` as `LAST_POSITION`."""
         table = _examination(tuple(self.examination), self.eta, dtype, positions.device)
         return table[positions.clamp(0, LAST_POSITION)]
+
+    def placed(self, positions: np.ndarray) -> np.ndarray:
+        """Return the position ids at which the user sees the items that a ranker has put at these positions."""
+        if is_grid(positions):
+            raise OptionError(
+                "these users see a list, and the log has a grid", hint="simulate the users grid or carousel"
+            )
+        return positions
 
     def attracted(self, relevance: Tensor) -> Tensor:
         """Return the probability, by its grade, that the user finds an examined item relevant."""
@@ -434,12 +452,109 @@ class WatchUser(User):
         return (2 + 0.4 * first).clamp(min=LEAST_WATCH) * watched.clamp(min=LEAST_WATCH)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GridUser(User):
+    """Users who read a grid of `columns` columns in the shape of an F: first rows broadly, further ones at the left.
+
+    They look at row r and column c with probability θ_rc = scroll^(r - 1) · (1 - skip if r > 1) · s_rc, where
+
+        s_rc = (1 - middle) c^(-d_r) + middle (1 + |c - m|)^(-d_r),    d_r = decay (1 + narrowing (1 - 1/r))
+
+    and m is the middle column. So they may stop after a row, skip a row, or start at the middle, as eye tracking of
+    image search shows (Xie et al. 2019, "Grid-based Evaluation Metrics for Web Image Search"). A user stops and skips
+    once for all items of a row. Positions are slots of a grid, or ranks 1, 2, ..., which fill the grid row by row.
+    `examination` is not used.
+    """
+
+    columns: int = 4
+    scroll: float = 0.85
+    skip: float = 0.1
+    decay: float = 0.5
+    narrowing: float = 0.6
+    middle: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked_numbers("columns", [self.columns], low=1, high=MOST_GRID_COLUMNS - 1)
+        checked_numbers("scroll, skip and middle", [self.scroll, self.skip, self.middle], low=0, high=1)
+        checked_numbers("decay and narrowing", [self.decay, self.narrowing], low=0, high=10)
+
+    def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row and the column of each position, from 1."""
+        in_grid, rank = positions // GRID == 1, positions.clamp(min=1) - 1
+        slots = rows_and_columns(positions), (rank // self.columns + 1, rank % self.columns + 1)
+        rows, columns = (torch.where(in_grid, slot, of_rank).clamp(min=1) for slot, of_rank in zip(*slots, strict=True))
+        return rows.clamp(max=MOST_GRID_ROWS - 1), columns
+
+    def placed(self, positions: np.ndarray) -> np.ndarray:
+        if not is_grid(positions) and int(positions.max()) > (most := (MOST_GRID_ROWS - 1) * self.columns):
+            raise OptionError(f"a grid has at most {most:,} items", got=int(positions.max()), hint="lower --items")
+        return np.asarray(grid_ids(*self.places(torch.from_numpy(positions))).numpy())
+
+    def chances(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the probabilities that users get to a row, that they look at a part of it, and at an item in it."""
+        slope = self.decay * (1 + self.narrowing * (1 - 1 / rows))
+        from_middle = 1 + (columns - (self.columns + 1) / 2).abs()
+        seen = (1 - self.middle) * columns.pow(-slope) + self.middle * from_middle.pow(-slope)
+        return self.scroll ** (rows - 1), torch.where(rows > 1, 1 - self.skip, 1.0), seen
+
+    def _chances(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        reached, looked, seen = self.chances(*(place.double() for place in self.places(positions)))
+        return reached.pow(self.eta).to(dtype), looked.pow(self.eta).to(dtype), seen.pow(self.eta).to(dtype)
+
+    def theta(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        reached, looked, seen = self._chances(positions, dtype)
+        return reached * looked * seen
+
+    def draw_clicks(
+        self, relevance: Tensor, positions: Tensor, generator: torch.Generator | Noise | None, *, where: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        reached, looked, seen = self._chances(positions, relevance.dtype)
+        of_user, of_row = uniform_like(relevance, generator)[..., :1], uniform_like(relevance, generator)
+        of_row = of_row.gather(-1, self.places(positions)[0] % relevance.shape[-1])  # the same for all items of a row
+        examined = (of_user < reached) & (of_row < looked) & _draw(seen, generator) & where
+        relevant = _draw(self.attracted(relevance), generator) & where
+        return examined & relevant, examined, relevant
+
+    def dwell_scale(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the factor r^(-decay) of dwell time at each row r."""
+        return super().dwell_scale(self.places(positions)[0], dtype)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CarouselUser(GridUser):
+    """Users who go down rows of carousels, and swipe to see more than the first `visible` items of a row.
+
+    θ_rc = scroll^(r - 1) · (1 - skip if r > 1) · swipe^((c - 1) // visible) · j^(-decay), where j is the place of
+    column c among the columns that are visible at once. A user who does not swipe sees none of the further items of a
+    row. Rows are left one after the other, and each is browsed on its own, as in the carousel click model (Rahdari,
+    Kveton and Brusilovsky 2022).
+    """
+
+    columns: int = 12
+    decay: float = 0.2
+    visible: int = 4
+    swipe: float = 0.35
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked_numbers("visible", [self.visible], low=1)
+        checked_numbers("swipe", [self.swipe], low=0, high=1)
+
+    def chances(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        swipes, place = (columns - 1) // self.visible, (columns - 1) % self.visible + 1
+        looked = torch.where(rows > 1, 1 - self.skip, 1.0) * self.swipe**swipes
+        return self.scroll ** (rows - 1), looked, place.pow(-self.decay)
+
+
 USERS: dict[str, Callable[..., User]] = {
     "pbm": User,
     "trust": TrustUser,
     "cascade": CascadeUser,
     "clickbait": clickbait_user,
     "watch": WatchUser,
+    "grid": GridUser,
+    "carousel": CarouselUser,
 }
 
 
@@ -497,12 +612,14 @@ def simulate_log(log: Log, user: User, *, seed: Seed = 0, sessions: int | None =
     """Draw the feedback of a user on each item of a log, which must have positions and true relevance.
 
     With `sessions`, that many requests are drawn with replacement and get new ids; otherwise each is used once.
-    Return the log with the drawn actions, and the `Feedback` of each row with its hidden variables.
+    Users of a grid see items in reading order. Return the log with the drawn actions, and the `Feedback` of each row
+    with its hidden variables.
     """
     if log.positions is None or log.relevance is None:
         what = "simulated feedback needs items with positions and true relevance"
         raise DataError(what, hint="give items positions with ultr.show(log, scores)")
     check_grades(torch.from_numpy(log.relevance), user.max_grade)
+    log = replace(log, positions=user.placed(log.positions))
     if sessions is not None:
         log = draw_sessions(log, sessions, seed=seed)
     generator = torch.Generator().manual_seed(seed)

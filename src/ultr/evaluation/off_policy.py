@@ -60,7 +60,7 @@ from ultr.evaluation.scores import (
 from ultr.log import Log
 from ultr.log.labels import DEFAULT_LABEL, Label
 from ultr.log.sampling import sample_log
-from ultr.log.table import slot
+from ultr.log.table import as_shown, slot
 from ultr.rankers import FeatureEncoder, score_rows
 from ultr.rankers.combined import conditional_fit, spread_within
 from ultr.utils.arguments import Seed, checked
@@ -424,12 +424,14 @@ def _by_position(theta: ByPosition, zeta: ByPosition | None, ids: np.ndarray) ->
     """Return θ - ζ and ζ of each position id."""
     for name, values in (("θ", theta), ("ζ", zeta)):
         if values is not None and (missing := [i for i in ids.tolist() if i not in values]):
-            raise DataError(f"position {missing[0]} has no {name}", hint="add a value for every position of the log")
+            raise DataError(
+                f"position {as_shown(missing[0])} has no {name}", hint="add a value for every position of the log"
+            )
     lift = np.array([0.0 if zeta is None else zeta[i] for i in ids.tolist()])
     slope = np.array([theta[i] for i in ids.tolist()]) - lift
     bad = ~((slope > slope.max(initial=0) / LARGEST) & (slope < np.inf) & (lift >= 0))
     if bad.any():
-        got = f"θ = {slope[bad][0] + lift[bad][0]:g} at position {ids[bad][0]}"
+        got = f"θ = {slope[bad][0] + lift[bad][0]:g} at position {as_shown(int(ids[bad][0]))}"
         raise DataError("θ must be finite and above 0 (above ζ, which must not be negative)", got=got)
     return slope, lift
 

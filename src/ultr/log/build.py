@@ -79,7 +79,7 @@ def log_from_table(
     if name is None:
         return _log_of_rows(table, columns, where=where, reading=reading, unused=unused, gather=gather)
     if not gather:  # rows to score, some of which may have no position
-        every = replace(every, position=None)
+        every = replace(every, position=None, places=())
         return _log_of_rows(table, every, where=where, reading=reading, unused=unused, gather=False)
     table, hidden, notes = only_shown(table, columns, where=where)
     log = _log_of_rows(table, every, where=where, reading=reading, unused=unused)
@@ -105,7 +105,7 @@ def _log_of_rows(
     order, offsets, first_rows = group_rows(requests, gather=gather, name=columns.request, where=where)
     positions = None
     if columns.position is not None:
-        positions = position_values(table[columns.position], columns.position, where)
+        positions = position_values(table, columns, where)
     actions, notes = _actions(table, columns.actions, where)
     notes = [*columns.notes, *notes]
     if gather and (keys := _keys(table, columns, order, offsets, positions)):

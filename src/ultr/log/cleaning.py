@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from ultr.errors import ColumnError
 from ultr.log.columns import combined, is_list, item_codes
 from ultr.log.splits import MIX, as_texts
+from ultr.log.table import as_shown
 from ultr.utils.files import atomic_path
 
 # --- Repeated rows ----------------------------------------------------------------------------------------------------
@@ -57,7 +58,8 @@ def find_duplicates(
         merged = compared[first[inverse]]
         if on_duplicates == "error":
             row = int(compared[merged != compared][0])
-            got = f"{role} {codes[row]} twice in request {requests[row].as_py()!r} ({count:,} such rows in all)"
+            value = as_shown(int(codes[row])) if role == "position" else codes[row]
+            got = f"{role} {value} twice in request {requests[row].as_py()!r} ({count:,} such rows in all)"
             what = f"two items of one request have the same {role} in column '{name}'"
             raise ColumnError(what, where=where, got=got, hint=HINT)
         target[compared] = merged

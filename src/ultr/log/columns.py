@@ -17,7 +17,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultr.errors import ColumnError, DataError, OptionError, nearest
-from ultr.log.table import ACTIONS_KEY, CATEGORICAL_KEY, FEATURE_NAMES_KEY
+from ultr.log.table import (
+    ACTIONS_KEY,
+    CATEGORICAL_KEY,
+    FEATURE_NAMES_KEY,
+    GRID,
+    MOST_GRID_COLUMNS,
+    MOST_GRID_ROWS,
+    grid_ids,
+)
 from ultr.utils.stores import reject_network
 
 # --- Roles ------------------------------------------------------------------------------------------------------------
@@ -27,6 +35,8 @@ from ultr.utils.stores import reject_network
 NAMES = {
     "request": "request request_id qid query_id search_id session session_id impression_id list_id group_id group",
     "position": "position pos rank slot display_position",
+    "row": "row grid_row",
+    "column": "column grid_column",
     "relevance": "relevance true_relevance grade",
     "weight": "weight request_weight sample_weight",
     "item": "item item_id doc doc_id docid document_id product product_id sku movie_id video_id article article_id",
@@ -36,6 +46,7 @@ NAMES = {
     "randomised": "randomised randomized is_randomised is_randomized random_order",
     "swaps": "swap swaps",
 }
+GRID_ROLES = ("row", "column")  # of a grid, in place of the position; they have common names only if it has no column
 CONTEXT = ("query", "segment", "randomised", "swaps")  # roles with one value per request
 SEVERAL = ("actions", "features", "categorical")  # roles that several columns may have
 ROLES = (*NAMES, *SEVERAL)
@@ -45,6 +56,7 @@ ACTIONS = (
 )
 ACTION_NAMES = frozenset(ACTIONS.split())
 OFTEN_TEXT = {"comment", "order", "ordered"}  # these are actions only if they hold numbers
+RESERVED_POSITIONS = f"must not be from {GRID:,} to {2 * GRID - 1:,}, which stand for slots of grids"
 FEATURE_PATTERN = re.compile(r"features?([_.\[-].+|\d+)?|[fx][_.-]?\d+", re.IGNORECASE)
 
 
@@ -65,6 +77,12 @@ class Columns:
     segments: tuple[str, ...] = ()  # the columns whose values together are the segment of a request
     shown: str | None = None  # the column that marks the rows that were shown
     shown_named: bool = False  # whether the caller, or training, named this column
+    places: tuple[str, ...] = ()  # the column of the position, or two of a grid, which `position` has with a comma
+
+    @property
+    def place_roles(self) -> dict[str, str]:
+        """The column of the position, or those of the row and the column of a grid, by role."""
+        return dict(zip(GRID_ROLES if len(self.places) > 1 else ("position",), self.places, strict=False))
 
     @property
     def by_role(self) -> dict[str, Any]:
@@ -87,7 +105,7 @@ class Columns:
         """All columns with a role; a segment that is a categorical feature too is listed once."""
         context = [name for role, name in self.context.items() if role != "segment"]
         context += [name for name in self.segments if name not in self.categorical]
-        single = [self.request, self.position, self.relevance, self.weight, self.item, self.shown, *context]
+        single = [self.request, *self.places, self.relevance, self.weight, self.item, self.shown, *context]
         return [name for name in single if name is not None] + [*self.actions, *self.features, *self.categorical]
 
     @property
@@ -118,7 +136,7 @@ def resolve_columns(
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise ColumnError("column names must be unique", where=where, got=f"'{twice}' twice", hint="rename one of them")
-    named, absent = _as_in_training(named, trained or {}, schema, where)
+    named, absent = _as_in_training(_with_grid(named, where), trained or {}, schema, where)
     listed = [name for role in SEVERAL if named.get(role) is not None for name in as_names(named[role])]
     listed += [part for role in NAMES for part in _parts(role, named.get(role), names)]
     named_columns = set(listed) & set(names)
@@ -136,7 +154,7 @@ def resolve_columns(
                 raise ColumnError(f"no column '{part}' for the {role}", where=where, hint=nearest(str(part), names))
         return name
 
-    single = {role: one(role) for role in NAMES if role != "query"}
+    single = {role: one(role) for role in NAMES if role not in ("query", *GRID_ROLES)}
     by_lower = {lower: name for lower, name in by_lower.items() if name != single["request"]}
     single["query"] = one("query")  # after the request, because requests and queries share some common names
     free = [n for n in names if n not in named_columns and n not in single.values()]
@@ -145,6 +163,10 @@ def resolve_columns(
         return default() if named.get(role) is None else _matching(named[role], names, title, where=where)
 
     actions = several("actions", "actions", lambda: _saved(schema, ACTIONS_KEY) or _common_actions(schema, free))
+    if actions and single["position"] is None and named.get("position") is None:
+        grid = [name for role in GRID_ROLES if (name := one(role)) is not None]
+        single["position"] = ",".join(grid) if len(grid) == len(GRID_ROLES) else None
+        free = [n for n in free if n not in grid or single["position"] is None]
     categorical = several("categorical", "categorical features", lambda: _saved(schema, CATEGORICAL_KEY))
     rest = [n for n in free if n not in {*actions, *categorical}]
     features = several("features", "features", lambda: tuple(n for n in rest if FEATURE_PATTERN.fullmatch(n)))
@@ -162,9 +184,26 @@ def resolve_columns(
         segments=_parts("segment", single["segment"], names),
         shown=single["shown"],
         shown_named=bool(named.get("shown")),
+        places=_parts("position", single["position"], names),
     )
     _check(columns, names, where)
     return columns
+
+
+def _with_grid(named: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """Return `named` with the row and the column of a grid as two columns of the position."""
+    grid = {role: named[role] for role in GRID_ROLES if named.get(role)}
+    others = {role: name for role, name in named.items() if role not in GRID_ROLES}
+    if not grid:
+        return others
+    if len(grid) < len(GRID_ROLES):
+        ((role, name),) = grid.items()
+        what, hint = "a slot of a grid needs a row and a column", "name both, with --row and --column"
+        raise OptionError(what, where=where, got=f"only the {role} '{name}'", hint=hint)
+    if others.get("position"):
+        what, hint = "positions are given twice", "pass --position for a list, or --row and --column for a grid"
+        raise OptionError(what, where=where, got=f"'{others['position']}' and {' and '.join(grid)}", hint=hint)
+    return {**others, "position": ",".join(grid[role] for role in GRID_ROLES)}
 
 
 def _as_in_training(
@@ -198,10 +237,10 @@ def _as_in_training(
 
 
 def _parts(role: str, name: str | None, names: Collection[str]) -> tuple[str, ...]:
-    """Return the columns that a name stands for: several, with commas between them, may make a segment."""
+    """Return the columns that a name stands for: several, with commas between them, may make a segment or a grid."""
     if not name:
         return ()
-    return tuple(as_names(name)) if role == "segment" and name not in names else (name,)
+    return tuple(as_names(name)) if role in ("segment", "position") and name not in names else (name,)
 
 
 def _check(columns: Columns, names: Sequence[str], where: object) -> None:
@@ -210,8 +249,12 @@ def _check(columns: Columns, names: Sequence[str], where: object) -> None:
         hint = f"name it with --request (request=...); columns: {some(names)}"
         raise ColumnError("found no column with the request id of each row", where=where, hint=hint)
     if columns.actions and columns.position is None:
-        hint = f"name it with --position (position=...); row order is not a position; columns: {some(names)}"
+        hint = "name it with --position, or those of a grid with --row and --column; row order is not a position"
+        hint = f"{hint}; columns: {some(names)}"
         raise ColumnError("found actions but no column with the position of each item", where=where, hint=hint)
+    if len(columns.places) > len(GRID_ROLES):
+        what, hint = "a position must have one column, or a row and a column", "pass --position, or --row and --column"
+        raise OptionError(what, where=where, got=f"'{columns.position}'", hint=hint)
     twice = next((name for name, count in Counter(columns.used).items() if count > 1), None)
     if twice is not None:
         raise OptionError(f"column '{twice}' has two roles", where=where, hint="give each column one role")
@@ -372,7 +415,22 @@ def check_no_nulls(column: Any, name: str, where: object, *, what: str) -> None:
         raise ColumnError(text, where=where, hint="fill them or drop those rows")
 
 
-def position_values(column: pa.ChunkedArray, name: str, where: object) -> np.ndarray:
+def position_values(table: pa.Table, columns: Columns, where: object) -> np.ndarray:
+    """Return the position id of each row: its position in a list, or its slot in a grid."""
+    limits = {"row": MOST_GRID_ROWS, "column": MOST_GRID_COLUMNS}
+    found = []
+    for role, name in columns.place_roles.items():
+        values = place_values(table[name], name, where)
+        if (large := values >= limits[role] if role in limits else values // GRID == 1).any():
+            row = int(large.argmax())
+            got, hint = f"{values[row]} in row {row_number(where, row)}", "number them 1, 2, ..., or drop those rows"
+            what = f"must be below {limits[role]:,}" if role in limits else RESERVED_POSITIONS
+            raise ColumnError(f"{role}s in column '{name}' {what}", where=where, got=got, hint=hint)
+        found.append(values)
+    return found[0] if len(found) == 1 else np.asarray(grid_ids(*found))
+
+
+def place_values(column: pa.ChunkedArray, name: str, where: object) -> np.ndarray:
     values = numeric(column, name, "position", where)
     with np.errstate(invalid="ignore"):  # a value that does not fit int64 changes, which is detected below
         whole = values.astype(np.int64)

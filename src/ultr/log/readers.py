@@ -91,6 +91,8 @@ def read_log(
     *,
     request: str | None = None,
     position: str | None = None,
+    row: str | None = None,
+    column: str | None = None,
     actions: Sequence[str] | str | None = None,
     features: Sequence[str] | str | None = None,
     categorical: Sequence[str] | str | None = None,
@@ -117,6 +119,7 @@ def read_log(
     shown, in any order, or one row per request, with columns of lists. Columns that are not named are recognised by
     common names (`request`, `position`, `click`, `features`, ...). An empty name means that there is no such column.
 
+    - Items in a grid have a `row` and a `column` in place of a `position`.
     - Rankers learn a vector for each value of a `categorical` column.
     - A request may have a `query` (requests with the same query have the same items), a `segment` (one column, or
       several with commas between them), a mark that its order was `randomised`, the drawn arm of an experiment with
@@ -134,6 +137,8 @@ def read_log(
     named: dict[str, Any] = {
         "request": request,
         "position": position,
+        "row": row,
+        "column": column,
         "actions": actions,
         "features": features,
         "categorical": categorical,

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from ultr.errors import ColumnError
 from ultr.log.columns import Columns, combined, is_number, row_number
-from ultr.log.table import Hidden
+from ultr.log.table import MOST_GRID_COLUMNS, Hidden
 
 RARE = 0.001  # share of the rows with feedback that may be marked as not shown; they count as shown
 
@@ -46,18 +46,20 @@ def only_shown(table: pa.Table, columns: Columns, *, where: object) -> tuple[pa.
     return (table.filter(pa.array(shown)), hidden, [str(hidden)]) if hidden.rows else (table, hidden, [])
 
 
-def _summary(name: str, shown: np.ndarray, table: pa.Table, columns: Columns) -> Hidden:
+def _summary(marked_by: str, shown: np.ndarray, table: pa.Table, columns: Columns) -> Hidden:
     """Count the rows that were not shown, and the requests that have such rows only at the end."""
     codes = combined(table[columns.request]).dictionary_encode().indices
     request = np.asarray(pc.fill_null(codes.cast(pa.int64()), 0).to_numpy(zero_copy_only=False))
     count = int(request.max(initial=-1)) + 1
-    place = np.full(len(shown), np.nan) if columns.position is None else _numbers(table[columns.position])
+    place = np.full(len(shown), np.nan)
+    for i, name in enumerate(columns.places):  # in reading order, if there are a row and a column
+        place = _numbers(table[name]) + (MOST_GRID_COLUMNS * place if i else 0)
     last, first_hidden = np.full(count, -np.inf), np.full(count, np.inf)
     np.maximum.at(last, request[shown], np.nan_to_num(place[shown], nan=-np.inf))
     np.minimum.at(first_hidden, request[~shown], np.nan_to_num(place[~shown], nan=np.inf))
     with_hidden, nothing = np.bincount(request, ~shown, count) > 0, np.bincount(request, shown, count) == 0
     counts = (int(each.sum()) for each in (with_hidden, with_hidden & (first_hidden > last), nothing))
-    return Hidden(name, int((~shown).sum()), len(shown), *counts)
+    return Hidden(marked_by, int((~shown).sum()), len(shown), *counts)
 
 
 def _flags(column: pa.ChunkedArray) -> np.ndarray | None:

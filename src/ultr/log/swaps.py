@@ -1,8 +1,8 @@
 """Swaps of items: the arms of an experiment that shows some items of a request at the positions of others.
 
 An arm is a text: positions joined by `-`. `1-3` shows the item that production ranks at 1 at position 3, and that of 3
-at 1. In an arm of more positions, each item moves to the next position, and the last one to the first: `1-2-3`. The
-empty arm is the control, the order of production.
+at 1. In an arm of more positions, each item moves to the next position, and the last one to the first: `1-2-3`. In a
+grid, positions are slots: `r1c1-r1c3`. The empty arm is the control, the order of production.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultr.errors import ColumnError, DataError
-from ultr.log.table import SHIFT, Log
+from ultr.log.table import IN_LIST, SLOT, Log, as_shown, position_id
 
 CONTROL = ""
-IN_LIST = (1 << SHIFT) - 1  # the bits of a position id that are the position, without the segment
-PATTERN = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})+")
+PLACE = rf"(?:[0-9]{{1,18}}|{SLOT.pattern})"
+PATTERN = re.compile(rf"{PLACE}(-{PLACE})+")
 
 
 def parse_swap(text: str, *, where: object = None) -> tuple[int, ...]:
@@ -32,7 +32,10 @@ def parse_swap(text: str, *, where: object = None) -> tuple[int, ...]:
     """
     if not text.strip():
         return ()
-    places = tuple(int(part) for part in text.split("-")) if PATTERN.fullmatch(text.strip()) else ()
+    try:
+        places = tuple(map(position_id, text.strip().split("-"))) if PATTERN.fullmatch(text.strip()) else ()
+    except ValueError:  # a slot beyond the largest grid
+        places = ()
     if len(places) < 2 or len(set(places)) < len(places):
         hint = "write the positions that are swapped as 1-3, and leave the control empty"
         raise ColumnError("a swap must have two or more different positions", where=where, got=f"'{text}'", hint=hint)
@@ -40,7 +43,7 @@ def parse_swap(text: str, *, where: object = None) -> tuple[int, ...]:
 
 
 def swap_text(places: Sequence[int]) -> str:
-    return "-".join(map(str, places))
+    return "-".join(str(as_shown(place)) for place in places)
 
 
 def checked_swaps(values: Any, *, where: object = None) -> pa.Array:

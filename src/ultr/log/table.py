@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -241,7 +242,9 @@ class Log:
         columns: dict[str, Any] = {"request": self.request_ids.take(pa.array(requests))}
         if self.item_ids is not None:
             columns["item"] = self.item_ids.slice(start, stop - start)
-        if self.positions is not None:
+        if is_grid(self.positions):
+            columns["row"], columns["column"] = rows_and_columns(self.positions[start:stop])  # type: ignore[index]
+        elif self.positions is not None:
             columns["position"] = self.positions[start:stop]
         columns |= {name: values[start:stop] for name, values in self.actions.items()}
         if self.relevance is not None:
@@ -351,6 +354,7 @@ def _request_blocks(offsets: np.ndarray, max_rows: int) -> list[int]:
 
 SEPARATOR = " + "  # between the values of several columns that make a segment, as in `phone + search`
 SHIFT = 20  # a position id has the position in its lowest 20 bits, and the number of the segment above them
+IN_LIST = (1 << SHIFT) - 1  # the bits of a position id that are the position, without the segment
 
 
 def by_segment(log: Log, known: Sequence[str] | None = None) -> tuple[Log, tuple[str, ...]]:
@@ -372,14 +376,75 @@ def by_segment(log: Log, known: Sequence[str] | None = None) -> tuple[Log, tuple
 
 def without_segments(log: Log) -> Log:
     """Return a log with the positions that it had before `by_segment`."""
-    return log if log.positions is None else replace(log, positions=log.positions & ((1 << SHIFT) - 1))
+    return log if log.positions is None else replace(log, positions=log.positions & IN_LIST)
 
 
 def slot(position: int, segments: Sequence[str] = ()) -> str:
-    """Return the text of a position id: `3`, or `3@phone` if there are segments."""
+    """Return the text of a position id: `3`, or `r2c3` in a grid, or `3@phone` if there are segments."""
     if not segments:
-        return str(position)
-    return f"{position & ((1 << SHIFT) - 1)}@{segments[position >> SHIFT]}"
+        return str(as_shown(position))
+    return f"{as_shown(position & IN_LIST)}@{segments[position >> SHIFT]}"
+
+
+# --- Grids ------------------------------------------------------------------------------------------------------------
+# A position in a grid is a row and a column. Its id has the bit GRID, the row, and the column in the lowest nine bits,
+# so that ids increase in reading order: row by row.
+
+GRID = 1 << 19  # no position in a list is from GRID to 2 GRID - 1
+MOST_GRID_ROWS, MOST_GRID_COLUMNS = 1 << 10, 1 << 9
+SLOT = re.compile(r"r([0-9]{1,4})c([0-9]{1,3})")
+
+
+def grid_ids(rows: Any, columns: Any) -> Any:
+    """Return the position ids of slots of a grid; `rows` and `columns` are whole numbers, arrays or tensors."""
+    return rows * MOST_GRID_COLUMNS + columns + GRID
+
+
+def rows_and_columns(positions: Any) -> tuple[Any, Any]:
+    """Return the rows and the columns of position ids of a grid, also of ids that differ by segment."""
+    within = positions & (GRID - 1)
+    return within // MOST_GRID_COLUMNS, within % MOST_GRID_COLUMNS
+
+
+def is_grid(positions: np.ndarray | Sequence[int] | None) -> bool:
+    """Return whether position ids, without segments, are those of slots of a grid; a log has only such ids, or none."""
+    return positions is not None and len(positions) > 0 and int(positions[0]) // GRID == 1
+
+
+def as_shown(position: int) -> int | str:
+    """Return a position without its segment as outputs show it: its number, or `r2c3` for row 2, column 3 of a grid."""
+    if position // GRID != 1:
+        return position
+    return "r{}c{}".format(*rows_and_columns(position))
+
+
+def named_places(positions: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Return the indices of the positions that a summary names: those of an order from 1, or the corners of a grid."""
+    if not is_grid(positions):
+        return [k - 1 for k in order if k <= len(positions)]
+    rows = rows_and_columns(np.array(positions))[0]
+    ends = [np.flatnonzero(rows == row)[[0, -1]] for row in (rows[0], rows[-1])]
+    return [int(i) for i in np.unique(ends) if i]
+
+
+def by_row(positions: Sequence[int], values: Sequence[Any]) -> tuple[list[str], list[str], list[list[Any]]]:
+    """Return the names of the rows and the columns of a grid, and its values [rows, columns]; None without a value."""
+    rows, columns = rows_and_columns(np.array(positions))
+    of_row, of_column = ({int(k): i for i, k in enumerate(np.unique(each))} for each in (rows, columns))
+    matrix: list[list[Any]] = [[None] * len(of_column) for _ in of_row]
+    for row, column, value in zip(rows.tolist(), columns.tolist(), values, strict=True):
+        matrix[of_row[row]][of_column[column]] = value
+    return [f"r{k}" for k in of_row], [f"c{k}" for k in of_column], matrix
+
+
+def position_id(text: str) -> int:
+    """Return the position id of a text such as `3` or `r2c3`; raise ValueError if it is not one."""
+    if (found := SLOT.fullmatch(text)) is None:
+        return int(text)
+    row, column = map(int, found.groups())
+    if row >= MOST_GRID_ROWS or column >= MOST_GRID_COLUMNS:
+        raise ValueError(f"rows of a grid are below {MOST_GRID_ROWS:,}, and columns below {MOST_GRID_COLUMNS}")
+    return int(grid_ids(row, column))
 
 
 # --- Summaries --------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 
 from ultr.log import Log
 from ultr.log.labels import Label
+from ultr.log.table import is_grid
 from ultr.methods.position_model import PositionModel
 from ultr.rankers import FeatureEncoder
 
@@ -41,6 +42,8 @@ def anchor_of_log(encoder: FeatureEncoder, log: Log, label: Label, model: Positi
     labels = np.asarray(label(log.actions), np.float64)[rows]
     positions = log.shown_positions("the anchor of a ranker")[rows]
     theta = model.theta_at(torch.from_numpy(positions)).double().cpu().numpy()
+    if is_grid(positions):  # only their order is a measure of relevance
+        positions = np.unique(positions, return_inverse=True)[1]
     features = torch.from_numpy(np.asarray(log.features[rows])).to(encoder.mean.device)
     x = encoder(features)[:, : len(encoder.mean)].double().cpu().numpy()
     return fit_anchor(x, labels, theta, positions, request, seed=seed)

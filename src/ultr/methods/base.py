@@ -22,6 +22,7 @@ from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.log import Log
 from ultr.log.labels import Label
+from ultr.log.table import GRID, MOST_GRID_COLUMNS, rows_and_columns
 from ultr.rankers import FeatureEncoder, make_ranker
 from ultr.rankers.networks import HIDDEN
 
@@ -296,6 +297,8 @@ class PositionIndex(nn.Module):
     def _make_table(self) -> None:
         self._first, last = int(self.ids[0]), int(self.ids[-1])
         self._by_table = last - self._first < MOST_IN_TABLE
+        in_grid = bool((self.ids & GRID).all())
+        self._rows = [int(bound) for bound in rows_and_columns(self.ids)[0].aminmax()] if in_grid else None
         if self._by_table:
             self.table = self._nearest(torch.arange(self._first, last + 1, device=self.ids.device))
 
@@ -303,6 +306,9 @@ class PositionIndex(nn.Module):
         return len(self.ids)
 
     def forward(self, positions: Tensor) -> Tensor:
+        if self._rows is not None:  # beyond the rows of a grid, the first or last row is the nearest
+            rows = rows_and_columns(positions)[0]
+            positions = positions + (rows.clamp(*self._rows) - rows) * MOST_GRID_COLUMNS
         if self._by_table:
             return self.table[(positions - self._first).clamp(0, len(self.table) - 1)]
         return self._nearest(positions)

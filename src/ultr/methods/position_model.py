@@ -17,7 +17,7 @@ from ultr.bias.logging_policy import STRATA, logging_score, policy_network
 from ultr.bias.propensities import theta_by_id
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
-from ultr.log.table import SHIFT
+from ultr.log.table import IN_LIST, SHIFT, as_shown, slot
 from ultr.methods.base import BiasInputs, FeedbackMethod, Learner, MethodInputs, PositionIndex
 from ultr.rankers import FeatureEncoder, LinearRanker
 from ultr.utils.distributed import summed
@@ -100,7 +100,7 @@ class PositionModel(Learner):
         size = len(self.index)
         start = torch.full((size,), 1.0 if inputs.truth else EM_START if theta_from == "em" else scale or 1.0)
         if inputs.propensities is not None:
-            known = {str(position): theta for position, theta in inputs.propensities.items()}
+            known = {slot(position): theta for position, theta in inputs.propensities.items()}
             start = torch.tensor(list(theta_by_id(known, tuple(self.index.ids.tolist())).values()))
         buffers = {
             "theta": start,
@@ -237,8 +237,10 @@ class PositionModel(Learner):
     def warnings(self) -> Iterable[tuple[str, str]]:
         few = [k for k, n in zip(self.index.ids.tolist(), self.clicks.tolist(), strict=True) if n < FEW_CLICKS]
         if few and bool((self.impressions > 0).any()):
-            in_list = sorted({k & ((1 << SHIFT) - 1) for k in few})
-            positions = ", ".join(map(str, in_list[:10])) + (" of some segments" if max(few) >> SHIFT else "")
+            in_list = sorted({k & IN_LIST for k in few})
+            positions = ", ".join(str(as_shown(k)) for k in in_list[:10]) + (
+                " of some segments" if max(few) >> SHIFT else ""
+            )
             yield "few clicks", f"theta is estimated from fewer than {FEW_CLICKS} clicks at positions {positions}"
         if float(self.moved) > (BATCH_MOVING if self.theta_learned else MOVING):
             yield "theta not settled", f"theta still changed by {float(self.moved):.1%} in its last iteration"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ultr.bias.identification import IDENTIFIED, INTERVALS
+from ultr.log.table import SLOT, by_row, position_id
 from ultr.report.page import Card, Cards, Folded, Grid, Heading, Notes, Part, Plot, Section, Table, Text
 from ultr.report.plots import bar_plot, heat_map, interval_plot, line_plot
 
@@ -72,7 +73,26 @@ def _by_position(
 def _place(slot: str) -> tuple[str, int]:
     """Return the segment and the position of a slot such as `3` or `3@phone`."""
     position, _, segment = slot.partition("@")
-    return segment, int(position)
+    return segment, position_id(position)
+
+
+def grid_maps(title: str, at: Sequence[str], values: Sequence[Any], *, caption: str = "") -> list[Plot]:
+    """Return a heat map of values by slot of a grid, for each segment; none if the positions are those of a list."""
+    segments: dict[str, list[tuple[int, Any]]] = {}
+    for slot, value in zip(at, values, strict=True):
+        position, _, segment = slot.partition("@")
+        if SLOT.fullmatch(position):
+            segments.setdefault(segment, []).append((position_id(position), value))
+    plots = []
+    for segment, pairs in segments.items():
+        rows, columns, matrix = by_row(*zip(*pairs, strict=True))
+        known = [value for _, value in pairs if value is not None]
+        named = f"{title}: {segment}" if segment else title
+        most = max(known, default=1.0)
+        plots.append(
+            heat_map(named, matrix, columns=columns, rows=rows, x="column", y="row", caption=caption, largest=most)
+        )
+    return plots
 
 
 def _bias_of_run(bias: Mapping[str, Any], truth: Truth) -> list[Part]:
@@ -80,6 +100,8 @@ def _bias_of_run(bias: Mapping[str, Any], truth: Truth) -> list[Part]:
     parts: list[Part] = []
     plots: list[Plot] = []
     if "theta" in bias:
+        caption = "How often users look at each slot, relative to the first."
+        plots += grid_maps("Examination by row and column", at, _relative(bias["theta"]), caption=caption)
         plots.append(examination_plot(bias, truth))
         error = bias.get("theta_standard_error")
         sure = "" if error is None else f" (standard error {error:.1%})"
@@ -237,7 +259,7 @@ def log_sections(report: Mapping[str, Any]) -> list[Section]:
     sentences = [f"{name}: {text}" for name, text in report.get("summary", {}).items()]
     good = verdict["status"] == IDENTIFIED
     parts: list[Part] = [Notes(sentences or verdict["reasons"], good=good), Cards(cards)]
-    parts.append(estimates_plot(report))
+    parts += _estimates(report)
     parts.append(_estimates_table(report))
     parts += [actions_plot(report["actions"])] if report.get("actions") else []
     parts += [Text(note) for note in report["notes"]]
@@ -249,9 +271,21 @@ def log_sections(report: Mapping[str, Any]) -> list[Section]:
         inner: list[Part] = []
         for name, part in report["segments"].items():
             title = f"{name} ({part['requests']:,} requests): {part['verdict']['status']}"
-            inner += [estimates_plot(part, title), _estimates_table(part)]
+            inner += [*_estimates(part, title), _estimates_table(part)]
         sections.append(Section("Segments", inner))
     return sections
+
+
+def _estimates(report: Mapping[str, Any], title: str = "Examination by position") -> list[Part]:
+    """Return the plot of all estimates, after a heat map of the recommended one (or of the feedback) for a grid."""
+    at, anchor = [str(k) for k in report["positions"]], report["verdict"]["anchor"]
+    if anchor is None:
+        values, caption = report["rate"], "The feedback rate of each slot, because examination is not identified."
+    else:
+        values = report["estimates"][anchor]["theta"]
+        caption = f"How often users look at each slot, relative to {report['reference']} (estimate: {anchor})."
+    maps = grid_maps(title.replace("by position", "by row and column"), at, values, caption=caption)
+    return [*maps, estimates_plot(report, title)]
 
 
 def estimates_plot(report: Mapping[str, Any], title: str = "Examination by position", *, truth: Truth = None) -> Plot:

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from ultr.errors import OptionError, OutputError
 from ultr.log import Log
 from ultr.log.readers import read_batches
+from ultr.log.table import as_shown
 from ultr.rankers.model import Model
 from ultr.utils.arguments import checked
 from ultr.utils.calibration import of_model
@@ -41,6 +42,8 @@ def score_file(
     *,
     request: str | None = None,
     position: str | None = None,
+    row: str | None = None,
+    column: str | None = None,
     item: str | None = None,
     features: Sequence[str] | str | None = None,
     where: Sequence[str] = (),
@@ -81,6 +84,8 @@ def score_file(
         missing=model.missing,
         request=request,
         position=position,
+        row=row,
+        column=column,
         item=item,
         features=features,
         where=where,
@@ -114,6 +119,9 @@ def first_ranking(log: Log, scores: np.ndarray, most: int = 5) -> str | None:
     Items without ids are named by the position at which they were shown.
     """
     keys = _keys(log)
+    if "row" in keys.column_names:
+        slots = pa.array([str(as_shown(each)) for each in log.shown_positions("a ranking").tolist()])
+        keys = keys.append_column("position", slots)
     name = next((each for each in ("item", "position") if each in keys.column_names), None)
     of_first = np.flatnonzero(np.asarray(pc.equal(keys["request"], keys["request"][0])))
     if name is None or len(of_first) < 2:

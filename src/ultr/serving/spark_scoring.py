@@ -14,13 +14,14 @@ import pyarrow.parquet as pq
 from ultr.errors import ColumnError, DataError, OptionError
 from ultr.log.build import Reading
 from ultr.log.columns import (
+    GRID_ROLES,
     Columns,
     Missing,
     check_no_nulls,
     combined,
     is_list,
     non_negative,
-    position_values,
+    place_values,
 )
 from ultr.log.prepare.engines import Spark, Tables, engine_errors, find_tables, start_engine
 from ultr.log.prepare.impressions import filtered
@@ -34,6 +35,8 @@ from ultr.utils.arguments import checked
 from ultr.utils.display import begin_stage
 from ultr.utils.files import atomic_path, check_output
 
+PLACES = ("position", *GRID_ROLES)
+
 
 @checked
 def score_on_spark(
@@ -43,6 +46,8 @@ def score_on_spark(
     *,
     request: str | None = None,
     position: str | None = None,
+    row: str | None = None,
+    column: str | None = None,
     item: str | None = None,
     features: Sequence[str] | str | None = None,
     where: Sequence[str] = (),
@@ -61,7 +66,8 @@ def score_on_spark(
     if calibrated or at_position is not None:
         raise OptionError("Spark computes scores only", hint="leave out --engine, or --calibrated")
     model = load_model(run)
-    named = {"request": request, "position": position, "item": item, "features": features}
+    named: dict[str, Any] = {"request": request, "position": position, "row": row, "column": column}
+    named |= {"item": item, "features": features}
     given = {role: name for role, name in named.items() if name is not None}
     reading = Reading(model.missing, where=tuple(where))
     selection = Selection(model.feature_names, tuple(model.vocabularies), given, model.columns, reading)
@@ -115,8 +121,8 @@ def _check_flat(files: Tables, columns: Columns) -> None:
 def _write(engine: Spark, rows: Any, task: ScoringTask, folder: Path) -> None:
     from pyspark.sql import types
 
-    kinds: dict[str, Any] = {"position": types.LongType(), "relevance": types.FloatType()}
-    kinds |= {"randomised": types.BooleanType()}
+    kinds: dict[str, Any] = dict.fromkeys(PLACES, types.LongType())
+    kinds |= {"relevance": types.FloatType(), "randomised": types.BooleanType()}
 
     def schema(of_rows: Any) -> Any:
         keys = [kinds.get(role) or of_rows[name].dataType for role, name in task.keys.items()]
@@ -141,7 +147,8 @@ class ScoringTask:
     @property
     def keys(self) -> dict[str, str]:
         """The columns that are written next to the score, by role, in the order of `Log.to_table`."""
-        single = {role: getattr(self.columns, role) for role in ("request", "item", "position", "relevance")}
+        single = {role: getattr(self.columns, role) for role in ("request", "item")}
+        single |= {**self.columns.place_roles, "relevance": self.columns.relevance}
         context = {role: name for role, name in self.columns.context.items() if role != "segment"}
         segment = {"segment": self.columns.segments[0]} if len(self.columns.segments) == 1 else {}
         return {role: name for role, name in {**single, **context, **segment}.items() if name is not None}
@@ -169,8 +176,8 @@ class ScoringTask:
         return features_of(self, named, columns.features, columns.categorical, **settings)
 
     def _key(self, role: str, name: str, column: pa.ChunkedArray) -> Any:
-        if role == "position":
-            return pa.array(position_values(column, name, self.where), pa.int64())
+        if role in PLACES:
+            return pa.array(place_values(column, name, self.where), pa.int64())
         if role == "relevance":
             return pa.array(non_negative(column, name, role, self.where), pa.float32())
         values = combined(column)

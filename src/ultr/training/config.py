@@ -89,6 +89,8 @@ class ColumnOptions(Section):
 
     request: str | None = Field(None, description="id of the request")
     position: str | None = Field(None, description="position at which the item was shown")
+    row: str | None = Field(None, description="row at which the item was shown, if users see a grid")
+    column: str | None = Field(None, description="column at which the item was shown, if users see a grid")
     item: str | None = Field(None, description="id of the item")
     features: Names = Field(None, description="features, comma-separated; patterns such as 'f_*' are allowed")
     categorical: Names = Field(None, description="features with categories or ids, comma-separated")
@@ -189,7 +191,9 @@ class DataOptions(Section):
 class SimulationOptions(Section):
     """Simulated users, who give feedback on a data set with true labels."""
 
-    users: str | None = Field(None, description="kind of users: pbm, trust, cascade, clickbait or watch")
+    users: str | None = Field(
+        None, description="kind of users: pbm, trust, cascade, clickbait, watch, grid or carousel"
+    )
     eta: float = Field(1.0, description="severity of position bias; 0: none")
     epsilon: float = Field(0.1, description="probability that users click an irrelevant item")
     options: dict[str, Any] = Field({}, description="further options of the users")

@@ -216,10 +216,10 @@ def load_run_data(config: Config, source: Any = None, *, decided: Decisions | No
     feeding: User | None = user.unbiased() if simulation.learn_from == "no-bias" else user
     seed = config.seed
     rankers = initial_rankers(dataset, kind=simulation.logging, share=simulation.share, seed=seed)
-    train_log = _shown(dataset.train, rankers, config)
+    train_log = _shown(dataset.train, rankers, user, config)
     validation = _validation(dataset)
     if config.selection.startswith((FEEDBACK, OFF_POLICY)):  # metrics from feedback
-        shown = _shown(validation, rankers, config)
+        shown = _shown(validation, rankers, user, config)
         if config.sessions_drawn:
             share = config.data.validation
             least = max(len(shown), round(config.sessions_drawn * share / (1 - share)))
@@ -233,7 +233,7 @@ def load_run_data(config: Config, source: Any = None, *, decided: Decisions | No
     return Data(train_log, validation, dataset.fingerprint, user, feeding, label, initial=rankers[0])
 
 
-def _shown(log: Log, rankers: Sequence[Callable[[np.ndarray], np.ndarray]], config: Config) -> Log:
+def _shown(log: Log, rankers: Sequence[Callable[[np.ndarray], np.ndarray]], user: User, config: Config) -> Log:
     """Return the requests of a log as each ranker shows them; with several rankers, items have ids."""
     if config.simulation.logging in ("both", "randomised") and not config.sessions_drawn:
         what = f"logging={config.simulation.logging} needs a log that is drawn once"
@@ -241,7 +241,8 @@ def _shown(log: Log, rankers: Sequence[Callable[[np.ndarray], np.ndarray]], conf
     if len(rankers) > 1:
         log = replace(log, item_ids=pa.array(np.arange(log.rows)))
     shown = [show(log, ranker(log.features), items=config.simulation.items) for ranker in rankers]
-    return shown[0] if len(shown) == 1 else concatenate_logs(shown)
+    together = shown[0] if len(shown) == 1 else concatenate_logs(shown)
+    return replace(together, positions=user.placed(together.shown_positions("a simulation")))
 
 
 def _drawn(log: Log, sessions: int, seed: int, config: Config) -> Log:

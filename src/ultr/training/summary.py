@@ -14,7 +14,7 @@ from ultr.bias.identification import INTERVENED
 from ultr.bias.propensities import bias_file, read_bias_file, write_bias_file
 from ultr.bias.sharing import SHOWN_POSITION
 from ultr.log.columns import as_names
-from ultr.log.table import slot
+from ultr.log.table import is_grid, named_places, position_id, slot
 from ultr.methods import thresholds
 from ultr.training.combining import Ranker
 from ultr.training.config import Config
@@ -51,7 +51,7 @@ def write_bias_report(
             report["actions"] = {name: asdict(each) for name, each in examination.actions.items()}
         report["summary"] = _sentences(report, config, data)
     clicks_only = thresholds(config.method.name, data.label, config.method.options, ranker=fit.kind)
-    if data.segments:
+    if data.segments or is_grid(report["positions"]):
         report["positions"] = [slot(position, data.segments) for position in report["positions"]]
     write_bias_file(out, {**report, "label": f"{data.label} > 0" if clicks_only else data.label})
 
@@ -117,7 +117,8 @@ def _curve(theta: Mapping[str, float]) -> str:
     """Return how often users look at some positions, compared with that at which they look most often."""
     positions = list(theta)
     top = max(positions, key=theta.__getitem__)
-    named = [positions[k - 1] for k in NAMED if k <= len(positions) and positions[k - 1] != top]
+    places = named_places([position_id(position) for position in positions], NAMED)
+    named = [positions[i] for i in places if positions[i] != top]
     if not named or theta[top] <= 0:
         return "they look at one position"
     times = times_as_often({position: theta[position] / theta[top] for position in named})

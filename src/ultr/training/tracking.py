@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from ultr._version import __version__
 from ultr.bias.propensities import BIAS_FILE
 from ultr.errors import MissingExtraError, OptionError, OutputError, UltrError, redact
+from ultr.log.table import SLOT, position_id, rows_and_columns
 from ultr.training.config import Config, flat
 from ultr.training.data import DECISIONS, Decisions
 from ultr.training.folder import CONFIG, METRICS, MODEL, current_folder, read_config, read_metrics
@@ -104,8 +105,11 @@ def bias_points(run: Path) -> Iterator[Point]:
             continue
         for slot, value in zip(bias["positions"], values, strict=True):
             position, separator, segment = str(slot).partition("@")
+            row, step = "", position_id(position)
+            if SLOT.fullmatch(position):  # a curve over columns for each row
+                row, step = f" row {rows_and_columns(step)[0]}", rows_and_columns(step)[1]
             if value is not None and math.isfinite(value):
-                yield Point(f"bias/{name}{separator}{segment}", value, int(position))
+                yield Point(f"bias/{name}{row}{separator}{segment}", value, step)
 
 
 # --- TensorBoard ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ultr.log.columns import ACTION_NAMES, NAMES, Columns, not_numbers
 from ultr.log.conditions import Condition, parse_conditions, utc_time
 from ultr.log.prepare.options import Preparation, parse_window
 from ultr.log.shown import RARE
-from ultr.log.table import RESERVED, SEPARATOR
+from ultr.log.table import MOST_GRID_COLUMNS, MOST_GRID_ROWS, RESERVED, SEPARATOR, grid_ids
 
 Fetch = Callable[[Any], pa.Table]  # evaluate an Ibis expression on the engine
 
@@ -129,12 +129,10 @@ def impressions(table: Any, columns: Columns, *, time: str | None, where: object
         hint = "pass this log to ultr train directly, or flatten its lists first"
         raise ColumnError(f"'{nested[0]}' holds lists; prepare needs one row per item", where=where, hint=hint)
     request = id_column(table[columns.request], what="request", where=where)
-    position = table[columns.position]
-    whole = position.type().is_integer()
     chosen = {
         "digest": request.cast("string").hexdigest("md5"),
         "request": request,
-        "position": position.cast("int64") if whole else number_column(position, what="position", where=where),
+        "position": _position(table, columns, where),
     }
     if columns.item is not None:
         chosen["item"] = id_column(table[columns.item], what="item", where=where)
@@ -158,6 +156,18 @@ def impressions(table: Any, columns: Columns, *, time: str | None, where: object
     if columns.features:
         chosen["features"] = _features(table, columns.features, where)
     return table.select(**chosen)
+
+
+def _position(table: Any, columns: Columns, where: object) -> Any:
+    """Return the position of each row: a number, or the id of its slot in a grid, which is -1 if it has none."""
+    if len(columns.places) == 1:
+        position = table[columns.position]
+        whole = position.type().is_integer()
+        return position.cast("int64") if whole else number_column(position, what="position", where=where)
+    row, column = (number_column(table[name], what="position", where=where) for name in columns.places)
+    inside = row.between(0, MOST_GRID_ROWS - 1) & column.between(0, MOST_GRID_COLUMNS - 1)
+    fine = (inside & (row % 1 == 0) & (column % 1 == 0)).coalesce(False)
+    return fine.ifelse(grid_ids(row.cast("int64"), column.cast("int64")), -1).cast("int64")
 
 
 def seconds_column(column: Any, where: object) -> Any:

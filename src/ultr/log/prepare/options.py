@@ -28,6 +28,8 @@ class Preparation:
     threads: int | None = None
     request: str | None = None
     position: str | None = None
+    row: str | None = None
+    column: str | None = None
     actions: Sequence[str] | str | None = None
     features: Sequence[str] | str | None = None
     categorical: Sequence[str] | str | None = None

@@ -24,7 +24,7 @@ from ultr.log.cleaning import (
     suspicious_of,
     write_suspicious,
 )
-from ultr.log.columns import Columns, as_names, missing_note, resolve_columns
+from ultr.log.columns import RESERVED_POSITIONS, Columns, as_names, missing_note, resolve_columns
 from ultr.log.labels import Label
 from ultr.log.prepare.engines import Engine, Tables, engine_errors, feature_names, find_tables, start_engine
 from ultr.log.prepare.folders import (
@@ -55,7 +55,7 @@ from ultr.log.prepare.options import Preparation, as_seconds
 from ultr.log.shards import SPLITS, Manifest, footer_sum
 from ultr.log.sources import open_source
 from ultr.log.splits import LARGEST_QUERY, time_bounds
-from ultr.log.table import RESERVED
+from ultr.log.table import GRID, MOST_GRID_COLUMNS, MOST_GRID_ROWS, RESERVED
 from ultr.utils.arguments import checked
 from ultr.utils.files import atomic_path, output_errors
 from ultr.utils.memory import available_memory
@@ -64,6 +64,12 @@ from ultr.utils.memory import available_memory
 # Checks of a log before `ultr prepare` writes anything; DuckDB or Spark counts bad values, without the features.
 
 LARGEST = float(np.finfo(np.float32).max)  # the largest number that lists can hold
+
+
+def column_names(columns: Columns) -> dict[str, str]:
+    """Return the columns of requests and positions by role, for `check_rows`; those of a grid have the role `grid`."""
+    grid = {"grid": str(columns.position)} if len(columns.places) > 1 else {}
+    return {"request": columns.request, "position": str(columns.position), **grid, **columns.context}
 
 
 def check_rows(rows: Any, names: Mapping[str, str], *, fetch: Fetch, where: object) -> tuple[int, dict[str, int]]:
@@ -80,6 +86,8 @@ def check_rows(rows: Any, names: Mapping[str, str], *, fetch: Fetch, where: obje
     }
     if position.type().is_floating():
         counts["position broken"] = ((position % 1 != 0) | (position > 2.0**53) | position.isnan()).sum()
+    if "grid" not in names:
+        counts["position reserved"] = position.between(GRID, 2 * GRID - 1).sum()
     numbers = [n for n in rows.columns if n.startswith("action_") or n in ("relevance", "weight")]
     for name in numbers:
         value = rows[name]
@@ -120,6 +128,11 @@ def _column_error(role: str, problem: str, *, names: Mapping[str, str], count: i
     hint = "correct or drop the column"
     if problem == "broken":
         what, hint = f"positions in column '{column}' must be whole numbers", "number the places of items: 1, 2, ..."
+    elif role == "position" and "grid" in names:
+        most = f"rows 0 to {MOST_GRID_ROWS - 1:,}, columns 0 to {MOST_GRID_COLUMNS - 1}"
+        what, hint = f"'{column}' must be whole numbers: {most}", "drop rows of items that were not shown"
+    elif problem == "reserved":
+        what, hint = f"positions in column '{column}' {RESERVED_POSITIONS}", "number the places of items: 1, 2, ..."
     elif role == "position":
         what, hint = f"positions in column '{column}' must not be negative", "drop rows of items that were not shown"
     elif role == "weight":
@@ -335,7 +348,7 @@ class _Work:
             rows, further = self._with_events(rows, shown, actions, wanted, scratch)
             actions = (*actions, *further)
         self._check_actions(actions, columns)
-        names = {"request": columns.request, "position": str(columns.position), **columns.context}
+        names = column_names(columns)
         names |= {role: name for role in ("relevance", "weight") if (name := getattr(columns, role)) is not None}
         names |= {f"action_{i}": name for i, name in enumerate(actions)} | {"time": self.chosen.time or ""}
         total, missing = check_rows(rows, names, fetch=self.engine.fetch, where=self.where)
