@@ -14,6 +14,7 @@ from ultr.bias.after_click import AfterClick, _curve, corrected, estimate_after_
 from ultr.bias.counts import Counts
 from ultr.bias.examination import Examination
 from ultr.errors import DataError
+from ultr.evaluation.comparing import compare_rankers
 from ultr.evaluation.off_policy import off_policy_value
 from ultr.log import Log, read_log
 from ultr.log.labels import Label
@@ -186,3 +187,17 @@ def test_the_value_of_a_new_order_has_the_trust_in_the_new_positions(estimator):
         order = np.argsort(-np.array(scores))
         truth = (seen * clicks[order] * (1 + 5 * trusted * buys[order])).sum()
         assert off_policy_value(log, np.array(scores), **options).value == pytest.approx(truth, rel=1e-5)
+
+
+def test_rankers_are_compared_by_what_they_would_get_with_trust():
+    world = actions(20_000, seed=8)
+    log, label = log_of(world, features=["popular", "bargain"]), "10 * purchase + click"
+    known = {str(k): float(theta) for k, theta in enumerate(world.theta, start=1)}
+    scores = world.clicks * world.purchases
+    test = np.arange(len(log)) % 2 == 0
+    comparison = compare_rankers(log, {"new": scores}, ["off-policy-reward@10"], label=label, test=test, known=known)
+    found = {name: values["off-policy-reward@10"].mean for name, values in comparison.rankers.items()}
+    truth = world.expected(scores)
+    assert found["new"].low < truth["click"] + 10 * truth["purchase"] < found["new"].high
+    feedback = Label(label)(log.select(test).actions).sum() / test.sum()
+    assert found["the logged ranking"].mean == pytest.approx(feedback, rel=1e-5)
