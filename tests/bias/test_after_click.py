@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from scipy import optimize, sparse
 
+from ultr.bias import after_click
 from ultr.bias.after_click import AfterClick, _curve, corrected, estimate_after_click, trust_of
 from ultr.bias.counts import Counts
 from ultr.bias.examination import Examination
@@ -134,11 +135,14 @@ def test_only_actions_in_which_the_label_is_linear_are_corrected(label, follow):
     assert {*estimate_after_click(log, Label(label))} == follow
 
 
-def test_logs_without_evidence_have_no_estimate():
+def test_logs_without_evidence_have_no_estimate(monkeypatch):
     world = actions(800, seed=3)
     label = Label(LABEL)
     assert estimate_after_click(log_of(world, item="", randomised=""), label) == {}
     assert estimate_after_click(replace(log_of(world), positions=None), label) == {}
+    with monkeypatch.context() as context:
+        context.setattr(after_click, "MOST_POSITIONS", 9)
+        assert estimate_after_click(log_of(world), label) == {}
     silent = log_of(world)
     assert estimate_after_click(replace(silent, actions={n: 0 * v for n, v in silent.actions.items()}), label) == {}
 
