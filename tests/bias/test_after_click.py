@@ -10,10 +10,12 @@ import pyarrow as pa
 import pytest
 from scipy import optimize, sparse
 
+from ultr.bias import after_click
 from ultr.bias.after_click import AfterClick, _curve, corrected, estimate_after_click, trust_of
 from ultr.bias.counts import Counts
 from ultr.bias.examination import Examination
 from ultr.errors import DataError
+from ultr.evaluation.comparing import compare_rankers
 from ultr.evaluation.off_policy import off_policy_value
 from ultr.log import Log, read_log
 from ultr.log.labels import Label
@@ -133,11 +135,14 @@ def test_only_actions_in_which_the_label_is_linear_are_corrected(label, follow):
     assert {*estimate_after_click(log, Label(label))} == follow
 
 
-def test_logs_without_evidence_have_no_estimate():
+def test_logs_without_evidence_have_no_estimate(monkeypatch):
     world = actions(800, seed=3)
     label = Label(LABEL)
     assert estimate_after_click(log_of(world, item="", randomised=""), label) == {}
     assert estimate_after_click(replace(log_of(world), positions=None), label) == {}
+    with monkeypatch.context() as context:
+        context.setattr(after_click, "MOST_POSITIONS", 9)
+        assert estimate_after_click(log_of(world), label) == {}
     silent = log_of(world)
     assert estimate_after_click(replace(silent, actions={n: 0 * v for n, v in silent.actions.items()}), label) == {}
 
@@ -186,3 +191,17 @@ def test_the_value_of_a_new_order_has_the_trust_in_the_new_positions(estimator):
         order = np.argsort(-np.array(scores))
         truth = (seen * clicks[order] * (1 + 5 * trusted * buys[order])).sum()
         assert off_policy_value(log, np.array(scores), **options).value == pytest.approx(truth, rel=1e-5)
+
+
+def test_rankers_are_compared_by_what_they_would_get_with_trust():
+    world = actions(20_000, seed=8)
+    log, label = log_of(world, features=["popular", "bargain"]), "10 * purchase + click"
+    known = {str(k): float(theta) for k, theta in enumerate(world.theta, start=1)}
+    scores = world.clicks * world.purchases
+    test = np.arange(len(log)) % 2 == 0
+    comparison = compare_rankers(log, {"new": scores}, ["off-policy-reward@10"], label=label, test=test, known=known)
+    found = {name: values["off-policy-reward@10"].mean for name, values in comparison.rankers.items()}
+    truth = world.expected(scores)
+    assert found["new"].low < truth["click"] + 10 * truth["purchase"] < found["new"].high
+    feedback = Label(label)(log.select(test).actions).sum() / test.sum()
+    assert found["the logged ranking"].mean == pytest.approx(feedback, rel=1e-5)

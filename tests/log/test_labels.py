@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultr.errors import LabelError
-from ultr.log.labels import DEFAULT_LABEL, Label, click_label, default_label
+from ultr.log.labels import DEFAULT_LABEL, Label, click_label, default_label, sum_of_goals, weighted_goals
 
 ACTIONS = {
     "click": np.array([0.0, 1.0, 1.0, 0.0]),
@@ -307,3 +307,16 @@ def test_actions_without_names_are_an_error():
 
 def test_only_the_actions_it_reads_are_looked_at():
     assert Label("click")({"click": np.ones(2), "like": np.zeros(3)}).tolist() == [1, 1]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["a", "a + b", "b > 0.5", "b - 0.5 * b", "max(a, b)", "a / (b + 1)", "2 * b ** 2"]),
+        st.floats(0.001, 1000),
+        min_size=1,
+    )
+)
+def test_the_label_of_goals_is_their_weighted_sum(weights):
+    actions = {"a": np.array([0.0, 1.0, 0.3]), "b": np.array([0.7, 0.2, 0.0])}
+    expected = sum(weight * Label(goal)(actions) for goal, weight in weights.items())
+    np.testing.assert_allclose(Label(sum_of_goals(weighted_goals(weights)))(actions), expected, rtol=1e-9)

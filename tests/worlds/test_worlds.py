@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from worlds.actions import POSITIONS, actions
 from worlds.clips import LONGER, LONGEST, SHORTEST, SURFACES, TRUSTED, clips
 from worlds.feed import feed
 from worlds.news import PICTURE, SCREEN, news
@@ -168,3 +169,15 @@ def test_watches_and_purchases_are_as_their_truth_says():
     for truth in ("seconds", "preference", "purchases"):
         assert world.of(truth, getattr(world, truth))[0] == pytest.approx(1)
         assert 0.6 < world.of(truth, -positions(world.lengths).astype(float))[0] < 0.95
+
+
+@pytest.mark.parametrize("trust", [0.0, 1.0])
+def test_clicks_purchases_and_seconds_are_as_expected(trust):
+    world = actions(20_000, seed=11, trust=trust, conflict=0.5)
+    shown = -np.tile(np.arange(POSITIONS, dtype=float), 20_000)
+    for name, expected in world.expected(shown).items():
+        feedback = np.asarray(world.log[name], float).reshape(-1, POSITIONS).sum(1)
+        assert abs(feedback.mean() - expected) < 4 * feedback.std() / np.sqrt(len(feedback))
+    best = world.expected(world.clicks * world.purchases)
+    assert best["purchase"] > 1.1 * world.expected(world.clicks)["purchase"]
+    assert world.expected(world.clicks)["click"] > 1.1 * best["click"]

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from scipy import linalg, sparse, stats
 
-from ultr.bias.counts import Counts, Impressions, check_positions, impressions, log_counts
+from ultr.bias.counts import Counts, Impressions, impressions, log_counts
 from ultr.bias.estimators import (
     RANDOM,
     fill_gaps,
@@ -37,7 +37,8 @@ from ultr.log.labels import CLICKS, Label
 from ultr.log.table import SHIFT
 from ultr.utils.jsonfiles import content_errors
 
-MOST_POSITIONS = 1_000
+MOST_POSITIONS = 1_000  # with more there is no estimate
+LARGEST = 10.0  # the largest |log τ|
 LEVEL = 0.001  # a p value of no trend over positions below this makes τ used
 APART = 0.01  # a p value of the difference between items and random requests below which items count as biased
 NORMAL = 1.96
@@ -125,7 +126,8 @@ def estimate_after_click(log: Log, label: Label, *, seed: int = 0, sample: Log |
         return {}
     seen = impressions(log, clicked, seed=seed, most_positions=1 << SHIFT)
     in_list, place = np.unique(seen.positions & ((1 << SHIFT) - 1), return_inverse=True)
-    check_positions(len(in_list), MOST_POSITIONS)
+    if len(in_list) > MOST_POSITIONS:
+        return {}
     seen = replace(seen, positions=in_list, place=place[seen.place].astype(np.int32))
     if not items_comparable(log if sample is None else sample, by_query=seen.by_query):
         seen = replace(seen, items=None)
@@ -195,7 +197,8 @@ def _estimate(seen: Impressions, values: np.ndarray, seed: int) -> AfterClick | 
     log_tau = np.log(fill_gaps(np.exp(curve.log_tau)))[of_position]
     known = np.flatnonzero(np.isfinite(curve.log_tau))
     error = np.sqrt(curve.covariance.diagonal())[known[np.abs(of_position[:, None] - known).argmin(1)]]
-    tau, low, high = (tuple(np.exp(log_tau + z * error).tolist()) for z in (0, -NORMAL, NORMAL))
+    curves_of_log = np.clip([log_tau, log_tau - NORMAL * error, log_tau + NORMAL * error], -LARGEST, LARGEST)
+    tau, low, high = (tuple(each) for each in np.exp(curves_of_log).tolist())
     return AfterClick(tuple(seen.positions.tolist()), tau, low, high, p, p < LEVEL, TEXTS[name])
 
 

@@ -51,7 +51,7 @@ class Slots:
 
     @property
     def in_grid(self) -> bool:
-        return self.log_position.shape[1] > 1
+        return bool(self.log_position.shape[1] > 1)
 
     @staticmethod
     def of(positions: np.ndarray, contexts: np.ndarray, names: Sequence[str]) -> Slots:

@@ -19,7 +19,7 @@ from ultr.errors import OptionError
 
 if TYPE_CHECKING:
     from ultr.training.loop import Progress
-    from ultr.training.outcome import Outcome
+    from ultr.training.outcome import RunOutcome
     from ultr.training.tracking import Tolerant
 
 
@@ -111,7 +111,7 @@ def train(
         words.say("to score other items, put their file in place of the training log in this command")
 
 
-def _print_findings(bias: Mapping[str, Any], outcome: Outcome | None, trade_off: Any) -> None:
+def _print_findings(bias: Mapping[str, Any], outcome: RunOutcome | None, trade_off: Any) -> None:
     """Print what a run found about the users, its two goals and its expected feedback."""
     print_warnings(f"{warning['name']}: {warning['what']}" for warning in bias.get("warnings", ()))
     for name, sentence in bias.get("summary", {}).items():

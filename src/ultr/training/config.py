@@ -44,6 +44,7 @@ from ultr.utils.optimisation import Optimizer
 from ultr.utils.stores import fetched
 
 FORMAT = 2
+ADDED = ("goals", "tradeoff")  # options that runs of this format may lack
 DEFAULT_METHOD = "pairwise-em"
 AUTO: Final = "auto"
 Ranker = Literal["mlp", "linear", "lightgbm", "xgboost"]
@@ -424,7 +425,8 @@ class Config(Section):
     def from_json(content: Mapping[str, Any], *, where: object = None) -> Config:
         check_format(content, FORMAT, what="the run", where=where, hint="train again")
         try:
-            return _validated({name: content[name] for name in Config.model_fields})
+            needed = [name for name in Config.model_fields if name in content or name not in ADDED]
+            return _validated({name: content[name] for name in needed})
         except (KeyError, TypeError, OptionError) as error:
             raise DataError(f"the configuration cannot be read ({error})", where=where, hint="train again") from error
 
