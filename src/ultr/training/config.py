@@ -163,7 +163,9 @@ class DataOptions(Section):
         """Raise an error if the options of watch times or of delayed actions do not belong together."""
         if arrivals(self.delays, parse_pairs(self.action_times, "action_times", "purchase=bought_at")):
             if self.time is None:
-                raise ValueError("action_delay needs the times of requests; name their column with --time (--set time=COLUMN)")
+                raise ValueError(
+                    "action_delay needs the times of requests; name their column with --time (--set time=COLUMN)"
+                )
         elif self.actions_until is not None:
             raise ValueError("actions_until is of use only with action_delay; pass --action-delay purchase=7d too")
         if self.actions_until is not None:
