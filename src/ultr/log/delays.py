@@ -197,8 +197,11 @@ def _notes(fitted: Sequence[Arrival], shares: Mapping[str, np.ndarray], kept: np
     for each in fitted:
         young = int((kept & (shares[each.action] < 1)).sum())
         if each.ages:
+            half = np.array([each.delay / 2])
+            (share,), ((low,), (high,)) = each.share(half), each.interval(half)
+            arrives = f"{share:.0%} arrive in half of the delay (95% interval {low:.0%} to {high:.0%})"
             notes.append(
-                f"{young:,} younger requests are kept, and '{each.action}' there is divided by the share arrived"
+                f"'{each.action}' is divided by the share that has arrived in {young:,} young requests; {arrives}"
             )
         elif each.column is not None:
             notes.append(f"fewer than {LEAST} '{each.action}' are old enough to estimate how they arrive")
