@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from ultr.datasets import load_dataset, ranking_svm, show
-from ultr.datasets.users import User, make_user, simulate_log
+from ultr.datasets.users import CarouselUser, User, make_user, simulate_log
 from ultr.evaluation.off_policy import OffPolicyValue, fit_direct, off_policy_value
 from ultr.evaluation.scores import evaluate_scores, mean_with_interval
-from ultr.log.table import by_position
+from ultr.log.table import by_position, by_row, grid_ids
 from ultr.report.page import Plot
-from ultr.report.plots import interval_plot, line_plot, svg
+from ultr.report.plots import heat_map, interval_plot, line_plot, svg
 from ultr.utils.files import atomic_path
 
 FOLDER = Path(__file__).parents[1] / "docs" / "concepts"
@@ -68,6 +68,16 @@ def main() -> None:
     draw("trust", lines("Users trust high positions: P(click | examined)", values, "probability of a click"))
 
     draw("off-policy", values_of_rankers(user))
+    draw("grid", carousels())
+
+
+def carousels(rows: int = 4, columns: int = 6) -> Plot:
+    """Plot how often users of carousels look at each slot."""
+    slots = grid_ids(np.repeat(np.arange(1, rows + 1), columns), np.tile(np.arange(1, columns + 1), rows))
+    theta = CarouselUser(columns=columns).theta(torch.from_numpy(slots)).double().tolist()
+    names, places, values = by_row(slots.tolist(), theta)
+    title = "Examination of four carousels: users swipe to see columns 5 and 6"
+    return heat_map(title, values, columns=places, rows=names, x="column", y="row")
 
 
 def values_of_rankers(user: User, k: int = 3) -> Plot:
