@@ -13,15 +13,15 @@ import torch
 from ultr.bias.after_click import estimate_after_click
 from ultr.bias.examination import estimate_examination
 from ultr.datasets import load_dataset, randomise, ranking_svm, show
-from ultr.datasets.users import User, draw_sessions, make_user, simulate_log
+from ultr.datasets.users import CarouselUser, User, draw_sessions, make_user, simulate_log
 from ultr.evaluation.off_policy import OffPolicyValue, fit_direct, off_policy_value
 from ultr.evaluation.scores import evaluate_scores, mean_with_interval
 from ultr.log import Log, read_log
 from ultr.log.labels import Label
-from ultr.log.table import by_position
+from ultr.log.table import by_position, by_row, grid_ids
 from ultr.log.watch import WatchModel
 from ultr.report.page import Plot
-from ultr.report.plots import interval_plot, line_plot, svg
+from ultr.report.plots import heat_map, interval_plot, line_plot, svg
 from ultr.report.runs import load_run, reliability_plot
 from ultr.training.config import make_config
 from ultr.training.run import run_training
@@ -87,6 +87,7 @@ def main() -> None:
     draw("watch-time", watch_times())
     draw("scores", reliability_of_run(log))
     draw("not-shown", examination_of_viewports())
+    draw("grid", carousels())
 
 
 def watch_times() -> Plot:
@@ -135,6 +136,15 @@ def examination_of_viewports() -> Plot:
         values[name] = theta / theta[0]
     title = "Rows below the last seen one make examination look low"
     return lines(title, {**values, "true": POSITIONS**-SLOPE}, "θ relative to position 1", dashed=("true",))
+
+
+def carousels(rows: int = 4, columns: int = 6) -> Plot:
+    """Plot how often users of carousels look at each slot."""
+    slots = grid_ids(np.repeat(np.arange(1, rows + 1), columns), np.tile(np.arange(1, columns + 1), rows))
+    theta = CarouselUser(columns=columns).theta(torch.from_numpy(slots)).double().tolist()
+    names, places, values = by_row(slots.tolist(), theta)
+    title = "Examination of four carousels: users swipe to see columns 5 and 6"
+    return heat_map(title, values, columns=places, rows=names, x="column", y="row")
 
 
 def values_of_rankers(user: User, k: int = 3) -> Plot:
