@@ -68,17 +68,24 @@ class Segment:
     theta: np.ndarray  # [values, positions] relative to the first of the positions
     p: float  # corrected for the number of columns
     difference: float  # typical difference of log θ between two values, without sampling error
+    further: tuple[str, ...] = ()  # other columns on which examination depends within a value of this one
+
+    @property
+    def clear(self) -> bool:
+        return self.difference >= MATERIAL and self.p < LEVEL
 
     def __str__(self) -> str:
         at = min(range(1, len(self.positions)), key=lambda i: abs(self.positions[i] - SHOWN_POSITION))
         theta = _listed([f"{value:.2f}" for value in self.theta[:, at]])
         p = f"p = {self.p:.0e}" if self.p >= 1e-12 else "p < 1e-12"
         looks = f"at position {self.positions[at]} users look {theta} times as often as at {self.positions[0]}"
-        return f"'{self.column}' ({', '.join(self.values)}): {looks} ({p})"
+        names = ",".join((self.column, *self.further))
+        hint = f"; it depends on {_listed(self.further)} too: --segment {names} uses all" if self.further else ""
+        return f"'{self.column}' ({', '.join(self.values)}): {looks} ({p}){hint}"
 
 
 def _listed(texts: Sequence[str]) -> str:
-    return f"{', '.join(texts[:-1])} and {texts[-1]}"
+    return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
 
 
 def find_segment(
@@ -149,8 +156,16 @@ def choose_segment(log: Log, names: Sequence[str], *, label: str | None = None) 
     if best is None:
         return None
     tested = [_tested(seen, *column, source=best.name, columns=len(several)) for column in several]
-    chosen = [each for each in tested if each is not None and each.difference >= MATERIAL and each.p < LEVEL]
-    return min(chosen, key=lambda each: (each.p, -each.difference), default=None)
+    chosen = {each.column: each for each in tested if each is not None and each.clear}
+    if not chosen:
+        return None
+    first = min(chosen.values(), key=lambda each: (each.p, -each.difference))
+    others = [each for each in several if each[0] in chosen and each[0] != first.column]
+    value = next(value for name, _, value in several if name == first.column)
+    further = [
+        each[0] for each in others if _depends_within(seen, value, *each, source=best.name, columns=len(several))
+    ]
+    return replace(first, further=tuple(further))
 
 
 def _column(log: Log, name: str) -> np.ndarray:
@@ -205,6 +220,16 @@ def _tested(
     positions = tuple(seen.positions[places].tolist())
     difference = _difference(fits, compared[places], shown)
     return Segment(column, values, positions, theta / theta[:, :1], p * columns, difference)
+
+
+def _depends_within(
+    seen: Impressions, held: np.ndarray, column: str, values: tuple[str, ...], value: np.ndarray, **options: Any
+) -> bool:
+    """Return whether θ differs between the values of a column where another column, `held`, has one value."""
+    number = int(held.max()) + 1
+    options["columns"] *= number
+    within = (_tested(seen.select(held == v), column, values, value[held == v], **options) for v in range(number))
+    return any(each is not None and each.clear for each in within)
 
 
 def _at(counts: Counts, places: np.ndarray) -> Counts:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultr.errors import ColumnError, DataError, OptionError, nearest
+from ultr.log.bins import Edges, split_edges
 from ultr.log.table import ACTIONS_KEY, CATEGORICAL_KEY, FEATURE_NAMES_KEY
 from ultr.utils.stores import reject_network
 
@@ -62,6 +63,7 @@ class Columns:
     context: Mapping[str, str]  # a role in CONTEXT -> its column, if the table has one
     absent: Mapping[str, str] = field(default_factory=dict)  # role -> its column in training, if the table lacks it
     segments: tuple[str, ...] = ()  # the columns whose values together are the segment of a request
+    edges: Mapping[str, Edges] = field(default_factory=dict)  # of the bins of a segment column, if they are named
 
     @property
     def by_role(self) -> dict[str, Any]:
@@ -156,6 +158,7 @@ def resolve_columns(
         context={role: name for role in CONTEXT if (name := single[role]) is not None},
         absent=absent,
         segments=_parts("segment", single["segment"], names),
+        edges=dict(split_edges(part, names) for part in _listed("segment", single["segment"], names)),
     )
     _check(columns, names, where)
     return columns
@@ -192,10 +195,22 @@ def _as_in_training(
 
 
 def _parts(role: str, name: str | None, names: Collection[str]) -> tuple[str, ...]:
-    """Return the columns that a name stands for: several, with commas between them, may make a segment."""
+    """Return the columns that a name stands for: several may make a segment."""
+    listed = _listed(role, name, names)
+    return tuple(split_edges(part, names)[0] for part in listed) if role == "segment" else listed
+
+
+def _listed(role: str, name: str | None, names: Collection[str]) -> tuple[str, ...]:
+    """Return the columns that a name lists with commas between them, which a segment may have, with their bins."""
     if not name:
         return ()
-    return tuple(as_names(name)) if role == "segment" and name not in names else (name,)
+    one = role != "segment" or split_edges(name, names)[0] in names
+    return (name,) if one else tuple(as_names(name))
+
+
+def segment_columns(name: str) -> list[str]:
+    """Return the columns that the name of a segment lists, without their bins."""
+    return [split_edges(part)[0] for part in as_names(name)]
 
 
 def _check(columns: Columns, names: Sequence[str], where: object) -> None:

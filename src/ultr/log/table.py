@@ -337,10 +337,10 @@ def without_segments(log: Log) -> Log:
 
 
 def slot(position: int, segments: Sequence[str] = ()) -> str:
-    """Return the text of a position id: `3`, or `3@phone` if there are segments."""
+    """Return the text of a position id: `3`, or `3@phone` if there are segments (`3@` in others than these)."""
     if not segments:
         return str(position)
-    return f"{position & ((1 << SHIFT) - 1)}@{segments[position >> SHIFT]}"
+    return f"{position & ((1 << SHIFT) - 1)}@{(*segments, '')[min(position >> SHIFT, len(segments))]}"
 
 
 # --- Summaries --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from ultr.bias.examination import SOURCES, Examination
 from ultr.bias.identification import INTERVENED
 from ultr.bias.propensities import BIAS_FILE, read_bias_file, write_bias_file
 from ultr.bias.sharing import SHOWN_POSITION
-from ultr.log.columns import as_names
 from ultr.log.table import slot
 from ultr.methods import thresholds
 from ultr.training.combining import Ranker
@@ -43,9 +41,7 @@ def write_bias_report(
     if "theta_from" in report:
         report |= _origin_of_theta(config)
         if examination is not None and examination.deviations:
-            names = as_names(data.segment or "") if len(examination.deviations) > 1 else [data.segment]
-            pairs = zip(names, examination.deviations, strict=True)
-            report["contexts"] = {name: asdict(deviation) for name, deviation in pairs}
+            report["contexts"] = examination.contexts(data.segment)
         report["summary"] = _sentences(report, config, data)
     clicks_only = thresholds(config.method.name, data.label, config.method.options, ranker=fit.kind)
     if data.segments:
