@@ -77,7 +77,11 @@ class Catalogue:
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng([seed, 1])
         self.features = rng.normal(size=(ITEMS, 4))  # the last two say nothing
-        self.relevance = 0.05 + 0.55 / (1 + np.exp(1 - self.features[:, :2].sum(1)))
+        self.relevance = self.relevance_of(self.features)
+
+    @staticmethod
+    def relevance_of(features: np.ndarray) -> np.ndarray:
+        return np.asarray(0.05 + 0.55 / (1 + np.exp(1 - features[..., :2].sum(-1))))
 
     def production(self, items: np.ndarray, device: np.ndarray) -> np.ndarray:
         """Return the scores of the items [requests, positions] of requests by the ranker of their device."""

@@ -228,8 +228,13 @@ def _depends_within(
     """Return whether θ differs between the values of a column where another column, `held`, has one value."""
     number = int(held.max()) + 1
     options["columns"] *= number
-    within = (_tested(seen.select(held == v), column, values, value[held == v], **options) for v in range(number))
-    return any(each is not None and each.clear for each in within)
+    for v in range(number):
+        left, code = np.unique(value[held == v], return_inverse=True)
+        names = tuple(values[i] for i in left)
+        found = _tested(seen.select(held == v), column, names, code, **options) if len(left) > 1 else None
+        if found is not None and found.clear:
+            return True
+    return False
 
 
 def _at(counts: Counts, places: np.ndarray) -> Counts:
