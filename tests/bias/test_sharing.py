@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 import pytest
 from scipy import stats
 
+from ultr.bias import logging_policy
 from ultr.bias.audit import audit
 from ultr.bias.estimators import ConditionalFit
 from ultr.bias.examination import Examination, estimate_examination
@@ -129,6 +130,20 @@ def test_the_posterior_is_that_of_a_normal_model():
     np.testing.assert_allclose(found.theta, fit.theta, rtol=0.03)
 
 
+def test_a_bias_that_is_only_possible_widens_intervals_and_changes_no_weight():
+    slopes = {"phone": 1.2, "desk": 0.8}
+    fit, slots, _ = make(4, slopes, errors=dict.fromkeys(slopes, 0.1))
+    found, (own,) = share_strength(fit, slots, slots)
+    steeper = np.outer(slots.log_position, slots.log_position)
+    doubted = replace(fit, spread=fit.spread + steeper, probable=fit.spread)
+    same, (wider,) = share_strength(doubted, slots, slots)
+    np.testing.assert_allclose(same.theta, found.theta)
+    added = same.covariance() - found.covariance()
+    np.testing.assert_allclose(added, steeper, atol=0.1)  # all contexts share the bias, so that it stays
+    assert wider.size == own.size
+    np.testing.assert_allclose(wider.ratios["phone"], own.ratios["phone"], rtol=0.05)  # the same bias in all contexts
+
+
 def test_values_with_the_separator_in_them_are_one_column():
     slots = Slots.of(np.array([1.0, 2.0]), np.arange(2), ["a + b", "a"])
     assert slots.values == (("a", "a + b"),)
@@ -179,7 +194,6 @@ def test_the_audit_has_the_estimate_of_training(audited):
         place = int(np.flatnonzero(part.positions == part.reference)[0])
         np.testing.assert_allclose(part.estimates["shared"].theta, own / own[place])
         assert part.verdict.anchor == "shared"
-        assert (part.estimates["shared"].half_width <= part.estimates["randomised"].half_width + 0.02).mean() > 0.7
         used = np.array([*part.propensities().values()])
         np.testing.assert_allclose(used / used.max(), own / own.max())
     found = report.to_json()["contexts"]
@@ -199,8 +213,9 @@ def test_segments_of_one_column_are_estimated_alone(audited):
     np.testing.assert_array_equal(whole.estimates["randomised"].theta, report.estimates["randomised"].theta)
 
 
-def test_without_evidence_the_segments_share_that_of_features():
-    table, _ = contexts(1500, seed=1)
+def test_without_evidence_the_segments_share_that_of_features(monkeypatch):
+    monkeypatch.setattr(logging_policy, "MUCH_OPEN", np.inf)  # no network of the logging score
+    table, _ = contexts(800, seed=1)
     log = read_log(table.drop_columns(["item", "random"]), segment="device,surface")
     report = audit(log, bootstrap=10)
     assert {part.verdict.status for part in report.segments.values()} == {NOT}
