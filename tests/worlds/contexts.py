@@ -28,10 +28,11 @@ def contexts(
     """Return a log with recurring items, and θ by `position@device + surface`, relative to the first position.
 
     If it is `plain`, examination depends on no column. `odd` is an interaction of the columns. Items are those of a
-    `catalogue`, whose production ranker differs by device, or else have one feature, their relevance.
+    `catalogue`, whose production ranker differs by device, or else have one feature, their relevance. With a
+    catalogue, half of the requests are from phones, else 80%.
     """
     rng = np.random.default_rng(seed)
-    device = rng.choice(["phone", "desk"], requests, p=[0.8, 0.2])
+    device = rng.choice(["phone", "desk"], requests, p=[0.8, 0.2] if catalogue is None else [0.5, 0.5])
     surface = rng.choice(["search", "home"], requests, p=[0.85, 0.15])
     slope = np.array([slope_of(a, b, plain=plain, odd=odd) for a, b in zip(device, surface, strict=True)])
     relevance = rng.uniform(0.05, 0.6, ITEMS) if catalogue is None else catalogue.relevance

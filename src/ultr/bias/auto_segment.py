@@ -160,11 +160,9 @@ def choose_segment(log: Log, names: Sequence[str], *, label: str | None = None) 
     if not chosen:
         return None
     first = min(chosen.values(), key=lambda each: (each.p, -each.difference))
-    others = [each for each in several if each[0] in chosen and each[0] != first.column]
-    value = next(value for name, _, value in several if name == first.column)
-    further = [
-        each[0] for each in others if _depends_within(seen, value, *each, source=best.name, columns=len(several))
-    ]
+    held = next(value for name, _, value in several if name == first.column)
+    rest = [each for each in several if each[0] in chosen and each[0] != first.column]
+    further = [each[0] for each in rest if _depends_within(seen, held, *each, source=best.name, columns=len(several))]
     return replace(first, further=tuple(further))
 
 
