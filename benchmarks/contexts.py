@@ -8,8 +8,8 @@ relative to the first position of its segment. Three estimates are compared: one
 and curves that share strength.
 
 `--rank` compares rankers instead: `ultr.train` with `segment="device,surface"` and with one curve (`segment="none"`),
-by NDCG@10 of the true relevance on fresh requests with other items. The production ranker differs by device, so that
-each device shows other items at the bottom. Differences are paired over seeds.
+by NDCG@10 of the true relevance on fresh requests with other items. Each device has items of its own, which production
+shows at the bottom. Differences are paired over seeds.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def estimates(given: argparse.Namespace, seed: int) -> dict[str, tuple[np.ndarra
 def rankers(given: argparse.Namespace, seed: int) -> dict[str, float]:
     """Return NDCG@10 of a ranker with one curve, and of one with curves that share strength."""
     table, _ = contexts(given.requests, seed=seed, plain=given.plain, catalogue=Catalogue(seed))
-    features = np.random.default_rng([seed, 2]).normal(size=(FRESH, SHOWN, 4))
+    rng = np.random.default_rng([seed, 2])
+    device = rng.integers(1, 3, (FRESH, 1))
+    features = Catalogue.features_of(rng, device * (rng.random((FRESH, SHOWN)) < 1 / 3))
     relevance = Catalogue.relevance_of(features)
     columns: dict[str, Any] = {f"f{i + 1}": values for i, values in enumerate(features.reshape(-1, 4).T)}
     fresh = pa.table({"request": np.repeat(np.arange(FRESH), SHOWN), **columns})

@@ -28,7 +28,7 @@ def contexts(
     """Return a log with recurring items, and θ by `position@device + surface`, relative to the first position.
 
     If it is `plain`, examination depends on no column. `odd` is an interaction of the columns. Items are those of a
-    `catalogue`, whose production ranker differs by device, or else have one feature, their relevance. With a
+    `catalogue`, in which devices have items of their own, or else have one feature, their relevance. With a
     catalogue, half of the requests are from phones, else 80%.
     """
     rng = np.random.default_rng(seed)
@@ -36,9 +36,10 @@ def contexts(
     surface = rng.choice(["search", "home"], requests, p=[0.85, 0.15])
     slope = np.array([slope_of(a, b, plain=plain, odd=odd) for a, b in zip(device, surface, strict=True)])
     relevance = rng.uniform(0.05, 0.6, ITEMS) if catalogue is None else catalogue.relevance
-    items = np.argsort(rng.random((requests, ITEMS)), 1)[:, :POSITIONS]
+    lots = rng.random((requests, ITEMS))
+    items = np.argsort(lots if catalogue is None else lots + catalogue.others(device), 1)[:, :POSITIONS]
     random = rng.random(requests) < random_share
-    score = relevance[items] if catalogue is None else catalogue.production(items, device)
+    score = relevance[items] if catalogue is None else catalogue.production(items)
     score = np.where(random[:, None], rng.random(items.shape), score + 0.15 * rng.normal(size=items.shape))
     items = np.take_along_axis(items, np.argsort(-score, 1), 1)
     position = np.arange(1, POSITIONS + 1)
@@ -69,22 +70,31 @@ def contexts(
 
 
 class Catalogue:
-    """Items with two features that matter as much; the production ranker of phones uses the first, others the second.
+    """Items of which some are common to both devices, and some are shown on one device alone, below the common ones.
 
-    So each feature is high at the bottom of the lists of one device: with one curve for both, clicks there are
-    corrected by too little on phones and by too much elsewhere, and the second feature seems to matter less.
+    So the items of phones are low on phones only. With one curve for both devices, their clicks are corrected by too
+    little, and those of desktop items by too much. Relevance depends on the first two features alone.
     """
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng([seed, 1])
-        self.features = rng.normal(size=(ITEMS, 4))  # the last two say nothing
+        self.own = (
+            np.arange(ITEMS) % 4 % 3
+        )  # half of the items are common (0), and a quarter each of phones (1), desktops (2)
+        self.features = self.features_of(rng, self.own)
         self.relevance = self.relevance_of(self.features)
+
+    @staticmethod
+    def features_of(rng: np.random.Generator, own: np.ndarray) -> np.ndarray:
+        return np.concatenate([rng.normal(size=(*own.shape, 2)), own[..., None] == [1, 2]], -1)
 
     @staticmethod
     def relevance_of(features: np.ndarray) -> np.ndarray:
         return np.asarray(0.05 + 0.55 / (1 + np.exp(1 - features[..., :2].sum(-1))))
 
-    def production(self, items: np.ndarray, device: np.ndarray) -> np.ndarray:
-        """Return the scores of the items [requests, positions] of requests by the ranker of their device."""
-        first, second = self.features[:, 0][items], self.features[:, 1][items]
-        return np.where((device == "phone")[:, None], first, second)
+    def others(self, device: np.ndarray) -> np.ndarray:
+        """Return whether an item is of another device than that of a request [requests, items]."""
+        return self.own == np.where(device == "phone", 2, 1)[:, None]
+
+    def production(self, items: np.ndarray) -> np.ndarray:
+        return np.asarray(self.relevance[items] + 0.3 * (self.own[items] == 0))

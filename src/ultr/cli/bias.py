@@ -252,7 +252,7 @@ def _print_summary(report: BiasReport) -> None:
 
 def _print_contexts(report: BiasReport) -> None:
     """Print which columns of segments matter, and how much: the column with the largest differences first."""
-    title = "Looks at position 5, relative to the first, over the average"
+    title = "Looks at position 5, over the average"
     table = new_table(title, names=("column", "value"), numbers=("times", "95% interval"))
     for column, deviation in sorted(report.contexts.items(), key=lambda each: -each[1]["size"]):
         values = deviation["ratios"] if deviation["size"] else {}
