@@ -18,7 +18,7 @@ from ultr.evaluation.off_policy import OffPolicyValue, fit_direct, off_policy_va
 from ultr.evaluation.scores import evaluate_scores, mean_with_interval
 from ultr.log import Log, read_log
 from ultr.log.labels import Label
-from ultr.log.table import by_position, by_row, grid_ids
+from ultr.log.table import by_position, by_row, by_segment, grid_ids, slot
 from ultr.log.watch import WatchModel
 from ultr.report.page import Plot
 from ultr.report.plots import heat_map, interval_plot, line_plot, svg
@@ -28,6 +28,7 @@ from ultr.training.run import run_training
 from ultr.utils.files import atomic_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from worlds.contexts import contexts  # type: ignore[import-not-found]
 from worlds.shown import SLOPE, shown, without_column  # type: ignore[import-not-found]
 from worlds.watches import watches  # type: ignore[import-not-found]
 
@@ -37,7 +38,7 @@ NAMES = [str(k) for k in POSITIONS]
 
 
 def lines(title: str, values: dict[str, np.ndarray], y: str, *, dashed: tuple[str, ...] = ()) -> Plot:
-    points = {name: (NAMES, [float(value) for value in each]) for name, each in values.items()}
+    points = {name: (NAMES[: len(each)], [float(value) for value in each]) for name, each in values.items()}
     return line_plot(title, points, x="position", y=y, from_zero=True, categories=True, dashed=dashed)
 
 
@@ -88,6 +89,7 @@ def main() -> None:
     draw("scores", reliability_of_run(log))
     draw("not-shown", examination_of_viewports())
     draw("grid", carousels())
+    draw("contexts", curves_of_a_small_context())
 
 
 def watch_times() -> Plot:
@@ -145,6 +147,28 @@ def carousels(rows: int = 4, columns: int = 6) -> Plot:
     names, places, values = by_row(slots.tolist(), theta)
     title = "Examination of four carousels: users swipe to see columns 5 and 6"
     return heat_map(title, values, columns=places, rows=names, x="column", y="row")
+
+
+def curves_of_a_small_context(name: str = "desk + home") -> Plot:
+    """Plot examination in the rarest of four contexts: the truth, and three estimates of it."""
+    table, truth = contexts(30_000, seed=4)
+    whole = read_log(table, segment="device,surface", randomised="random", features=[])
+    log, segments = by_segment(whole)
+    slots = [f"{k}@{name}" for k in range(1, 9)]
+
+    def curve(segments_of: tuple[str, ...], log: Log, *, shared: bool) -> np.ndarray:
+        found = estimate_examination(log, Label("click"), segments=segments_of if shared else ())
+        theta = {slot(k, segments_of): value for k, value in found.by_position().items()}
+        values = np.array([theta[text if segments_of else text.partition("@")[0]] for text in slots])
+        return np.asarray(values / values[0])
+
+    values = {
+        "one curve for all": curve((), whole, shared=False),
+        "this segment alone": curve(segments, log, shared=False),
+        "shared strength": curve(segments, log, shared=True),
+        "true": np.array([truth[text] for text in slots]),
+    }
+    return lines("Examination on desktops at home, 3% of the requests", values, "relative", dashed=("true",))
 
 
 def values_of_rankers(user: User, k: int = 3) -> Plot:

@@ -14,6 +14,7 @@ from ultr.bias import auto_segment
 from ultr.bias.auto_segment import find_segment
 from ultr.checks.pitfalls import suspicious_requests
 from ultr.log import Log, read_log
+from worlds.contexts import contexts
 from worlds.shop import shop
 
 FLAT = np.array([0.9, 0.85, 0.8, 0.75, 0.7])  # examination of another device
@@ -53,6 +54,17 @@ def test_the_devices_of_a_shop_are_found_with_theta_near_the_truth():
     np.testing.assert_allclose(found.theta[:, at], [1 / (1 + 0.1 * 4), 5**-0.9], rtol=0.25)
     seen = f"at position 5 users look {found.theta[0, at]:.2f} and {found.theta[1, at]:.2f} times as often as at 1"
     assert str(found) == f"'device' (desktop, mobile): {seen} (p = {found.p:.0e})"
+
+
+def test_columns_on_which_examination_depends_too_are_named():
+    """`os` is the device under another name: it adds nothing to it."""
+    table, _ = contexts(6000, seed=5, random_share=1.0)
+    found = find_segment(table.append_column("os", table["device"]), columns={"randomised": "random"})
+    assert found is not None
+    assert (found.column, found.further) == ("device", ("surface",))
+    assert str(found).endswith("; it depends on surface too: --segment device,surface uses all")
+    plain, _ = contexts(6000, seed=5, random_share=1.0, plain=True)
+    assert find_segment(plain, columns={"randomised": "random"}) is None
 
 
 @pytest.mark.parametrize("kind", ["items", "random order"])

@@ -6,8 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ultr.bias.propensities import read_bias_theta, read_propensities, theta_by_id, write_bias_file
+from ultr.bias.propensities import read_bias_theta, read_propensities, suggested, theta_by_id, write_bias_file
 from ultr.errors import DataError
+from ultr.log.table import SHIFT
 
 
 def test_propensities_are_read_and_checked(tmp_path):
@@ -68,3 +69,30 @@ def test_a_position_of_a_segment_uses_the_common_theta_if_it_has_none_of_its_own
     assert theta == {phone + 1: 0.7, desk + 1: 0.6}
     with pytest.raises(DataError, match="2"):
         theta_by_id({"1": 0.7}, (1, 2))
+
+
+SLOPES = {"phone": 1.2, "desk": 0.8, "search": 0.2, "home": -0.2}
+CURVES = {
+    f"{k}@{a} + {b}": k ** -(SLOPES[a] + SLOPES[b])
+    for a, b in (("phone", "search"), ("phone", "home"), ("desk", "search"))
+    for k in (1, 2, 3)
+}
+
+
+def test_an_unknown_segment_has_what_the_values_of_its_columns_suggest():
+    assert suggested(CURVES, "3@desk + home") == pytest.approx(3**-0.6, rel=0.01)
+    assert suggested(CURVES, "3@tablet + search") == pytest.approx(3**-1.2, rel=0.01)  # the mean of two devices
+    assert suggested(CURVES, "9@desk + home") == pytest.approx(3**-0.6, rel=0.01)  # the nearest position
+    assert suggested({"2@phone": 0.4, "2@desk": 0.9}, "2@tv") == pytest.approx(0.6, rel=0.01)  # the geometric mean
+    assert suggested(CURVES, "3@desk + search") is None
+    assert suggested(CURVES, "3") is None
+    assert suggested({"3": 0.5}, "3@desk") is None
+
+
+def test_known_examination_by_id_has_unknown_segments_only_if_it_is_an_estimate():
+    ids, segments = (1, (1 << SHIFT) + 3), ("phone + search", "desk + home")
+    theta = {**CURVES, "1": 1.0, "3": 0.01}
+    assert theta_by_id(theta, ids, segments, nearest=True)[ids[1]] == pytest.approx(3**-0.6, rel=0.01)
+    assert theta_by_id(theta, ids, segments)[ids[1]] == 0.01
+    with pytest.raises(DataError, match="position 3@desk"):
+        theta_by_id(CURVES, ids, segments)

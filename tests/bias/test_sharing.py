@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 from scipy import stats
 
+from ultr.bias import logging_policy
+from ultr.bias.audit import audit
 from ultr.bias.estimators import ConditionalFit
 from ultr.bias.examination import Examination, estimate_examination
+from ultr.bias.identification import NOT
 from ultr.bias.sharing import SIZES, Slots, _log_density, share_strength
 from ultr.log import read_log
 from ultr.log.labels import Label
@@ -124,6 +130,20 @@ def test_the_posterior_is_that_of_a_normal_model():
     np.testing.assert_allclose(found.theta, fit.theta, rtol=0.03)
 
 
+def test_a_bias_that_is_only_possible_widens_intervals_and_changes_no_weight():
+    slopes = {"phone": 1.2, "desk": 0.8}
+    fit, slots, _ = make(4, slopes, errors=dict.fromkeys(slopes, 0.1))
+    found, (own,) = share_strength(fit, slots, slots)
+    steeper = np.outer(slots.log_position, slots.log_position)
+    doubted = replace(fit, spread=fit.spread + steeper, probable=fit.spread)
+    same, (wider,) = share_strength(doubted, slots, slots)
+    np.testing.assert_allclose(same.theta, found.theta)
+    added = same.covariance() - found.covariance()
+    np.testing.assert_allclose(added, steeper, atol=0.1)  # all contexts share the bias, so that it stays
+    assert wider.size == own.size
+    np.testing.assert_allclose(wider.ratios["phone"], own.ratios["phone"], rtol=0.05)  # the same bias in all contexts
+
+
 def test_values_with_the_separator_in_them_are_one_column():
     slots = Slots.of(np.array([1.0, 2.0]), np.arange(2), ["a + b", "a"])
     assert slots.values == (("a", "a + b"),)
@@ -139,6 +159,68 @@ def test_a_log_with_two_columns_is_estimated_near_the_truth():
     ratios = found.deviations[0].ratios
     assert ratios["desk"][1] > 1.2  # the lower end of the interval
     assert ratios["phone"][2] < 0.85
+
+
+def test_small_contexts_are_recovered_within_a_tenth_and_intervals_cover():
+    table, truth = contexts(12_000, seed=7, random_share=0.5)
+    log, segments = by_segment(read_log(table, segment="device,surface", randomised="random", features=[]))
+    found = estimate_examination(log, Label("click"), segments=segments)
+    places = {slot(k, segments): i for i, k in enumerate(found.positions)}
+    here = np.array([places[name] for name in truth])
+    first = np.array([places[f"1@{name.partition('@')[2]}"] for name in truth])
+    error = np.log(found.theta[here] / found.theta[first] / np.array([*truth.values()]))
+    spread = found.covariance
+    sd = np.sqrt(np.maximum(spread[here, here] + spread[first, first] - 2 * spread[here, first], 0))
+    assert np.abs(np.expm1(error[here != first])).mean() < 0.1
+    assert (np.abs(error) <= 1.96 * sd + 1e-9).mean() >= 0.9
+
+
+@pytest.fixture(scope="module")
+def audited():
+    """Return a log of two columns, and its audit."""
+    table, _ = contexts(4000, seed=3, random_share=0.5)
+    log = read_log(table, segment="device,surface", randomised="random", features=[])
+    return log, audit(log, bootstrap=20)
+
+
+def test_the_audit_has_the_estimate_of_training(audited):
+    log, report = audited
+    coded, segments = by_segment(log)
+    trained = estimate_examination(coded, Label("click"), segments=segments)
+    theta = {slot(k, segments): value for k, value in trained.by_position().items()}
+    assert len(report.segments) == 4
+    for name, part in report.segments.items():
+        own = np.array([theta[f"{k}@{name}"] for k in part.positions])
+        place = int(np.flatnonzero(part.positions == part.reference)[0])
+        np.testing.assert_allclose(part.estimates["shared"].theta, own / own[place])
+        assert part.verdict.anchor == "shared"
+        used = np.array([*part.propensities().values()])
+        np.testing.assert_allclose(used / used.max(), own / own.max())
+    found = report.to_json()["contexts"]
+    assert found == trained.contexts("device,surface")
+    assert found["device"]["ratios"]["desk"][1] > 1 > found["device"]["ratios"]["phone"][2]
+
+
+def test_segments_of_one_column_are_estimated_alone(audited):
+    log = audited[0]
+    alone = replace(
+        log, context={**log.context, "segment": pc.replace_substring(log.context["segment"], SEPARATOR, "/")}
+    )
+    report = audit(alone, bootstrap=20)
+    assert "contexts" not in report.to_json()
+    assert all("shared" not in part.estimates for part in report.segments.values())
+    whole = audited[1]
+    np.testing.assert_array_equal(whole.estimates["randomised"].theta, report.estimates["randomised"].theta)
+
+
+def test_without_evidence_the_segments_share_that_of_features(monkeypatch):
+    monkeypatch.setattr(logging_policy, "MUCH_OPEN", np.inf)  # no network of the logging score
+    table, _ = contexts(800, seed=1)
+    log = read_log(table.drop_columns(["item", "random"]), segment="device,surface")
+    report = audit(log, bootstrap=10)
+    assert {part.verdict.status for part in report.segments.values()} == {NOT}
+    assert {part.verdict.anchor for part in report.segments.values()} <= {"shared", None}
+    assert audit(log.without_features(), bootstrap=10).contexts == {}
 
 
 def test_an_estimate_with_deviations_is_read_as_it_was_written(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.csv import write_csv
 
 from ultr.errors import ColumnError, DataError, OptionError
 from ultr.log import read_log
@@ -76,6 +77,62 @@ def test_several_columns_make_a_segment(tmp_path):
         read_log(table, segment="device,f1", features=["f1"])
     named = table.rename_columns(["request", "position", "click", "f1", "device,login", "login"])
     assert read_log(named, segment="device,login").context["segment"].to_pylist() == ["p", None, "d"]
+
+
+def numbers(values, device="p") -> pa.Table:
+    """Return a log with one request of two items for each value of a column `words`."""
+    rows = {"request": np.repeat(np.arange(len(values)), 2), "position": np.tile([1, 2], len(values))}
+    of_request = {
+        "words": pa.array(values).take(np.repeat(np.arange(len(values)), 2)),
+        "device": [device] * len(rows["request"]),
+    }
+    return pa.table({**rows, "click": np.tile([1, 0], len(values)), **of_request})
+
+
+def test_many_numbers_are_bins_which_later_logs_share(tmp_path):
+    table = numbers([*range(1, 13), None])
+    log = read_log(table, segment="device,words")
+    assert log.columns["segment"] == "device,words:5:9"
+    assert log.context["segment"].to_pylist()[::4] == ["p + below 5", "p + 5-8", "p + 9+", "p + "]
+    assert log.notes == ("'words' has many values; its segments are below 5, 5-8, 9+ (--segment words:5:9)",)
+    later = read_log(numbers([1, 30]), columns=log.columns)
+    assert later.context["segment"].to_pylist() == ["p + below 5", "p + 9+"]
+    assert later.columns["segment"] == log.columns["segment"]
+    assert not later.notes
+    write_csv(table, tmp_path / "log.csv")
+    assert read_log(tmp_path / "log.csv", segment="words").context["segment"].to_pylist()[::4] == [
+        "below 5",
+        "5-8",
+        "9+",
+        None,
+    ]
+
+
+def test_few_numbers_are_values_and_named_bins_are_used():
+    assert read_log(numbers([1, 2, 10]), segment="words").context["segment"].to_pylist() == [1, 2, 10]
+    named = read_log(numbers([1, 2, 10]), segment="words:2:3")
+    assert named.context["segment"].to_pylist() == ["below 2", "2", "3+"]
+    with pytest.raises(ColumnError, match="segment column 'device' must hold numbers to have bins"):
+        read_log(numbers([1, 2]), segment="device:2")
+    with pytest.raises(ColumnError, match="no column 'word' for the segment"):
+        read_log(numbers([1, 2]), segment="word:2")
+
+
+def test_prepared_lists_have_the_named_bins(tmp_path):
+    pytest.importorskip("ibis")
+    from ultr.log.prepare.pipeline import prepare_lists
+    from ultr.log.shards import SPLITS, Shards
+
+    table = numbers([*range(1, 61), None], "d")
+    pq.write_table(table.append_column("f1", pa.array(np.arange(122.0))), tmp_path / "log.parquet")
+    prepare_lists(tmp_path / "log.parquet", tmp_path / "lists", segment="device,words:20:40")
+    found: dict[int, str] = {}
+    for split in SPLITS:
+        part = Shards(tmp_path / "lists", split).read_all()
+        found |= dict(zip(part.request_ids.to_pylist(), part.context["segment"].to_pylist(), strict=True))
+    assert [found[k] for k in (0, 18, 19, 38, 39, 59, 60)] == [
+        *("d + below 20", "d + below 20", "d + 20-39", "d + 20-39", "d + 40+", "d + 40+", "d + "),
+    ]
 
 
 def test_prepared_lists_have_the_segments_of_the_log(tmp_path):

@@ -25,6 +25,7 @@ from ultr.bias.counts import (
     counted,
     impressions,
     log_counts,
+    queries_recur,
     replicates,
 )
 from ultr.bias.estimators import (
@@ -36,13 +37,17 @@ from ultr.bias.estimators import (
     items_comparable,
     largest_one,
     pools,
+    relative_variance,
 )
+from ultr.bias.examination import Examination, estimate_examination
 from ultr.bias.identification import (
-    ASSUMPTIONS,
+    EVIDENCE,
     INTERVALS,
     NO_ITEM_IDS,
+    NORMAL,
     NOT,
     PRECISE,
+    SHARED,
     STATUSES,
     TUNED,
     Agreement,
@@ -57,13 +62,13 @@ from ultr.bias.identification import (
 )
 from ultr.bias.logging_policy import recovered_score, strata_of
 from ultr.bias.refutation import Evidence, refutations
-from ultr.bias.sharing import Slots, share_strength, slots_of
+from ultr.bias.sharing import MOST_SLOTS, Slots, share_strength, slots_of
 from ultr.checks.pitfalls import Pitfall, find_pitfalls, suspicious_requests
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.log.splits import codes
-from ultr.log.table import as_shown, named_places
+from ultr.log.table import SEPARATOR, SHIFT, as_shown, by_segment, named_places, slot
 from ultr.rankers import FeatureEncoder
 from ultr.utils.arguments import Seed, Within, checked
 from ultr.utils.display import facts_html, table_html
@@ -102,6 +107,7 @@ class BiasReport:
     segments: Mapping[str, BiasReport] = field(default_factory=dict)
     refutations: tuple[Refutation, ...] = ()  # tests of the assumption of estimates from items (`bias.refutation`)
     actions: Mapping[str, AfterClick] = field(default_factory=dict)  # how actions after the click depend on position
+    contexts: Mapping[str, Any] = field(default_factory=dict)  # column -> deviations, for segments of several columns
 
     @property
     def anchor(self) -> Estimate | None:
@@ -161,6 +167,7 @@ class BiasReport:
             "pitfalls": [asdict(pitfall) for pitfall in self.pitfalls],
             "notes": list(self.notes),
             "segments": {name: report.to_json() for name, report in self.segments.items()},
+            **({"contexts": self.contexts} if self.contexts else {}),
         }
 
 
@@ -240,7 +247,8 @@ def _how_biased(report: BiasReport) -> str:
     if not known:
         return "unknown: only one position has an estimate"
     times = times_as_often({str(as_shown(int(report.positions[i]))): float(anchor.theta[i]) for i in known})
-    if_right = f", if {ASSUMPTIONS[anchor.name]}" if report.verdict.status == NOT and anchor.name in ASSUMPTIONS else ""
+    assumption = report.verdict.assumption
+    if_right = f", if {assumption}" if report.verdict.status == NOT and assumption else ""
     return f"compared with position {reference}, users look {times}{if_right}"
 
 
@@ -345,9 +353,11 @@ def audit(
             yield each, count(log.select(requests), clicked[np.repeat(requests, log.lengths)])
 
     parts = segments() if "segment" in log.context else ()
-    report = audit_counts(count(log, clicked), parts, options, sample)
+    shared = _shared(log, sample, options)
+    report = audit_counts(count(log, clicked), parts, options, sample, shared=shared)
     actions = estimate_after_click(log, Label(label), seed=seed, sample=described if sample is None else sample)
-    return with_pitfalls(replace(report, actions=actions), pitfalls, left_out)
+    contexts = {} if shared is None else shared.examination.contexts(log.columns.get("segment"))
+    return with_pitfalls(replace(report, actions=actions, contexts=contexts), pitfalls, left_out)
 
 
 def audit_counts(
@@ -355,8 +365,13 @@ def audit_counts(
     segments: Iterable[tuple[str, LogCounts]],
     options: AuditOptions,
     sample: Log | None,
+    *,
+    shared: SharedEstimate | None = None,
 ) -> BiasReport:
-    """Return the results and a verdict as `audit` does, from the counts of a log and of each of its segments."""
+    """Return the results and a verdict as `audit` does, from the counts of a log and of each of its segments.
+
+    `shared` is the estimate of all segments together, if they share strength.
+    """
     report, reports = _audit(whole, sample, options), {}
     for name, counts in segments:
         if not counts.clicks.any():
@@ -364,7 +379,8 @@ def audit_counts(
         part = None if sample is None else sample.select(_segment_names(sample)[1] == name)
         part = part if part is not None and len(part) else None
         known = {slot.removesuffix(f"@{name}"): theta for slot, theta in options.known.items()}
-        reports[name] = _audit(counts, part, replace(options, segment=None, known=known))
+        own = None if shared is None else shared.of_segment(name, counts.positions)
+        reports[name] = _audit(counts, part, replace(options, segment=None, known=known), own)
     return replace(report, segments=reports)
 
 
@@ -421,7 +437,55 @@ def _segment_names(log: Log) -> tuple[pa.Array, np.ndarray]:
     return names, names.to_numpy(zero_copy_only=False)
 
 
-def _audit(log: LogCounts, sample: Log | None, options: AuditOptions) -> BiasReport:
+@dataclass(frozen=True, eq=False)
+class SharedEstimate:
+    """The estimate of examination in all segments together, which is that of training, and the names of segments."""
+
+    names: tuple[str, ...]
+    examination: Examination
+
+    def of_segment(self, name: str, positions: np.ndarray) -> Examination | None:
+        slots = [slot(position, self.names) for position in self.examination.positions]
+        return self.examination.at(slots, {k: f"{k}@{name}" for k in positions.tolist()})
+
+
+def _shared(log: Log, sample: Log | None, options: AuditOptions) -> SharedEstimate | None:
+    """Estimate examination in segments of several columns, whose estimates share strength.
+
+    Return None for other segments, and if neither the log nor features of the sample have any evidence. Features of all
+    requests are used as in training; if only a sample has features, they are used if there is no other evidence.
+    """
+    if "segment" not in log.context or not all(SEPARATOR in name for name in set(_segment_names(log)[0].to_pylist())):
+        return None
+    described = options.described if sample is None else sample
+    if sample is not None and len(sample) == len(log):
+        log = sample
+    elif not items_comparable(described, by_query=queries_recur(log)):
+        log = replace(log, item_ids=None)
+    if log.shown_positions("an audit").max() >> SHIFT:
+        return None
+    coded, names = by_segment(log)
+    if len(np.unique(coded.shown_positions("an audit"))) > MOST_SLOTS:
+        return None
+    if not log.feature_names and best_source(log_counts(impressions(coded, clicked_rows(log, options.label)))) is None:
+        if sample is None:
+            return None
+        coded = by_segment(sample, names)[0]
+    examination = estimate_examination(coded, Label(options.label), segments=names, seed=options.seed)
+    return SharedEstimate(names, examination) if examination.deviations else None
+
+
+def _shared_draws(shared: Examination, reference: int, options: AuditOptions) -> Estimate:
+    """Return an estimate with its error as that of an audit, relative to the position with the index `reference`."""
+    covariance = np.zeros((len(shared.theta),) * 2) if shared.covariance is None else shared.covariance
+    log_theta = np.log([shared.theta, *shared.draws(options.bootstrap, seed=options.seed)])
+    logs = log_theta - log_theta[:, [reference]]
+    width = NORMAL * np.sqrt(np.maximum(relative_variance(covariance, reference), 0))
+    low, middle, high = np.exp([logs[0] - width, logs[0], logs[0] + width])
+    return Estimate(SHARED, middle, low, high, logs)
+
+
+def _audit(log: LogCounts, sample: Log | None, options: AuditOptions, shared: Examination | None = None) -> BiasReport:
     if not log.clicks.any():
         what = f"the log has no positive feedback: the label '{options.label}' is never above 0"
         raise DataError(what, hint="choose another label with --label")
@@ -447,6 +511,10 @@ def _audit(log: LogCounts, sample: Log | None, options: AuditOptions) -> BiasRep
     values = np.array([options.known.get(str(as_shown(k)), np.nan) for k in positions.tolist()])
     if np.isfinite(values).any():
         view.estimates["known"] = estimate("known", np.tile(values, (options.bootstrap + 1, 1)), view.reference)
+    chosen = from_source = None if best is None else best.name
+    if shared is not None:
+        view.estimates[SHARED] = _shared_draws(shared, view.reference, options)
+        chosen, from_source = (SHARED, shared.evidence) if shared.evidence in EVIDENCE else (None, None)
     weights = replicates(log.groups, options.bootstrap, seed=options.seed)
     pooled = {name: counts.pooled(pool).compared() for name, counts in log.sources.items()}
     sources = {name: counts for name, counts in pooled.items() if counts is not None}
@@ -487,7 +555,8 @@ def _audit(log: LogCounts, sample: Log | None, options: AuditOptions) -> BiasRep
             estimates,
             agreements,
             log,
-            best=None if best is None else best.name,
+            best=chosen,
+            source=from_source,
             explained=explained,
             features_explain_clicks=explain_clicks,
             no_links=no_links,
@@ -498,7 +567,7 @@ def _audit(log: LogCounts, sample: Log | None, options: AuditOptions) -> BiasRep
         links=graph,
         explained=explained,
         sampled_requests=0 if sample is None else len(sample),
-        pool=together,
+        pool=together if shared is None else np.arange(len(pool)),
         notes=tuple(notes),
         refutations=refuted,
     )

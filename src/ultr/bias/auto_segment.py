@@ -69,6 +69,11 @@ class Segment:
     theta: np.ndarray  # [values, positions] relative to the first of the positions
     p: float  # corrected for the number of columns
     difference: float  # typical difference of log θ between two values, without sampling error
+    further: tuple[str, ...] = ()  # other columns on which examination depends within a value of this one
+
+    @property
+    def clear(self) -> bool:
+        return self.difference >= MATERIAL and self.p < LEVEL
 
     def __str__(self) -> str:
         shown = SHOWN_POSITION - 1 + self.positions[0] if is_grid(self.positions) else SHOWN_POSITION
@@ -77,11 +82,13 @@ class Segment:
         p = f"p = {self.p:.0e}" if self.p >= 1e-12 else "p < 1e-12"
         here, first = as_shown(self.positions[at]), as_shown(self.positions[0])
         looks = f"at position {here} users look {theta} times as often as at {first}"
-        return f"'{self.column}' ({', '.join(self.values)}): {looks} ({p})"
+        names = ",".join((self.column, *self.further))
+        hint = f"; it depends on {_listed(self.further)} too: --segment {names} uses all" if self.further else ""
+        return f"'{self.column}' ({', '.join(self.values)}): {looks} ({p}){hint}"
 
 
 def _listed(texts: Sequence[str]) -> str:
-    return f"{', '.join(texts[:-1])} and {texts[-1]}"
+    return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
 
 
 def find_segment(
@@ -152,8 +159,14 @@ def choose_segment(log: Log, names: Sequence[str], *, label: str | None = None) 
     if best is None:
         return None
     tested = [_tested(seen, *column, source=best.name, columns=len(several)) for column in several]
-    chosen = [each for each in tested if each is not None and each.difference >= MATERIAL and each.p < LEVEL]
-    return min(chosen, key=lambda each: (each.p, -each.difference), default=None)
+    chosen = {each.column: each for each in tested if each is not None and each.clear}
+    if not chosen:
+        return None
+    first = min(chosen.values(), key=lambda each: (each.p, -each.difference))
+    held = next(value for name, _, value in several if name == first.column)
+    rest = [each for each in several if each[0] in chosen and each[0] != first.column]
+    further = [each[0] for each in rest if _depends_within(seen, held, *each, source=best.name, columns=len(several))]
+    return replace(first, further=tuple(further))
 
 
 def _column(log: Log, name: str) -> np.ndarray:
@@ -208,6 +221,21 @@ def _tested(
     positions = tuple(seen.positions[places].tolist())
     difference = _difference(fits, compared[places], shown)
     return Segment(column, values, positions, theta / theta[:, :1], p * columns, difference)
+
+
+def _depends_within(
+    seen: Impressions, held: np.ndarray, column: str, values: tuple[str, ...], value: np.ndarray, **options: Any
+) -> bool:
+    """Return whether θ differs between the values of a column where another column, `held`, has one value."""
+    number = int(held.max()) + 1
+    options["columns"] *= number
+    for v in range(number):
+        left, code = np.unique(value[held == v], return_inverse=True)
+        names = tuple(values[i] for i in left)
+        found = _tested(seen.select(held == v), column, names, code, **options) if len(left) > 1 else None
+        if found is not None and found.clear:
+            return True
+    return False
 
 
 def _at(counts: Counts, places: np.ndarray) -> Counts:

@@ -14,7 +14,7 @@ Each returns θ [replicates, positions] up to a factor, for bootstrap replicates
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +120,7 @@ class ConditionalFit:
     information: np.ndarray  # [positions, positions] of log θ, given the clicks of each stratum
     anchor: int
     spread: np.ndarray | None = None  # the covariance of log θ, if it is not that of the information
-    doubt: np.ndarray | None = None  # the part of `spread` that allows for a bias which no evidence shows
+    probable: np.ndarray | None = None  # that without a bias which is possible but not found, if there may be one
 
     def covariance(self) -> np.ndarray:
         """Return the covariance of log θ relative to the anchor [positions, positions]; 0 without an estimate."""
@@ -453,20 +453,21 @@ def merged(random: ConditionalFit, items: ConditionalFit, rate: np.ndarray) -> C
     bias of items is s times the change of the log click rate between neighbouring positions. Items weigh as much as
     their variance with that bias, where s² is what the difference of the two estimates has beyond `SURE` standard
     errors. The covariance has the whole s², or its sampling error if that is larger: random requests cannot exclude a
-    smaller bias.
+    smaller bias. The probable covariance does not.
     """
     if (found := slope_apart(random, items, rate)) is None:
         return random
     slope, error = found
     both, falls, (of_random, of_items), (step, of_item_steps) = _common(random, items, rate)
     square, bias, apart = slope**2, np.outer(falls, falls), of_item_steps - step
-    shown = max(0.0, square - SURE**2 * error)
-    probable = of_items + shown * bias
+    probable = of_items + max(0.0, square - SURE**2 * error) * bias
     weight = of_random @ np.linalg.pinv(of_random + probable, hermitian=True)
     other = np.eye(len(step)) - weight
-    covariance = other @ of_random @ other.T + weight @ (of_items + max(square, error) * bias) @ weight.T
-    doubt = (max(square, error) - shown) * weight @ bias @ weight.T
-    return _from_neighbours(random, items, both, step + weight @ apart, covariance, doubt)
+    covariances = [
+        other @ of_random @ other.T + weight @ each @ weight.T
+        for each in (of_items + max(square, error) * bias, probable)
+    ]
+    return _from_neighbours(random, items, both, step + weight @ apart, covariances)
 
 
 def slope_apart(a: ConditionalFit, b: ConditionalFit, rate: np.ndarray) -> tuple[float, float] | None:
@@ -506,10 +507,12 @@ def _from_neighbours(
     items: ConditionalFit,
     both: np.ndarray,
     steps: np.ndarray,
-    covariance: np.ndarray,
-    doubt: np.ndarray,
+    covariances: Sequence[np.ndarray],
 ) -> ConditionalFit:
-    """Return an estimate from the differences of log θ between the positions `both`; items estimate the others."""
+    """Return an estimate from the differences of log θ between the positions `both`; items estimate the others.
+
+    `covariances` of the differences are all of it, and what is probable.
+    """
     sums = np.tril(np.ones((len(both), len(steps))), -1)
     anchor = int(np.flatnonzero(both == items.anchor)[0]) if items.anchor in both else 0
     sums = sums - sums[anchor]
@@ -519,9 +522,9 @@ def _from_neighbours(
     log_theta[estimated] += np.interp(places[estimated], both, sums @ steps - log_theta[both])
     nearest = np.abs(places[:, None] - both).argmin(1)
     further = np.eye(len(places)) - np.eye(len(places))[both[nearest]]  # from the nearest of the positions to each
-    spread = (sums @ covariance @ sums.T)[np.ix_(nearest, nearest)] + further @ items.covariance() @ further.T
-    doubt = (sums @ doubt @ sums.T)[np.ix_(nearest, nearest)]
-    return ConditionalFit(np.exp(log_theta), random.moved, random.information, int(both[anchor]), spread, doubt)
+    of_further = further @ items.covariance() @ further.T
+    spreads = ((sums @ each @ sums.T)[np.ix_(nearest, nearest)] + of_further for each in covariances)
+    return ConditionalFit(np.exp(log_theta), random.moved, random.information, int(both[anchor]), *spreads)
 
 
 def _links_most(fit: ConditionalFit, shown: np.ndarray) -> bool:

@@ -60,6 +60,7 @@ from ultr.datasets.users import User
 from ultr.errors import DataError
 from ultr.lists import Lists
 from ultr.log import Log
+from ultr.log.columns import segment_columns
 from ultr.log.labels import Label
 from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
 
@@ -130,6 +131,13 @@ class Examination:
         values = {name: getattr(self, name)[found] for name in BY_POSITION}
         covariance = None if self.covariance is None else self.covariance[np.ix_(found, found)]
         return replace(self, positions=tuple(wanted), **values, covariance=covariance)
+
+    def contexts(self, segment: str | None) -> dict[str, dict[str, Any]]:
+        """Return the deviations by column, for bias.json; `segment` has the names of the columns."""
+        names = segment_columns(segment or "")
+        if len(names) != len(self.deviations):  # the values of one column have the separator in them
+            names = [f"part {i + 1}" for i in range(len(self.deviations))]
+        return {name: asdict(each) for name, each in zip(names, self.deviations, strict=True)}
 
     def by_position(self) -> dict[int, float]:
         return dict(zip(self.positions, self.theta.tolist(), strict=True))

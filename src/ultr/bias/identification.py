@@ -40,6 +40,7 @@ INTERVALS = "95% intervals cover sampling error only; they do not cover wrong as
 OTHERWISE = "known examination (--propensities) may do as well"
 NO_ITEM_IDS = "the log has no item ids"
 ITEM_IDS = "ids of items that were shown at several positions (--item) may do as well"
+SHARED = "shared"  # the estimate of a segment that shares strength with the others
 INTERVENED = (*CONFIRMED, "items", "harvest")  # most trusted first; these can identify examination
 EVIDENCE = {
     "known": "The propensities are known.",
@@ -201,6 +202,7 @@ def verdict(
     log: LogCounts,
     *,
     best: str | None,
+    source: str | None,
     explained: float | None,
     features_explain_clicks: bool,
     no_links: str,
@@ -212,31 +214,33 @@ def verdict(
     Positions of one `pool` have one estimate.
 
     Only known propensities, random order and random swaps identify examination (`CONFIRMED`). Items at several
-    positions do so under an assumption, which `refutations` test; of all these, `best` is the best one
-    (`estimators.best_source`). Features alone cannot: the rest of the order may be chance, or may follow something that
-    also makes items better. These two cases look the same in a log.
+    positions do so under an assumption, which `refutations` test; `best` is the name of the best estimate, and `source`
+    that of its evidence (`estimators.best_source`). Features alone cannot: the rest of the order may be chance, or may
+    follow something that also makes items better. These two cases look the same in a log.
     """
     share = log.shown / log.shown.sum()
     candidates = [name for name in ("known", best) if name is not None and name in estimates]
     anchor = next((name for name in candidates if share[np.isfinite(estimates[name].theta)].sum() > 0.5), None)
     found = _Findings(IDENTIFIED)
-    few = anchor not in CONFIRMED  # whether more requests in random order would help
-    if anchor is not None:
+    source = source if anchor == best else anchor
+    few = source not in CONFIRMED  # whether more requests in random order would help
+    if anchor is not None and source is not None:
         precise = float(share[estimates[anchor].half_width <= PRECISE].sum())
-        found.add(EVIDENCE[anchor], CONDITIONAL if few else IDENTIFIED)
+        found.add(EVIDENCE[source], CONDITIONAL if few else IDENTIFIED)
         if precise < MOST_IMPRESSIONS:
             few = True
             where = f"at positions where examination is known to within {PRECISE:.0%}"
             found.add(f"Only {precise:.0%} of the impressions are {where}.", CARE)
-        _compare(found, anchor, agreements)
-        _refute(found, anchor, refutations)
+        _compare(found, source, agreements)
+        _refute(found, source, refutations)
         if log.suspicious:
             found.add(f"The estimates use {log.suspicious:,} suspicious requests (see the warnings).", CARE)
             found.remedies.append("leave out --keep-suspicious")
     elif explained is None or (explained < SOME_ORDER and not features_explain_clicks):
         found.add(_sentence(*_missing(estimates, no_links), "no features explain clicks"), NOT)
     else:
-        anchor = next((name for name in ("strata", "regression") if name in estimates), None)
+        anchor = next((name for name in (SHARED, "strata", "regression") if name in estimates), None)
+        source = "strata" if anchor == SHARED else anchor
         share_explained = f"features explain {max(0, explained):.0%} of the logged order"
         found.add(_sentence(share_explained, *_missing(estimates, no_links)), NOT)
         found.add("Higher positions may be seen more or may hold better items; this log cannot separate the two.")
@@ -250,7 +254,7 @@ def verdict(
         found.remedies.insert(0, f"{EXPLORE}, or show {random}, marked by the column of --randomised")
     if found.status == NOT:
         found.remedies += [ITEM_IDS] * (no_links == NO_ITEM_IDS) + [OTHERWISE]
-    assumption = ASSUMPTIONS.get(anchor or "", "")
+    assumption = ASSUMPTIONS.get(source or "", "")
     next_step = "; ".join(found.remedies) or "none"
     return Verdict(found.status, anchor, tuple(found.reasons), needed, next_step, assumption)
 

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv
@@ -24,13 +25,14 @@ from pyarrow import csv
 from ultr.errors import DataError
 from ultr.log.columns import as_data_error
 from ultr.log.readers import as_table
-from ultr.log.table import SLOT, position_id, rows_and_columns, slot
+from ultr.log.table import SEPARATOR, SLOT, position_id, rows_and_columns, slot
 from ultr.utils.files import content_kind, existing_file
 from ultr.utils.jsonfiles import check_format, read_json, write_json
 
 COLUMNS = ["position", "propensity", "segment"]  # of a table of propensities; the last one is optional
 BIAS_FORMAT = 1
 BIAS_FILE = "bias.json"
+LITTLE = 0.01  # a number much smaller than 1
 SMALLEST_KNOWN = 1e-6  # smaller propensities would give weights above a million
 
 
@@ -167,9 +169,40 @@ def _theta_of(content: Mapping[str, Any]) -> dict[str, float]:
 def theta_by_id(
     theta: Mapping[str, float], positions: tuple[int, ...], segments: tuple[str, ...] = (), *, nearest: bool = False
 ) -> dict[int, float]:
-    """Return known examination by position id; `nearest` is as for `known_slots`."""
-    names = known_slots(theta, positions, segments, nearest=nearest)
-    return {position: theta[name] for position, name in names.items()}
+    """Return known examination by position id; `nearest` is as for `known_slots`.
+
+    With `nearest`, an unknown segment has the θ that the values of its columns suggest, unless it is of one column and
+    there is a curve of all segments.
+    """
+    texts = {position: slot(position, segments) for position in positions}
+    unknown = {k for k, text in texts.items() if nearest and (SEPARATOR in text or text.partition("@")[0] not in theta)}
+    found = {position: suggested(theta, texts[position]) for position in unknown}
+    names = known_slots(theta, tuple(k for k in positions if found.get(k) is None), segments, nearest=nearest)
+    return {position: found.get(position) or theta[names[position]] for position in positions}
+
+
+def suggested(theta: Mapping[str, float], text: str) -> float | None:
+    """Return θ at a slot of an unknown segment, such as `3@tablet + search`; None if the segment is known.
+
+    log θ, at the nearest known position, is a mean of segments and a part for each value of a column, by least squares
+    of the known segments. An unknown value has no part.
+    """
+    known: dict[str, dict[int, float]] = {}  # segment -> position -> θ
+    for name, value in theta.items():
+        position, at, segment = name.partition("@")
+        if at:
+            known.setdefault(segment, {})[int(position)] = value
+    position, at, wanted = text.partition("@")
+    if not at or not known or wanted in known:
+        return None
+    nearest = min({k for curve in known.values() for k in curve}, key=lambda k: (abs(k - int(position)), k))
+    there = {segment: np.log(curve[nearest]) for segment, curve in known.items() if nearest in curve}
+    values = {segment: set(enumerate(segment.split(SEPARATOR))) for segment in (*there, wanted)}
+    parts = sorted(set().union(*values.values()))
+    # A part costs more than the mean, so that the mean is that of the segments.
+    design = {segment: [1.0, *(LITTLE * (part in has) for part in parts)] for segment, has in values.items()}
+    solved = np.linalg.lstsq(np.array([design[segment] for segment in there]), np.array([*there.values()]))[0]
+    return float(np.exp(np.clip(solved @ design[wanted], np.log(SMALLEST_KNOWN), 0)))
 
 
 def known_slots(
@@ -194,14 +227,15 @@ def known_slots(
 
 
 def _nearest(known: Collection[str], position: str, segment: str = "") -> str | None:
-    """Return the known text of the nearest position, in the same segment if that is known."""
-    own = [name for name in known if name.partition("@")[2] == segment] or [*known]
+    """Return the known text of the nearest position, in the same segment if that is known, or in the most similar."""
+    values, wanted = segment.split(SEPARATOR), position_id(position)
 
-    def away(name: str) -> int:
-        found, wanted = position_id(name.partition("@")[0]), position_id(position)
+    def distance(name: str) -> tuple[bool, int, int, str]:
+        at, _, other = name.partition("@")
+        alike = sum(a == b for a, b in zip(values, other.split(SEPARATOR), strict=False))
+        places = ([position_id(at)], [wanted])
         if SLOT.fullmatch(position):
-            pairs = zip(rows_and_columns(found), rows_and_columns(wanted), strict=True)
-            return int(sum(abs(a - b) for a, b in pairs))
-        return abs(found - wanted)
+            places = (rows_and_columns(position_id(at)), rows_and_columns(wanted))
+        return other != segment, -alike, sum(abs(a - b) for a, b in zip(*places, strict=True)), name
 
-    return min(own, key=lambda name: (away(name), name), default=None)
+    return min(known, key=distance, default=None)

@@ -111,24 +111,25 @@ def share_strength(
 ) -> tuple[ConditionalFit, tuple[Deviation, ...]]:
     """Return θ at the `wanted` slots, relative to the `anchor`, from estimates at `slots`, and columns' deviations.
 
-    The estimates are taken as normal around log θ, with their covariance; slots may lack one. In a grid, doubt about a
-    bias widens intervals, but does not let the curves move the estimates.
+    The estimates are taken as normal around log θ, with their covariance; slots may lack one. A bias that is possible
+    but not probable widens intervals. It does not decide on the weights of slots: all of them would share the bias, so
+    that they would count for little against the smoothness of curves.
     """
     seen = np.flatnonzero(np.isfinite(fit.theta))
     known = replace(slots, log_position=slots.log_position[seen], codes=slots.codes[seen])
-    y, errors = np.log(fit.theta[seen]), fit.covariance()[np.ix_(seen, seen)]
-    doubt = fit.doubt[np.ix_(seen, seen)] if slots.in_grid and fit.doubt is not None else None
-    errors = errors if doubt is None else errors - doubt
+    y, all_errors = np.log(fit.theta[seen]), fit.covariance()[np.ix_(seen, seen)]
+    errors = all_errors if fit.probable is None else fit.probable[np.ix_(seen, seen)]
     shared, kernels = _shared(known, known) + FLOOR * np.eye(len(y)) + errors, _kernels(known, known)
     sizes = _likeliest(y, shared, kernels, len(slots.values))
     covariance = _sum(shared, kernels, sizes)
     across = _sum(_shared(wanted, known), _kernels(wanted, known), sizes)
     gain = linalg.solve(covariance, across.T, assume_a="pos").T
-    log_theta, spread = gain @ y, _sum(_shared(wanted, wanted), _kernels(wanted, wanted), sizes) - gain @ across.T
-    spread = spread if doubt is None else spread + gain @ doubt @ gain.T
+    possible = all_errors - errors
+    left = _sum(_shared(wanted, wanted), _kernels(wanted, wanted), sizes) - gain @ across.T
+    log_theta, spread = gain @ y, left + gain @ possible @ gain.T
     log_theta = log_theta - log_theta[anchor]
     spread = spread - spread[anchor] - spread[:, [anchor]] + spread[anchor, anchor]
-    deviations = (_deviation(known, j, sizes[j], y, covariance) for j in range(len(slots.values)))
+    deviations = (_deviation(known, j, sizes[j], y, covariance, possible) for j in range(len(slots.values)))
     return ConditionalFit(np.exp(log_theta), fit.moved, fit.information, anchor, spread), tuple(deviations)
 
 
@@ -201,14 +202,16 @@ def _log_density(y: np.ndarray, covariance: np.ndarray) -> float:
     return float(-0.5 * scaled @ scaled - np.log(root.diagonal()).sum())
 
 
-def _deviation(known: Slots, column: int, size: float, y: np.ndarray, covariance: np.ndarray) -> Deviation:
+def _deviation(
+    known: Slots, column: int, size: float, y: np.ndarray, covariance: np.ndarray, possible: np.ndarray
+) -> Deviation:
     """Return the deviations of the values of a column, each relative to their mean."""
     x, at, number = known.log_position[:, 0], np.log(SHOWN_POSITION), len(known.values[column])
     across = size**2 * (at * x + BEND * np.minimum(at, x)) * (np.arange(number)[:, None] == known.codes[:, column])
     own = size**2 * (at * at + BEND * at) * np.eye(number)
     gain = linalg.solve(covariance, across.T, assume_a="pos").T
     centre = np.eye(number) - 1 / number
-    mean, spread = centre @ gain @ y, centre @ (own - gain @ across.T) @ centre
+    mean, spread = centre @ gain @ y, centre @ (own - gain @ across.T + gain @ possible @ gain.T) @ centre
     error = Z * np.sqrt(np.maximum(spread.diagonal(), 0))
     low, middle, high = np.exp([mean - error, mean, mean + error])
     ratios = zip(middle.tolist(), low.tolist(), high.tolist(), strict=True)

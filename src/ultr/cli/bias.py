@@ -266,6 +266,8 @@ def _print_summary(report: BiasReport) -> None:
     for name, part in report.segments.items():
         what = f"{part.verdict.status}; {summary(part)['how biased']}"
         words.say(f"segment '{name}' ({part.requests:,} requests): {what}")
+    if report.contexts:
+        _print_contexts(report)
     for pitfall in report.pitfalls:
         print_warning(pitfall)
 
@@ -297,6 +299,19 @@ def _print_grid(report: BiasReport) -> None:
     print_table(table)
     if len(rows) > MOST_ROWS or len(columns) > MOST_COLUMNS:
         words.say(f"the grid has {len(rows)} rows and {len(columns)} columns (--json prints all)")
+
+
+def _print_contexts(report: BiasReport) -> None:
+    """Print which columns of segments matter, and how much: the column with the largest differences first."""
+    title = "Looks at position 5, over the average"
+    table = new_table(title, names=("column", "value"), numbers=("times", "95% interval"))
+    for column, deviation in sorted(report.contexts.items(), key=lambda each: -each[1]["size"]):
+        values = deviation["ratios"] if deviation["size"] else {}
+        for value, (middle, low, high) in [*values.items()][:MOST_ROWS]:
+            table.add_row(plain(column), plain(value or "missing"), f"{middle:.2f}", f"{low:.2f} to {high:.2f}")
+        if not values:
+            table.add_row(plain(column), "no difference was found", "", "")
+    print_table(table)
 
 
 def _print_details(report: BiasReport) -> None:

@@ -47,6 +47,7 @@ from torch import Tensor
 from ultr.bias.after_click import NO_TRUST, AfterClick, Trust, corrected, read_actions, trust_of
 from ultr.bias.examination import Examination
 from ultr.bias.identification import NORMAL
+from ultr.bias.propensities import suggested
 from ultr.datasets.users import User
 from ultr.errors import DataError, OptionError, nearest
 from ultr.evaluation.scores import (
@@ -556,9 +557,12 @@ class OffPolicyModel:
         return OffPolicy(log, label=label, kind=kind, k=k or 10, direct=direct, device=device, **given)
 
     def theta_of(self, positions: Sequence[int], segments: Sequence[str] = ()) -> dict[int, float]:
-        """Return examination by position id; unknown positions have the lowest examination."""
-        least = min(self.theta.values())
-        return {position: self.theta.get(slot(position, segments), least) for position in positions}
+        """Return examination by position id.
+
+        Unknown positions have the lowest examination, and unknown segments that which their columns suggest.
+        """
+        least, texts = min(self.theta.values()), {position: slot(position, segments) for position in positions}
+        return {k: self.theta.get(text) or suggested(self.theta, text) or least for k, text in texts.items()}
 
     def save(self, folder: Path) -> None:
         encoder = self.direct.encoder

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultr.errors import ColumnError, DataError, nearest
+from ultr.log.bins import Edges, binned, equal_edges, names_of, with_edges
 from ultr.log.cleaning import OnDuplicates, copies_note, find_copies, find_duplicates, merge_rows
 from ultr.log.columns import (
     Columns,
@@ -101,13 +102,14 @@ def _log_of_rows(
     if table.num_rows == 0:
         hint = "check --where, or the query that made the data"
         raise DataError("there are no rows", where=where, hint=hint)
+    columns, bins = _with_bins(table, columns, whole=gather)
     requests = _request_ids(table, columns.request, where)
     order, offsets, first_rows = group_rows(requests, gather=gather, name=columns.request, where=where)
     positions = None
     if columns.position is not None:
         positions = position_values(table, columns, where)
     actions, notes = _actions(table, columns.actions, where)
-    notes = [*columns.notes, *notes]
+    notes = [*columns.notes, *bins, *notes]
     if gather and (keys := _keys(table, columns, order, offsets, positions)):
         of_row = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         if order is not None:
@@ -334,12 +336,45 @@ def _request_weights(weights: np.ndarray, offsets: np.ndarray, name: str, where:
     return np.asarray(first)
 
 
+def _with_bins(table: pa.Table, columns: Columns, *, whole: bool) -> tuple[Columns, list[str]]:
+    """Return the columns, in which a segment column of many numbers has bins, and a note for each such column.
+
+    If the table is not the whole log, its numbers do not decide on bins.
+    """
+    if not whole:
+        return columns, []
+    found = {name: edges or equal_edges(combined(table[name])) for name, edges in columns.edges.items()}
+    notes = [
+        f"'{name}' has many values; its segments are {', '.join(names_of(edges))} (--segment {with_edges(name, edges)})"
+        for name, edges in found.items()
+        if edges and not columns.edges[name]
+    ]
+    if not notes:
+        return columns, []
+    segment = ",".join(with_edges(name, edges) for name, edges in found.items())
+    return replace(columns, edges=found, context={**columns.context, "segment": segment}), notes
+
+
 def _context_column(table: pa.Table, role: str, name: str, columns: Columns) -> pa.ChunkedArray:
     """Return the column of a role, or the values of several columns that make a segment, such as `phone + search`."""
-    if role != "segment" or len(columns.segments) == 1:
+    if role != "segment":
         return table[name]
-    texts = [as_texts(table[each]) for each in columns.segments]
+    values = [_segment_values(table, each, columns.edges[each]) for each in columns.segments]
+    if len(values) == 1:
+        return values[0]
+    texts = [as_texts(each) for each in values]
     return pc.binary_join_element_wise(*texts, SEPARATOR, null_handling="replace", null_replacement="")
+
+
+def _segment_values(table: pa.Table, name: str, edges: Edges) -> pa.ChunkedArray:
+    """Return a column, or the names of the bins of its numbers."""
+    if not edges:
+        return table[name]
+    try:
+        return pa.chunked_array([binned(combined(table[name]), edges)])
+    except (pa.ArrowException, TypeError) as error:
+        got, hint = f"type {table.schema.field(name).type}", f"name the column without bins: --segment {name}"
+        raise ColumnError(f"segment column '{name}' must hold numbers to have bins", got=got, hint=hint) from error
 
 
 def _request_context(

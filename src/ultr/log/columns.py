@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultr.errors import ColumnError, DataError, OptionError, nearest
+from ultr.log.bins import Edges, split_edges
 from ultr.log.table import (
     ACTIONS_KEY,
     CATEGORICAL_KEY,
@@ -83,6 +84,8 @@ class Columns:
     def place_roles(self) -> dict[str, str]:
         """The column of the position, or those of the row and the column of a grid, by role."""
         return dict(zip(GRID_ROLES if len(self.places) > 1 else ("position",), self.places, strict=False))
+
+    edges: Mapping[str, Edges] = field(default_factory=dict)  # of the bins of a segment column, if they are named
 
     @property
     def by_role(self) -> dict[str, Any]:
@@ -185,6 +188,7 @@ def resolve_columns(
         shown=single["shown"],
         shown_named=bool(named.get("shown")),
         places=_parts("position", single["position"], names),
+        edges=dict(split_edges(part, names) for part in _listed("segment", single["segment"], names)),
     )
     _check(columns, names, where)
     return columns
@@ -238,9 +242,21 @@ def _as_in_training(
 
 def _parts(role: str, name: str | None, names: Collection[str]) -> tuple[str, ...]:
     """Return the columns that a name stands for: several, with commas between them, may make a segment or a grid."""
+    listed = _listed(role, name, names)
+    return tuple(split_edges(part, names)[0] for part in listed) if role == "segment" else listed
+
+
+def _listed(role: str, name: str | None, names: Collection[str]) -> tuple[str, ...]:
+    """Return the columns that a name lists with commas between them; those of a segment have their bins."""
     if not name:
         return ()
-    return tuple(as_names(name)) if role in ("segment", "position") and name not in names else (name,)
+    one = role not in ("segment", "position") or name in names or (role == "segment" and split_edges(name)[0] in names)
+    return (name,) if one else tuple(as_names(name))
+
+
+def segment_columns(name: str) -> list[str]:
+    """Return the columns that the name of a segment lists, without their bins."""
+    return [split_edges(part)[0] for part in as_names(name)]
 
 
 def _check(columns: Columns, names: Sequence[str], where: object) -> None:

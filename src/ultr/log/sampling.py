@@ -62,6 +62,8 @@ def read_for_audit(
             return log, None
         return log.without_features(), log.select(_sample(log, len(log.feature_names), sample_rows, seed))
     light = read_log(source, **reading, **{**columns, "features": [], "categorical": []})
+    if "segment" in light.columns:  # with the bins of all rows
+        columns["segment"] = light.columns["segment"]
     schemas = read_schemas(files.files)
     schema = all_columns(files, schemas)
     resolved = resolve_columns(schema, where=source, **columns)

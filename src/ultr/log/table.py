@@ -380,10 +380,10 @@ def without_segments(log: Log) -> Log:
 
 
 def slot(position: int, segments: Sequence[str] = ()) -> str:
-    """Return the text of a position id: `3`, or `r2c3` in a grid, or `3@phone` if there are segments."""
+    """Return the text of a position id: `3`, `r2c3` in a grid, `3@phone` if there are segments (`3@` in others)."""
     if not segments:
         return str(as_shown(position))
-    return f"{as_shown(position & IN_LIST)}@{segments[position >> SHIFT]}"
+    return f"{as_shown(position & IN_LIST)}@{(*segments, '')[min(position >> SHIFT, len(segments))]}"
 
 
 # --- Grids ------------------------------------------------------------------------------------------------------------

@@ -130,11 +130,7 @@ def _bias_of_run(bias: Mapping[str, Any], truth: Truth) -> list[Part]:
         plots.append(
             bar_plot("Effective sample size", {"pairs": (names, shares)}, y="share", caption=caption, per_cent=True)
         )
-    for column, deviation in bias.get("contexts", {}).items():
-        caption = "Looks at position 5, relative to the first position, over the average of all values; 95% intervals."
-        plots.append(
-            interval_plot(f"Examination by {column}", deviation["ratios"], x="times as often", caption=caption)
-        )
+    plots += context_plots(bias)
     if bias.get("actions"):
         plots.append(actions_plot(bias["actions"]))
     plots += [pair_map(key, bias[key], at) for key in MATRICES if key in bias]
@@ -144,6 +140,20 @@ def _bias_of_run(bias: Mapping[str, Any], truth: Truth) -> list[Part]:
     warnings = [f"{w['name']}: {w['what']}" for w in bias["warnings"]]
     parts.append(Notes(warnings) if warnings else Notes(["No warnings."], good=True))
     return parts
+
+
+def context_plots(bias: Mapping[str, Any]) -> list[Plot]:
+    """Return a plot for each column of segments that share strength, from the content of bias.json."""
+    caption = "Looks at position 5, relative to the first position, over the average of all values; 95% intervals."
+    return [
+        interval_plot(
+            f"Examination by {column}",
+            {value or "missing": ratio for value, ratio in deviation["ratios"].items()},
+            x="times as often",
+            caption=caption,
+        )
+        for column, deviation in bias.get("contexts", {}).items()
+    ]
 
 
 def pair_map(key: str, matrix: Sequence[Sequence[float]], at: Sequence[str]) -> Plot:
@@ -268,7 +278,7 @@ def log_sections(report: Mapping[str, Any]) -> list[Section]:
     notes = Notes(pitfalls) if pitfalls else Notes(["No common problem of logs was found."], good=True)
     sections.append(Section("Pitfalls", [notes]))
     if report["segments"]:
-        inner: list[Part] = []
+        inner: list[Part] = [Grid(plots)] if (plots := context_plots(report)) else []
         for name, part in report["segments"].items():
             title = f"{name} ({part['requests']:,} requests): {part['verdict']['status']}"
             inner += [*_estimates(part, title), _estimates_table(part)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ultr.bias.examination import Examination
-from ultr.bias.propensities import BIAS_FILE, known_slots
+from ultr.bias.propensities import BIAS_FILE, known_slots, theta_by_id
 from ultr.errors import DataError
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
@@ -264,8 +264,15 @@ def _take_bias(run: Path, kind: str, model: BiasModel, data: Data) -> None:
     ids = tuple(model.index.ids.tolist())
     places = torch.tensor([saved.index(name) for name in known_slots(saved, ids, data.segments, nearest=True).values()])
 
+    def of_positions(theta: Sequence[float]) -> list[float]:
+        known = dict(zip(saved, theta, strict=True))
+        return list(theta_by_id(known, ids, data.segments, nearest=True).values())
+
     def load(module: nn.Module, weights: Weights) -> None:
         at_positions = model.weights_at(weights, places)
+        at_positions["theta"] = torch.tensor(of_positions(weights["theta"].tolist())).to(weights["theta"])
         load_matched_weights(module, at_positions, match, indicators=trained.indicators or ())
 
     load_bias(folder, model, load)
+    if "theta" in model.evidence:
+        model.evidence["theta"] = of_positions(model.evidence["theta"])

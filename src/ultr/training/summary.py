@@ -13,7 +13,6 @@ from ultr.bias.examination import SOURCES, Examination
 from ultr.bias.identification import INTERVENED
 from ultr.bias.propensities import bias_file, read_bias_file, write_bias_file
 from ultr.bias.sharing import SHOWN_POSITION
-from ultr.log.columns import as_names
 from ultr.log.table import is_grid, named_places, position_id, slot
 from ultr.methods import thresholds
 from ultr.training.combining import Ranker
@@ -44,9 +43,7 @@ def write_bias_report(
     if "theta_from" in report:
         report |= _origin_of_theta(config)
         if examination is not None and examination.deviations:
-            names = as_names(data.segment or "") if len(examination.deviations) > 1 else [data.segment]
-            pairs = zip(names, examination.deviations, strict=True)
-            report["contexts"] = {name: asdict(deviation) for name, deviation in pairs}
+            report["contexts"] = examination.contexts(data.segment)
         if examination is not None and examination.actions:
             report["actions"] = {name: asdict(each) for name, each in examination.actions.items()}
         report["summary"] = _sentences(report, config, data)

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from ultr.errors import ColumnError, OptionError, nearest
+from ultr.log.bins import names_of
 from ultr.log.columns import ACTION_NAMES, NAMES, Columns, not_numbers
 from ultr.log.conditions import Condition, parse_conditions, utc_time
 from ultr.log.prepare.options import Preparation, parse_window
@@ -144,9 +145,10 @@ def impressions(table: Any, columns: Columns, *, time: str | None, where: object
     for role, name in columns.context.items():
         if role == "randomised":
             chosen[role] = number_column(table[name], what=role, where=where) != 0
-        elif role == "segment" and len(columns.segments) > 1:
-            texts = (id_column(table[each], what=role, where=where).cast("string") for each in columns.segments)
-            chosen[role] = reduce(lambda a, b: a + SEPARATOR + b, (text.coalesce("") for text in texts))
+        elif role == "segment":
+            values = [_segment_column(table, each, columns, where) for each in columns.segments]
+            texts = (value.cast("string").coalesce("") for value in values)
+            chosen[role] = values[0] if len(values) == 1 else reduce(lambda a, b: a + SEPARATOR + b, texts)
         else:
             chosen[role] = id_column(table[name], what=role, where=where)
     if time is not None:
@@ -168,6 +170,20 @@ def _position(table: Any, columns: Columns, where: object) -> Any:
     inside = row.between(0, MOST_GRID_ROWS - 1) & column.between(0, MOST_GRID_COLUMNS - 1)
     fine = (inside & (row % 1 == 0) & (column % 1 == 0)).coalesce(False)
     return fine.ifelse(grid_ids(row.cast("int64"), column.cast("int64")), -1).cast("int64")
+
+
+def _segment_column(table: Any, name: str, columns: Columns, where: object) -> Any:
+    """Return a column of a segment, or the names of the bins of its numbers."""
+    import ibis
+
+    edges = columns.edges[name]
+    if not edges:
+        return id_column(table[name], what="segment", where=where)
+    number = number_column(table[name], what="segment", where=where)
+    *lower, highest = names_of(edges)
+    bins = [(number < edge, ibis.literal(text)) for edge, text in zip(edges, lower, strict=True)]
+    missing = number.isnull() | (number.isnan() if table[name].type().is_floating() else ibis.literal(False))
+    return ibis.cases((missing, ibis.null("string")), *bins, else_=highest)
 
 
 def seconds_column(column: Any, where: object) -> Any:
