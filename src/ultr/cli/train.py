@@ -49,7 +49,6 @@ def train(
         from ultr.training.loop import Listeners
         from ultr.training.outcome import value_of_run
         from ultr.training.run import run_training
-        from ultr.training.tradeoff import read_trade_off
         from ultr.utils.stores import kept_here
 
         config = shared.training_config(given, sets=settings or (), file=config_file)
@@ -85,7 +84,6 @@ def train(
             tracker.finish()
         config, decisions = read_config(run), Decisions.load(run)
         bias_of_run, (metric, value, step) = _bias(run), value_of_run(run)
-        trade_off = read_trade_off(run)
     if as_json:
         about = {
             "run": out,
@@ -100,9 +98,6 @@ def train(
     print_warnings(f"{warning['name']}: {warning['what']}" for warning in bias_of_run.get("warnings", ()))
     for name, sentence in bias_of_run.get("summary", {}).items():
         words.say(f"{name}: {sentence}")
-    if trade_off is not None:
-        shown = f"{len(trade_off['weightings'])} weightings of {' and '.join(trade_off['goals'])}"
-        words.say(f"trade-off: {shown}, in ultr report (--set tradeoff=0 leaves it out)")
     at_step = "" if len(decisions.rankers) > 1 else f" at step {step}"  # that of its trees says little about a sum
     words.say(f"wrote {out}: {decisions.ranker_name}, {metric} {value:.4f}{at_step}")
     if config.users is not None:
