@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import optimize, sparse
 
 from ultr.bias import after_click
@@ -205,3 +207,17 @@ def test_rankers_are_compared_by_what_they_would_get_with_trust():
     assert found["new"].low < truth["click"] + 10 * truth["purchase"] < found["new"].high
     feedback = Label(label)(log.select(test).actions).sum() / test.sum()
     assert found["the logged ranking"].mean == pytest.approx(feedback, rel=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 60), st.floats(0, 1), st.sampled_from([1.0, 1e-6, 1e9]))
+def test_small_logs_have_finite_curves_or_none(seed, requests, random_share, unit):
+    log = log_of(actions(requests, seed=seed, random_share=random_share))
+    log = replace(log, actions={**log.actions, "seconds": unit * log.actions["seconds"]})
+    for each in estimate_after_click(log, Label("click + purchase + seconds")).values():
+        assert each.tau[0] == 1
+        assert 0 <= each.p <= 1
+        curves = np.array([each.low, each.tau, each.high])
+        assert np.isfinite(curves).all()
+        assert (curves > 0).all()
+        assert (np.diff(curves, axis=0) >= 0).all()

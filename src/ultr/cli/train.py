@@ -50,7 +50,6 @@ def train(
         from ultr.training.loop import Listeners
         from ultr.training.outcome import read_outcome, value_of_run
         from ultr.training.run import run_training
-        from ultr.training.tradeoff import read_trade_off
         from ultr.utils.stores import kept_here
 
         config = shared.training_config(given, sets=settings or (), file=config_file)
@@ -86,7 +85,6 @@ def train(
             tracker.finish()
         config, decisions = read_config(run), Decisions.load(run)
         bias_of_run, (metric, value, step), outcome = _bias(run), value_of_run(run), read_outcome(run)
-        trade_off = read_trade_off(run)
     calibration = None if outcome is None else outcome.calibration
     if as_json:
         about = {
@@ -100,7 +98,7 @@ def train(
         }
         print(json.dumps({**about, "bias": bias_of_run, "notes": notes}))
         return
-    _print_findings(bias_of_run, outcome, trade_off)
+    _print_findings(bias_of_run, outcome)
     at_step = "" if len(decisions.rankers) > 1 else f" at step {step}"  # that of its trees says little about a sum
     words.say(f"wrote {out}: {decisions.ranker_name}, {metric} {value:.4f}{at_step}")
     if config.users is not None:
@@ -111,14 +109,11 @@ def train(
         words.say("to score other items, put their file in place of the training log in this command")
 
 
-def _print_findings(bias: Mapping[str, Any], outcome: RunOutcome | None, trade_off: Any) -> None:
-    """Print what a run found about the users, its two goals and its expected feedback."""
+def _print_findings(bias: Mapping[str, Any], outcome: RunOutcome | None) -> None:
+    """Print what a run found about the users and its expected feedback."""
     print_warnings(f"{warning['name']}: {warning['what']}" for warning in bias.get("warnings", ()))
     for name, sentence in bias.get("summary", {}).items():
         words.say(f"{name}: {sentence}")
-    if trade_off is not None:
-        shown = f"{len(trade_off['weightings'])} weightings of {' and '.join(trade_off['goals'])}"
-        words.say(f"trade-off: {shown}, in ultr report (--set tradeoff=0 leaves it out)")
     if outcome is not None and (calibration := outcome.calibration) is not None:
         off = f"off by {calibration['error']:.1%} of its mean on {outcome.split} requests"
         words.say(f"calibration: expected feedback is {off} ({calibration['chance']:.1%} by chance alone)")

@@ -156,11 +156,12 @@ def _train(plan: Plan, run: Path, shared: Path | None, listeners: Listeners) -> 
             fitted[kind] = fit.fit(place)
             relevance = fit.relevance(fitted[kind]) if len(plan.fits) > 1 else None
     fits = [fitted[fit.inputs.kind] for fit in plan.fits]
-    finish(plan, run, examined, fits, compared=listeners.on_finding is None)
+    finish(plan, run, examined, fits, listeners)
 
 
-def finish(plan: Plan, run: Path, examined: Examined, fits: Sequence[Fitted], *, compared: bool) -> None:
+def finish(plan: Plan, run: Path, examined: Examined, fits: Sequence[Fitted], listeners: Listeners) -> None:
     """Combine the fits of a run, judge the ranker, and write the run; those of a comparison have shorter outcomes."""
+    compared = listeners.on_finding is None
     if is_main():
         begin_stage("writing the results")
         ranker = combine(fits, fits[0].inputs.data, examined.examination)
@@ -170,7 +171,7 @@ def finish(plan: Plan, run: Path, examined: Examined, fits: Sequence[Fitted], *,
         judge(plan.config, plan.data, ranker, examined, plan.findings, run, compared=compared)
         write_bias_report(plan.config, plan.data, fits, ranker, examined.examination, run)
         if not compared:
-            write_trade_off(fits[0], plan.data, ranker.ranker, examined, run)
+            write_trade_off(fits[0], plan.data, ranker.ranker, examined, run, on_note=listeners.on_note)
         if plan.config.users is None and plan.data.test is not None and not compared:
             write_reference(run, plan.data.test)
         if plan.data.suspicious is not None:

@@ -304,7 +304,7 @@ def train_together(runs: Sequence[Run], shared: Path, later: Sequence[Config] = 
     ):
         fits[number].record(progress)
     for run, found in zip(runs, examined, strict=True):
-        finish(run.plan, run.folder, found, [run.fit.finish()], compared=True)
+        finish(run.plan, run.folder, found, [run.fit.finish()], Listeners(on_finding=None))
 
 
 def _steps(

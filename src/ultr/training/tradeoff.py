@@ -8,6 +8,8 @@ run and the logged ranking by both goals, off policy, under the examination of t
 from __future__ import annotations
 
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +38,9 @@ METRIC = "off-policy-reward@10"
 FORMAT = 1
 
 
-def write_trade_off(fit: Fitted, data: Data, ranker: nn.Module, examined: Examined, run: Path) -> None:
+def write_trade_off(
+    fit: Fitted, data: Data, ranker: nn.Module, examined: Examined, run: Path, *, on_note: Callable[[str], None]
+) -> None:
     """Write the trade-off of the two goals of a run, whose `data` is as logged; `fit` is one of its fits.
 
     There is none without two goals, off-policy values, LightGBM, and a log in memory with test requests.
@@ -48,7 +52,7 @@ def write_trade_off(fit: Fitted, data: Data, ranker: nn.Module, examined: Examin
     if model is None or examined.examination is None or not find_spec("lightgbm"):
         return
     begin_stage("weighting the goals")
-    logged = data.logged_scores(log)
+    started, logged = time.monotonic(), data.logged_scores(log)
     rankers = {} if logged is None else {LOGGED_RANKING: logged}
     expected = [_expected(inputs, examined, goal, log.features) for goal in goals]
     names = [f"{100 * share:.3g} : {100 - 100 * share:.3g}" for share in np.linspace(1, 0, config.tradeoff).tolist()]
@@ -80,6 +84,9 @@ def write_trade_off(fit: Fitted, data: Data, ranker: nn.Module, examined: Examin
         "values": {name: [asdict(each[name].mean) for each in values] for name in rankers},
     }
     write_json(run / TRADE_OFF, content)
+    took = f"{time.monotonic() - started:.0f} s; --set tradeoff=0 leaves it out"
+    on_note(f"ultr report shows the trade-off of {' and '.join(goals)} ({took})")
+    begin_stage("writing the results")
 
 
 def _expected(inputs: FitInputs, examined: Examined, goal: str, features: np.ndarray) -> np.ndarray:
