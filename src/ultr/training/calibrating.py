@@ -22,6 +22,7 @@ from ultr.bias.propensities import known_slots
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.log.sampling import sample_log
+from ultr.log.splits import queries_of
 from ultr.log.table import SHIFT, slot
 from ultr.methods.base import PositionIndex
 from ultr.methods.position_model import LEAST_THETA
@@ -32,7 +33,7 @@ from ultr.utils.calibration import LEAST, Calibration
 
 TRAIN_ROWS = 200_000  # train rows that are scored, at most
 PASSES = 4  # over g and the factors of positions
-SURE = 5.99  # of the statistic of level and slope: the 95% quantile of χ² with 2 degrees of freedom
+SURE = 3.84  # of a change divided by its standard error, squared: the 95% quantile of χ²
 LEAST_CHANGE, NEWTON = 0.05, 30  # the smallest slope of log g relative to train rows; steps of Newton's method
 BINS = 15  # of a reliability plot
 MOST_OFF = 0.05  # a group of requests whose feedback is further off is reported, if chance does not explain it
@@ -46,7 +47,7 @@ class _Rows:
     labels: np.ndarray
     weights: np.ndarray
     places: np.ndarray  # index of the position
-    requests: np.ndarray
+    groups: np.ndarray  # queries, or else requests: rows of a group have common errors
 
     @classmethod
     def of(cls, log: Log, scores: np.ndarray, label: Label, index: PositionIndex | None) -> _Rows:
@@ -55,11 +56,11 @@ class _Rows:
         if index is not None and log.positions is not None:
             places = index(torch.from_numpy(log.positions)).numpy()
         labels = np.asarray(label(log.actions), np.float64)
-        return cls(np.asarray(scores, np.float64), labels, weights, places, log.request_of_row)
+        return cls(np.asarray(scores, np.float64), labels, weights, places, queries_of(log)[log.request_of_row])
 
     def and_also(self, other: _Rows) -> _Rows:
         both = {name: np.concatenate([values, getattr(other, name)]) for name, values in vars(self).items()}
-        return _Rows(**{**both, "requests": np.concatenate([self.requests, other.requests + self.requests[-1] + 1])})
+        return _Rows(**{**both, "groups": np.concatenate([self.groups, other.groups + self.groups.max() + 1])})
 
 
 def calibrate(ranker: Ranker, data: Data, examination: Examination | None) -> Calibration | None:
@@ -121,9 +122,9 @@ def _agreement(rows: _Rows, theta: np.ndarray, g: np.ndarray) -> np.ndarray:
 
 
 def _corrected(scores: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: _Rows) -> np.ndarray:
-    """Return values whose level and slope are those of held-out rows, as far as these are surely different.
+    """Return values whose level and slope are nearer to those of held-out rows, the surer these are different.
 
-    A Poisson regression of their feedback on log g has a level and a slope. Errors of both are by request.
+    A Poisson regression of their feedback on log g has a level and a slope. Errors of both are by query or request.
     """
     floor = LEAST * values.max()
     logs = np.log(np.maximum(values, floor))
@@ -141,14 +142,17 @@ def _corrected(scores: np.ndarray, values: np.ndarray, factors: np.ndarray, rows
         change = change + np.clip(step, -1, 1)
         if np.abs(step).max() < 1e-10:
             break
-    by_request = np.column_stack([np.bincount(rows.requests, rest * column) for column in features.T])
+    by_group = np.column_stack([np.bincount(rows.groups, rest * column) for column in features.T])
     inverse = np.linalg.inv(hessian)
-    covariance = inverse @ by_request.T @ by_request @ inverse
-    statistic = float(change @ np.linalg.pinv(covariance) @ change)
-    if not statistic > SURE:
+    covariance = inverse @ by_group.T @ by_group @ inverse
+    # Train scores flatter the ranker, so that a slope below 1 is likely; other changes must be sure.
+    doubt = np.array([SURE, 1.0 if change[1] < 0 else SURE])
+    level, slope = change * np.maximum(0, 1 - doubt * covariance.diagonal() / np.maximum(change**2, 1e-300))
+    if not (level or slope):
         return values
-    level, slope = change * (1 - SURE / statistic)
-    return np.asarray(np.exp(middle + level + max(LEAST_CHANGE, 1 + slope) * (logs - middle)))
+    flatter = np.exp(middle + max(LEAST_CHANGE, 1 + slope) * (logs - middle))
+    before, after = (float(weights @ np.interp(rows.scores, scores, each)) for each in (values, flatter))
+    return np.asarray(flatter * np.exp(level) * before / after)
 
 
 def _by_slot(
@@ -173,7 +177,7 @@ def reliability(
     """Return expected and mean feedback in bins of rows at their logged positions, and the calibration error.
 
     The error is the mean over rows of |mean feedback of the bin - its expected feedback|, relative to the mean
-    feedback. `chance` is that of feedback which is as expected. Intervals and `chance` are by request.
+    feedback. `chance` is that of feedback which is as expected. Intervals and `chance` are by query or request.
     """
     rows = _Rows.of(log, scores, label, None)
     expected = calibration.g(scores)
@@ -211,18 +215,16 @@ def reliability(
 
 
 def _difference(rows: _Rows, chosen: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
-    """Return the feedback on the `chosen` rows minus that `expected`, and its standard error by request."""
+    """Return the feedback on the `chosen` rows minus that `expected`, and its standard error by query or request."""
     rest = rows.weights[chosen] * (rows.labels[chosen] - expected)
-    by_request = np.bincount(rows.requests[chosen], rest)
-    count = len(np.unique(rows.requests[chosen]))
-    mean = rest.sum() / count
-    variance = (by_request**2).sum() - count * mean**2
+    _, group = np.unique(rows.groups[chosen], return_inverse=True)
+    variance = ((by_group := np.bincount(group, rest)) ** 2).sum() - rest.sum() ** 2 / len(by_group)
     return float(rest.sum()), float(np.sqrt(max(0.0, variance)))
 
 
 def _groups_off(rows: _Rows, expected: np.ndarray, log: Log, segments: tuple[str, ...]) -> Iterator[str]:
     """Yield a sentence for each group of requests whose feedback is not as expected from the scores alone."""
-    lengths = log.lengths[rows.requests]
+    lengths = log.lengths[log.request_of_row]
     edges = np.unique(np.quantile(log.lengths, [1 / 3, 2 / 3], method="lower"))
     groups = {}
     for low, high in zip([0, *edges], [*edges, lengths.max()], strict=True):
