@@ -61,7 +61,7 @@ def estimates(table: pa.Table, world: str, seed: int) -> Iterator[tuple[str, np.
         assert same, f"seed {seed}: a grid of one column differs from a list"
     report = audit(log, bootstrap=200)
     for title, source in (("ultr bias", report.verdict.anchor), ("ultr bias: items", "items")):
-        if source in report.estimates:
+        if source is not None and source in report.estimates:
             logs = report.estimates[source].logs
             yield title, logs[0], np.cov(logs[1:].T)
     for axis, name in enumerate(("row only", "column only")):
