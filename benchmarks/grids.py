@@ -60,10 +60,10 @@ def estimates(table: pa.Table, world: str, seed: int) -> Iterator[tuple[str, np.
         same = np.array_equal(shared.theta, plain.theta) and np.array_equal(shared.covariance, plain.covariance)  # type: ignore[arg-type]
         assert same, f"seed {seed}: a grid of one column differs from a list"
     report = audit(log, bootstrap=200)
-    for name in dict.fromkeys((report.verdict.anchor, "items")):
-        if name in report.estimates:
-            logs = report.estimates[name].logs
-            yield f"ultr bias: {name}" if name == "items" else "ultr bias", logs[0], np.cov(logs[1:].T)
+    for title, source in (("ultr bias", report.verdict.anchor), ("ultr bias: items", "items")):
+        if source is not None and source in report.estimates:
+            logs = report.estimates[source].logs
+            yield title, logs[0], np.cov(logs[1:].T)
     for axis, name in enumerate(("row only", "column only")):
         values = one_axis(log, axis)
         yield name, np.log(values), np.zeros((len(values), len(values)))

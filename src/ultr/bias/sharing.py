@@ -11,8 +11,8 @@ most likely. A column on which examination does not depend has little or no part
 make the estimates much more likely.
 
 In a grid, each curve is the sum of one over log row and one over log column. Columns may be seen only after a swipe, so
-the curve over columns may have steps. Slots may deviate from the sum, smoothly or each on its own, but again only if
-that makes the estimates much more likely.
+the curve over columns may have steps. Slots may deviate from the sum smoothly, as lower rows are often read less
+broadly. Each slot may also deviate on its own, but again only if that makes the estimates much more likely.
 """
 
 from __future__ import annotations
@@ -176,15 +176,16 @@ def _same(a: Slots, b: Slots) -> np.ndarray:
 
 def _likeliest(y: np.ndarray, shared: np.ndarray, kernels: np.ndarray, columns: int) -> np.ndarray:
     """Return the sizes of deviations that make estimates most likely, tried one after the other."""
-    sizes = np.array([SIZES[2]] * columns + [0.0] * (len(kernels) - columns))
+    surface = columns + 1  # which users of a grid are expected to have; the last kernel is that of slots alone
+    sizes = np.array([SIZES[2]] * columns + [0.0, SIZES[1], 0.0][: len(kernels) - columns])
     # Of one column, combinations are the values themselves.
     tries = [j for j in range(len(kernels)) if j != columns or columns > 1]
     for _ in range(ROUNDS):
         before = sizes
         for j in tries:
-            tried = [np.where(np.arange(len(sizes)) == j, size, sizes) for size in SIZES]
+            tried = [np.where(np.arange(len(sizes)) == j, size, sizes) for size in SIZES[j == surface :]]
             gains = np.array([_log_density(y, _sum(shared, kernels, each)) for each in tried])
-            gains[0] += LEAST_GAIN * (j >= columns)
+            gains[0] += LEAST_GAIN * (j in (columns, columns + 2))
             sizes = tried[int(gains.argmax())]
         if (sizes == before).all():
             break
