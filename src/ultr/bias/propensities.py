@@ -32,7 +32,7 @@ from ultr.utils.jsonfiles import check_format, read_json, write_json
 COLUMNS = ["position", "propensity", "segment"]  # of a table of propensities; the last one is optional
 BIAS_FORMAT = 1
 BIAS_FILE = "bias.json"
-LITTLE = 0.01  # a number much smaller than 1
+LITTLE = 1e-3  # a number much smaller than 1
 SMALLEST_KNOWN = 1e-6  # smaller propensities would give weights above a million
 
 
