@@ -27,7 +27,7 @@ from ultr.log.watch import NORMAL, extra_column
 
 UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}  # seconds
 DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smhdw])\s*", re.ASCII)
-KNOTS = 501  # steps of a curve
+KNOTS = 1001  # steps of a curve
 LEAST = 100  # arrivals that a curve is estimated from
 LEAST_SHARE = 0.2  # requests at whose age fewer of the actions have arrived are left out
 LEAST_ORDERED = 0.99  # share of the actions that must not be before their request
