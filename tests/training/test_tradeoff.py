@@ -15,6 +15,7 @@ from ultr.log import read_log
 from ultr.report.runs import trade_off_plot
 from ultr.training.config import Config, differences, make_config, train_command
 from ultr.training.data import split_log
+from ultr.training.loop import Listeners
 from ultr.training.tradeoff import TRADE_OFF, read_trade_off
 from ultr.utils.jsonfiles import write_json
 from worlds.actions import FEATURES, actions
@@ -34,11 +35,21 @@ def world():
 
 
 @pytest.fixture(scope="module")
-def run(world, tmp_path_factory):
-    out = tmp_path_factory.mktemp("goals") / "run"
-    return ultr.train(
-        world.log, out, label=GOALS, ranker="lightgbm", columns=COLUMNS, tradeoff=3, **{"trees.rounds": 80}
-    )
+def notes():
+    return []
+
+
+@pytest.fixture(scope="module")
+def run(world, notes, tmp_path_factory):
+    out, listeners = tmp_path_factory.mktemp("goals") / "run", Listeners(on_note=notes.append)
+    options = {"label": GOALS, "ranker": "lightgbm", "columns": COLUMNS, "tradeoff": 3, "trees.rounds": 80}
+    return ultr.train(world.log, out, listeners=listeners, **options)
+
+
+def test_the_curve_is_announced_with_its_cost(run, notes):
+    (note,) = [note for note in notes if "trade-off" in note]
+    assert note.startswith("ultr report shows the trade-off of click and 12 * purchase (")
+    assert note.endswith(" s; --set tradeoff=0 leaves it out)")
 
 
 def test_the_goals_of_a_run_are_one_label(run):
