@@ -146,13 +146,18 @@ def _corrected(scores: np.ndarray, values: np.ndarray, factors: np.ndarray, rows
     inverse = np.linalg.inv(hessian)
     covariance = inverse @ by_group.T @ by_group @ inverse
     # Train scores flatter the ranker, so that a slope below 1 is likely; other changes must be sure.
-    doubt = np.array([SURE, 1.0 if change[1] < 0 else SURE])
-    level, slope = change * np.maximum(0, 1 - doubt * covariance.diagonal() / np.maximum(change**2, 1e-300))
-    if not (level or slope):
-        return values
-    flatter = np.exp(middle + max(LEAST_CHANGE, 1 + slope) * (logs - middle))
+    slope = _sure(change[1], covariance[1, 1], 1.0 if change[1] < 0 else SURE)
+    flatter = np.exp(middle + max(LEAST_CHANGE, 1 + slope) * (logs - middle)) if slope else values
     before, after = (float(weights @ np.interp(rows.scores, scores, each)) for each in (values, flatter))
-    return np.asarray(flatter * np.exp(level) * before / after)
+    feedback = float(rows.weights @ rows.labels)
+    rest = rows.weights * rows.labels - feedback / before * weights * np.interp(rows.scores, scores, values)
+    level = _sure(np.log(feedback / before), (np.bincount(rows.groups, rest) ** 2).sum() / feedback**2, SURE)
+    return values if not (slope or level) else np.asarray(flatter * np.exp(level) * before / after)
+
+
+def _sure(change: float, variance: float, doubt: float) -> float:
+    """Return a change, nearer to 0 the larger its variance is, and 0 if its square is below `doubt` variances."""
+    return float(change * max(0.0, 1 - doubt * variance / max(change**2, 1e-300)))
 
 
 def _by_slot(
