@@ -33,6 +33,11 @@ def test_without_segments_a_position_is_its_number():
     assert slot(3) == "3"
 
 
+def test_a_segment_that_was_not_known_has_no_name():
+    log, names = by_segment(read_log(TABLE, segment="device"), ["phone"])
+    assert [slot(k, names) for k in log.positions.tolist()] == ["1@phone", "2@phone", "1@", "2@", "1@"]
+
+
 def test_logs_without_segments_and_huge_positions_are_errors():
     with pytest.raises(DataError, match="no segments"):
         by_segment(read_log(TABLE))

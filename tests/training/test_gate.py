@@ -167,7 +167,8 @@ def test_longer_lists_than_before_have_the_examination_of_the_nearest_position(f
         "2@phone",
     ]
     theta = theta_by_id(known, ids, ("phone", "desk", "tv"), nearest=True)
-    assert (theta[(1 << 20) + 3], theta[(2 << 20) + 2]) == (0.3, pytest.approx(0.5))  # of all segments if this one is not known
+    expected = 0.3, pytest.approx(0.5)  # of all segments if this one is not known
+    assert (theta[(1 << 20) + 3], theta[(2 << 20) + 2]) == expected
     with pytest.raises(DataError, match="position 9@phone has no propensity"):
         theta_by_id(known, ids, ("phone", "desk", "tv"))
     table = pq.read_table(folder / "day2.parquet")

@@ -455,7 +455,9 @@ def _shared(log: Log, sample: Log | None, options: AuditOptions) -> SharedEstima
     Return None for other segments, and if neither the log nor features of the sample have any evidence. Features of all
     requests are used as in training; if only a sample has features, they are used if there is no other evidence.
     """
-    if "segment" not in log.context or not all(SEPARATOR in name for name in set(_segment_names(log)[0].to_pylist())):
+    if "segment" not in log.context or not all(
+        SEPARATOR in name for name in pc.unique(_segment_names(log)[0]).to_pylist()
+    ):
         return None
     described = options.described if sample is None else sample
     if sample is not None and len(sample) == len(log):
