@@ -1,7 +1,7 @@
 """Actions after the click: errors of τ, coverage of its intervals, false alarms, and what the correction gains.
 
     python benchmarks/actions.py [--seeds 20] [--first 1000] [--requests 30000] [--jobs 1] [--estimates]
-                                 [--ranker auto] [--conflict 0.5] [--label "click + 20 * purchase"]
+                                 [--trust 1] [--ranker auto] [--conflict 0.5] [--label "click + 20 * purchase"]
 
 The world is tests/worlds/actions.py, with trust (τ of purchases falls as k^-0.35, of seconds as k^-0.2) and without.
 A run with the correction is compared with one without, by the true expected label of its ranking. Differences are
@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=1000, help="the first seed")
     parser.add_argument("--requests", type=int, default=30_000)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--trust", type=float, default=1.0, help="times log τ of the world with trust")
     parser.add_argument("--estimates", action="store_true", help="only estimate τ, and train nothing")
     parser.add_argument("--ranker", default="auto", help="the ranker that is trained")
     parser.add_argument("--conflict", type=float, default=0.5, help="how much items that are clicked are not bought")
@@ -116,7 +117,7 @@ def main() -> None:
     logger.setLevel("ERROR")
     seeds = range(options.first, options.first + options.seeds)
     with ProcessPoolExecutor(options.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        for name, trust in (("trust", 1.0), ("no trust", 0.0)):
+        for name, trust in (("trust", options.trust), ("no trust", 0.0)):
             work: Any = partial(one, trust=trust, options=options)
             show(name, list(pool.map(work, seeds)))
 
