@@ -55,16 +55,16 @@ def trained(ultr, folder):
     return folder / "run"
 
 
-def test_scores_have_the_request_position_and_item_of_training(ultr, trained, tmp_path):
+def test_scores_have_the_request_position_and_item_under_their_names_in_training(ultr, trained, tmp_path):
     frame = visits(20, seed=1)
     frame.to_csv(tmp_path / "new.csv", index=False)
     done = ultr("score", trained, tmp_path / "new.csv", "--out", tmp_path / "scores.parquet")
     assert done.returncode == 0, done.stderr
     assert "request 'visit'; position 'shown_at'; item 'sku'; features 'quality'" in done.stderr
     scores = pq.read_table(tmp_path / "scores.parquet").to_pandas()
-    assert scores["request"].tolist() == frame["visit"].tolist()
-    assert scores["item"].tolist() == frame["sku"].tolist()
-    assert scores["position"].tolist() == frame["shown_at"].tolist()
+    assert scores["visit"].tolist() == frame["visit"].tolist()
+    assert scores["sku"].tolist() == frame["sku"].tolist()
+    assert scores["shown_at"].tolist() == frame["shown_at"].tolist()
 
 
 def test_a_missing_request_column_is_an_error_with_the_option(ultr, trained, tmp_path):
@@ -82,7 +82,7 @@ def test_candidates_without_positions_and_items_are_not_given_others(ultr, train
     visits(20).drop(columns=["shown_at", "sku"]).to_parquet(tmp_path / "new.parquet", index=False)
     done = ultr("score", trained, tmp_path / "new.parquet", "--out", tmp_path / "scores.parquet")
     assert done.returncode == 0, done.stderr
-    assert pq.read_schema(tmp_path / "scores.parquet").names == ["request", "score"]
+    assert pq.read_schema(tmp_path / "scores.parquet").names == ["visit", "score"]
     for name, role in (("shown_at", "position"), ("sku", "item")):
         assert f"there is no column '{name}', which was the {role} in training" in done.stderr
 

@@ -253,7 +253,8 @@ def test_every_method_writes_a_run(method, log, tmp_path):
     options = {"network.steps": 4, "network.evaluate_every": 2, "network.bias_steps": 3, "select": FEEDBACK}
     run = run_training(quick(log, method=method, **options), tmp_path / "run")
     common = {".lock", "config.json", "decisions.json", "metrics.jsonl", "fits/mlp/report.json"}
-    common |= {f"model/{name}" for name in ("model.json", "rows.safetensors", "weights.safetensors")}
+    common |= {f"model/{name}.json" for name in ("model", "calibration")}
+    common |= {f"model/{name}.safetensors" for name in ("rows", "weights")}
     common |= {f"outcome/{name}" for name in ("outcome.json", "requests.parquet", "used.safetensors")}
     names = files_of(run)
     assert common <= names
