@@ -21,7 +21,7 @@ from ultr.evaluation.comparing import compare_rankers
 from ultr.evaluation.off_policy import off_policy_value
 from ultr.log import Log, read_log
 from ultr.log.labels import Label
-from ultr.log.table import SHIFT
+from ultr.log.table import SHIFT, grid_ids
 from worlds.actions import ActionWorld, actions
 
 LABEL = "click + 5 * purchase + seconds / 30"
@@ -167,6 +167,18 @@ def test_the_corrected_label_of_a_click_does_not_depend_on_its_position():
 def test_segments_share_a_curve_and_positions_between_are_interpolated():
     each = AfterClick((1, 3), (1.0, 0.5), (1.0, 0.4), (1.0, 0.6), 0.0, used=True, evidence="items")
     assert each.at([1, 2, 3, 9, (1 << SHIFT) + 3]) == {1: 1.0, 2: 0.75, 3: 0.5, 9: 0.5, (1 << SHIFT) + 3: 0.5}
+
+
+def test_in_a_grid_the_curve_is_that_of_the_reading_order_and_outputs_name_slots():
+    log, label = log_of(actions(6000, seed=3)), Label(LABEL)
+    in_list = estimate_after_click(log, label)["seconds"]
+    positions = log.shown_positions("a test")
+    in_grid = estimate_after_click(replace(log, positions=grid_ids((positions + 1) // 2, 2 - positions % 2)), label)
+    found = in_grid["seconds"]
+    assert (found.tau, found.low, found.high, found.used) == (in_list.tau, in_list.low, in_list.high, True)
+    assert found.to_json()["positions"][:3] == ["r1c1", "r1c2", "r2c1"]
+    assert "seconds after a click at position r" in found.sentence("seconds")
+    assert AfterClick.of(found.to_json()) == found
 
 
 def test_examination_keeps_the_curves_and_rejects_wrong_ones(tmp_path):

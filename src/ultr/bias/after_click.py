@@ -17,7 +17,7 @@ Strata of the logging score are not used: in logs without trust, a third of thei
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -34,7 +34,7 @@ from ultr.bias.estimators import (
 )
 from ultr.log import Log
 from ultr.log.labels import CLICKS, Label
-from ultr.log.table import SHIFT
+from ultr.log.table import SHIFT, as_shown, position_id
 from ultr.utils.jsonfiles import content_errors
 
 MOST_POSITIONS = 1_000  # with more there is no estimate
@@ -67,7 +67,7 @@ class AfterClick:
         """Return how an action depends on position, in words."""
         if not self.used:
             return f"{name} after a click does not clearly depend on the position"
-        first, last = self.positions[0], self.positions[-1]
+        first, last = as_shown(self.positions[0]), as_shown(self.positions[-1])
         return (
             f"{name} after a click at position {last}: {self.tau[-1]:.2f} times that at {first}, and corrected for it"
         )
@@ -76,10 +76,13 @@ class AfterClick:
         """Return τ by position id, interpolated between positions; all segments have the same."""
         return {k: float(np.interp(k & ((1 << SHIFT) - 1), self.positions, self.tau)) for k in ids}
 
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "positions": [*map(as_shown, self.positions)]}
+
     @staticmethod
     def of(content: Mapping[str, Any]) -> AfterClick:
         curves = {name: tuple(map(float, content[name])) for name in ("tau", "low", "high")}
-        positions = tuple(map(int, content["positions"]))
+        positions = tuple(position_id(str(position)) for position in content["positions"])
         values = np.array([*curves.values()])
         if values.shape != (3, len(positions)) or not (np.isfinite(values).all() and (values > 0).all()):
             raise ValueError("τ must have a number above 0 for each position")

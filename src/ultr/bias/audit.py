@@ -159,7 +159,7 @@ class BiasReport:
             "left_out": self.left_out,
             "agreements": [asdict(test) for test in self.agreements],
             "refutations": [asdict(test) for test in self.refutations],
-            "actions": {name: asdict(each) for name, each in self.actions.items()},
+            "actions": {name: each.to_json() for name, each in self.actions.items()},
             "links": self.links,
             "order_explained_by_features": self.explained,
             "sampled_requests": self.sampled_requests,

@@ -153,7 +153,7 @@ class Examination:
         fields = vars(self).items()
         content = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields}
         content["deviations"] = [asdict(each) for each in self.deviations]
-        content["actions"] = {name: asdict(each) for name, each in self.actions.items()}
+        content["actions"] = {name: each.to_json() for name, each in self.actions.items()}
         write_json(path, {"format": FORMAT, **content})
 
     @staticmethod

@@ -274,13 +274,15 @@ def _print_summary(report: BiasReport) -> None:
 
 def _print_actions(report: BiasReport) -> None:
     """Print how actions after the click depend on the position."""
+    from ultr.log.table import as_shown
+
     if not report.actions:
         return
     table = new_table("Actions after a click, relative to the first position", numbers=("position", *report.actions))
     positions = next(iter(report.actions.values())).positions
     for i, position in enumerate(positions[:MOST_ROWS]):
         cells = (_cell(each.tau[i], each.low[i], each.high[i]) for each in report.actions.values())
-        table.add_row(str(position), *cells)
+        table.add_row(str(as_shown(position)), *cells)
     print_table(table)
 
 

@@ -35,7 +35,7 @@ Assumptions: the position-based model, labels whose size does not depend on posi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -573,7 +573,7 @@ class OffPolicyModel:
             "numeric": encoder.numeric.tolist(),
             "intercept": self.direct.intercept,
             "range": [self.direct.lowest, self.direct.highest],
-            "actions": {name: asdict(each) for name, each in self.actions.items()},
+            "actions": {name: each.to_json() for name, each in self.actions.items()},
         }
         with atomic_path(folder, overwrite=True, folder=True) as temporary:
             write_json(temporary / "model.json", about)

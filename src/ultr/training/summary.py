@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def write_bias_report(
         if examination is not None and examination.deviations:
             report["contexts"] = examination.contexts(data.segment)
         if examination is not None and examination.actions:
-            report["actions"] = {name: asdict(each) for name, each in examination.actions.items()}
+            report["actions"] = {name: each.to_json() for name, each in examination.actions.items()}
         report["summary"] = _sentences(report, config, data)
     clicks_only = thresholds(config.method.name, data.label, config.method.options, ranker=fit.kind)
     if data.segments or is_grid(report["positions"]):
