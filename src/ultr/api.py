@@ -41,12 +41,11 @@ from ultr.log.shards import Manifest, Shards, is_lists
 from ultr.log.table import by_segment
 from ultr.rankers.model import Model, load_model
 from ultr.report.runs import Run, load_run
-from ultr.training.actions import ActionModel
 from ultr.training.comparing.plan import LIMITS, LONGEST
 from ultr.training.comparing.plan import compare as run_comparison
 from ultr.training.comparing.results import Comparison
 from ultr.training.config import make_config
-from ultr.training.data import Decisions, columns_for_run, fits_in_memory, read_data
+from ultr.training.data import ActionModel, Decisions, columns_for_run, fits_in_memory, read_data
 from ultr.training.examining import examination_of
 from ultr.training.folder import read_config
 from ultr.training.loop import Listeners

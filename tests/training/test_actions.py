@@ -18,8 +18,7 @@ from ultr.errors import DataError, OptionError
 from ultr.lists import Lists
 from ultr.log import read_log, write_log
 from ultr.methods import METHODS, TREE_METHODS, make_method
-from ultr.training.actions import ActionModel
-from ultr.training.data import Decisions, decide, load_run_data
+from ultr.training.data import ActionModel, Decisions, decide, load_run_data
 from ultr.training.fitting import FitInputs
 from ultr.training.gate import Gate
 from ultr.training.run import run_training

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from ultr.errors import ColumnError, DataError, nearest
 from ultr.log.bins import Edges, binned, equal_edges, names_of, with_edges
-from ultr.log.cleaning import OnDuplicates, copies_note, find_copies, find_duplicates, merge_rows
+from ultr.log.cleaning import OnDuplicates, copies_note, find_copies, find_duplicates, merge_rows, only_shown
 from ultr.log.columns import (
     Columns,
     Missing,
@@ -30,7 +30,6 @@ from ultr.log.columns import (
     without_missing,
 )
 from ultr.log.conditions import filter_rows, numbers_or_seconds, parse_conditions, seconds
-from ultr.log.shown import only_shown
 from ultr.log.splits import as_texts
 from ultr.log.swaps import checked_swaps
 from ultr.log.table import SEPARATOR, Log

@@ -29,17 +29,18 @@ from ultr.lists import ListBatches
 from ultr.log import Log, read_log
 from ultr.log.build import decayed_by_time
 from ultr.log.columns import Missing, check_features
+from ultr.log.delays import Arrival, arrivals, parse_pairs, parse_time, with_arrived
 from ultr.log.labels import DEFAULT_LABEL, Label, click_label, default_label
 from ultr.log.sampling import PART_SAMPLE_BYTES, PART_SAMPLE_ROWS, LogParts, sample_log
 from ultr.log.shards import Shards, concatenate_logs, is_lists
 from ultr.log.sources import Source, is_source, open_source
 from ultr.log.splits import queries_of, request_hashes, split_by_query, split_by_time
 from ultr.log.table import by_segment
+from ultr.log.watch import WatchModel
 from ultr.rankers.matching import extended_log
 from ultr.rankers.model import Model, load_model
 from ultr.rankers.networks import HIDDEN
-from ultr.training.actions import ActionModel
-from ultr.training.config import Config, TrainingOptions, is_trees, trains_trees_too
+from ultr.training.config import Config, DataOptions, TrainingOptions, is_trees, trains_trees_too
 from ultr.training.feed import Feed, Feeding
 from ultr.training.folder import read_config
 from ultr.training.stream import Stream
@@ -58,6 +59,68 @@ SMALL_NETWORK = (128, 64, 32)  # its hidden layers
 FORMAT = 1  # of decisions.json
 DECISIONS = "decisions.json"  # file of a run
 OUTCOME, USED = "outcome", "used.safetensors"  # folder in a run, and the file of hashes in it
+
+
+# --- Actions ----------------------------------------------------------------------------------------------------------
+# Actions as they would be if users had been observed for longer. Delayed actions are counted by what has arrived, and
+# watch times that were cut are continued, before a label is computed: all methods and metrics see the same actions.
+
+
+@dataclass(frozen=True)
+class ActionModel:
+    """The estimates that transform the actions of logs: how they arrive, and how watch times are distributed."""
+
+    time: str | None = None  # column
+    arrivals: tuple[Arrival, ...] = ()
+    watch: WatchModel | None = None
+
+    @staticmethod
+    def of(options: DataOptions, known: ActionModel | None = None) -> ActionModel:
+        """Return the model of these options, not fitted except for the parts that `known` has by the same options."""
+        known = known or ActionModel()
+        times = parse_pairs(options.action_times, "action_times", "purchase=bought_at")
+        wanted = arrivals(options.delays, times)
+        same = {(each.action, each.delay, each.column): each for each in known.arrivals}
+        fitted = tuple(same.get((each.action, each.delay, each.column), each) for each in wanted)
+        watch = None
+        if options.watch is not None:
+            columns = (options.duration, options.censored)
+            watch = WatchModel(options.watch, *columns, options.capped, options.remove_duration)
+            watch = known.watch if known.watch is not None and known.watch.like(watch) else watch
+        return ActionModel(options.time if wanted else None, fitted, watch)
+
+    def __bool__(self) -> bool:
+        return bool(self.arrivals) or self.watch is not None
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The arguments of `read_log` for a log to transform."""
+        times = [each.column for each in self.arrivals if each.column is not None]
+        extra = list(dict.fromkeys([*times, *(() if self.watch is None else self.watch.columns)]))
+        return {**({"time": self.time} if self.time else {}), **({"extra": extra} if extra else {})}
+
+    def arrived(self, log: Log, until: str | None = None) -> tuple[Log, ActionModel]:
+        """Return a log by what has arrived of delayed actions, and the model with the curves of these."""
+        if not self.arrivals:
+            return log, self
+        log, fitted = with_arrived(log, self.arrivals, None if until is None else parse_time(until))
+        return log, replace(self, arrivals=fitted)
+
+    def continued(self, log: Log, trained: np.ndarray) -> tuple[Log, ActionModel]:
+        """Return a log with transformed watch times, and the model of them, fitted to its `trained` requests."""
+        if self.watch is None:
+            return log, self
+        watch = self.watch if self.watch.groups else self.watch.fit(log.select(trained))
+        log = replace(watch(log), notes=(*log.notes, watch.describe(log)))
+        return log, replace(self, watch=watch)
+
+    def __call__(self, log: Log, until: str | None = None) -> Log:
+        """Return a log with transformed actions, by a model that is fitted."""
+        log, _ = self.arrived(log, until)
+        return log if self.watch is None else self.watch(log)
+
+
+# --- The data of a run ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -469,7 +532,7 @@ def split_log(
     log: Log,
     config: Config,
     found: Segment | None = None,
-    actions: ActionModel = ActionModel(),  # noqa: B008 - frozen
+    actions: ActionModel = ActionModel(),
 ) -> Data:
     """Split a log into train, validation and test requests: its queries at random, or its requests by time.
 

@@ -20,9 +20,8 @@ from ultr.log.labels import Label
 from ultr.log.sampling import sample_log
 from ultr.log.shards import concatenate_logs, is_lists
 from ultr.rankers.model import Model, load_model
-from ultr.training.actions import ActionModel
 from ultr.training.config import Config, differences
-from ultr.training.data import DECISIONS, Decisions, columns_for_run, fingerprint_of, read_data
+from ultr.training.data import DECISIONS, ActionModel, Decisions, columns_for_run, fingerprint_of, read_data
 from ultr.training.folder import CONFIG, MODEL, current_folder, find_folder, read_config, settle
 from ultr.training.gate import (
     ACCEPTED,

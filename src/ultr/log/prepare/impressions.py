@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from ultr.errors import ColumnError, OptionError, nearest
 from ultr.log.bins import names_of
+from ultr.log.cleaning import RARE
 from ultr.log.columns import ACTION_NAMES, NAMES, Columns, not_numbers
 from ultr.log.conditions import Condition, parse_conditions, utc_time
 from ultr.log.prepare.options import Preparation, parse_window
-from ultr.log.shown import RARE
 from ultr.log.table import MOST_GRID_COLUMNS, MOST_GRID_ROWS, RESERVED, SEPARATOR, grid_ids
 
 Fetch = Callable[[Any], pa.Table]  # evaluate an Ibis expression on the engine
@@ -64,7 +64,7 @@ def _comparable(column: Any, condition: Condition) -> tuple[Any, Any]:
 
 
 def only_shown(table: Any, columns: Columns, fetch: Fetch, where: object) -> tuple[Any, Columns, list[str]]:
-    """Return the rows that were shown, as `ultr.log.shown.only_shown` does in memory, and notes."""
+    """Return the rows that were shown, as `ultr.log.cleaning.only_shown` does in memory, and notes."""
     if columns.shown is None:
         return table, columns, []
     name, unused = columns.shown, replace(columns, shown=None)
