@@ -111,7 +111,7 @@ def test_doubt_about_a_bias_widens_intervals_and_moves_nothing():
     theta = np.exp(-0.5 * np.log(rows) + 0.05 * rng.normal(size=16))
     theta, spread = theta / theta[0], 0.05**2 * (np.eye(16) + 1)
     sure, _ = share_strength(ConditionalFit(theta, 0.0, np.eye(16), 0, spread), slots, slots)
-    doubted, _ = share_strength(ConditionalFit(theta, 0.0, np.eye(16), 0, spread + bias, bias), slots, slots)
+    doubted, _ = share_strength(ConditionalFit(theta, 0.0, np.eye(16), 0, spread + bias, spread), slots, slots)
     np.testing.assert_allclose(doubted.theta, sure.theta)
     assert (doubted.covariance().diagonal()[1:] > sure.covariance().diagonal()[1:]).all()
 

@@ -161,7 +161,7 @@ def judge(
     options = {"explained": explained, "features_explain_clicks": explain_clicks, "no_links": "the log has no item ids"}
     options |= {"pool": np.arange(4), "refutations": refutations}
     best = next((name for name in ("randomised", "swaps", "items", "harvest") if name in named), None)
-    return verdict(named, list(agreements), counts_of(impressions), best=best, **options)
+    return verdict(named, list(agreements), counts_of(impressions), best=best, source=best, **options)
 
 
 def counts_of(impressions, suspicious=0) -> LogCounts:
@@ -319,6 +319,7 @@ def test_suspicious_requests_in_the_estimates_need_care():
         no_links="",
         pool=np.arange(4),
         best="items",
+        source="items",
     )
     assert found.status == CARE
     assert "The estimates use 1,200 suspicious requests (see the warnings)." in found.reasons

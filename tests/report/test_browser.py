@@ -10,7 +10,7 @@ import pytest
 from pages import Messages
 from ultr.report import write_report
 
-TABS = ["Summary", "Data", "Learning", "Metrics", "Bias", "Features", "Rankings", "Configuration"]
+TABS = ["Summary", "Data", "Learning", "Metrics", "Bias", "Calibration", "Features", "Rankings", "Configuration"]
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 
 

@@ -76,7 +76,17 @@ ABOUT = {"means": {}, "against_logged": {}, "decisions": {}, "confirmed": True, 
 
 def test_every_section_is_there(six):
     titles = re.findall(r"<h2>(.*?)</h2>", six)
-    assert titles == ["Summary", "Data", "Learning", "Metrics", "Bias", "Features", "Rankings", "Configuration"]
+    assert titles == [
+        "Summary",
+        "Data",
+        "Learning",
+        "Metrics",
+        "Bias",
+        "Calibration",
+        "Features",
+        "Rankings",
+        "Configuration",
+    ]
     for run in NAMES:
         assert f">{run}<" in six
 
