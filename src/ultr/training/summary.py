@@ -72,9 +72,8 @@ def _sentences(report: Mapping[str, Any], config: Config, data: Data) -> dict[st
     evidence = f"{report['theta_from']}" + ("" if error is None else f", with a standard error of {error:.1%}")
     sentences = {"users": _users(report, data.segments), "evidence": evidence}
     if "contexts" in report:
-        sentences["contexts"] = "; ".join(
-            _context(*each, told_position(report["positions"])) for each in report["contexts"].items()
-        )
+        at = told_position(report["positions"])
+        sentences["contexts"] = "; ".join(_context(name, each, at) for name, each in report["contexts"].items())
     if "actions" in report:
         curves = {name: AfterClick.of(each) for name, each in report["actions"].items()}
         sentences["after the click"] = "; ".join(each.sentence(name) for name, each in curves.items())
