@@ -324,11 +324,7 @@ class _Source:
 
     def _read(self, columns: Mapping[str, Any]) -> LogParts:
         if self._data is not None or self._shards is None:
-            if self._data is None:
-                log, self.max_grade = read_data(self.path, split=self._split, data_dir=self._data_dir, columns=columns)
-            else:
-                log = self._data if isinstance(self._data, Log) else read_log(self._data, **columns)
-                self.max_grade = 4 if log.relevance is None else highest_grade(log, where="the log")
+            log, self.max_grade = self._as_logged(columns)
             return LogParts.of(log if self._transformed is None else self._transformed(log))
         if self._transformed is not None:
             what = "watch times and delayed actions need a log, and not prepared lists"
@@ -342,6 +338,13 @@ class _Source:
             self.max_grade = highest_grade(parts.log, where=self.path)
         return parts
 
+    def _as_logged(self, columns: Mapping[str, Any]) -> tuple[Log, int]:
+        """Return the rows of data in memory, with actions as logged, and the highest grade."""
+        if self._data is None:
+            return read_data(self.path, split=self._split, data_dir=self._data_dir, columns=columns)
+        log = self._data if isinstance(self._data, Log) else read_log(self._data, **columns)
+        return log, 4 if log.relevance is None else highest_grade(log, where="the log")
+
     def never_shown(self, model: Model, columns: Mapping[str, Any], shown: str) -> float | None:
         """Return the share of the first 10 candidates of each request, by a model, that were not shown in it.
 
@@ -351,7 +354,7 @@ class _Source:
         if isinstance(self._data, Log) or self._shards is not None:
             return None
         every = {**columns, "shown": "", "actions": [], "position": "", "relevance": shown, "swaps": ""}
-        log = self._read(every).log
+        log, _ = self._as_logged(every)
         first = ranks(log, model.score(model.view(log))) < FIRST_PLACES
         return float((log.true_relevance[first] == 0).mean())
 

@@ -79,6 +79,9 @@ CURVES = {
 }
 
 
+GRID = [(r, c) for r in (1, 2, 3) for c in (1, 2, 3)]
+
+
 def test_an_unknown_segment_has_what_the_values_of_its_columns_suggest():
     assert suggested(CURVES, "3@desk + home") == pytest.approx(3**-0.6, rel=0.01)
     assert suggested(CURVES, "3@tablet + search") == pytest.approx(3**-1.2, rel=0.01)  # the mean of two devices
@@ -87,6 +90,14 @@ def test_an_unknown_segment_has_what_the_values_of_its_columns_suggest():
     assert suggested(CURVES, "3@desk + search") is None
     assert suggested(CURVES, "3") is None
     assert suggested({"3": 0.5}, "3@desk") is None
+
+
+def test_in_a_grid_an_unknown_segment_has_that_at_the_nearest_slot():
+    curves = {f"r{r}c{c}@{name}": r**-slope / c for name, slope in (("phone", 1.0), ("desk", 0.5)) for r, c in GRID}
+    assert suggested(curves, "r2c3@tv") == pytest.approx(2**-0.75 / 3, rel=0.01)
+    assert suggested(curves, "r2c9@tv") == pytest.approx(2**-0.75 / 3, rel=0.01)
+    assert suggested(curves, "r9c1@tv") == pytest.approx(3**-0.75, rel=0.01)
+    assert suggested(curves, "r2c3@phone") is None
 
 
 def test_known_examination_by_id_has_unknown_segments_only_if_it_is_an_estimate():

@@ -14,10 +14,10 @@ from ultr.bias.audit import audit
 from ultr.bias.estimators import ConditionalFit
 from ultr.bias.examination import Examination, estimate_examination
 from ultr.bias.identification import NOT
-from ultr.bias.sharing import SIZES, Slots, _log_density, share_strength
+from ultr.bias.sharing import SIZES, Slots, _log_density, share_strength, told_position
 from ultr.log import read_log
 from ultr.log.labels import Label
-from ultr.log.table import SEPARATOR, by_segment, slot
+from ultr.log.table import SEPARATOR, SHIFT, by_segment, grid_ids, slot
 from worlds.contexts import contexts
 
 PLACES = np.arange(1, 11)
@@ -232,3 +232,12 @@ def test_an_estimate_with_deviations_is_read_as_it_was_written(tmp_path):
     assert again.deviations == found.deviations
     assert len(again.deviations) == 2
     np.testing.assert_array_equal(again.theta, found.theta)
+
+
+def test_deviations_of_a_grid_are_told_for_a_slot():
+    assert told_position([1, 2, 3]) == "5"
+    rows, columns = np.divmod(np.arange(24), 3)
+    assert told_position((grid_ids(rows + 1, columns) + (1 << SHIFT)).tolist()) == "r5c0"
+    assert told_position(grid_ids(rows[:9] + 1, columns[:9] + 1).tolist()) == "r3c1"
+    assert told_position(grid_ids(2, np.arange(3)).tolist()) == "r2c4"
+    assert told_position(grid_ids(np.arange(3), 1).tolist()) == "r4c1"

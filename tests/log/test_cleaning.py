@@ -156,6 +156,19 @@ def test_a_run_learns_from_rows_that_were_shown_scores_all_and_evaluation_says_w
     assert any(f"{hidden.mean():.0%} of the first 10 were not shown" in note for note in found.notes)
 
 
+def test_an_evaluation_transforms_the_actions_of_rows_that_were_shown_alone(tmp_path):
+    table = shown(300, seed=8)
+    days = np.asarray(table["request"]) // 30
+    table = table.append_column("day", pa.array(days * 86400)).append_column("purchase", table["click"])
+    source = tmp_path / "log.parquet"
+    pq.write_table(table, source)
+    late = {"action_delay": ["purchase=2d"], "time": "day", "label": "click + purchase", "features": ["f1", "f2"]}
+    run = run_training(quick(source, method="pointwise", select=FEEDBACK, **late), tmp_path / "run")
+    found = evaluate(run, source, metrics="feedback-ndcg@10")
+    assert any("too young for their actions, and left out: purchase=2 days" in note for note in found.notes)
+    assert any("of the first 10 were not shown" in note for note in found.notes)
+
+
 def test_describe_says_what_was_not_shown_and_proposes_a_column(tmp_path: Path, ultr):
     table = shown(400, seed=7)
     pq.write_table(table, tmp_path / "log.parquet")

@@ -18,7 +18,7 @@ from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.rankers.model import load_model
 from ultr.report.runs import load_run, run_sections
-from ultr.training.calibrating import _corrected, _Rows, fit_calibration, reliability
+from ultr.training.calibrating import _corrected, _Rows, _trusted, fit_calibration, reliability
 from ultr.training.outcome import read_outcome
 from ultr.training.run import run_training
 from ultr.utils.calibration import Calibration
@@ -76,6 +76,13 @@ def test_noise_of_held_out_rows_changes_nothing_in_most_logs():
         changes.append(np.log(np.interp(at, scores, corrected) / np.interp(at, scores, values)))
     assert np.median(np.abs(changes)) < 0.03
     assert np.abs(np.mean(changes)) < 0.03
+
+
+def test_trust_in_positions_takes_its_share_of_the_label():
+    clicks, purchases = np.array([1.0, 1, 1, 0]), np.array([1.0, 0, 0.5, 0])  # τ_2 = 1/2
+    log = replace(one_row_log(clicks, np.array([1, 1, 2, 2])), actions={"click": clicks, "purchase": purchases})
+    found = _trusted(log, Label("click + 5 * purchase"), {"purchase": {1: 1.0, 2: 0.5}}, (1, 2))
+    np.testing.assert_allclose(found, [1, (3 + 0.5 * 10) / (3 + 10)])
 
 
 # --- Reliability ------------------------------------------------------------------------------------------------------

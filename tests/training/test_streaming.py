@@ -241,5 +241,5 @@ def test_a_log_larger_than_memory_gets_a_hint_to_prepare_it(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(("role", "column"), [("features", "f1"), ("segment", "device"), ("actions", "click")])
 def test_column_names_that_lists_do_not_have_are_errors(role, column, lists):
-    with pytest.raises(OptionError, match=f"cannot be changed, got {role}={column}; do not name '{role}' here"):
+    with pytest.raises(OptionError, match=f"cannot be changed, got {role}={column}; leave '{role}' out, or name it '"):
         load_run_data(quick(lists, columns={role: column}))

@@ -187,15 +187,15 @@ def suggested(theta: Mapping[str, float], text: str) -> float | None:
     log θ, at the nearest known position, is a mean of segments and a part for each value of a column, by least squares
     of the known segments. An unknown value has no part.
     """
-    known: dict[str, dict[int, float]] = {}  # segment -> position -> θ
+    known: dict[str, dict[str, float]] = {}  # segment -> position -> θ
     for name, value in theta.items():
         position, at, segment = name.partition("@")
         if at:
-            known.setdefault(segment, {})[int(position)] = value
+            known.setdefault(segment, {})[position] = value
     position, at, wanted = text.partition("@")
     if not at or not known or wanted in known:
         return None
-    nearest = min({k for curve in known.values() for k in curve}, key=lambda k: (abs(k - int(position)), k))
+    nearest = min({k for curve in known.values() for k in curve}, key=lambda k: (_apart(k, position), position_id(k)))
     there = {segment: np.log(curve[nearest]) for segment, curve in known.items() if nearest in curve}
     values = {segment: set(enumerate(segment.split(SEPARATOR))) for segment in (*there, wanted)}
     parts = sorted(set().union(*values.values()))
@@ -228,14 +228,19 @@ def known_slots(
 
 def _nearest(known: Collection[str], position: str, segment: str = "") -> str | None:
     """Return the known text of the nearest position, in the same segment if that is known, or in the most similar."""
-    values, wanted = segment.split(SEPARATOR), position_id(position)
+    values = segment.split(SEPARATOR)
 
     def distance(name: str) -> tuple[bool, int, int, str]:
         at, _, other = name.partition("@")
         alike = sum(a == b for a, b in zip(values, other.split(SEPARATOR), strict=False))
-        places = ([position_id(at)], [wanted])
-        if SLOT.fullmatch(position):
-            places = (rows_and_columns(position_id(at)), rows_and_columns(wanted))
-        return other != segment, -alike, sum(abs(a - b) for a, b in zip(*places, strict=True)), name
+        return other != segment, -alike, _apart(at, position), name
 
     return min(known, key=distance, default=None)
+
+
+def _apart(a: str, b: str) -> int:
+    """Return how many positions, or rows and columns of a grid, are between two positions such as `3` or `r2c3`."""
+    first, second = position_id(a), position_id(b)
+    if not SLOT.fullmatch(b):
+        return abs(first - second)
+    return sum(abs(x - y) for x, y in zip(rows_and_columns(first), rows_and_columns(second), strict=True))

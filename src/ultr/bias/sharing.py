@@ -93,10 +93,10 @@ def slots_of(ids: np.ndarray, segments: Sequence[str]) -> Slots | None:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How the values of a column look further or less far down the list than average, at position 5."""
+    """How the values of a column look further or less far down the list than average, at `told_position`."""
 
     size: float  # standard deviation of the slopes of log θ over log k; 0: examination does not depend on the column
-    ratios: dict[str, tuple[float, float, float]]  # value -> θ(5)/θ(1) over the average, and its 95% interval
+    ratios: dict[str, tuple[float, float, float]]  # value -> relative examination over the average, with an interval
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> Deviation:
@@ -104,6 +104,18 @@ class Deviation:
         if any(len(three) != 3 for three in ratios.values()):
             raise ValueError("a ratio must have an interval")
         return Deviation(float(content["size"]), ratios)  # type: ignore[arg-type]
+
+
+def told_position(ids: Sequence[int]) -> str:
+    """Return the position of deviations: 5, or the first slot of row 5 of a grid, or of its last row."""
+    places, fifth = np.array(ids) & IN_LIST, int(SHOWN_POSITION)
+    if not is_grid(places):
+        return str(fifth)
+    rows, columns = rows_and_columns(places)
+    if len({*rows.tolist()}) == 1:
+        return f"r{rows[0]}c{columns.min() + fifth - 1}"
+    last = rows.max() if len({*columns.tolist()}) > 1 else np.inf
+    return f"r{min(rows.min() + fifth - 1, last)}c{columns.min()}"
 
 
 def share_strength(
@@ -129,7 +141,9 @@ def share_strength(
     log_theta, spread = gain @ y, left + gain @ possible @ gain.T
     log_theta = log_theta - log_theta[anchor]
     spread = spread - spread[anchor] - spread[:, [anchor]] + spread[anchor, anchor]
-    deviations = (_deviation(known, j, sizes[j], y, covariance, possible) for j in range(len(slots.values)))
+    last = float(wanted.log_position[:, 0].max()) if wanted.in_grid else np.inf
+    at = min(float(np.log(SHOWN_POSITION)), last)
+    deviations = (_deviation(known, j, sizes[j], y, covariance, possible, at) for j in range(len(slots.values)))
     return ConditionalFit(np.exp(log_theta), fit.moved, fit.information, anchor, spread), tuple(deviations)
 
 
@@ -204,10 +218,10 @@ def _log_density(y: np.ndarray, covariance: np.ndarray) -> float:
 
 
 def _deviation(
-    known: Slots, column: int, size: float, y: np.ndarray, covariance: np.ndarray, possible: np.ndarray
+    known: Slots, column: int, size: float, y: np.ndarray, covariance: np.ndarray, possible: np.ndarray, at: float
 ) -> Deviation:
-    """Return the deviations of the values of a column, each relative to their mean."""
-    x, at, number = known.log_position[:, 0], np.log(SHOWN_POSITION), len(known.values[column])
+    """Return the deviations of the values of a column, each relative to their mean, at a log position (or row)."""
+    x, number = known.log_position[:, 0], len(known.values[column])
     across = size**2 * (at * x + BEND * np.minimum(at, x)) * (np.arange(number)[:, None] == known.codes[:, column])
     own = size**2 * (at * at + BEND * at) * np.eye(number)
     gain = linalg.solve(covariance, across.T, assume_a="pos").T

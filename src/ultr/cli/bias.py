@@ -40,9 +40,7 @@ MOST_COLUMNS = 12  # of a grid that are printed
 def bias(
     *,
     log: Annotated[list[str], typer.Argument(help=f"A log, as Parquet, CSV, JSONL or Arrow: {options.SOURCES}.")],
-    label: Annotated[
-        str | None, typer.Option(help="Expression over actions; a value above zero counts as a click. Default: click.")
-    ] = None,
+    labels: options.ClickLabels = None,
     columns: dict[str, str],
     on_duplicates: options.OnDuplicates = "error",
     where: options.Where = None,
@@ -86,7 +84,7 @@ def bias(
     names = [] if models is None else checked_names(models)
     if out is not None:
         check_output(out, overwrite=overwrite, folder=True)
-    source = options.one_source(log)
+    source, label = options.one_source(log), options.sum_of_labels(labels)
     known = None if propensities is None else read_propensities(propensities)
     audited = _Audit(sample=sample, bootstrap=bootstrap, seed=seed, keep_suspicious=keep_suspicious, known=known)
     rows: dict[str, Any] = {"where": _conditions(source, tuple(where or ()), action_delay, time, columns)}
@@ -305,7 +303,9 @@ def _print_grid(report: BiasReport) -> None:
 
 def _print_contexts(report: BiasReport) -> None:
     """Print which columns of segments matter, and how much: the column with the largest differences first."""
-    title = "Looks at position 5, over the average"
+    from ultr.bias.sharing import told_position
+
+    title = f"Looks at position {told_position(report.positions.tolist())}, over the average"
     table = new_table(title, names=("column", "value"), numbers=("times", "95% interval"))
     for column, deviation in sorted(report.contexts.items(), key=lambda each: -each[1]["size"]):
         values = deviation["ratios"] if deviation["size"] else {}

@@ -75,8 +75,13 @@ def evaluate(
             "Default: one estimate, from requests of the log that are not test requests."
         ),
     ] = None,
-    label: Annotated[
-        str | None, typer.Option(help="Label of off-policy and feedback metrics.", show_default="that of the runs")
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--label",
+            help="Label of off-policy and feedback metrics; several are summed.",
+            show_default="that of the runs",
+        ),
     ] = None,
     split: Annotated[str, typer.Option(help="Split of a data set: train, validation or test.")] = "test",
     users: Annotated[
@@ -126,7 +131,7 @@ def evaluate(
 
     if fail_unless not in (None, "deploy", "test"):
         raise OptionError("--fail-unless must be deploy or test", got=fail_unless)
-    columns = without_none(columns)
+    columns, label = without_none(columns), options.sum_of_labels(labels)
     folders = list(runs or [])
     if data is None:
         if not folders:

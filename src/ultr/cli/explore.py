@@ -42,9 +42,7 @@ def explore(
         float | None, typer.Option(help="Requests of the service per day.", min=1.0, show_default="from --time")
     ] = None,
     time: Annotated[str | None, typer.Option(metavar="NAME", help="Column with the time of the request.")] = None,
-    label: Annotated[
-        str | None, typer.Option(help="Expression over actions; a value above zero counts as a click. Default: click.")
-    ] = None,
+    labels: options.ClickLabels = None,
     columns: dict[str, str],
     on_duplicates: options.OnDuplicates = "error",
     where: options.Where = None,
@@ -60,7 +58,7 @@ def explore(
         raise OptionError(f"there is no plan '{plan}'", hint=nearest(plan, PLANS))
     if out is not None:
         check_output(out, overwrite=overwrite)
-    source = options.one_source(log_path)
+    source, label = options.one_source(log_path), options.sum_of_labels(labels)
     with words.status(f"reading {source} ..."):
         rows: dict[str, Any] = {"on_duplicates": on_duplicates, "where": tuple(where or ())}
         log, report = _audit(source, label, time, rows, columns)

@@ -84,6 +84,14 @@ OnDuplicates = Annotated[
         "row) or sum (add up the actions).",
     ),
 ]
+ClickLabels = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--label",
+        metavar="TEXT",
+        help="Expression over actions; a value above zero counts as a click. Several are summed. Default: click.",
+    ),
+]
 Where = Annotated[
     list[str] | None,
     typer.Option("--where", metavar="CONDITION", help="Use only such rows, e.g. 'country = de'; may be repeated."),
@@ -207,6 +215,13 @@ def columns_text(columns: Mapping[str, Any], most: int = 12) -> str:
 def without_none(columns: Mapping[str, str]) -> dict[str, Any]:
     """Return columns by role, in which the segment `none` is an empty name: no column."""
     return {**columns, "segment": ""} if columns.get("segment") == "none" else dict(columns)
+
+
+def sum_of_labels(labels: list[str] | None) -> str | None:
+    """Return the label of several --label, which is their sum, as for ultr train; None without one."""
+    from ultr.log.labels import sum_of_goals
+
+    return None if not labels else sum_of_goals(labels) if len(labels) > 1 else labels[0]
 
 
 def with_segment(source: str, columns: dict[str, Any], *, label: str | None, **reading: Any) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def with_arrived(log: Log, given: Sequence[Arrival], until: float | None = None)
     kept = np.min(list(shares.values()), axis=0) >= LEAST_SHARE
     if not kept.any():
         what = f"no request is old enough for the delays of {', '.join(shares)}"
-        got = f"the oldest is {timedelta(seconds=float(age.max()))} old"
+        got = f"the oldest is {_in_words(float(age.max()))} old"
         hint = "pass older days too; times that are numbers must be seconds"
         raise DataError(what, got=got, hint=hint)
     actions = dict(log.actions)
@@ -189,8 +189,13 @@ def with_arrived(log: Log, given: Sequence[Arrival], until: float | None = None)
     return (log if kept.all() else log.select(kept)), fitted
 
 
+def _in_words(seconds: float) -> str:
+    """Return a duration such as `7 days` or `1 day, 12:00:00`."""
+    return str(timedelta(seconds=round(seconds))).removesuffix(", 0:00:00")
+
+
 def _notes(fitted: Sequence[Arrival], shares: Mapping[str, np.ndarray], kept: np.ndarray) -> list[str]:
-    delays = ", ".join(f"{each.action}={timedelta(seconds=each.delay)}" for each in fitted)
+    delays = ", ".join(f"{each.action}={_in_words(each.delay)}" for each in fitted)
     notes = [
         f"{int((~kept).sum()):,} of {len(kept):,} requests are too young for their actions, and left out: {delays}"
     ]

@@ -182,7 +182,7 @@ class Shards:
             expected = chosen.get(role, (role,))
             if names and set(names) != set(expected):
                 what, got = "the columns of prepared lists cannot be changed", f"{role}={','.join(names)}"
-                hint = f"do not name '{role}' here; to change it, run ultr prepare again"
+                hint = f"leave '{role}' out, or name it '{','.join(expected)}'; to change it, run ultr prepare again"
                 raise OptionError(what, where=self.folder, got=got, hint=hint)
 
     def read(self, group: RowGroup) -> Log:

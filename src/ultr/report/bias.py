@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ultr.bias.identification import IDENTIFIED, INTERVALS
+from ultr.bias.sharing import told_position
 from ultr.log.table import SLOT, by_row, position_id
 from ultr.report.page import Card, Cards, Folded, Grid, Heading, Notes, Part, Plot, Section, Table, Text
 from ultr.report.plots import bar_plot, heat_map, interval_plot, line_plot
@@ -144,7 +145,8 @@ def _bias_of_run(bias: Mapping[str, Any], truth: Truth) -> list[Part]:
 
 def context_plots(bias: Mapping[str, Any]) -> list[Plot]:
     """Return a plot for each column of segments that share strength, from the content of bias.json."""
-    caption = "Looks at position 5, relative to the first position, over the average of all values; 95% intervals."
+    at = told_position([position_id(str(position).partition("@")[0]) for position in bias["positions"]])
+    caption = f"Looks at position {at}, relative to the first position, over the average of all values; 95% intervals."
     return [
         interval_plot(
             f"Examination by {column}",

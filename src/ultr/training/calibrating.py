@@ -2,6 +2,7 @@
 
 The expected feedback on an item with the score s at the position k is θ_k a_k g(s). g is the isotonic fit to the
 feedback. The factor a_k is near 1: it corrects θ_k where the feedback at a position disagrees, given the scores.
+If actions after the click depend on the position, θ_k is multiplied by how much less is left of the label at k.
 
 Few validation requests would leave g noisy, so that train rows are used too. Their scores flatter the ranker that
 learned from them. The validation rows therefore correct the level and the slope of log g, if they show a difference.
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ultr.bias.after_click import Trust, corrected, trust_of
 from ultr.bias.examination import Examination
 from ultr.bias.identification import NORMAL
 from ultr.bias.propensities import known_slots
@@ -23,7 +25,7 @@ from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.log.sampling import sample_log
 from ultr.log.splits import queries_of
-from ultr.log.table import SHIFT, slot
+from ultr.log.table import IN_LIST, SHIFT, slot
 from ultr.methods.base import PositionIndex
 from ultr.methods.position_model import LEAST_THETA
 from ultr.training.combining import Ranker
@@ -80,13 +82,29 @@ def calibrate(ranker: Ranker, data: Data, examination: Examination | None) -> Ca
         return None
     rows = held_out
     if set(label.actions) <= set(data.train.actions):
-        train = sample_log(data.train, TRAIN_ROWS)
-        rows = rows.and_also(_Rows.of(train, scores_of(ranker.ranker, train.features), label, index))
+        log = sample_log(data.train, TRAIN_ROWS)
+        rows = rows.and_also(_Rows.of(log, scores_of(ranker.ranker, log.features), label, index))
+    if examination is not None and (trust := trust_of(examination.actions, positions)):
+        theta = theta * _trusted(log, label, trust, positions)
     scores, values, factors = fit_calibration(rows, theta)
     values = _corrected(scores, values, factors, held_out)
     binary = label.expression in data.binary
     most = 1 / factors.max() if binary else np.inf
     return Calibration.of(scores, values, _by_slot(rows, positions, factors, data.segments), most=most)
+
+
+def _trusted(log: Log, label: Label, trust: Trust, positions: tuple[int, ...]) -> np.ndarray:
+    """Return the label after a click at each position over that after a click in the first one: Σ_j τ_jk share_j.
+
+    share_j is the share of the label that comes from action j, if it is clicked in the first position.
+    """
+    times = np.ones(len(positions))
+    actions = corrected(log, trust).actions
+    total = np.asarray(label(actions, check=False), np.float64).sum()
+    for name in trust.keys() & set(label.actions):
+        without = np.asarray(label({**actions, name: 0 * actions[name]}, check=False), np.float64).sum()
+        times += (1 - without / total) * (np.array([trust[name][k] for k in positions]) - 1)
+    return times
 
 
 def fit_calibration(rows: _Rows, theta: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -165,11 +183,11 @@ def _by_slot(
 ) -> dict[str, float]:
     """Return the factors by the texts of positions: first those of positions, which are means over segments."""
     shown = np.maximum(np.bincount(rows.places, rows.weights, len(factors)), 1e-9)
-    in_list = np.array([position & ((1 << SHIFT) - 1) if segments else position for position in positions], np.int64)
+    in_list = np.array([position & IN_LIST if segments else position for position in positions], np.int64)
     found = {}
     for position in np.unique(in_list).tolist():
         here = in_list == position
-        found[str(position)] = float(np.average(factors[here], weights=shown[here]))
+        found[slot(position)] = float(np.average(factors[here], weights=shown[here]))
     return found | {slot(k, segments): float(factor) for k, factor in zip(positions, factors, strict=False)}
 
 

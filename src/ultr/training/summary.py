@@ -11,7 +11,7 @@ from ultr.bias.audit import times_as_often
 from ultr.bias.examination import SOURCES, Examination
 from ultr.bias.identification import INTERVENED
 from ultr.bias.propensities import bias_file, read_bias_file, write_bias_file
-from ultr.bias.sharing import SHOWN_POSITION
+from ultr.bias.sharing import told_position
 from ultr.log.table import is_grid, named_places, position_id, slot
 from ultr.methods import thresholds
 from ultr.training.combining import Ranker
@@ -72,7 +72,8 @@ def _sentences(report: Mapping[str, Any], config: Config, data: Data) -> dict[st
     evidence = f"{report['theta_from']}" + ("" if error is None else f", with a standard error of {error:.1%}")
     sentences = {"users": _users(report, data.segments), "evidence": evidence}
     if "contexts" in report:
-        sentences["contexts"] = "; ".join(_context(*each) for each in report["contexts"].items())
+        at = told_position(report["positions"])
+        sentences["contexts"] = "; ".join(_context(name, each, at) for name, each in report["contexts"].items())
     if "actions" in report:
         curves = {name: AfterClick.of(each) for name, each in report["actions"].items()}
         sentences["after the click"] = "; ".join(each.sentence(name) for name, each in curves.items())
@@ -98,7 +99,7 @@ def _users(report: Mapping[str, Any], segments: tuple[str, ...]) -> str:
     return "; ".join(shown) + more
 
 
-def _context(column: str, deviation: Mapping[str, Any]) -> str:
+def _context(column: str, deviation: Mapping[str, Any], position: str) -> str:
     """Return how the values of a column differ in how far down users look."""
     if not deviation["size"]:
         return f"no difference was found between the values of '{column}'"
@@ -106,7 +107,7 @@ def _context(column: str, deviation: Mapping[str, Any]) -> str:
         f"{value or 'missing'} {middle:.2f} ({low:.2f} to {high:.2f})"
         for value, (middle, low, high) in [*deviation["ratios"].items()][:MOST_VALUES]
     )
-    return f"by '{column}', looks at position {SHOWN_POSITION:g} over the average: {', '.join(ratios)}"
+    return f"by '{column}', looks at position {position} over the average: {', '.join(ratios)}"
 
 
 def _curve(theta: Mapping[str, float]) -> str:
