@@ -399,7 +399,7 @@ def _request_context(
         if role == "query":
             return None
         what = f"column '{name}' ({role}) must have one value per request"
-        raise ColumnError(what, where=where, hint="correct or drop the column")
+        raise ColumnError(what, where=where, hint=f"correct or drop the column; '' as --{role} means none")
     return values.take(pa.array(first))
 
 
