@@ -47,6 +47,28 @@ def test_the_first_of_repeated_rows_is_kept():
     assert "1 rows repeat the item (column 'item')" in log.notes[0]
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_dropping_many_rows_as_repeated_is_an_error_that_names_the_request_column(prepared, tmp_path):
+    rows = np.arange(1200)
+    frame = pd.DataFrame({"request": rows // 6, "position": rows % 6, "item": rows, "f1": 1.0 * rows})
+    frame["click"] = rows % 2
+    path = tmp_path / "log.parquet"
+
+    def read(log):
+        log.to_parquet(path, index=False)
+        if prepared:
+            return prepare_lists(path, tmp_path / "lists", on_duplicates="first", overwrite=True).about["notes"]
+        return read_log(path, on_duplicates="first").notes
+
+    visitor = frame.assign(request=frame["request"] // 2)  # two lists have one id
+    with pytest.raises(ColumnError, match=r"drop 50% of the rows.*600 of 1,200 rows.*check the request column 'request'"):
+        read(visitor)
+    few = pd.concat([frame, frame.head(40).assign(item=5000)])  # 3% of the rows
+    assert any(note.startswith("40 rows repeat the ") for note in read(few))
+    copies = pd.concat([frame, frame])  # all events were delivered twice
+    assert any(note.startswith("1,200 rows are equal to another row") for note in read(copies))
+
+
 def test_the_actions_of_repeated_rows_are_added_up():
     log = read_log(table(click=[1.0, 2.0, 3.0, None, 1.0]), on_duplicates="sum")
     assert log.actions["click"].tolist() == [1, 2 + 3, 0, 1]

@@ -12,7 +12,15 @@ import pyarrow.compute as pc
 
 from ultr.errors import ColumnError, DataError, nearest
 from ultr.log.bins import Edges, binned, equal_edges, names_of, with_edges
-from ultr.log.cleaning import OnDuplicates, copies_note, find_copies, find_duplicates, merge_rows, only_shown
+from ultr.log.cleaning import (
+    OnDuplicates,
+    check_dropped,
+    copies_note,
+    find_copies,
+    find_duplicates,
+    merge_rows,
+    only_shown,
+)
 from ultr.log.columns import (
     Columns,
     Missing,
@@ -114,7 +122,7 @@ def _log_of_rows(
         if order is not None:
             of_row[order] = of_row.copy()
         unique, rest, notes = _without_repeats(
-            table, reading, keys, of_row, requests, actions, notes, where, has_positions=positions is not None
+            table, reading, keys, of_row, requests, actions, notes, columns, where
         )
         if unique.num_rows < table.num_rows:
             log = _log_of_rows(unique, columns, where=where, reading=rest, unused=unused)
@@ -219,9 +227,8 @@ def _without_repeats(
     requests: Any,
     actions: dict[str, np.ndarray],
     notes: list[str],
+    columns: Columns,
     where: object,
-    *,
-    has_positions: bool,
 ) -> tuple[pa.Table, Reading, list[str]]:
     """Return a table without copies of rows, or else without rows that `on_duplicates` merges.
 
@@ -229,14 +236,16 @@ def _without_repeats(
     first, because they would count in the sum of merged rows.
     """
     # A copy has the position of the other row. If all positions of a request differ, "position" is not in `keys`.
-    if "item" in keys and ("position" in keys or not has_positions):
+    if "item" in keys and ("position" in keys or columns.position is None):
         copies = find_copies(table, request_of_row, keys["item"][1])
         if copies.any():
             unique = table.filter(pa.array(~copies))
             return unique, replace(reading, where=()), [copies_note(int(copies.sum()))]
     target, further = find_duplicates(request_of_row, keys, reading.on_duplicates, requests=requests, where=where)
     notes = [*notes, *further]
-    if (target == np.arange(len(target))).all():
+    dropped = int((target != np.arange(len(target))).sum())
+    check_dropped(dropped, len(target), reading.on_duplicates, columns.request, where)
+    if not dropped:
         return table, reading, notes
     merged = merge_rows(table, target, actions, add_up=reading.on_duplicates == "sum")
     return merged, replace(reading, where=(), on_duplicates="error"), notes

@@ -85,6 +85,7 @@ def _numbers(column: pa.ChunkedArray) -> np.ndarray:
 # Rows that repeat another row, or its item or position: find them, and drop them or add up their actions.
 
 OnDuplicates = Literal["error", "first", "sum"]
+MOST_DROPPED, FEW_ROWS = 0.05, 10  # share of the rows that "first" may drop; in short logs, it may drop this number
 LARGE = 1 << 31  # positions below this number, times the number of a request, do not overflow
 KEPT = "they are kept; on_duplicates=first keeps only the first row, and sum adds up the actions"
 MERGED = {"first": "only the first row is kept", "sum": "the first row gets the sum of their actions"}
@@ -132,6 +133,15 @@ def find_duplicates(
     while (target[target] != target).any():  # a row may be merged into one that is itself merged
         target = target[target]
     return target, notes
+
+
+def check_dropped(dropped: int, rows: int, on_duplicates: str, request: str | None, where: object) -> None:
+    """Raise ColumnError if "first" drops more than a few rows, as it does if requests share an id."""
+    if on_duplicates == "first" and dropped > max(MOST_DROPPED * rows, FEW_ROWS):
+        what = f"on_duplicates=first would drop {dropped / rows:.0%} of the rows, which is too much for repeated events"
+        got = f"{dropped:,} of {rows:,} rows repeat the item or position of another row with their request id"
+        hint = f"check the request column '{request}': each page, visit or list that was shown needs an id of its own"
+        raise ColumnError(what, where=where, got=got, hint=hint)
 
 
 def copies_note(count: int) -> str:

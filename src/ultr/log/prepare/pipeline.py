@@ -20,6 +20,7 @@ from ultr.log.cleaning import (
     HINT,
     MERGED,
     SUSPICIOUS_FILE,
+    check_dropped,
     copies_note,
     suspicious_of,
     write_suspicious,
@@ -368,7 +369,9 @@ class _Work:
         if copies:
             self.notes.append(copies_note(copies))
         if kept + copies < total:
-            what = f"{total - kept - copies:,} rows repeat the item or position of another row of their request"
+            dropped, request = total - kept - copies, columns.request
+            check_dropped(dropped, total - copies, self.chosen.on_duplicates, request, self.where)
+            what = f"{dropped:,} rows repeat the item or position of another row of their request"
             self.notes.append(f"{what}; {MERGED[self.chosen.on_duplicates]}")
         return self._manifest(folder, nesting, columns, requests=requests, rows=total)
 
