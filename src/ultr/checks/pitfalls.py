@@ -10,6 +10,7 @@ import numpy as np
 from ultr.errors import DataError
 from ultr.log import Log
 from ultr.log.cleaning import BOT_SHARE, suspicious_of
+from ultr.log.labels import is_time
 from ultr.log.sampling import sample_log
 from ultr.log.table import as_shown, is_grid
 
@@ -224,8 +225,7 @@ def _dwell_and_clicks(view: _View) -> Iterable[Pitfall]:
     if click is None:
         return
     for name, values in view.log.actions.items():
-        timed = "dwell" in name.lower() or "watch" in name.lower()
-        if not (timed or ((values != 0) & (values != 1)).any()):
+        if not (is_time(name) or ((values != 0) & (values != 1)).any()):
             continue
         some, clicks, alone = (int(x.sum()) for x in (values > 0, click > 0, (values > 0) & (click <= 0)))
         if alone > UNCLICKED_SHARE * some:
