@@ -61,9 +61,11 @@ def test_dropping_many_rows_as_repeated_is_an_error_that_names_the_request_colum
         return read_log(path, on_duplicates="first").notes
 
     visitor = frame.assign(request=frame["request"] // 2)  # two lists have one id
-    with pytest.raises(ColumnError, match=r"drop 50% of the rows.*600 of 1,200 rows.*check the request column 'request'"):
+    with pytest.raises(
+        ColumnError, match=r"drop 50% of the rows.*600 of 1,200.*check the request column 'request'"
+    ):
         read(visitor)
-    few = pd.concat([frame, frame.head(40).assign(item=5000)])  # 3% of the rows
+    few = pd.concat([frame, frame.head(40).assign(item=rows[:40] + 5000)])  # 3% of the rows
     assert any(note.startswith("40 rows repeat the ") for note in read(few))
     copies = pd.concat([frame, frame])  # all events were delivered twice
     assert any(note.startswith("1,200 rows are equal to another row") for note in read(copies))
@@ -127,13 +129,32 @@ def test_rows_that_were_delivered_twice_count_once(choice, tmp_path):
     assert prepared.rows == 5
 
 
-def test_equal_rows_without_an_item_may_be_two_items():
+@pytest.mark.parametrize("items", [{}, {"item": pa.array([None] * 4, pa.int64())}])
+@pytest.mark.parametrize("choice", ["error", "first", "sum"])
+def test_rows_without_item_ids_that_were_delivered_twice_count_once(choice, items, tmp_path):
+    rows = {"request": ["a", "a", "a", "b"], "position": [1, 2, 1, 1], "click": [1, 0, 1, 1], "f1": [1.0, 1, 1, 1]}
+    table = pa.table({**rows, **items})
+    log = read_log(table, on_duplicates=choice)
+    assert (log.lengths.tolist(), log.actions["click"].tolist()) == ([2, 1], [1, 0, 1])
+    assert log.notes == ("1 rows are equal to another row of their request in all columns; only one of each is kept",)
+    pq.write_table(table, tmp_path / "log.parquet")
+    manifest = prepare_lists(tmp_path / "log.parquet", tmp_path / "lists", on_duplicates=choice, test=0, validation=0)
+    assert log.notes[0] in manifest.about["notes"]
+    prepared = Shards(tmp_path / "lists").read_all()
+    assert (prepared.rows, prepared.actions["click"].sum()) == (3, 2)
+
+
+def test_equal_rows_at_different_positions_without_an_item_are_two_items():
     rows = {"request": ["a", "a"], "click": [0, 0], "f1": [1, 1]}
     assert read_log(pa.table({**rows, "position": [1, 2]})).rows == 2
-    with pytest.raises(ColumnError, match="two items of one request have the same position"):
-        read_log(pa.table({**rows, "position": [1, 1]}))
-    with pytest.raises(ColumnError, match="two items of one request have the same position"):
-        read_log(pa.table({**rows, "position": [1, 1], "item": pa.array([None, None], pa.int64())}))
+    assert read_log(pa.table({"request": ["a", "a"], "f1": [1, 1]})).rows == 2
+
+
+def test_rows_of_two_lists_with_one_id_are_no_copies_although_some_are_equal():
+    rows = {"request": ["a"] * 4, "position": [1, 2, 1, 2]}
+    assert read_log(pa.table({**rows, "click": [0, 1, 0, 1]})).rows == 2
+    with pytest.raises(ColumnError, match=r"position 1 twice in request 'a' \(2 such rows in all\)"):
+        read_log(pa.table({**rows, "click": [0, 0, 0, 1]}))
 
 
 def test_repeated_rows_of_lists_are_merged(tmp_path):

@@ -121,9 +121,7 @@ def _log_of_rows(
         of_row = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         if order is not None:
             of_row[order] = of_row.copy()
-        unique, rest, notes = _without_repeats(
-            table, reading, keys, of_row, requests, actions, notes, columns, where
-        )
+        unique, rest, notes = _without_repeats(table, reading, keys, of_row, requests, actions, notes, columns, where)
         if unique.num_rows < table.num_rows:
             log = _log_of_rows(unique, columns, where=where, reading=rest, unused=unused)
             return replace(log, notes=tuple(dict.fromkeys((*notes, *log.notes))))
@@ -236,8 +234,10 @@ def _without_repeats(
     first, because they would count in the sum of merged rows.
     """
     # A copy has the position of the other row. If all positions of a request differ, "position" is not in `keys`.
-    if "item" in keys and ("position" in keys or columns.position is None):
-        copies = find_copies(table, request_of_row, keys["item"][1])
+    compared = "item" if columns.position is None else "position"
+    if compared in keys:
+        certain = bool(columns.item or columns.features or columns.categorical)
+        copies = find_copies(table, request_of_row, keys[compared][1], certain=certain)
         if copies.any():
             unique = table.filter(pa.array(~copies))
             return unique, replace(reading, where=()), [copies_note(int(copies.sum()))]

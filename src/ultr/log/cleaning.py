@@ -110,8 +110,7 @@ def find_duplicates(
     target, notes = rows.copy(), []
     for role, (name, codes) in keys.items():
         compared = np.flatnonzero((target == rows) & (codes >= 0))
-        small = codes if codes.max(initial=0) < LARGE else np.unique(codes, return_inverse=True)[1]
-        pair = request_of_row[compared] * (int(small.max(initial=0)) + 1) + small[compared]
+        pair = _pairs(request_of_row[compared], codes[compared])
         ordered = np.sort(pair)
         count = int((ordered[1:] == ordered[:-1]).sum())
         if not count:
@@ -135,6 +134,12 @@ def find_duplicates(
     return target, notes
 
 
+def _pairs(request_of_row: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Return a number for each pair of a request and a code."""
+    small = codes if codes.max(initial=0) < LARGE else np.unique(codes, return_inverse=True)[1]
+    return np.asarray(request_of_row * (int(small.max(initial=0)) + 1) + small)
+
+
 def check_dropped(dropped: int, rows: int, on_duplicates: str, request: str | None, where: object) -> None:
     """Raise ColumnError if "first" drops more than a few rows, as it does if requests share an id."""
     if on_duplicates == "first" and dropped > max(MOST_DROPPED * rows, FEW_ROWS):
@@ -148,16 +153,16 @@ def copies_note(count: int) -> str:
     return f"{count:,} rows are equal to another row of their request in all columns; only one of each is kept"
 
 
-def find_copies(table: pa.Table, request_of_row: np.ndarray, items: np.ndarray) -> np.ndarray:
-    """Return a mask of the rows that have the request and item of an earlier row, and equal it in all columns.
+def find_copies(table: pa.Table, request_of_row: np.ndarray, codes: np.ndarray, *, certain: bool) -> np.ndarray:
+    """Return a mask of the rows that equal an earlier row of their request in all columns.
 
-    `items` has a number for each item id, -1 if it is missing.
+    `codes` has a number for each position, or, without positions, for each item id: -1 if it is missing. If the table
+    has neither items nor features (not `certain`), rows of different lists with one id may be equal, but hardly all of
+    them. So none is marked if other rows have the position of a row.
     """
-    copies = np.zeros(len(items), bool)
-    rows = np.flatnonzero(items >= 0)
-    _, pair, counts = np.unique(
-        request_of_row[rows] * (int(items.max(initial=0)) + 1) + items[rows], return_inverse=True, return_counts=True
-    )
+    copies = np.zeros(len(codes), bool)
+    rows = np.flatnonzero(codes >= 0)
+    _, pair, counts = np.unique(_pairs(request_of_row[rows], codes[rows]), return_inverse=True, return_counts=True)
     several = counts[pair] > 1
     rows, hashes = rows[several], pair[several].astype(np.uint64)
     if len(rows):
@@ -165,6 +170,8 @@ def find_copies(table: pa.Table, request_of_row: np.ndarray, items: np.ndarray) 
             hashes = (hashes ^ (hashes >> np.uint64(29))) * MIX + _codes(combined(column))
         copies[rows] = True
         copies[rows[np.unique(hashes, return_index=True)[1]]] = False
+        if not certain and len(copies) - copies.sum() > len(counts):
+            copies[:] = False
     return copies
 
 
