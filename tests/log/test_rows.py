@@ -14,6 +14,7 @@ import pytest
 from ultr.errors import ColumnError, DataError, OptionError
 from ultr.log import read_log
 from ultr.log import readers as jsonlines_module
+from ultr.log.delays import old_enough
 from ultr.log.prepare.pipeline import prepare_lists
 from ultr.log.readers import read_batches
 from ultr.log.shards import Shards
@@ -61,9 +62,7 @@ def test_dropping_many_rows_as_repeated_is_an_error_that_names_the_request_colum
         return read_log(path, on_duplicates="first").notes
 
     visitor = frame.assign(request=frame["request"] // 2)  # two lists have one id
-    with pytest.raises(
-        ColumnError, match=r"drop 50% of the rows.*600 of 1,200.*check the request column 'request'"
-    ):
+    with pytest.raises(ColumnError, match=r"drop 50% of the rows.*600 of 1,200.*check the request column 'request'"):
         read(visitor)
     few = pd.concat([frame, frame.head(40).assign(item=rows[:40] + 5000)])  # 3% of the rows
     assert any(note.startswith("40 rows repeat the ") for note in read(few))
@@ -241,6 +240,50 @@ def test_conditions_and_times_are_checked(tmp_path):
     ):
         with pytest.raises(error, match=message):
             read_log(path, **options)
+
+
+WRITTEN = {
+    "Z": lambda times: times.dt.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    "blank": lambda times: times.dt.strftime("%Y-%m-%d %H:%M:%S"),
+    "zone": lambda times: (times + pd.Timedelta(hours=2)).dt.strftime("%Y-%m-%dT%H:%M:%S+02:00"),
+    "mixed": lambda times: times.dt.strftime("%Y-%m-%dT%H:%M:%S").where(times.dt.hour % 2 == 0, WRITTEN["zone"](times)),
+}
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+def test_texts_in_iso_8601_are_times(how, tmp_path):
+    path = market(tmp_path)
+    frame = pd.read_parquet(path)
+    seconds = (frame["time"] - pd.Timestamp("1970-01-01")) // pd.Timedelta(seconds=1)
+    frame["text"] = WRITTEN[how](frame["time"])
+    frame["bought"] = frame["text"].where(frame["click"] > 0, "")
+    frame.astype({"text": "string"}).to_parquet(path, index=False)
+    log = read_log(path, time="text", extra=["bought"])
+    assert log.context["time"].to_pylist() == seconds[::3].tolist()
+    np.testing.assert_array_equal(log.extra["bought"], seconds.where(frame["click"] > 0))
+    later, clock = (f"{name} >= 2024-05-01 08:00" for name in ("text", "time"))
+    assert read_log(path, where=[later]).request_ids.to_pylist() == [16, 17, 18, 19]
+    assert old_enough(str(path), {"click": "2h"}, time="text") == "text <= 2024-05-01T07:00:00"
+    shards = []
+    for name, condition in (("text", later), ("time", clock)):
+        options = {"split": "time", "time": name, "validation_from": "2024-05-01T09:00", "features": ["f1"]}
+        prepare_lists(path, tmp_path / name, where=[condition], **options)
+        logs = [Shards(tmp_path / name, split).read_all() for split in ("train", "validation")]
+        shards.append([sorted(log.request_ids.to_pylist()) for log in logs])
+    assert shards == [[[16, 17], [18, 19]]] * 2
+
+
+def test_a_text_that_is_no_time_is_an_error_that_shows_it(tmp_path):
+    frame = pd.read_parquet(path := market(tmp_path))
+    frame["text"] = ["2024-05-01"] * 59 + ["yesterday"]
+    frame.to_parquet(path, index=False)
+    with pytest.raises(ColumnError, match=r"'text' must hold times, got the text 'yesterday'; write times as"):
+        read_log(path, time="text")
+    with pytest.raises(ColumnError, match=r"'text' must hold numbers or times, got the text 'yesterday'"):
+        read_log(path, extra=["text"])
+    with pytest.raises(ColumnError, match=r"'text' has 1 missing values, or texts that are not times such as"):
+        prepare_lists(path, tmp_path / "lists", split="time", time="text", features=["f1"])
+    assert read_log(path, where=["text > 2024-05-02"]).rows == 1  # as texts
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv"])

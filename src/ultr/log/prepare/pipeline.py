@@ -26,6 +26,7 @@ from ultr.log.cleaning import (
     write_suspicious,
 )
 from ultr.log.columns import RESERVED_POSITIONS, Columns, as_names, missing_note, resolve_columns
+from ultr.log.conditions import EXAMPLE
 from ultr.log.labels import Label
 from ultr.log.prepare.engines import Engine, Tables, engine_errors, feature_names, find_tables, start_engine
 from ultr.log.prepare.folders import (
@@ -125,6 +126,7 @@ def _column_error(role: str, problem: str, *, names: Mapping[str, str], count: i
     column, title = names.get(role, role), "action" if role.startswith("action_") else role
     if problem == "missing":
         what = f"column '{column}' has {count:,} missing values"
+        what += f", or texts that are not times such as {EXAMPLE}" if role == "time" else ""
         return ColumnError(what, where=where, hint="fill them, or drop those rows")
     hint = "correct or drop the column"
     if problem == "broken":
