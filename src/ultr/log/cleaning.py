@@ -202,9 +202,13 @@ def merge_rows(table: pa.Table, target: np.ndarray, actions: dict[str, np.ndarra
 # Requests that users are unlikely to have made: bots, tests and faults click nearly everything in a list.
 
 SUSPICIOUS_FILE = "suspicious.csv"  # in a run, a comparison or a folder of lists: requests that were left out
-BOT_LENGTH, BOT_SHARE, BOT_CHANCE = 5, 0.8, 1e-6  # items, share of them clicked, largest probability by chance
-BOT_MIDDLE, BOT_BUMP = 0.6, 3  # eager users have more requests between BOT_MIDDLE and BOT_SHARE than above; bots do not
+BOT_LENGTHS = (5, 8, 12, 18)  # fewest items of groups of requests: in short lists, many users click on most items
+BOT_SHARES = ((0.45, 0.7), (0.55, 0.8), (0.75, 0.9))  # share of clicked items above which bots may begin; gap below it
+# Fewer and fewer users click on more and more of the items, so that hardly more are above a gap than in it. Bots are.
+BOT_BUMP = 2  # smallest ratio of requests above a gap and in it
+BOT_CHANCE = 1e-5  # largest probability of so many clicks by chance
 BOT_REQUESTS, BOT_CLICKS = 10, 0.01  # fewest requests, and smallest share of all clicks, for bots
+BOT_LENGTH, BOT_LEAST = BOT_LENGTHS[0], BOT_SHARES[0][0]  # requests with fewer items or clicks have no effect
 TINY = 1e-12
 
 
@@ -215,18 +219,22 @@ def suspicious_of(
 
     `items` and `clicks` count the rows of a request, and those with feedback. `expected` is the sum of the click rates
     of its positions. `all_clicks` is the weighted number of clicks of the log, of which these requests may be a part:
-    requests with fewer than `BOT_LENGTH` items, or at most `BOT_MIDDLE` of them clicked, have no effect.
+    requests with fewer than `BOT_LENGTH` items, or at most a share `BOT_LEAST` of them clicked, have no effect.
     """
-    n, m = items, clicks
-    middle = int(((n >= BOT_LENGTH) & (m > BOT_MIDDLE * n) & (m <= BOT_SHARE * n)).sum())
-    eager = np.flatnonzero((n >= BOT_LENGTH) & (m > BOT_SHARE * n))
-    a, p = m[eager] / n[eager], np.clip(expected[eager] / n[eager], TINY, 1 - TINY)
+    n, share, mask = items, clicks / items, np.zeros(len(items), bool)
+    a, p = share, np.clip(expected / n, TINY, 1 - TINY)
     # Chernoff's bound, which holds for clicks of unequal rates (Hoeffding 1956): P(m or more) <= exp(-n KL(a, p)).
-    kl = a * np.log(a / p) + (1 - a) * np.log(np.maximum(1 - a, TINY) / (1 - p))
-    bots = eager[(a > p) & (n[eager] * kl > -np.log(BOT_CHANCE))]
-    mask = np.zeros(len(n), bool)
-    share = weights[bots] @ m[bots] / max(all_clicks, TINY)
-    mask[bots] = len(bots) >= max(BOT_REQUESTS, BOT_BUMP * middle) and share > BOT_CLICKS
+    kl = a * np.log(np.maximum(a, TINY) / p) + (1 - a) * np.log(np.maximum(1 - a, TINY) / (1 - p))
+    rare = (a > p) & (n * kl > -np.log(BOT_CHANCE))
+    for least, below in zip(BOT_LENGTHS, (*BOT_LENGTHS[1:], np.inf), strict=True):
+        group = (n >= least) & (n < below)
+        for low, high in BOT_SHARES:
+            bots = group & rare & (share > high)
+            if bots.sum() >= BOT_BUMP * max(1, (group & (share > low) & (share <= high)).sum()):
+                mask |= bots
+                break
+    if mask.sum() < BOT_REQUESTS or weights[mask] @ clicks[mask] <= BOT_CLICKS * all_clicks:
+        mask[:] = False
     return mask
 
 

@@ -15,8 +15,8 @@ import pyarrow as pa
 from ultr.errors import ColumnError, DataError, OptionError, nearest
 from ultr.log.build import MAX_WEIGHT, MIN_WEIGHT, Reading
 from ultr.log.cleaning import (
+    BOT_LEAST,
     BOT_LENGTH,
-    BOT_MIDDLE,
     HINT,
     MERGED,
     SUSPICIOUS_FILE,
@@ -199,7 +199,7 @@ def suspicious_ids(rows: Any, actions: int, *, fetch: Fetch) -> Any:
     of_request = joined.group_by("request").aggregate(
         items=joined.count(), clicks=joined.clicked.sum(), expected=joined.rate.sum(), weight=joined.weight.max()
     )
-    many = (of_request["items"] >= BOT_LENGTH) & (of_request.clicks > BOT_MIDDLE * of_request["items"])
+    many = (of_request["items"] >= BOT_LENGTH) & (of_request.clicks > BOT_LEAST * of_request["items"])
     eager = fetch(of_request.filter(many)).sort_by("request").combine_chunks()
     names = ("items", "clicks", "expected", "weight")
     items, clicks, expected, weights = (eager[name].to_numpy().astype(np.float64) for name in names)
