@@ -168,3 +168,8 @@ def test_a_column_of_texts_with_the_name_of_a_random_flag_is_not_taken_as_one(ul
     texts = log.drop_columns(["randomised"]).append_column("explore", [["control"] * len(log)])
     pq.write_table(texts, tmp_path / "log.parquet")
     assert "randomised" not in lines_of(ultr("describe", tmp_path / "log.parquet"))[1]
+
+
+def test_an_unused_column_with_infinite_values_does_not_stop_describe(ultr, log, tmp_path):
+    pq.write_table(log.append_column("ratio", [np.full(len(log), np.inf)]), tmp_path / "log.parquet")
+    assert "ratio" in "".join(lines_of(ultr("describe", tmp_path / "log.parquet", "--features", "text_match")))

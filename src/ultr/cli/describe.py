@@ -163,7 +163,6 @@ def _warnings(log: Log) -> list[Pitfall]:
 
 def _suggestions(log: Log, source: Any, rows: dict[str, Any], notes: list[str]) -> dict[str, str]:
     """Return the options of the next command for columns that were not named, and add to the notes why."""
-    from ultr.log import read_log
     from ultr.log.readers import numeric_columns
 
     numbers = [name for name in numeric_columns(source, log.unused_columns) if _may_be_feature(name)]
@@ -172,8 +171,8 @@ def _suggestions(log: Log, source: Any, rows: dict[str, Any], notes: list[str]) 
         what = f"if {shown} marks the rows that users could see, and is no action of theirs, pass --shown {shown}"
         notes.append(f"{what}: the other rows are then left out")
         numbers = [name for name in numbers if name != shown]
-    if numbers and log.actions:
-        with_numbers = read_log(source, **{**rows, "features": numbers})
+    if numbers and log.actions and not (log.feature_names and "actions" in rows):
+        with_numbers = _with_numbers(source, rows, numbers, needed=not log.feature_names)
         of_feedback, of_requests = _of_feedback(with_numbers), _of_requests(with_numbers)
         numbers = [name for name in numbers if name not in {*of_feedback, *of_requests}]
         if of_feedback:
@@ -197,6 +196,19 @@ def _suggestions(log: Log, source: Any, rows: dict[str, Any], notes: list[str]) 
         kinds = " and ".join(["numbers"] * bool(numbers) + ["categories"] * bool(texts))
         notes.append(f"{what}; the next command takes the unused {kinds}: leave out what is not known before ranking")
     return found
+
+
+def _with_numbers(source: Any, rows: dict[str, Any], numbers: list[str], *, needed: bool) -> Log:
+    """Return the log with these features; without any if they are not needed, and one cannot be a feature."""
+    from ultr.errors import ColumnError
+    from ultr.log import read_log
+
+    try:
+        return read_log(source, **{**rows, "features": numbers})
+    except ColumnError:
+        if needed:
+            raise
+        return read_log(source, **{**rows, "features": []})
 
 
 def _of_feedback(log: Log) -> list[str]:
