@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -16,6 +17,8 @@ from ultr.checks.pitfalls import CHECKS, Pitfall, find_pitfalls, suspicious_requ
 from ultr.datasets.users import make_user, simulate_log
 from ultr.errors import DataError
 from ultr.log import Log, read_log
+from worlds.feed import feed
+from worlds.shop import shop
 
 SPARSE = {"attraction": (0.01, 0.02, 0.04, 0.06, 0.1)}
 DENSE = {"attraction": (0.3, 0.4, 0.5, 0.7, 0.9), "eta": 0.5}
@@ -379,3 +382,33 @@ def test_suspicious_requests_are_those_of_the_warning():
     np.testing.assert_array_equal(suspicious_requests(log, planted), bot)
     assert not suspicious_requests(log, log.actions["click"] > 0).any()
     assert len(suspicious_requests(log.select([]), np.zeros(0, bool))) == 0
+
+
+def log_of(world):
+    features = {*world.features, *world.categorical}
+    return read_log(world.log.select([name for name in world.log.column_names if name not in features]))
+
+
+@pytest.mark.parametrize(("make", "found"), [(partial(shop, bots=0), 0.95), (feed, 0.6)])
+@pytest.mark.parametrize("share", [0.01, 0.06])
+def test_bots_that_click_on_everything_are_found_although_users_click_on_most_of_short_lists(make, found, share):
+    log = log_of(make(4000, seed=41))
+    clicks = log.actions["click"] > 0
+    assert not suspicious_requests(log, clicks).any()
+    bot = np.random.default_rng(0).random(len(log)) < share
+    marked = suspicious_requests(log, clicks | np.repeat(bot, log.lengths))
+    assert marked[bot & (log.lengths >= 8)].mean() >= found
+    assert marked[~bot].mean() <= 0.001
+    random = np.random.default_rng(1).random(log.rows) < 0.9  # bots that click on nine items in ten
+    marked = suspicious_requests(log, np.where(np.repeat(bot, log.lengths), random, clicks))
+    assert marked[~bot].mean() <= 0.001
+
+
+@pytest.mark.parametrize("decay", [0.3, 0.5, 1])
+@pytest.mark.parametrize(("a", "b"), [(0.1, 1.9), (0.1, 0.9), (0.02, 0.98), (0.01, 0.1), (0.5, 2), (1, 1)])
+def test_eager_users_are_not_bots_whatever_the_length_of_lists_and_the_fall_of_examination(a, b, decay):
+    rng = np.random.default_rng(0)
+    log = show(20_000, shortest=5)
+    keen = np.repeat(rng.beta(a, b, len(log)), log.lengths)
+    clicks = rng.random(log.rows) < keen * log.positions.astype(float) ** -decay
+    assert not suspicious_requests(log, clicks).any()

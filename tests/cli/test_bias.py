@@ -14,6 +14,7 @@ from bias.worlds import THETA, world
 from ultr.bias import logging_policy
 from ultr.bias.propensities import read_bias_theta, read_propensities
 from ultr.log import write_log
+from worlds.shop import shop
 
 
 @pytest.fixture(autouse=True)
@@ -327,3 +328,13 @@ def test_without_features_unused_numbers_show_whether_items_are_the_same(same, u
     done = ultr("bias", tmp_path / "log.parquet", "--bootstrap", "10")
     assert done.returncode == 0, done.stderr
     assert ("tems were not compared across positions" in " ".join(done.stderr.split())) is not same
+
+
+def test_the_next_command_after_clicks_and_seconds_watched_trains_for_both(ultr, tmp_path):
+    frame = shop(300).log.to_pandas()
+    frame["watch_seconds"] = frame["click"] * np.random.default_rng(0).gamma(2, 10, len(frame))
+    frame.to_parquet(tmp_path / "log.parquet", index=False)
+    command = ("bias", tmp_path / "log.parquet", "--features", "text_match", "--bootstrap", 10)
+    mean = frame["watch_seconds"][frame["click"] > 0].mean()
+    assert f"--label 'click + watch_seconds / {mean:.2g}'" in ultr(*command).stderr.splitlines()[-1]
+    assert "--label click " in ultr(*command, "--label", "click").stderr.splitlines()[-1]

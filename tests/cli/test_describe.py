@@ -142,3 +142,34 @@ def test_a_column_that_recurs_but_never_within_a_request_is_suggested_as_the_ite
     assert f"--label 'click + read_seconds / {mean:.2g}'" in bias.stderr
     frame.assign(item=frame["listing"]).to_csv(tmp_path / "named.csv", index=False)
     assert "looks like the id" not in ultr("describe", tmp_path / "named.csv").stderr
+
+
+def test_a_flag_of_random_requests_an_index_and_seconds_watched_are_never_proposed_as_features(ultr, log, tmp_path):
+    frame = log.to_pandas().drop(columns=["query", "item_id"]).rename(columns={"randomised": "dice"})
+    frame["watch_seconds"] = frame["click"] * np.random.default_rng(0).gamma(2, 10, len(frame))
+    frame["hovered"] = frame["click"] * np.random.default_rng(1).gamma(2, 10, len(frame))
+    frame.sample(frac=1, random_state=1).to_parquet(tmp_path / "log.parquet")  # with the index as a column
+    done = ultr("describe", tmp_path / "log.parquet")
+    assert done.returncode == 0, done.stderr
+    assert "__index_level_0__" in next(line for line in done.stderr.splitlines() if line.startswith("unused columns"))
+    words = shlex.split(done.stderr.splitlines()[-1])
+    assert words[words.index("--features") + 1] == ",".join(FEATURES)
+    assert words[words.index("--actions") + 1] == "click,watch_seconds,hovered"
+    assert "dice: the same for all items of a request" in done.stderr
+    named = ultr("describe", tmp_path / "log.parquet", "--features", "text_match,rating").stderr
+    (line,) = [line for line in named.splitlines() if line.startswith("unused columns: ")]
+    assert "dice" in line
+    assert "hovered looks like feedback; the next command has --actions click,watch_seconds,hovered" in named
+    frame.rename(columns={"dice": "explore"}).to_parquet(tmp_path / "log.parquet")
+    assert "randomised 'explore'; actions 'click', 'watch_seconds'" in ultr("describe", tmp_path / "log.parquet").stderr
+
+
+def test_a_column_of_texts_with_the_name_of_a_random_flag_is_not_taken_as_one(ultr, log, tmp_path):
+    texts = log.drop_columns(["randomised"]).append_column("explore", [["control"] * len(log)])
+    pq.write_table(texts, tmp_path / "log.parquet")
+    assert "randomised" not in lines_of(ultr("describe", tmp_path / "log.parquet"))[1]
+
+
+def test_an_unused_column_with_infinite_values_does_not_stop_describe(ultr, log, tmp_path):
+    pq.write_table(log.append_column("ratio", [np.full(len(log), np.inf)]), tmp_path / "log.parquet")
+    assert "ratio" in "".join(lines_of(ultr("describe", tmp_path / "log.parquet", "--features", "text_match")))

@@ -14,6 +14,7 @@ import pytest
 from ultr.errors import ColumnError, DataError, OptionError
 from ultr.log import read_log
 from ultr.log import readers as jsonlines_module
+from ultr.log.delays import old_enough
 from ultr.log.prepare.pipeline import prepare_lists
 from ultr.log.readers import read_batches
 from ultr.log.shards import Shards
@@ -45,6 +46,28 @@ def test_the_first_of_repeated_rows_is_kept():
     assert log.actions["click"].tolist() == [1, 0, 0, 1]
     assert log.item_ids.to_pylist() == [7, 8, 7, 9]
     assert "1 rows repeat the item (column 'item')" in log.notes[0]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_dropping_many_rows_as_repeated_is_an_error_that_names_the_request_column(prepared, tmp_path):
+    rows = np.arange(1200)
+    frame = pd.DataFrame({"request": rows // 6, "position": rows % 6, "item": rows, "f1": 1.0 * rows})
+    frame["click"] = rows % 2
+    path = tmp_path / "log.parquet"
+
+    def read(log):
+        log.to_parquet(path, index=False)
+        if prepared:
+            return prepare_lists(path, tmp_path / "lists", on_duplicates="first", overwrite=True).about["notes"]
+        return read_log(path, on_duplicates="first").notes
+
+    visitor = frame.assign(request=frame["request"] // 2)  # two lists have one id
+    with pytest.raises(ColumnError, match=r"drop 50% of the rows.*600 of 1,200.*check the request column 'request'"):
+        read(visitor)
+    few = pd.concat([frame, frame.head(40).assign(item=rows[:40] + 5000)])  # 3% of the rows
+    assert any(note.startswith("40 rows repeat the ") for note in read(few))
+    copies = pd.concat([frame, frame])  # all events were delivered twice
+    assert any(note.startswith("1,200 rows are equal to another row") for note in read(copies))
 
 
 def test_the_actions_of_repeated_rows_are_added_up():
@@ -105,13 +128,32 @@ def test_rows_that_were_delivered_twice_count_once(choice, tmp_path):
     assert prepared.rows == 5
 
 
-def test_equal_rows_without_an_item_may_be_two_items():
+@pytest.mark.parametrize("items", [{}, {"item": pa.array([None] * 4, pa.int64())}])
+@pytest.mark.parametrize("choice", ["error", "first", "sum"])
+def test_rows_without_item_ids_that_were_delivered_twice_count_once(choice, items, tmp_path):
+    rows = {"request": ["a", "a", "a", "b"], "position": [1, 2, 1, 1], "click": [1, 0, 1, 1], "f1": [1.0, 1, 1, 1]}
+    table = pa.table({**rows, **items})
+    log = read_log(table, on_duplicates=choice)
+    assert (log.lengths.tolist(), log.actions["click"].tolist()) == ([2, 1], [1, 0, 1])
+    assert log.notes == ("1 rows are equal to another row of their request in all columns; only one of each is kept",)
+    pq.write_table(table, tmp_path / "log.parquet")
+    manifest = prepare_lists(tmp_path / "log.parquet", tmp_path / "lists", on_duplicates=choice, test=0, validation=0)
+    assert log.notes[0] in manifest.about["notes"]
+    prepared = Shards(tmp_path / "lists").read_all()
+    assert (prepared.rows, prepared.actions["click"].sum()) == (3, 2)
+
+
+def test_equal_rows_at_different_positions_without_an_item_are_two_items():
     rows = {"request": ["a", "a"], "click": [0, 0], "f1": [1, 1]}
     assert read_log(pa.table({**rows, "position": [1, 2]})).rows == 2
-    with pytest.raises(ColumnError, match="two items of one request have the same position"):
-        read_log(pa.table({**rows, "position": [1, 1]}))
-    with pytest.raises(ColumnError, match="two items of one request have the same position"):
-        read_log(pa.table({**rows, "position": [1, 1], "item": pa.array([None, None], pa.int64())}))
+    assert read_log(pa.table({"request": ["a", "a"], "f1": [1, 1]})).rows == 2
+
+
+def test_rows_of_two_lists_with_one_id_are_no_copies_although_some_are_equal():
+    rows = {"request": ["a"] * 4, "position": [1, 2, 1, 2]}
+    assert read_log(pa.table({**rows, "click": [0, 1, 0, 1]})).rows == 2
+    with pytest.raises(ColumnError, match=r"position 1 twice in request 'a' \(2 such rows in all\)"):
+        read_log(pa.table({**rows, "click": [0, 0, 0, 1]}))
 
 
 def test_repeated_rows_of_lists_are_merged(tmp_path):
@@ -198,6 +240,50 @@ def test_conditions_and_times_are_checked(tmp_path):
     ):
         with pytest.raises(error, match=message):
             read_log(path, **options)
+
+
+WRITTEN = {
+    "Z": lambda times: times.dt.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    "blank": lambda times: times.dt.strftime("%Y-%m-%d %H:%M:%S"),
+    "zone": lambda times: (times + pd.Timedelta(hours=2)).dt.strftime("%Y-%m-%dT%H:%M:%S+02:00"),
+    "mixed": lambda times: times.dt.strftime("%Y-%m-%dT%H:%M:%S").where(times.dt.hour % 2 == 0, WRITTEN["zone"](times)),
+}
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+def test_texts_in_iso_8601_are_times(how, tmp_path):
+    path = market(tmp_path)
+    frame = pd.read_parquet(path)
+    seconds = (frame["time"] - pd.Timestamp("1970-01-01")) // pd.Timedelta(seconds=1)
+    frame["text"] = WRITTEN[how](frame["time"])
+    frame["bought"] = frame["text"].where(frame["click"] > 0, "")
+    frame.astype({"text": "string"}).to_parquet(path, index=False)
+    log = read_log(path, time="text", extra=["bought"])
+    assert log.context["time"].to_pylist() == seconds[::3].tolist()
+    np.testing.assert_array_equal(log.extra["bought"], seconds.where(frame["click"] > 0))
+    later, clock = (f"{name} >= 2024-05-01 08:00" for name in ("text", "time"))
+    assert read_log(path, where=[later]).request_ids.to_pylist() == [16, 17, 18, 19]
+    assert old_enough(str(path), {"click": "2h"}, time="text") == "text <= 2024-05-01T07:00:00"
+    shards = []
+    for name, condition in (("text", later), ("time", clock)):
+        options = {"split": "time", "time": name, "validation_from": "2024-05-01T09:00", "features": ["f1"]}
+        prepare_lists(path, tmp_path / name, where=[condition], **options)
+        logs = [Shards(tmp_path / name, split).read_all() for split in ("train", "validation")]
+        shards.append([sorted(log.request_ids.to_pylist()) for log in logs])
+    assert shards == [[[16, 17], [18, 19]]] * 2
+
+
+def test_a_text_that_is_no_time_is_an_error_that_shows_it(tmp_path):
+    frame = pd.read_parquet(path := market(tmp_path))
+    frame["text"] = ["2024-05-01"] * 59 + ["yesterday"]
+    frame.to_parquet(path, index=False)
+    with pytest.raises(ColumnError, match=r"'text' must hold times, got the text 'yesterday'; write times as"):
+        read_log(path, time="text")
+    with pytest.raises(ColumnError, match=r"'text' must hold numbers or times, got the text 'yesterday'"):
+        read_log(path, extra=["text"])
+    with pytest.raises(ColumnError, match=r"'text' has 1 missing values, or texts that are not times such as"):
+        prepare_lists(path, tmp_path / "lists", split="time", time="text", features=["f1"])
+    assert read_log(path, where=["text > 2024-05-02"]).rows == 1  # as texts
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv"])

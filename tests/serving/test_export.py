@@ -427,6 +427,23 @@ def test_trees_without_onnx_are_exported_as_the_librarys_file(runs, tmp_path, mo
         exported.session()
 
 
+def test_a_sum_whose_trees_have_no_onnx_is_an_error_because_no_file_of_a_library_has_it(runs, tmp_path, monkeypatch):
+    def fail(*_: object) -> bytes:
+        raise NotInOnnxError("the leaves are linear models")
+
+    monkeypatch.setattr(export, "trees_to_onnx", fail)
+    with pytest.raises(DataError, match=r"the trees of this sum have no ONNX \(the leaves .*ultr score"):
+        export_run(runs["both"], tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_card_says_for_which_part_of_a_ranker_numbers_are_clipped(folders):
+    cards = {name: (folders[name] / "README.md").read_text() for name in ("both", "mlp", "lightgbm")}
+    assert "from the mean in training are clipped for the network, and not for the trees." in cards["both"]
+    assert "from the mean in training are clipped." in cards["mlp"]
+    assert "are clipped" not in cards["lightgbm"]
+
+
 @pytest.mark.parametrize("package", ["onnx", "onnxscript"])
 def test_a_missing_package_names_its_install_command(package, runs, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)

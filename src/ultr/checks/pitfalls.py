@@ -9,7 +9,8 @@ import numpy as np
 
 from ultr.errors import DataError
 from ultr.log import Log
-from ultr.log.cleaning import BOT_SHARE, suspicious_of
+from ultr.log.cleaning import BOT_SHARES, suspicious_of
+from ultr.log.labels import is_time
 from ultr.log.sampling import sample_log
 from ultr.log.table import as_shown, is_grid
 
@@ -208,7 +209,7 @@ def find_bots(view: _View) -> Iterable[Pitfall]:
     bots = _suspicious(view)
     if bots.any():
         share = view.weights[bots] @ view.clicks_of[bots] / (view.weights @ view.clicks_of)
-        many = f"{bots.sum():,} requests have more than {BOT_SHARE:.0%} of their items clicked"
+        many = f"{bots.sum():,} requests have more than {BOT_SHARES[0][1]:.0%} of their items clicked"
         what = f"{many}; they have {share:.1%} of all clicks"
         hint = "leave them out (drop_suspicious), and check that one click is not counted for the whole list"
         yield Pitfall("impossible click rates", what, hint)
@@ -224,8 +225,7 @@ def _dwell_and_clicks(view: _View) -> Iterable[Pitfall]:
     if click is None:
         return
     for name, values in view.log.actions.items():
-        timed = "dwell" in name.lower() or "watch" in name.lower()
-        if not (timed or ((values != 0) & (values != 1)).any()):
+        if not (is_time(name) or ((values != 0) & (values != 1)).any()):
             continue
         some, clicks, alone = (int(x.sum()) for x in (values > 0, click > 0, (values > 0) & (click <= 0)))
         if alone > UNCLICKED_SHARE * some:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,10 +168,15 @@ class _Found:
 
 def _label_to_learn(label: str | None, actions: Iterable[str]) -> str:
     """Return the label of the next command, and say which actions it does not use."""
-    from ultr.log.labels import Label, default_label
+    from ultr.log.labels import Label, click_label, default_label, is_time
 
     names = list(actions)
     chosen = label or default_label(names)
+    timed = [name for name in names if is_time(name) and name not in Label(chosen).actions]
+    if label is None and timed:  # clicks alone would rank items that users leave at once as those that they like
+        chosen = f"{chosen} + {_weighted(timed[0], actions)}"
+        alone = click_label(timed[:1])
+        words.say(f"the next command trains for '{chosen}'; for {timed[0]} alone, use --label {shlex.quote(alone)}")
     if unused := [name for name in names if name not in Label(chosen).actions]:
         how = f"--label can add them, each with its weight: --label '{chosen} + {_weighted(unused[0], actions)}'"
         words.say(f"the label '{chosen}' does not use {', '.join(unused)}; {how}")
@@ -179,11 +185,13 @@ def _label_to_learn(label: str | None, actions: Iterable[str]) -> str:
 
 def _weighted(name: str, actions: Any) -> str:
     """Return an action with a weight: twice that of a click, or, for amounts, so that the mean amount counts as 1."""
+    from ultr.log.labels import click_label
+
     values = actions[name] if isinstance(actions, Mapping) else None
     positive = None if values is None else values[values > 0]
     if positive is None or not len(positive) or (positive == 1).all():
-        return f"2 * {name}"
-    return f"{name} / {float(positive.mean()):.2g}"
+        return f"2 * {click_label([name])}"
+    return f"{click_label([name])} / {float(positive.mean()):.2g}"
 
 
 @dataclass(frozen=True, kw_only=True)

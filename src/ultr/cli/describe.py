@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +35,7 @@ MOST_POSITIONS = 20  # in a printed table
 LEAST_ITEMS = 10  # a column with fewer values is not suggested as the id of the item
 ROWS_OF_CATEGORY = 20  # a column of texts with fewer rows for each value is not suggested as a category
 PERHAPS_SHOWN = ("viewed", "visible", "impression", "seen", "rendered")  # names of actions, or of what was shown
+PANDAS_INDEX = re.compile(r"__index_level_\d+__|Unnamed: \d+|")  # what pandas calls an index in Parquet and CSV files
 NOT_FEATURES = ("id", "time", "timestamp", "date", "day", "ts", "url", "seed")  # last words of names of other columns
 
 
@@ -161,24 +163,27 @@ def _warnings(log: Log) -> list[Pitfall]:
 
 def _suggestions(log: Log, source: Any, rows: dict[str, Any], notes: list[str]) -> dict[str, str]:
     """Return the options of the next command for columns that were not named, and add to the notes why."""
-    from ultr.log import read_log
     from ultr.log.readers import numeric_columns
 
     numbers = [name for name in numeric_columns(source, log.unused_columns) if _may_be_feature(name)]
-    if log.feature_names:
-        numbers = []
     found: dict[str, str] = {}
     if (shown := _suggested_shown(log, source)) is not None:
         what = f"if {shown} marks the rows that users could see, and is no action of theirs, pass --shown {shown}"
         notes.append(f"{what}: the other rows are then left out")
         numbers = [name for name in numbers if name != shown]
-    if numbers and log.actions:
-        of_feedback = _of_feedback(read_log(source, **{**rows, "features": numbers}))
-        numbers = [name for name in numbers if name not in of_feedback]
+    if numbers and log.actions and not (log.feature_names and "actions" in rows):
+        with_numbers = _with_numbers(source, rows, numbers, needed=not log.feature_names)
+        of_feedback, of_requests = _of_feedback(with_numbers), _of_requests(with_numbers)
+        numbers = [name for name in numbers if name not in {*of_feedback, *of_requests}]
         if of_feedback:
             found["actions"] = ",".join([*log.actions, *of_feedback])
             what = "looks like feedback" if len(of_feedback) == 1 else "look like feedback"
             notes.append(f"{', '.join(of_feedback)} {what}; the next command has --actions {found['actions']}")
+        if of_requests and not log.feature_names:
+            what = f"{', '.join(of_requests)}: the same for all items of a request, and so no help to order them"
+            notes.append(f"{what}; if one marks requests in random order, name it with --randomised")
+    if log.feature_names:
+        numbers = []
     if (item := _suggested_item(log, source)) is not None:
         found["item"] = item
         what = f"{item} looks like the id of the item: it recurs, and never within a request"
@@ -191,6 +196,19 @@ def _suggestions(log: Log, source: Any, rows: dict[str, Any], notes: list[str]) 
         kinds = " and ".join(["numbers"] * bool(numbers) + ["categories"] * bool(texts))
         notes.append(f"{what}; the next command takes the unused {kinds}: leave out what is not known before ranking")
     return found
+
+
+def _with_numbers(source: Any, rows: dict[str, Any], numbers: list[str], *, needed: bool) -> Log:
+    """Return the log with these features; without any if they are not needed, and one cannot be a feature."""
+    from ultr.errors import ColumnError
+    from ultr.log import read_log
+
+    try:
+        return read_log(source, **{**rows, "features": numbers})
+    except ColumnError:
+        if needed:
+            raise
+        return read_log(source, **{**rows, "features": []})
 
 
 def _of_feedback(log: Log) -> list[str]:
@@ -208,8 +226,19 @@ def _of_feedback(log: Log) -> list[str]:
     return [name for name in log.feature_names if name in leaks]
 
 
+def _of_requests(log: Log) -> list[str]:
+    """Return the features that have one value in each request, such as a flag of requests in random order."""
+    import numpy as np
+
+    values, first = log.features, log.offsets[:-1][log.request_of_row]
+    if (log.lengths == 1).all():
+        return []
+    same = [np.array_equal(values[:, i], values[first, i], equal_nan=True) for i in range(values.shape[1])]
+    return [name for name, one in zip(log.feature_names, same, strict=True) if one]
+
+
 def _may_be_feature(name: str) -> bool:
-    return name.lower().replace("-", "_").split("_")[-1] not in NOT_FEATURES
+    return not PANDAS_INDEX.fullmatch(name) and name.lower().replace("-", "_").split("_")[-1] not in NOT_FEATURES
 
 
 def _suggested_categories(log: Log, source: Any) -> list[str]:

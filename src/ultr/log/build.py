@@ -12,7 +12,15 @@ import pyarrow.compute as pc
 
 from ultr.errors import ColumnError, DataError, nearest
 from ultr.log.bins import Edges, binned, equal_edges, names_of, with_edges
-from ultr.log.cleaning import OnDuplicates, copies_note, find_copies, find_duplicates, merge_rows, only_shown
+from ultr.log.cleaning import (
+    OnDuplicates,
+    check_dropped,
+    copies_note,
+    find_copies,
+    find_duplicates,
+    merge_rows,
+    only_shown,
+)
 from ultr.log.columns import (
     Columns,
     Missing,
@@ -113,9 +121,7 @@ def _log_of_rows(
         of_row = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         if order is not None:
             of_row[order] = of_row.copy()
-        unique, rest, notes = _without_repeats(
-            table, reading, keys, of_row, requests, actions, notes, where, has_positions=positions is not None
-        )
+        unique, rest, notes = _without_repeats(table, reading, keys, of_row, requests, actions, notes, columns, where)
         if unique.num_rows < table.num_rows:
             log = _log_of_rows(unique, columns, where=where, reading=rest, unused=unused)
             return replace(log, notes=tuple(dict.fromkeys((*notes, *log.notes))))
@@ -219,9 +225,8 @@ def _without_repeats(
     requests: Any,
     actions: dict[str, np.ndarray],
     notes: list[str],
+    columns: Columns,
     where: object,
-    *,
-    has_positions: bool,
 ) -> tuple[pa.Table, Reading, list[str]]:
     """Return a table without copies of rows, or else without rows that `on_duplicates` merges.
 
@@ -229,14 +234,18 @@ def _without_repeats(
     first, because they would count in the sum of merged rows.
     """
     # A copy has the position of the other row. If all positions of a request differ, "position" is not in `keys`.
-    if "item" in keys and ("position" in keys or not has_positions):
-        copies = find_copies(table, request_of_row, keys["item"][1])
+    compared = "item" if columns.position is None else "position"
+    if compared in keys:
+        certain = bool(columns.item or columns.features or columns.categorical)
+        copies = find_copies(table, request_of_row, keys[compared][1], certain=certain)
         if copies.any():
             unique = table.filter(pa.array(~copies))
             return unique, replace(reading, where=()), [copies_note(int(copies.sum()))]
     target, further = find_duplicates(request_of_row, keys, reading.on_duplicates, requests=requests, where=where)
     notes = [*notes, *further]
-    if (target == np.arange(len(target))).all():
+    dropped = int((target != np.arange(len(target))).sum())
+    check_dropped(dropped, len(target), reading.on_duplicates, columns.request, where)
+    if not dropped:
         return table, reading, notes
     merged = merge_rows(table, target, actions, add_up=reading.on_duplicates == "sum")
     return merged, replace(reading, where=(), on_duplicates="error"), notes
@@ -399,7 +408,7 @@ def _request_context(
         if role == "query":
             return None
         what = f"column '{name}' ({role}) must have one value per request"
-        raise ColumnError(what, where=where, hint="correct or drop the column")
+        raise ColumnError(what, where=where, hint=f"correct or drop the column; '' as --{role} means none")
     return values.take(pa.array(first))
 
 

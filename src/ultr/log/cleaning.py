@@ -85,6 +85,7 @@ def _numbers(column: pa.ChunkedArray) -> np.ndarray:
 # Rows that repeat another row, or its item or position: find them, and drop them or add up their actions.
 
 OnDuplicates = Literal["error", "first", "sum"]
+MOST_DROPPED, FEW_ROWS = 0.05, 10  # share of the rows that "first" may drop; in short logs, it may drop this number
 LARGE = 1 << 31  # positions below this number, times the number of a request, do not overflow
 KEPT = "they are kept; on_duplicates=first keeps only the first row, and sum adds up the actions"
 MERGED = {"first": "only the first row is kept", "sum": "the first row gets the sum of their actions"}
@@ -109,8 +110,7 @@ def find_duplicates(
     target, notes = rows.copy(), []
     for role, (name, codes) in keys.items():
         compared = np.flatnonzero((target == rows) & (codes >= 0))
-        small = codes if codes.max(initial=0) < LARGE else np.unique(codes, return_inverse=True)[1]
-        pair = request_of_row[compared] * (int(small.max(initial=0)) + 1) + small[compared]
+        pair = _pairs(request_of_row[compared], codes[compared])
         ordered = np.sort(pair)
         count = int((ordered[1:] == ordered[:-1]).sum())
         if not count:
@@ -134,20 +134,35 @@ def find_duplicates(
     return target, notes
 
 
+def _pairs(request_of_row: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Return a number for each pair of a request and a code."""
+    small = codes if codes.max(initial=0) < LARGE else np.unique(codes, return_inverse=True)[1]
+    return np.asarray(request_of_row * (int(small.max(initial=0)) + 1) + small)
+
+
+def check_dropped(dropped: int, rows: int, on_duplicates: str, request: str | None, where: object) -> None:
+    """Raise ColumnError if "first" drops more than a few rows, as it does if requests share an id."""
+    if on_duplicates == "first" and dropped > max(MOST_DROPPED * rows, FEW_ROWS):
+        what = f"on_duplicates=first would drop {dropped / rows:.0%} of the rows, which is too much for repeated events"
+        got = f"{dropped:,} of {rows:,} rows repeat the item or position of another row with their request id"
+        hint = f"check the request column '{request}': each page, visit or list that was shown needs an id of its own"
+        raise ColumnError(what, where=where, got=got, hint=hint)
+
+
 def copies_note(count: int) -> str:
     return f"{count:,} rows are equal to another row of their request in all columns; only one of each is kept"
 
 
-def find_copies(table: pa.Table, request_of_row: np.ndarray, items: np.ndarray) -> np.ndarray:
-    """Return a mask of the rows that have the request and item of an earlier row, and equal it in all columns.
+def find_copies(table: pa.Table, request_of_row: np.ndarray, codes: np.ndarray, *, certain: bool) -> np.ndarray:
+    """Return a mask of the rows that equal an earlier row of their request in all columns.
 
-    `items` has a number for each item id, -1 if it is missing.
+    `codes` has a number for each position, or, without positions, for each item id: -1 if it is missing. If the table
+    has neither items nor features (not `certain`), rows of different lists with one id may be equal, but hardly all of
+    them. So none is marked if other rows have the position of a row.
     """
-    copies = np.zeros(len(items), bool)
-    rows = np.flatnonzero(items >= 0)
-    _, pair, counts = np.unique(
-        request_of_row[rows] * (int(items.max(initial=0)) + 1) + items[rows], return_inverse=True, return_counts=True
-    )
+    copies = np.zeros(len(codes), bool)
+    rows = np.flatnonzero(codes >= 0)
+    _, pair, counts = np.unique(_pairs(request_of_row[rows], codes[rows]), return_inverse=True, return_counts=True)
     several = counts[pair] > 1
     rows, hashes = rows[several], pair[several].astype(np.uint64)
     if len(rows):
@@ -155,6 +170,8 @@ def find_copies(table: pa.Table, request_of_row: np.ndarray, items: np.ndarray) 
             hashes = (hashes ^ (hashes >> np.uint64(29))) * MIX + _codes(combined(column))
         copies[rows] = True
         copies[rows[np.unique(hashes, return_index=True)[1]]] = False
+        if not certain and len(copies) - copies.sum() > len(counts):
+            copies[:] = False
     return copies
 
 
@@ -185,9 +202,13 @@ def merge_rows(table: pa.Table, target: np.ndarray, actions: dict[str, np.ndarra
 # Requests that users are unlikely to have made: bots, tests and faults click nearly everything in a list.
 
 SUSPICIOUS_FILE = "suspicious.csv"  # in a run, a comparison or a folder of lists: requests that were left out
-BOT_LENGTH, BOT_SHARE, BOT_CHANCE = 5, 0.8, 1e-6  # items, share of them clicked, largest probability by chance
-BOT_MIDDLE, BOT_BUMP = 0.6, 3  # eager users have more requests between BOT_MIDDLE and BOT_SHARE than above; bots do not
+BOT_LENGTHS = (5, 8, 12, 18)  # fewest items of groups of requests: in short lists, many users click on most items
+BOT_SHARES = ((0.45, 0.7), (0.55, 0.8), (0.75, 0.9))  # share of clicked items above which bots may begin; gap below it
+# Fewer and fewer users click on more and more of the items, so that hardly more are above a gap than in it. Bots are.
+BOT_BUMP = 2  # smallest ratio of requests above a gap and in it
+BOT_CHANCE = 1e-5  # largest probability of so many clicks by chance
 BOT_REQUESTS, BOT_CLICKS = 10, 0.01  # fewest requests, and smallest share of all clicks, for bots
+BOT_LENGTH, BOT_LEAST = BOT_LENGTHS[0], BOT_SHARES[0][0]  # requests with fewer items or clicks have no effect
 TINY = 1e-12
 
 
@@ -198,18 +219,22 @@ def suspicious_of(
 
     `items` and `clicks` count the rows of a request, and those with feedback. `expected` is the sum of the click rates
     of its positions. `all_clicks` is the weighted number of clicks of the log, of which these requests may be a part:
-    requests with fewer than `BOT_LENGTH` items, or at most `BOT_MIDDLE` of them clicked, have no effect.
+    requests with fewer than `BOT_LENGTH` items, or at most a share `BOT_LEAST` of them clicked, have no effect.
     """
-    n, m = items, clicks
-    middle = int(((n >= BOT_LENGTH) & (m > BOT_MIDDLE * n) & (m <= BOT_SHARE * n)).sum())
-    eager = np.flatnonzero((n >= BOT_LENGTH) & (m > BOT_SHARE * n))
-    a, p = m[eager] / n[eager], np.clip(expected[eager] / n[eager], TINY, 1 - TINY)
+    n, share, mask = items, clicks / items, np.zeros(len(items), bool)
+    a, p = share, np.clip(expected / n, TINY, 1 - TINY)
     # Chernoff's bound, which holds for clicks of unequal rates (Hoeffding 1956): P(m or more) <= exp(-n KL(a, p)).
-    kl = a * np.log(a / p) + (1 - a) * np.log(np.maximum(1 - a, TINY) / (1 - p))
-    bots = eager[(a > p) & (n[eager] * kl > -np.log(BOT_CHANCE))]
-    mask = np.zeros(len(n), bool)
-    share = weights[bots] @ m[bots] / max(all_clicks, TINY)
-    mask[bots] = len(bots) >= max(BOT_REQUESTS, BOT_BUMP * middle) and share > BOT_CLICKS
+    kl = a * np.log(np.maximum(a, TINY) / p) + (1 - a) * np.log(np.maximum(1 - a, TINY) / (1 - p))
+    rare = (a > p) & (n * kl > -np.log(BOT_CHANCE))
+    for least, below in zip(BOT_LENGTHS, (*BOT_LENGTHS[1:], np.inf), strict=True):
+        group = (n >= least) & (n < below)
+        for low, high in BOT_SHARES:
+            bots = group & rare & (share > high)
+            if bots.sum() >= BOT_BUMP * max(1, (group & (share > low) & (share <= high)).sum()):
+                mask |= bots
+                break
+    if mask.sum() < BOT_REQUESTS or weights[mask] @ clicks[mask] <= BOT_CLICKS * all_clicks:
+        mask[:] = False
     return mask
 
 

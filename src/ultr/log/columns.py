@@ -44,7 +44,8 @@ NAMES = {
     "shown": "shown was_shown is_shown in_viewport",
     "query": "query query_id qid query_text",
     "segment": "",
-    "randomised": "randomised randomized is_randomised is_randomized random_order",
+    "randomised": "randomised randomized is_randomised is_randomized random_order is_random explore is_explore "
+    "exploration is_exploration",
     "swaps": "swap swaps",
 }
 GRID_ROLES = ("row", "column")  # of a grid, in place of the position; they have common names only if it has no column
@@ -52,8 +53,9 @@ CONTEXT = ("query", "segment", "randomised", "swaps")  # roles with one value pe
 SEVERAL = ("actions", "features", "categorical")  # roles that several columns may have
 ROLES = (*NAMES, *SEVERAL)
 ACTIONS = (
-    "click clicks clicked dwell dwell_time watch watch_time watch_ratio like liked share shared save saved comment "
-    "follow favorite cart add_to_cart purchase purchased order ordered revenue conversion converted"
+    "click clicks clicked dwell dwell_time dwell_seconds dwell_ms dwell_time_s dwell_time_ms "
+    "watch watch_time watch_ratio watch_seconds watch_ms watch_time_s watch_time_ms like liked share shared save saved "
+    "comment follow favorite cart add_to_cart purchase purchased order ordered revenue conversion converted"
 )
 ACTION_NAMES = frozenset(ACTIONS.split())
 OFTEN_TEXT = {"comment", "order", "ordered"}  # these are actions only if they hold numbers
@@ -158,6 +160,9 @@ def resolve_columns(
         return name
 
     single = {role: one(role) for role in NAMES if role not in ("query", *GRID_ROLES)}
+    mark = single["randomised"]
+    if mark and named.get("randomised") is None and not _holds_numbers(schema.field(mark).type):
+        single["randomised"] = None  # such as a text that names an experiment
     by_lower = {lower: name for lower, name in by_lower.items() if name != single["request"]}
     single["query"] = one("query")  # after the request, because requests and queries share some common names
     free = [n for n in names if n not in named_columns and n not in single.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ import pyarrow.compute as pc
 from ultr.errors import ColumnError, OptionError, nearest
 
 CONDITION = re.compile(r"\s*(?P<column>.+?)\s*(?P<op>==|!=|<=|>=|=|<|>)\s*(?P<value>.*?)\s*", re.DOTALL)
+DATE = re.compile(r"\d{4}-\d\d-\d\d")
+EXAMPLE = "2026-01-05T10:00:00Z"  # of a time as a text
 COMPARE = {
     "==": "equal",
     "=": "equal",
@@ -32,6 +35,11 @@ class Condition(NamedTuple):
     column: str
     compare: str
     value: str
+
+    @property
+    def orders_times(self) -> bool:
+        """Whether the value is a time, and its order matters, so that texts are compared as times, if they are."""
+        return self.compare not in ("equal", "not_equal") and DATE.match(self.value) is not None
 
     def bad_value(self, expected: str) -> OptionError:
         return OptionError(f"the value in condition '{self.text}' must be {expected}", got=f"'{self.value}'")
@@ -71,7 +79,10 @@ def _comparable(column: pa.ChunkedArray, condition: Condition) -> tuple[pa.Chunk
     if pa.types.is_dictionary(kind):
         column, kind = column.cast(kind.value_type), kind.value_type
     try:
-        if any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)):
+        if _is_text(kind):
+            if condition.orders_times:
+                with suppress(ValueError):
+                    return as_times(column), pa.scalar(utc_time(text), pa.timestamp("us"))
             return column.cast(pa.large_string()), pa.scalar(text, pa.large_string())
         if pa.types.is_boolean(kind):
             return column, {"true": True, "1": True, "false": False, "0": False}[text.lower()]
@@ -95,6 +106,42 @@ def utc_time(text: str) -> datetime:
     return time if time.tzinfo is None else time.astimezone(UTC).replace(tzinfo=None)
 
 
+def _is_text(kind: pa.DataType) -> bool:
+    return any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
+
+
+def as_times(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return texts in ISO 8601 as times in UTC, without a time zone; raise ValueError, with a text, if one is no time.
+
+    An empty text is a missing value.
+    """
+    texts = column.cast(pa.string())
+    texts = pc.if_else(pc.equal(texts, ""), None, texts)
+    for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):  # without and with time zones
+        with suppress(pa.ArrowInvalid):
+            return _utc(texts.cast(kind))
+    coded = texts.combine_chunks().dictionary_encode()  # with several time zones, or digits
+    values = []
+    for text in coded.dictionary.to_pylist():
+        try:
+            values.append(utc_time(text))
+        except ValueError as error:
+            raise ValueError(text) from error
+    return pa.chunked_array([pa.array(values, pa.timestamp("us")).take(coded.indices)])
+
+
+def _times_of_texts(column: pa.ChunkedArray, what: str, where: object) -> pa.ChunkedArray:
+    """Return a column of texts as times; return any other column as it is."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column, kind = column.cast(kind.value_type), kind.value_type
+    try:
+        return as_times(column) if _is_text(kind) else column
+    except ValueError as error:
+        hint = f"write times as {EXAMPLE}, or as seconds since 1970"
+        raise ColumnError(what, where=where, got=f"the text {str(error)[:40]!r}", hint=hint) from error
+
+
 def _utc(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return times in microseconds, in UTC and without a time zone."""
     if pa.types.is_timestamp(column.type) and column.type.tz is not None:
@@ -104,6 +151,7 @@ def _utc(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def seconds(column: pa.ChunkedArray, *, where: object, name: str) -> np.ndarray:
     """Return times as whole seconds since 1970; numbers are only rounded down."""
+    column = _times_of_texts(column, f"time column '{name}' must hold times", where)
     kind = column.type
     if column.null_count:
         what = f"time column '{name}' has {column.null_count:,} missing values"
@@ -124,6 +172,7 @@ def seconds(column: pa.ChunkedArray, *, where: object, name: str) -> np.ndarray:
 
 def numbers_or_seconds(column: pa.ChunkedArray, name: str, where: object) -> np.ndarray:
     """Return numbers, or times as seconds since 1970, in double precision; missing values are NaN."""
+    column = _times_of_texts(column, f"column '{name}' must hold numbers or times", where)
     kind = column.type
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         column = pc.divide(_utc(column).cast(pa.int64()).cast(pa.float64(), safe=False), 1e6)

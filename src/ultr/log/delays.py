@@ -145,7 +145,7 @@ def old_enough(source: str, delays: Mapping[str, str], *, time: str, **reading: 
     light = read_log(source, **{**reading, "features": [], "categorical": [], "actions": [], "time": time})
     last = float(request_times(light).max()) - max(each.delay for each in arrivals(delays, {}))
     kind = first_rows(source).schema.field(time).type
-    by_clock = pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+    by_clock = not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
     text = datetime.fromtimestamp(last, UTC).replace(tzinfo=None).isoformat() if by_clock else f"{last:.0f}"
     return f"{time} <= {text}"
 

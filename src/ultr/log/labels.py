@@ -66,6 +66,11 @@ def default_label(actions: Iterable[str]) -> str:
     return DEFAULT_LABEL if {"click", "dwell"} <= set(names) else click_label(names)
 
 
+def is_time(action: str) -> bool:
+    """Return whether an action has the name of a time that users spent on an item."""
+    return "dwell" in action.lower() or "watch" in action.lower()
+
+
 def weighted_goals(goals: Mapping[str, float] | Iterable[str]) -> tuple[str, ...]:
     """Return the labels of several goals, which may have weights: `{"click": 1, "purchase": 5}`."""
     if not isinstance(goals, Mapping):

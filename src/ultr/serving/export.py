@@ -175,6 +175,9 @@ def export_run(run: str | Path, out: str | Path, *, rows: str | None = None, ove
         contents[ONNX] = onnx_bytes(model)
         about["parity"] = check_parity(model, contents[ONNX], sample)
     except NotInOnnxError as error:
+        if isinstance(model.ranker, Blend):  # no file of a library has the whole sum
+            what = f"the trees of this sum have no ONNX ({error.what}), so it cannot be exported"
+            raise DataError(what, where=run, hint="score with the run itself (ultr score), or train again") from error
         about["no_onnx"] = error.what
     if isinstance(model.ranker, TreeRanker):
         contents[model.ranker.booster.FILE] = (run / MODEL / model.ranker.booster.FILE).read_bytes()
@@ -213,7 +216,7 @@ def _sample_rows(run: Path, model: Model, rows: str | None) -> np.ndarray:
     """Return real rows with the features of the model, in its order."""
     if rows is not None:
         data_dir = read_config(run).data.folder
-        columns = {**columns_for_run(run, model, {"actions": [], "segment": None}), "on_duplicates": "first"}
+        columns = {**columns_for_run(run, model, {"actions": [], "segment": None}), "on_duplicates": "sum"}
         log, _ = read_rows(rows, split="validation", data_dir=data_dir, columns=columns)
         return np.asarray(model.columns_of(log)[spread(log.rows, ROWS_KEPT)])
     sample = kept_rows(run)

@@ -675,7 +675,7 @@ def changed(column: str, value: object, rows: int = 3) -> pd.DataFrame:
         (make_rows(), {"where": ["cuntry = de"]}, "did you mean 'country'"),
         (make_rows(), {"min_items": 100}, "no request is left for training"),
         (make_rows(), {"split": "time", "time": "tim"}, "did you mean 'time'"),
-        (make_rows(), {"split": "time", "time": "country"}, "must hold times, got type string"),
+        (make_rows(), {"split": "time", "time": "country"}, "texts that are not times such as 2026-01-05T10:00:00Z"),
         (changed("time", None), {"split": "time", "time": "time"}, "'time' has 3 missing values"),
         (make_rows(), {"label": "like"}, "needs the action 'like'"),
         (make_rows(), {"label": "click - 1"}, "must be finite and not negative, got -1"),

@@ -39,8 +39,18 @@ def filtered(table: Any, conditions: Iterable[str]) -> Any:
     """Return the rows that meet every condition, such as `country = de`; a missing value meets no condition."""
     for condition in parse_conditions(conditions, table.columns):
         column, value = _comparable(table[condition.column], condition)
-        table = table.filter(getattr(column, COMPARE[condition.compare])(value))
+        meets = getattr(column, COMPARE[condition.compare])(value)
+        if condition.orders_times and column.type().is_string():
+            times = _as_times(column)
+            in_order = getattr(times, COMPARE[condition.compare])(utc_time(condition.value))
+            meets = times.notnull().ifelse(in_order, meets)
+        table = table.filter(meets)
     return table
+
+
+def _as_times(texts: Any) -> Any:
+    """Return texts in ISO 8601 as times in UTC; other texts are missing values. The engine's own time zone is UTC."""
+    return texts.try_cast("timestamp('UTC')").cast("timestamp")
 
 
 def _comparable(column: Any, condition: Condition) -> tuple[Any, Any]:
@@ -193,6 +203,8 @@ def seconds_column(column: Any, where: object) -> Any:
         return column.cast("int64")
     if kind.is_timestamp() or kind.is_date():
         column = column.cast("timestamp").epoch_seconds()
+    elif kind.is_string():  # other texts count as missing values, which are an error
+        column = _as_times(column).epoch_seconds()
     elif not kind.is_numeric():
         got, hint = f"type {kind}", "convert the column"
         raise ColumnError(f"time column '{column.get_name()}' must hold times", where=where, got=got, hint=hint)

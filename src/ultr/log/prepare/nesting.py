@@ -205,7 +205,7 @@ def _order_of_ties(
     """Return the row order that sorts items with the same position by id and then by all other columns.
 
     The order of the source then has no effect on the lists. The order is None if no two items have the same position.
-    Also return a mask of the rows, in this order, that show the item of the row before and equal it in all columns.
+    Also return a mask of the rows, in this order, that equal the row before in all columns.
     """
     same, copies = np.diff(positions, prepend=-1) == 0, np.zeros(len(positions), bool)
     same[starts] = False
@@ -223,12 +223,10 @@ def _order_of_ties(
     order = np.arange(len(positions))
     sorted_ties = np.lexsort(keys[::-1])
     order[tied] = tied[sorted_ties]
-    if "item" in columns:  # without items, two rows of a position may be two items
-        equal = columns["item"].take(pa.array(order[tied])).is_valid().to_numpy(zero_copy_only=False)
-        equal = np.append(False, equal[1:])
-        for key in keys:
-            equal[1:] &= key[sorted_ties[1:]] == key[sorted_ties[:-1]]
-        copies[tied] = equal
+    equal = np.ones(len(tied) - 1, bool)
+    for key in keys:
+        equal &= key[sorted_ties[1:]] == key[sorted_ties[:-1]]
+    copies[tied[1:]] = equal
     return order, copies
 
 

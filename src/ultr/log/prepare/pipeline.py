@@ -15,16 +15,18 @@ import pyarrow as pa
 from ultr.errors import ColumnError, DataError, OptionError, nearest
 from ultr.log.build import MAX_WEIGHT, MIN_WEIGHT, Reading
 from ultr.log.cleaning import (
+    BOT_LEAST,
     BOT_LENGTH,
-    BOT_MIDDLE,
     HINT,
     MERGED,
     SUSPICIOUS_FILE,
+    check_dropped,
     copies_note,
     suspicious_of,
     write_suspicious,
 )
 from ultr.log.columns import RESERVED_POSITIONS, Columns, as_names, missing_note, resolve_columns
+from ultr.log.conditions import EXAMPLE
 from ultr.log.labels import Label
 from ultr.log.prepare.engines import Engine, Tables, engine_errors, feature_names, find_tables, start_engine
 from ultr.log.prepare.folders import (
@@ -124,6 +126,7 @@ def _column_error(role: str, problem: str, *, names: Mapping[str, str], count: i
     column, title = names.get(role, role), "action" if role.startswith("action_") else role
     if problem == "missing":
         what = f"column '{column}' has {count:,} missing values"
+        what += f", or texts that are not times such as {EXAMPLE}" if role == "time" else ""
         return ColumnError(what, where=where, hint="fill them, or drop those rows")
     hint = "correct or drop the column"
     if problem == "broken":
@@ -196,7 +199,7 @@ def suspicious_ids(rows: Any, actions: int, *, fetch: Fetch) -> Any:
     of_request = joined.group_by("request").aggregate(
         items=joined.count(), clicks=joined.clicked.sum(), expected=joined.rate.sum(), weight=joined.weight.max()
     )
-    many = (of_request["items"] >= BOT_LENGTH) & (of_request.clicks > BOT_MIDDLE * of_request["items"])
+    many = (of_request["items"] >= BOT_LENGTH) & (of_request.clicks > BOT_LEAST * of_request["items"])
     eager = fetch(of_request.filter(many)).sort_by("request").combine_chunks()
     names = ("items", "clicks", "expected", "weight")
     items, clicks, expected, weights = (eager[name].to_numpy().astype(np.float64) for name in names)
@@ -368,7 +371,9 @@ class _Work:
         if copies:
             self.notes.append(copies_note(copies))
         if kept + copies < total:
-            what = f"{total - kept - copies:,} rows repeat the item or position of another row of their request"
+            dropped, request = total - kept - copies, columns.request
+            check_dropped(dropped, total - copies, self.chosen.on_duplicates, request, self.where)
+            what = f"{dropped:,} rows repeat the item or position of another row of their request"
             self.notes.append(f"{what}; {MERGED[self.chosen.on_duplicates]}")
         return self._manifest(folder, nesting, columns, requests=requests, rows=total)
 
