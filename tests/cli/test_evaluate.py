@@ -166,8 +166,10 @@ def test_a_folder_of_files_and_conditions_are_read_as_by_train(ultr, here, tmp_p
     assert several == pytest.approx(one, rel=0.2)  # requests are in another order, so the halves differ
     done = ultr("evaluate", here / "a", folder, "--where", "request < r2", "--metrics", "feedback-ndcg@10", "--json")
     assert json.loads(done.stdout)["requests"] == len(table.filter(parts)["request"].unique())
-    twice = pa.concat_tables([table, table])
-    pq.write_table(twice, tmp_path / "twice.parquet")
+    again = table.slice(0, 8)
+    other = pa.array(1 - again["click"].to_numpy(), table.schema.field("click").type)
+    again = again.set_column(table.column_names.index("click"), table.schema.field("click"), other)
+    pq.write_table(pa.concat_tables([table, again]), tmp_path / "twice.parquet")
     assert ultr("evaluate", here / "a", tmp_path / "twice.parquet").returncode == 5
     first = ("--on-duplicates", "first", "--metrics", "feedback-ndcg@10", "--json")
     assert json.loads(ultr("evaluate", here / "a", tmp_path / "twice.parquet", *first).stdout)["requests"] == 200
