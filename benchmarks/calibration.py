@@ -126,7 +126,7 @@ def errors(world: str, requests: int, seed: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", default="demo,shop,feed,clips,news")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--first", type=int, default=1000, help="the first seed")
     for name, default, words in (
         ("seeds", 5, "logs of each world"),
         ("requests", 30_000, "training requests"),

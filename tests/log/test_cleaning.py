@@ -118,6 +118,8 @@ def test_other_values_are_an_error_if_the_column_is_named():
     assert read_log(table, **NAMED).rows == 500
     with pytest.raises(ColumnError, match="must have 1 for rows that were shown"):
         read_log(table, **NAMED, shown="shown")
+    with pytest.raises(ColumnError, match="no column 'seen' for the mark of shown rows"):
+        read_log(table, **NAMED, shown="seen")
 
 
 def test_prepared_lists_are_those_of_the_rows_that_were_shown(tmp_path):

@@ -156,7 +156,8 @@ def resolve_columns(
             return None
         for part in _parts(role, name, names):
             if part not in names:
-                raise ColumnError(f"no column '{part}' for the {role}", where=where, hint=nearest(str(part), names))
+                title = "mark of shown rows" if role == "shown" else role
+                raise ColumnError(f"no column '{part}' for the {title}", where=where, hint=nearest(str(part), names))
         return name
 
     single = {role: one(role) for role in NAMES if role not in ("query", *GRID_ROLES)}
