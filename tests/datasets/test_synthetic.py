@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from sklearn.ensemble import HistGradientBoostingRegressor
 from sklearn.linear_model import Ridge
 from sklearn.neural_network import MLPRegressor
 
-from ultr.datasets import SPLITS, ranking_svm, show
-from ultr.datasets.synthetic import GRADE_SHARES, make_synthetic
+from ultr.datasets import SPLITS, load_dataset, ranking_svm, show
+from ultr.datasets.synthetic import GRADE_SHARES, TREE_GRADES, make_synthetic, make_synthetic_trees
 from ultr.datasets.users import User
 from ultr.errors import OptionError
 from ultr.evaluation.scores import evaluate_scores
@@ -41,6 +42,20 @@ def test_a_seed_repeats_its_world_and_another_draws_another(data):
     fewer = make_synthetic(requests=(50, 600, 600))
     assert (fewer.test.features == data.test.features).all()  # the world does not depend on how much is drawn from it
     assert not np.allclose(make_synthetic(seed=1, requests=(1, 1, 600)).test.relevance[:100], data.test.relevance[:100])
+
+
+def test_grades_of_trees_follow_features_that_a_linear_ranker_uses_only_in_part():
+    data = make_synthetic_trees(requests=(600, 10, 300))
+    assert load_dataset("synthetic-trees").fingerprint == make_synthetic_trees().fingerprint
+    shares = np.bincount(data.train.relevance.astype(int)) / data.train.rows
+    np.testing.assert_allclose(shares, TREE_GRADES, atol=0.02)
+    assert data.train.lengths.min() >= 5
+    assert data.train.lengths.max() > 40
+    assert (make_synthetic_trees(requests=(1, 10, 300)).test.features == data.test.features).all()
+    linear, trees = Ridge(), HistGradientBoostingRegressor(random_state=0)
+    found = [fitted_ndcg(model, data.train, data.train.relevance, data.test) for model in (linear, trees)]
+    none = float(evaluate_scores(data.test, np.zeros(data.test.rows))["ndcg@10"].mean())
+    assert none + 0.05 < found[0] < found[1] - 0.02
 
 
 def fitted_ndcg(model, train: Log, target: np.ndarray, test: Log) -> float:

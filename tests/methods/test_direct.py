@@ -18,7 +18,8 @@ from ultr.lists import Lists
 from ultr.log import write_log
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_method, make_tree_method
-from ultr.rankers import score_rows
+from ultr.methods.anchor import anchor_of_log
+from ultr.rankers import Hurdle, MLPRanker, fit_encoders, score_rows
 from ultr.rankers.boosters import BOOSTERS, Boosting, TreeRanker, lightgbm_parameters
 from ultr.rankers.combined import Blend, Part
 from ultr.rankers.model import load_model
@@ -104,9 +105,71 @@ def test_the_score_of_a_hurdle_is_the_expected_label_and_is_loaded(tmp_path):
     config = make_config(str(tmp_path / "log.parquet"), method="direct", label=BOTH, propensities=known, **options)
     model = load_model(run_training(config, tmp_path / "run"))
     with torch.no_grad():
-        logit, outputs = model.ranker.outputs(torch.from_numpy(log.features))
-    expected = torch.sigmoid(logit) * outputs[..., 0].exp()
+        (outputs,) = model.ranker.by_network(torch.from_numpy(log.features))
+    expected = torch.sigmoid(outputs[..., 0]) * outputs[..., 1].exp()
     np.testing.assert_allclose(model.score(log), expected.numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("label", [BOTH, "click"])
+def test_networks_side_by_side_have_the_sum_of_their_losses_and_the_mean_of_their_outputs(label):
+    log = log_of(requests=60)
+    method = make_method("direct", inputs(label=Label(label)), networks=2)
+    fit_encoders(method, log.features)
+    method.estimate_bias(log, user=None, sessions=0, seed=0)
+    lists, features = Lists.from_log(log), torch.from_numpy(log.features)
+    with torch.no_grad():
+        halves = method.ranker.ranker(features).chunk(2, -1)
+        total, score = float(method.loss(lists)), method.score(features)
+    assert (halves[0] - halves[1]).abs().min() > 0
+    mean = (halves[0] + halves[1]) / 2
+    torch.testing.assert_close(score, mean[:, 0].sigmoid() * (mean[:, 1].exp() if label == BOTH else 1.0))
+    alone = make_method("direct", inputs(label=Label(label)))
+    alone.estimate_bias(log, user=None, sessions=0, seed=0)
+    losses = []
+    for half in halves:
+        padded = torch.zeros(*lists.where.shape, half.shape[1])
+        padded[lists.where] = half
+        of_rows = Given(padded if label == BOTH else padded[..., 0])
+        alone.ranker = Hurdle(of_rows) if label == BOTH else of_rows
+        losses.append(float(alone.loss(lists)))
+    assert total == pytest.approx(sum(losses), rel=1e-5)
+
+
+class Given(torch.nn.Module):
+    """A ranker with these outputs."""
+
+    def __init__(self, outputs: torch.Tensor) -> None:
+        super().__init__()
+        self.values = outputs
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.values
+
+
+@pytest.mark.parametrize("networks", [1, 2])
+@pytest.mark.parametrize("label", [BOTH, "click"])
+def test_an_anchor_starts_every_network_at_the_linear_model_of_the_log(label, networks):
+    log = log_of(requests=60)
+    method = make_method("direct", inputs(label=Label(label)), networks=networks, anchor="linear")
+    fit_encoders(method, log.features)
+    method.estimate_bias(log, user=None, sessions=0, seed=0)
+    method.start_ranker(log, seed=0)
+    network = method.ranker if isinstance(method.ranker, MLPRanker) else method.ranker.ranker
+    anchor = anchor_of_log(network.encoder, log, Label(label), method.positions, seed=0)
+    x = network.encoder(torch.from_numpy(log.features)).double().numpy()
+    with torch.no_grad():
+        outputs = network(torch.from_numpy(log.features)).reshape(len(x), networks, -1).numpy()
+    for number in range(networks):
+        click = x @ anchor.slopes + math.log(anchor.beta / (1 - anchor.beta))
+        np.testing.assert_allclose(outputs[:, number, 0], click, rtol=1e-3, atol=1e-4)
+        if label == BOTH:
+            np.testing.assert_allclose(outputs[:, number, 1], math.log(anchor.value), rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"likelihood": "poisson"}, {"values": "ordinal"}])
+def test_networks_need_the_default_likelihood(options):
+    with pytest.raises(OptionError, match="need hidden layers"):
+        make_method("direct", inputs(), networks=2, **options)
 
 
 @pytest.mark.parametrize("likelihood", ["poisson", "tweedie"])

@@ -11,12 +11,13 @@ from ultr.datasets.base import SPLITS, Dataset, highest_grade
 from ultr.datasets.initial import initial_ranker, randomise, ranking_svm, show
 from ultr.datasets.letor import read_letor
 from ultr.datasets.movielens import read_movielens
-from ultr.datasets.synthetic import make_synthetic
+from ultr.datasets.synthetic import make_synthetic, make_synthetic_trees
 from ultr.errors import AbsentError, DataError, nearest
 from ultr.utils.arguments import checked
 
 __all__ = [
     "DATASETS",
+    "GENERATED",
     "SPLITS",
     "Dataset",
     "Source",
@@ -37,6 +38,7 @@ class Source:
     get: str
 
 
+GENERATED: dict[str, Callable[[], Dataset]] = {"synthetic": make_synthetic, "synthetic-trees": make_synthetic_trees}
 DATASETS: dict[str, Source] = {
     "istella-s": Source(read_letor, "ISTI-CNR sends Istella-S on request"),
     "ml-1m": Source(read_movielens, "GroupLens offers MovieLens-1M as ml-1m.zip"),
@@ -58,11 +60,11 @@ DATASETS: dict[str, Source] = {
 def load_dataset(name: str | Path, *, data_dir: str | Path | None = None) -> Dataset:
     """Load a data set by name (`synthetic`, `ml-1m`, `mq2007`, ...) or by the path of a LETOR-format file or folder.
 
-    Named sets other than `synthetic` are read from the folder `data_dir/NAME`. The default of `data_dir` is the value
+    Named sets that are not generated are read from the folder `data_dir/NAME`. The default of `data_dir` is the value
     of the environment variable `ULTR_DATA`.
     """
-    if name == "synthetic":
-        return make_synthetic()
+    if str(name) in GENERATED:
+        return GENERATED[str(name)]()
     if str(name) in DATASETS:
         source = DATASETS[str(name)]
         folder = data_dir or os.environ.get("ULTR_DATA")
@@ -75,6 +77,6 @@ def load_dataset(name: str | Path, *, data_dir: str | Path | None = None) -> Dat
             raise AbsentError(what, where=path, hint=hint)
         return source.read(path)
     if not Path(name).exists():
-        names = ["synthetic", *DATASETS]
+        names = [*GENERATED, *DATASETS]
         raise DataError(f"'{name}' is not a data set, a file or a folder", hint=nearest(str(name), names))
     return read_letor(name)

@@ -5,6 +5,10 @@ A document has a hidden vector: a vector of its request plus a vector of its own
 request's vector only. The grade is a noisy function of the hidden vector that no linear ranker can represent: a linear
 part, products, a bump (best in the middle) and a part whose sign depends on the request. Thresholds turn its value into
 grades that are as frequent as in web search. Each seed draws other views, and all seeds are about equally hard.
+
+`synthetic-trees`: a generated data set with another law, by which no default was chosen. Its 24 features are of the
+kinds of a shop: heavy-tailed, counts, shares and marks, some of the request only. The grade is a noisy sum of small
+decision trees, and lists are of very different lengths.
 """
 
 from __future__ import annotations
@@ -105,3 +109,77 @@ def _worth(rng: np.random.Generator, drawn: _Drawn) -> np.ndarray:
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, dtype=np.float32)
+
+
+# --- synthetic-trees --------------------------------------------------------------------------------------------------
+
+TREES, DEPTH = 40, 4  # trees whose sum is cut into grades; each splits all its nodes of a level in the same way
+KINDS = 4  # of features: heavy-tailed, counts, shares, marks
+OF_ITEM, OF_REQUEST = 18, 6  # features
+FACTORS = 5  # hidden numbers that features of an item have in common
+TREE_GRADES = (0.6, 0.2, 0.12, 0.05, 0.03)  # share of items with grade 0 to 4
+TREE_NOISE = 0.5  # standard deviation, where that of the sum of trees is 1
+TREE_LENGTHS = (2.9, 0.6, 5, 80)  # of lists: mean and deviation of the logarithm, smallest, largest
+
+
+def make_synthetic_trees(seed: int = 0, requests: tuple[int, int, int] = (3000, 600, 2000)) -> Dataset:
+    """Generate a data set whose grades are a noisy sum of trees of few, mixed features."""
+    world_stream, *streams = np.random.default_rng(seed).spawn(1 + len(requests))
+    world = _TreeWorld(world_stream)
+    first_ids = np.cumsum((0, *requests[:-1]))
+    train, validation, test = map(world.log, streams, requests, first_ids)
+    fingerprint = "-".join(("synthetic-trees-v1", f"seed{seed}", *map(str, requests)))
+    return Dataset("synthetic-trees", train, validation, test, max_grade=len(TREE_GRADES) - 1, fingerprint=fingerprint)
+
+
+class _TreeWorld:
+    """The trees, what the features of an item have in common, and the cuts between grades."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.loadings = _normal(rng, FACTORS, OF_ITEM)
+        self.features = rng.integers(OF_ITEM + OF_REQUEST, size=(TREES, DEPTH))
+        self.splits = _normal(rng, TREES, DEPTH) * 0.7
+        self.leaves = _normal(rng, TREES, 2**DEPTH)
+        self.scale = 1.0
+        _, hidden = self._draw(rng, REFERENCE_REQUESTS)
+        self.scale = float(self._sum(hidden).std())
+        self.cuts = np.quantile(self._worth(rng, hidden), np.cumsum(TREE_GRADES[:-1]))
+
+    def log(self, rng: np.random.Generator, requests: int, first_id: int) -> Log:
+        lengths, hidden = self._draw(rng, requests)
+        return Log(
+            features=_seen(hidden),
+            offsets=np.concatenate(([0], np.cumsum(lengths))),
+            request_ids=pa.array(np.arange(first_id, first_id + requests, dtype=np.int64)),
+            feature_names=tuple(f"f{number}" for number in range(OF_ITEM + OF_REQUEST)),
+            relevance=np.searchsorted(self.cuts, self._worth(rng, hidden)).astype(np.float32),
+        )
+
+    def _draw(self, rng: np.random.Generator, requests: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the lengths of lists, and the hidden value of each feature, of standard deviation about 1."""
+        mean, deviation, shortest, longest = TREE_LENGTHS
+        lengths = np.clip(np.exp(mean + deviation * _normal(rng, requests)), shortest, longest).astype(np.int64)
+        rows = int(lengths.sum())
+        common = _normal(rng, rows, FACTORS) @ self.loadings / FACTORS**0.5
+        own = (common + _normal(rng, rows, OF_ITEM)) / 2**0.5
+        return lengths, np.concatenate([own, np.repeat(_normal(rng, requests, OF_REQUEST), lengths, axis=0)], axis=1)
+
+    def _sum(self, hidden: np.ndarray) -> np.ndarray:
+        total = np.zeros(len(hidden), np.float32)
+        for features, splits, leaves in zip(self.features, self.splits, self.leaves, strict=True):
+            total += leaves[(hidden[:, features] > splits) @ (1 << np.arange(DEPTH))]
+        return total / np.float32(self.scale)
+
+    def _worth(self, rng: np.random.Generator, hidden: np.ndarray) -> np.ndarray:
+        worth: np.ndarray = self._sum(hidden) + TREE_NOISE * _normal(rng, len(hidden))
+        return worth
+
+
+def _seen(hidden: np.ndarray) -> np.ndarray:
+    """Return features as a shop has them: prices, counts, shares and marks, in turn."""
+    seen = hidden.copy()
+    seen[:, 0::KINDS] = np.exp(1.2 * hidden[:, 0::KINDS])
+    seen[:, 1::KINDS] = np.floor(np.exp(hidden[:, 1::KINDS] + 1.5))
+    seen[:, 2::KINDS] = 1 / (1 + np.exp(-2 * hidden[:, 2::KINDS]))
+    seen[:, 3::KINDS] = hidden[:, 3::KINDS] > np.float32(0.5)
+    return seen

@@ -6,16 +6,20 @@ ranker that wrote it was chosen because it is good. A network that starts at the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
+from torch import nn
 
 from ultr.log import Log
 from ultr.log.labels import Label
 from ultr.log.table import is_grid
 from ultr.methods.position_model import PositionModel
 from ultr.rankers import FeatureEncoder
+from ultr.rankers.networks import EncodedRanker
 
 MOST_ROWS = 50_000  # that an anchor is fitted to
 HELD_OUT = 0.2  # share of the requests that choose the deviation of the prior
@@ -23,6 +27,7 @@ DEVIATIONS = (0.03, 0.06, 0.125, 0.25, 0.5, 1.0)  # of the prior of v·x
 RIDGE = 1e-3  # by row, of the ranker that wrote the log
 LARGEST_LOG_RATE = 20.0
 ITERATIONS = 50
+Part = Literal["score", "click", "value", "none"]  # what an output of a network predicts
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +38,20 @@ class Anchor:
     constant: float
     beta: float
     value: float
+
+
+def start_network(
+    network: nn.Module, log: Log, label: Label, model: PositionModel, parts: Sequence[Part], *, seed: int
+) -> None:
+    """Start a network at the anchor of a log; `parts` says what each of its outputs predicts."""
+    assert isinstance(network, EncodedRanker)  # noqa: S101 - all networks are
+    anchor = anchor_of_log(network.encoder, log, label, model, seed=seed)
+    if anchor is None:
+        return
+    constants = {"score": 0.0, "click": np.log(anchor.beta / (1 - anchor.beta)), "value": np.log(anchor.value)}
+    slopes = np.stack([np.zeros_like(anchor.slopes) if part in ("value", "none") else anchor.slopes for part in parts])
+    shifts = np.array([constants.get(part, 0.0) for part in parts])
+    network.start_at(*(torch.from_numpy(each).to(model.theta) for each in (slopes, shifts)))
 
 
 @torch.no_grad()

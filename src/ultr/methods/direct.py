@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, Unpack
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Unpack
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from ultr.bias.equations import relevance_posterior, updated
@@ -14,6 +16,7 @@ from ultr.datasets.users import simulate_log
 from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.log import Log
+from ultr.methods.anchor import Part, start_network
 from ultr.methods.base import (
     AtLeastZero,
     BiasInputs,
@@ -25,7 +28,7 @@ from ultr.methods.base import (
 )
 from ultr.methods.losses import logistic_loss, product_logistic_loss, reduced
 from ultr.methods.position_model import LEAST_THETA, PositionModel, Scale, WithPositions, means_of_all, sums_in_cells
-from ultr.rankers.feedback import HURDLES, Hurdle, OrdinalHurdle
+from ultr.rankers.feedback import HURDLES, Hurdle, OrdinalHurdle, Synthesised
 
 POWER = 1.5  # of Tweedie's distribution: variance = mean^1.5, between Poisson (1) and gamma (2)
 VALUE_SESSIONS = 10_000  # simulated sessions from which the distribution of values is estimated
@@ -44,6 +47,9 @@ class Direct(WithPositions):
     It is what a practitioner writes by hand: log θ is an offset of the regression. `values` of a hurdle are fitted by
     the `gamma` deviance or by `ordinal` regression. If all items are watched, as in a feed that plays by itself, β is 1
     and only the values are learned. Rows are weighted by θ_k^-`row_power`.
+
+    Two options separate the loss of `pairwise-em` from the rest of it: `networks` is how many networks learn side by
+    side and are averaged, and `anchor=linear` starts them at a linear model (see `ultr.methods.anchor`).
     """
 
     LEARNS_ALONE = True
@@ -56,10 +62,20 @@ class Direct(WithPositions):
         theta: ThetaFrom = "auto",
         values: Literal["gamma", "ordinal"] | None = None,
         row_power: AtLeastZero = 0.0,
+        networks: Annotated[int, Field(ge=1, le=8)] = 1,
+        anchor: Literal["linear", "none"] = "none",
     ) -> None:
-        super().__init__(inputs)
         default = "binary" if inputs.label_is_binary and values is None else "hurdle"
         self.likelihood = likelihood or default
+        self.anchored, self.networks = anchor == "linear", networks
+        if self.anchored or networks > 1:
+            known = inputs.label_is_binary if self.likelihood == "binary" else self.likelihood == "hurdle"
+            if inputs.ranker != "mlp" or not known or values == "ordinal":
+                what = "anchor=linear and networks need hidden layers, and the default likelihood of the label"
+                raise OptionError(what, got=f"{inputs.ranker}, {self.likelihood}", hint="leave them out")
+            more = {"networks": networks, "skip": self.anchored}
+            inputs = replace(inputs, ranker_options={**inputs.ranker_options, **more})
+        super().__init__(inputs)
         self.positions = PositionModel(inputs, theta_from=theta, row_power=row_power)
         if values is not None and self.likelihood != "hurdle":
             hint = "remove one of them, or use likelihood=hurdle"
@@ -67,8 +83,17 @@ class Direct(WithPositions):
         if self.likelihood == "hurdle":
             kind = HURDLES[values or Hurdle.KIND]
             self.ranker = kind(inputs.make_ranker(outputs=kind.OUTPUTS))
+        elif networks > 1:
+            self.ranker = Synthesised(inputs.make_ranker(), inputs.label, inputs.binary)
 
     OPTIONS = options_of(__init__)
+
+    def start_ranker(self, log: Log, *, seed: int) -> None:
+        if not self.anchored:
+            return
+        network = self.ranker.ranker if isinstance(self.ranker, Hurdle | Synthesised) else self.ranker
+        parts: tuple[Part, ...] = ("click", "value") if isinstance(self.ranker, Hurdle) else ("click",)
+        start_network(network, log, self.inputs.label, self.positions, parts * self.networks, seed=seed)
 
     def estimate_bias(self, log: Log, **given: Unpack[BiasInputs]) -> None:
         super().estimate_bias(log, **given)
@@ -87,12 +112,18 @@ class Direct(WithPositions):
             return reduced(torch.where(where, terms, 0.0).sum(-1), lists.weights)
         clicked = (labels > 0).to(theta.dtype)
         common = {"where": where, "weights": lists.weights, "item_weights": rows}
+        if isinstance(self.ranker, Synthesised):
+            logits = at_least_single(self.ranker.outputs(lists.features)).unbind(-2)
+            losses = [product_logistic_loss(each[..., 0], theta.logit(), clicked, **common) for each in logits]
+            return torch.stack(losses).sum(0)
         if not isinstance(self.ranker, Hurdle):
             return product_logistic_loss(self.score(lists.features), theta.logit(), clicked, **common)
-        logit, outputs = map(at_least_single, self.ranker.outputs(lists.features))
-        value_loss = rows * self.ranker.value_loss(outputs, labels)
-        values = reduced(torch.where(where & (labels > 0), value_loss, 0.0).sum(-1), lists.weights)
-        return product_logistic_loss(logit, theta.logit(), clicked, **common) + values
+        total = torch.zeros((), device=where.device)
+        for outputs in map(at_least_single, self.ranker.by_network(lists.features)):
+            value_loss = rows * self.ranker.value_loss(outputs[..., 1:], labels)
+            values = reduced(torch.where(where & (labels > 0), value_loss, 0.0).sum(-1), lists.weights)
+            total = total + (product_logistic_loss(outputs[..., 0], theta.logit(), clicked, **common) + values)
+        return total
 
 
 def _mean_deviance(scores: Tensor, labels: Tensor, theta: Tensor, where: Tensor, *, kind: str) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -16,14 +15,13 @@ from torch.nn.functional import logsigmoid
 from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.anchor import anchor_of_log
+from ultr.methods.anchor import Part, start_network
 from ultr.methods.base import HeldOutRows, Method, MethodInputs, at_least_single, options_of
 from ultr.methods.bias_model import with_clicks
 from ultr.methods.losses import gaps, lambdarank_weights, pairwise_loss, preferred_pairs, reduced
 from ultr.methods.pair_weights import EXPECTED, PairWeights
 from ultr.methods.position_model import LEAST_THETA
 from ultr.rankers.combined import Combined
-from ultr.rankers.networks import EncodedRanker
 
 
 class PairwiseEM(PairWeights, Method):
@@ -98,15 +96,9 @@ class PairwiseEM(PairWeights, Method):
             self.ranker.balance(rows.features, rows.request, rows.labels, log_theta)
 
     def start_ranker(self, log: Log, *, seed: int) -> None:
-        if not (self.anchored and isinstance(self.ranker, Combined)):
-            return
-        network = self.ranker.ranker
-        assert isinstance(network, EncodedRanker)  # noqa: S101 - all networks are
-        anchor = anchor_of_log(network.encoder, log, self.inputs.label, self.bias_model, seed=seed)
-        if anchor is not None:
-            slopes = np.stack([anchor.slopes, anchor.slopes, np.zeros_like(anchor.slopes)])
-            constants = np.array([0.0, np.log(anchor.beta / (1 - anchor.beta)), np.log(anchor.value)])
-            network.start_at(*(torch.from_numpy(each).to(self.bias_model.theta) for each in (slopes, constants)))
+        if self.anchored and isinstance(self.ranker, Combined):
+            parts: tuple[Part, ...] = ("score", "click", "value")
+            start_network(self.ranker.ranker, log, self.inputs.label, self.bias_model, parts, seed=seed)
 
     @classmethod
     def has_bias_stage(cls, options: Mapping[str, Any]) -> bool:

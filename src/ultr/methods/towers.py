@@ -27,7 +27,7 @@ from ultr.datasets.users import simulate_log
 from ultr.errors import OptionError, nearest
 from ultr.lists import Lists
 from ultr.log import Log
-from ultr.methods.anchor import anchor_of_log
+from ultr.methods.anchor import Part, start_network
 from ultr.methods.base import (
     POSITION_SPEED,
     RELEASED_ACCUMULATOR,
@@ -278,12 +278,8 @@ class _Tasks(_Towers):
         network = self.ranker.ranker
         if not self.anchored or self.start is None or not isinstance(network, MLPRanker):
             return
-        anchor = anchor_of_log(network.encoder, log, self.inputs.label, self.start, seed=seed)
-        if anchor is not None:
-            towers = np.array([_key(name) in self.towers for name in self.inputs.label.actions] * 2)
-            slopes = np.where(towers[:, None], anchor.slopes, 0.0)
-            constants = np.where(towers, np.log(anchor.beta / (1 - anchor.beta)), 0.0)
-            network.start_at(*(torch.from_numpy(each).to(self.start.theta) for each in (slopes, constants)))
+        parts: list[Part] = ["click" if _key(name) in self.towers else "none" for name in self.inputs.label.actions]
+        start_network(network, log, self.inputs.label, self.start, parts * 2, seed=seed)
 
     def loss(self, lists: Lists) -> Tensor:
         by_network = at_least_single(self.ranker.outputs(lists.features)).unbind(-2)

@@ -19,7 +19,8 @@ THRESHOLDS = 32  # of ordinal regression
 class Hurdle(nn.Module):
     """A ranker with score = β(x) μ(x). A network's first output is the logit of β; the others determine μ.
 
-    β is the probability of some feedback, and μ its expected value if there is some: subclasses differ in μ.
+    If `ranker` has several networks, each has these outputs, and their mean counts. β is the probability of some
+    feedback, and μ its expected value if there is some: subclasses differ in μ.
     Here μ is the exponential of the second output, fitted by the gamma deviance c/μ + log μ.
     """
 
@@ -30,10 +31,9 @@ class Hurdle(nn.Module):
         super().__init__()
         self.ranker = ranker
 
-    def outputs(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logit of β [...], and the outputs for the value [..., OUTPUTS - 1]."""
-        outputs: Tensor = self.ranker(features)
-        return outputs[..., 0], outputs[..., 1:]
+    def by_network(self, features: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs of each network: the logit of β, and the outputs for the value."""
+        return of_networks(self.ranker(features), self.OUTPUTS)
 
     def value(self, outputs: Tensor) -> Tensor:
         """Return the expected value μ of items with some feedback."""
@@ -48,8 +48,17 @@ class Hurdle(nn.Module):
         """Fit what depends on the distribution of positive labels."""
 
     def forward(self, features: Tensor) -> Tensor:
-        logit, outputs = self.outputs(features)
-        return torch.sigmoid(logit) * self.value(outputs)
+        outputs = mean_of(self.by_network(features))
+        return torch.sigmoid(outputs[..., 0]) * self.value(outputs[..., 1:])
+
+
+def of_networks(outputs: Tensor, size: int) -> tuple[Tensor, ...]:
+    """Return the outputs of each network, of which so many stand next to each other."""
+    return tuple(outputs[..., first : first + size] for first in range(0, outputs.shape[-1], size))
+
+
+def mean_of(by_network: Sequence[Tensor]) -> Tensor:
+    return by_network[0] if len(by_network) == 1 else torch.stack(tuple(by_network)).mean(0)
 
 
 def _log_value(outputs: Tensor) -> Tensor:
@@ -149,12 +158,10 @@ class Synthesised(nn.Module):
         outputs: Tensor = self.ranker(features)
         if outputs.dim() < features.dim():  # one network with one output
             outputs = outputs[..., None]
-        size = len(self.scale)
-        return tuple(outputs[..., first : first + size] for first in range(0, outputs.shape[-1], size))
+        return of_networks(outputs, len(self.scale))
 
     def forward(self, features: Tensor) -> Tensor:
-        by_network = self._by_network(features)
-        outputs = by_network[0] if len(by_network) == 1 else torch.stack(by_network).mean(0)
+        outputs = mean_of(self._by_network(features))
         predicted = torch.where(self.is_binary, outputs.sigmoid(), self.scale * softplus(outputs))
         scores: Tensor = self.label(dict(zip(self.label.actions, predicted.unbind(-1), strict=True)), check=False)
         return scores

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from ultr.bias.after_click import AfterClick, corrected, trust_of
 from ultr.bias.auto_segment import FEATURES, Segment, choose_segment, segment_candidates
 from ultr.checks.pitfalls import suspicious_requests
-from ultr.datasets import DATASETS, Dataset, highest_grade, load_dataset, randomise, show
+from ultr.datasets import DATASETS, GENERATED, Dataset, highest_grade, load_dataset, randomise, show
 from ultr.datasets.initial import RANDOM_SHARE, initial_rankers
 from ultr.datasets.users import User, make_user, simulate_log
 from ultr.errors import DataError, OptionError, UltrError
@@ -354,7 +354,7 @@ def read_rows(
     """Read a log, or a split of a data set; return it and the highest true label of the data set (None for a log)."""
     if is_lists(data):
         data = f"{data}/{split}"
-    elif data == "synthetic" or data in DATASETS or not is_source(data):
+    elif data in GENERATED or data in DATASETS or not is_source(data):
         if columns and columns.get("where"):
             raise OptionError("conditions (--where) need a log with named columns", got=data, hint="leave out --where")
         dataset = load_dataset(data, data_dir=data_dir)
@@ -369,7 +369,7 @@ def _read_training_log(config: Config, source: Any, actions: ActionModel, *, str
     if source is not None:
         log, found = _read_once(source, config, **{"time": options.time, **actions.reading})
         return split_log(log, config, found, actions)
-    if options.source == "synthetic" or options.source in DATASETS:
+    if options.source in GENERATED or options.source in DATASETS:
         hint = "pass --users pbm to simulate users"
         raise OptionError(f"'{options.source}' has true labels but no feedback", hint=hint)
     if is_lists(options.source):

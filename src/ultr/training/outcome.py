@@ -17,7 +17,7 @@ from ultr.bias.after_click import trust_of
 from ultr.bias.examination import Examination
 from ultr.bias.identification import NORMAL
 from ultr.checks.pitfalls import Pitfall
-from ultr.datasets import DATASETS, load_dataset
+from ultr.datasets import DATASETS, GENERATED, load_dataset
 from ultr.errors import DataError
 from ultr.evaluation.comparing import (
     CONFIRMED,
@@ -499,7 +499,7 @@ def split_of(data: str, name: str, data_dir: str | Path | None) -> Split | None:
     """Return the split of data that has splits; None for a log."""
     if is_lists(data):
         return Split(Shards(data).fingerprint, name)
-    if data == "synthetic" or data in DATASETS:
+    if data in GENERATED or data in DATASETS:
         return Split(load_dataset(data, data_dir=data_dir).fingerprint, name)
     return None
 
