@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from ultr.errors import OptionError, nearest
 from ultr.log.labels import Label
 from ultr.methods.base import Method, MethodInputs
-from ultr.methods.click_models import CCM, DBN, SDBN, UBM, Cascade
+from ultr.methods.click_models import CCM, DBN, DCM, SDBN, UBM, Cascade
 from ultr.methods.counterfactual import (
     DLA,
     UPE,
@@ -49,6 +49,7 @@ METHODS: dict[str, type[Method]] = {
     "cascade": Cascade,
     "ccm": CCM,
     "dbn": DBN,
+    "dcm": DCM,
     "direct": Direct,
     "dla": DLA,
     "doubly-robust": DoublyRobust,
