@@ -184,6 +184,11 @@ class User:
         table = _examination(tuple(self.examination), self.eta, dtype, positions.device)
         return table[positions.clamp(0, LAST_POSITION)]
 
+    def click_levels(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return P(click | relevant) and P(click | not relevant) at each position: θ_k^η and 0 without trust."""
+        theta = self.theta(positions)
+        return theta, torch.zeros_like(theta)
+
     def placed(self, positions: np.ndarray) -> np.ndarray:
         """Return the position ids at which the user sees the items that a ranker has put at these positions."""
         if is_grid(positions):
@@ -355,6 +360,11 @@ class TrustUser(User):
 
     def attracted(self, relevance: Tensor) -> Tensor:
         return self.true_relevance(relevance) if self.attraction is None else super().attracted(relevance)
+
+    def click_levels(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return P(click | relevant) = θ_k^η ε⁺_k and P(click | not relevant) = θ_k^η ε⁻_k at each position."""
+        theta, k = self.theta(positions), positions.float()
+        return theta * self.trust(k), theta * self.mistrust(k)
 
     @checked
     def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:

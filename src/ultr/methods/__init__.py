@@ -84,9 +84,9 @@ def _method(name: str, ranker: str = "mlp") -> type[Method] | type[TreeMethod]:
     return table[name]
 
 
-def learns_alone(name: str, *, ranker: str = "mlp") -> bool:
+def learns_alone(name: str, options: Mapping[str, Any], *, ranker: str = "mlp") -> bool:
     """Return True if the method `name` can learn from requests with one item, as pointwise methods do."""
-    return _method(name, ranker).LEARNS_ALONE
+    return _method(name, ranker).LEARNS_ALONE and options.get("loss") != "listwise"
 
 
 def thresholds(name: str, label: str, options: Mapping[str, Any], *, ranker: str = "mlp") -> bool:
