@@ -27,8 +27,10 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def goes_on(name: str, clicked: int, satisfied: int, p: list[float]) -> float:
+def goes_on(name: str, k: int, clicked: int, satisfied: int, p: list[float]) -> float:
     """Return the probability that the user goes on after an examined item."""
+    if name == "dcm":
+        return p[k] if clicked else 1.0
     if name == "ccm":
         return p[0] if not clicked else p[2] if satisfied else p[1]
     if clicked and (satisfied or name == "cascade"):
@@ -59,7 +61,7 @@ def hidden_paths(name: str, a: list[float], s: list[float], p: list[float]):
             examined.append(e)
             clicks.append(c)
             if name not in ("pbm", "ubm"):
-                go = goes_on(name, clicks[k], satisfied[k], p)
+                go = goes_on(name, k, clicks[k], satisfied[k], p)
                 probability *= go if on[k] else 1 - go
                 reached = reached * on[k]
         if probability:
@@ -167,7 +169,7 @@ def test_extreme_logits_and_padding_give_finite_likelihoods_and_gradients(name, 
 
 def test_the_likelihood_is_accurate_where_the_difference_from_one_is_lost():
     """With a = sigmoid(60), no click on the first, examined item has probability exp(-60), not 0."""
-    for name in ("cascade", "sdbn", "dbn", "ccm"):
+    for name in ("cascade", "sdbn", "dcm", "dbn", "ccm"):
         model = make_click_model(name, 2)
         logits = [torch.tensor([[60.0, 0.0]])] * model.OUTPUTS
         found = conditional_log_likelihood(
@@ -188,6 +190,16 @@ def test_the_simplified_dbn_is_the_dbn_that_always_goes_on():
     dbn = make_click_model("dbn", 5)
     always = conditional_log_likelihood(dbn, clicked, parameters=torch.tensor([50.0], dtype=torch.float64), **lists)
     torch.testing.assert_close(simple, always)
+
+
+def test_the_cascade_is_the_dependent_click_model_that_never_goes_on_after_a_click():
+    model, logits, _ = drawn("dcm", 5, seed=0)
+    clicked, lists = for_all(model, logits, 5)
+    never = conditional_log_likelihood(model, clicked, parameters=torch.full((5,), -700.0).double(), **lists)
+    cascade = make_click_model("cascade", 5)
+    expected = conditional_log_likelihood(cascade, clicked, parameters=torch.zeros(0), **lists)
+    modelled = cascade.modelled(clicked, lists["where"])
+    torch.testing.assert_close(never[modelled], expected[modelled])
 
 
 def test_the_ubm_looks_up_positions_and_not_ranks():

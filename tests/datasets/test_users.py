@@ -19,6 +19,7 @@ from ultr.datasets.users import (
     USERS,
     CarouselUser,
     CascadeUser,
+    DependentUser,
     Dwell,
     GridUser,
     TrustUser,
@@ -81,6 +82,8 @@ def cascade_by_hand(user: CascadeUser, grades: list[float]) -> list[float]:
     n = len(grades)
     attraction = [0.1 + 0.9 * (2**y - 1) / 15 for y in grades]
     stop = [user.stop[int(y)] for y in grades]
+    if isinstance(user, DependentUser):
+        stop = [1 - (user.go_on / k) ** user.eta for k in range(1, n + 1)]
     clicks = [0.0] * n
     for outcome in product(range(4), repeat=n):  # per item: bit 0 relevant, bit 1 goes on reading
         chance, reading = 1.0, True
@@ -103,6 +106,37 @@ def test_cascade_click_probability_equals_enumeration_in_reading_order(grades, s
     by_reading = [grades[i] for i in positions.argsort().tolist()]
     expected = torch.tensor(cascade_by_hand(user, by_reading), dtype=torch.float64)[order]
     torch.testing.assert_close(user.click_probability(y[None], positions[None])[0], expected, rtol=1e-9, atol=1e-12)
+
+
+@given(
+    st.lists(st.integers(0, 4).map(float), min_size=1, max_size=4),
+    st.integers(0, 100),
+    st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_dependent_click_probability_equals_enumeration_in_reading_order(grades, seed, eta):
+    user = DependentUser(eta=eta, go_on=0.7)
+    positions = 1 + torch.randperm(len(grades), generator=torch.Generator().manual_seed(seed))
+    y = torch.tensor(grades, dtype=torch.float64)
+    by_reading = [grades[i] for i in positions.argsort().tolist()]
+    expected = torch.tensor(cascade_by_hand(user, by_reading), dtype=torch.float64)[positions - 1]
+    torch.testing.assert_close(user.click_probability(y[None], positions[None])[0], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_dependent_users_stop_only_after_clicks_with_a_probability_by_position():
+    n = 100_000
+    grades, positions = torch.full((n, 4), 2.0), torch.arange(1, 5).expand(n, 4)
+    user = DependentUser()
+    feedback = user.sample(grades, positions, torch.Generator().manual_seed(2))
+    assert_frequency(feedback.actions["click"], user.click_probability(grades[:1], positions[:1])[0])
+    clicked, examined = feedback.actions["click"].bool(), feedback.examined
+    after_none = examined[:, :-1] & ~clicked[:, :-1]
+    assert bool(examined[:, 1:][after_none].all())
+    for k in range(3):
+        continued = examined[:, k + 1][clicked[:, k]].float()
+        expected = 0.6 / (k + 1)
+        margin = 4 * (expected * (1 - expected) / len(continued)) ** 0.5
+        assert abs(float(continued.mean()) - expected) < margin
+    assert bool(user.unbiased().sample(grades, positions, torch.Generator().manual_seed(3)).examined.all())
 
 
 def test_cascade_frequencies_match_and_unbiased_readers_read_everything():
@@ -266,6 +300,7 @@ def test_a_fitted_mixture_finds_the_components_of_dwell_times(tmp_path):
         (lambda: User(examination=0.5), OptionError, "'examination' must be a list of numbers"),
         (lambda: CascadeUser(stop=(2.0,)), OptionError, "'stop'"),
         (lambda: CascadeUser(patience=-1), OptionError, "'patience'"),
+        (lambda: DependentUser(go_on=1.5), OptionError, "'go_on'"),
         (lambda: TrustUser(trust=lambda k: 5 + 0 * k), OptionError, "'trust'"),
         (lambda: TrustUser(trust=0.5), OptionError, "'trust' must be a function"),
         (lambda: Dwell(decay=float("nan")), OptionError, "'decay'"),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from conftest import make_shown_log
 from ultr.bias.estimators import SMALLEST as LEAST
-from ultr.datasets.users import User, simulate_log
+from ultr.datasets.users import CascadeUser, DependentUser, TrustUser, User, simulate_log
 from ultr.errors import OptionError
 from ultr.lists import ListBatches, Lists
 from ultr.log.labels import DEFAULT_LABEL, Label
@@ -415,6 +415,36 @@ def test_the_label_of_affine_has_the_mean_of_relevance_for_clicks_from_trust():
     assert [s - slope / 2 for s, slope in zip(SCORES, ipw, strict=True)] != pytest.approx(RHO, rel=0.1)
 
 
+@pytest.mark.parametrize("loss", ["pointwise", "listwise"])
+@pytest.mark.parametrize("user", [TrustUser(eta=0.7), User(attraction=RHO[:2], max_grade=1)], ids=["trust", "pbm"])
+def test_affine_with_known_theta_and_trust_has_the_mean_loss_of_true_relevance(user, loss):
+    """The clicks are enumerated with the probabilities of the users, from which the method takes α and ζ."""
+    positions = torch.tensor([1, 2, 5, 10])
+    grades = numbers([user.max_grade, 0.0, 1.0, 0.0])
+    truth = user.attracted(grades)
+    chances = user.click_probability(grades, positions)
+    outcomes = numbers(list(product((0.0, 1.0), repeat=4)))
+    weights = torch.where(outcomes > 0, chances, 1 - chances).prod(-1)
+    given = {"positions": tuple(positions.tolist()), "user": user}
+    method = make("affine", given=given, loss=loss, theta="oracle", max_weight="none")
+    scores = numbers([0.3, -0.8, 1.1, 0.2])
+    lists = lists_of(scores.expand(16, 4), positions, outcomes, weights=weights)
+    assert weights @ method.relevance(lists) == pytest.approx(truth.numpy(), rel=1e-5, abs=1e-6)
+    if loss == "pointwise":
+        expected = ((scores - truth) ** 2).sum() + (weights @ (method.relevance(lists) - truth) ** 2).sum()
+    else:  # the smallest estimate of each list is taken off if it is negative
+        taken = -weights @ method.relevance(lists).amin(-1).clamp(max=0)
+        expected = ((truth + taken) * -scores.log_softmax(-1)).sum()
+    assert float(method.loss(lists)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_listwise_loss_of_affine_is_that_of_listwise_ipw_with_trust(lists):
+    bias = BIAS["affine"]
+    affine, ipw = make("affine", bias=bias, loss="listwise"), make("ipw-listwise", bias=bias, trust="clicks")
+    assert float(affine.loss(lists)) == float(ipw.loss(lists))
+    assert float(affine.loss(lists)) != float(make("affine", bias=bias).loss(lists))
+
+
 def test_clipping_lowers_the_mean_below_relevance():
     lists, _ = outcomes()
     labels = [
@@ -765,6 +795,29 @@ def test_ipw_can_weight_the_label_itself(name, lists):
 def test_wrong_options_are_rejected(name, options, match):
     with pytest.raises(OptionError, match=f"(?s){match}"):
         make_method(name, inputs(), **options)
+
+
+@pytest.mark.parametrize("name", ["affine", "ipw-listwise", "direct", "pairwise-em"])
+def test_known_theta_needs_simulated_users_who_look_by_position(name):
+    with pytest.raises(OptionError, match="theta=oracle needs simulated users; pass --users pbm"):
+        make_method(name, inputs(), theta="oracle")
+    for user in (CascadeUser(), DependentUser()):
+        with pytest.raises(OptionError, match="depends on the position alone"):
+            make_method(name, inputs(user=user), theta="oracle")
+
+
+def test_known_theta_is_that_of_the_users_with_or_without_their_trust():
+    user, ids = TrustUser(eta=0.5), torch.tensor(IDS)
+    for name in ("ipw-pointwise", "doubly-robust", "pl-rank"):
+        for trust in ("none", "clicks"):
+            positions = make_method(name, inputs(user=user), theta="oracle", trust=trust).positions
+            trusted = trust == "clicks"
+            theta, k = user.theta(ids), ids.float()
+            torch.testing.assert_close(positions.theta, theta * user.trust(k) if trusted else theta)
+            torch.testing.assert_close(positions.zeta, theta * user.mistrust(k) * trusted)
+    model = make_method("pairwise-em", inputs(user=user), theta="oracle", trust="clicks").bias_model
+    torch.testing.assert_close(torch.stack([model.theta, model.zeta]), torch.stack(user.click_levels(ids)))
+    assert torch.equal(make_method("direct", inputs(user=user), theta="oracle").positions.theta, user.theta(ids))
 
 
 def test_affine_rejects_known_propensities():

@@ -66,6 +66,7 @@ def list_likelihood(name: str, clicks, a, s, place, own) -> float:
         examined = after * {
             "cascade": lambda c, a_k, s_k: 1.0,
             "ubm": lambda c, a_k, s_k: 1.0,
+            "dcm": lambda c, a_k, s_k, k=k: own[k] if c else 1.0,
             "sdbn": lambda c, a_k, s_k: 1 - s_k if c else 1.0,
             "dbn": lambda c, a_k, s_k: own[0] * (1 - s_k if c else 1.0),
             "ccm": lambda c, a_k, s_k: own[1] * (1 - a_k) + own[2] * a_k if c else own[0],
@@ -160,6 +161,7 @@ def test_the_report_has_the_parameters_of_the_model():
     assert {"alpha1", "alpha2", "alpha3"} < set(reports["ccm"])
     assert [len(row) for row in reports["ubm"]["gamma"]] == list(range(1, len(POSITIONS) + 1))  # k' < k, or none
     assert "gamma" not in reports["sdbn"]
+    assert len(reports["dcm"]["lambda"]) == len(POSITIONS)
 
 
 def test_positions_without_rows_have_no_theta():

@@ -22,6 +22,7 @@ from bias_fitting import fit_bias
 from ultr.datasets.users import (
     EYE_TRACKING,
     CascadeUser,
+    DependentUser,
     TrustUser,
     User,
     default_mistrust,
@@ -149,6 +150,7 @@ USERS: dict[str, Callable[[], User]] = {
     "linear": LinearlyAdditiveUser,
     "cascade": lambda: CascadeUser(stop=(1.0,) * 5, patience=1.0),  # one click at most
     "sdbn": lambda: CascadeUser(patience=1.0),
+    "dcm": lambda: DependentUser(eta=0.5),
     "dbn": CascadeUser,
     "ubm": BrowsingUser,
     "ccm": ChainUser,
@@ -249,6 +251,12 @@ def patience(bias: dict[str, Any]) -> float:
     return abs(bias["gamma"] / CascadeUser().patience - 1)
 
 
+def continuation(bias: dict[str, Any]) -> float:
+    """Return the largest error of the probability to continue after a click, where many users click."""
+    truth = 1 - USERS["dcm"]().satisfied(torch.zeros(4), torch.arange(1, 5))
+    return float(np.abs(np.asarray(bias["lambda"][:4]) - truth.numpy()).max())
+
+
 def alphas(bias: dict[str, Any]) -> float:
     """Return the largest error of the three probabilities to go on."""
     return max(abs(bias[f"alpha{i + 1}"] - truth) for i, truth in enumerate(ChainUser.alpha))
@@ -304,6 +312,7 @@ CASES = [
     Case("upe", theta, 0.2, "ipw-listwise", {**PBM, "strong": 0.1}),
     Case("cascade", reached("cascade"), 0.15, "regression-em", {"users": "cascade"}),
     Case("sdbn", reached("sdbn"), 0.15, "regression-em", {"users": "sdbn"}),
+    Case("dcm", continuation, 0.05, "regression-em", {"users": "dcm"}),
     Case("dbn", patience, 0.02, "regression-em", {"users": "dbn"}),
     Case("ubm", browsing, 0.15, "regression-em", {"users": "ubm"}),
     Case("ccm", alphas, 0.05, "regression-em", {"users": "ccm"}),

@@ -151,6 +151,13 @@ def test_methods_that_learn_an_order_reject_a_log_of_one_item_per_request(method
     assert not (tmp_path / "run").exists()
 
 
+def test_affine_learns_from_requests_of_one_item_only_by_its_pointwise_loss(tmp_path):
+    alone = config(frame().assign(request=np.arange(REQUESTS * ITEMS)), tmp_path, method="affine")
+    with pytest.raises(DataError, match="all 2,250 requests have one item"):
+        run_training(alone.with_options(method_options={"loss": "listwise"}), tmp_path / "run")
+    run_training(alone.with_options(steps=2), tmp_path / "run")
+
+
 @pytest.mark.parametrize("ranker", ["linear", "lightgbm"])
 @pytest.mark.parametrize("method", ["pointwise", "direct"])
 def test_pointwise_methods_learn_from_requests_of_one_item(method, ranker, tmp_path):

@@ -4,8 +4,9 @@
     cascade  cascade model                           Craswell et al. 2008
     UBM      user browsing model                     Dupret & Piwowarski 2008
     DBN      dynamic Bayesian network                Chapelle & Zhang 2009
+    DCM      dependent click model                   Guo et al. 2009 (WSDM)
     SDBN     DBN with γ = 1, the simplified DBN      Chapelle & Zhang 2009
-    CCM      click chain model                       Guo et al. 2009
+    CCM      click chain model                       Guo et al. 2009 (WWW)
 
 In each model the user clicks an examined item with the probability a of its attraction: c_k = E_k A_k. The models
 differ in the examination E. So a model has two functions, and all else follows from them:
@@ -136,14 +137,14 @@ class UBM(ClickModel):
 class Chain(ClickModel):
     """The first item is examined. After each examined item the user goes on to the next one, or leaves."""
 
-    def goes_on(self, logits: Sequence[Tensor], parameters: Tensor) -> tuple[Tensor | None, Tensor]:
+    def goes_on(self, logits: Sequence[Tensor], parameters: Tensor, place: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return logits: to go on after no click (None: certain, else one number), and after a click [lists, items]."""
         raise NotImplementedError
 
     def examined_after(self, clicked: Tensor, logits: Sequence[Tensor], parameters: Tensor, place: Tensor) -> Tensor:
         # With g the logit to go on and u = logit P(E_k | clicks above) - g, Bayes' rule after no click on k gives
         #   u' = log sigmoid(u + log(1-a) + log sigmoid(g))        and without g, where it is certain: u' = u + log(1-a)
-        none, click = self.goes_on(logits, parameters)
+        none, click = self.goes_on(logits, parameters, place)
         factor = logsigmoid(-logits[0])
         if none is not None:
             factor, click = factor + logsigmoid(none), click - none
@@ -159,7 +160,7 @@ class Chain(ClickModel):
         return examined if none is None else examined + none
 
     def examined(self, logits: Sequence[Tensor], parameters: Tensor, place: Tensor) -> Tensor:
-        none, click = self.goes_on(logits, parameters)
+        none, click = self.goes_on(logits, parameters, place)
         after_none = logsigmoid(-logits[0]) + (0.0 if none is None else logsigmoid(none))
         step = torch.logaddexp(logsigmoid(logits[0]) + logsigmoid(click), after_none)
         return torch.cat([torch.zeros_like(step[..., :1]), step[..., :-1].cumsum(-1)], dim=-1)
@@ -171,11 +172,25 @@ class Cascade(Chain):
     def modelled(self, clicked: Tensor, where: Tensor) -> Tensor:
         return where & (clicked.cumsum(-1) - clicked.long() == 0)
 
-    def goes_on(self, logits: Sequence[Tensor], parameters: Tensor) -> tuple[Tensor | None, Tensor]:
+    def goes_on(self, logits: Sequence[Tensor], parameters: Tensor, place: Tensor) -> tuple[Tensor | None, Tensor]:
         return None, torch.full_like(logits[0], -torch.inf)
 
     def examined_after(self, clicked: Tensor, logits: Sequence[Tensor], parameters: Tensor, place: Tensor) -> Tensor:
         return torch.full_like(logits[0], torch.inf)
+
+
+class DCM(Chain):
+    """After no click the user goes on; after a click at position k with probability λ_k."""
+
+    @property
+    def size(self) -> int:
+        return self.positions
+
+    def goes_on(self, logits: Sequence[Tensor], parameters: Tensor, place: Tensor) -> tuple[Tensor | None, Tensor]:
+        return None, parameters[place]
+
+    def named(self, parameters: Tensor) -> dict[str, Tensor]:
+        return {"lambda": parameters.sigmoid()}
 
 
 class SDBN(Chain):
@@ -183,7 +198,7 @@ class SDBN(Chain):
 
     OUTPUTS = 2
 
-    def goes_on(self, logits: Sequence[Tensor], parameters: Tensor) -> tuple[Tensor | None, Tensor]:
+    def goes_on(self, logits: Sequence[Tensor], parameters: Tensor, place: Tensor) -> tuple[Tensor | None, Tensor]:
         return None, -logits[1]
 
 
@@ -192,7 +207,7 @@ class DBN(Chain):
 
     OUTPUTS, SIZE = 2, 1
 
-    def goes_on(self, logits: Sequence[Tensor], parameters: Tensor) -> tuple[Tensor | None, Tensor]:
+    def goes_on(self, logits: Sequence[Tensor], parameters: Tensor, place: Tensor) -> tuple[Tensor | None, Tensor]:
         gamma = parameters[0]
         return gamma, -torch.logaddexp(logits[1] + softplus(-gamma), -gamma)
 
@@ -208,7 +223,7 @@ class CCM(Chain):
 
     SIZE = 3
 
-    def goes_on(self, logits: Sequence[Tensor], parameters: Tensor) -> tuple[Tensor | None, Tensor]:
+    def goes_on(self, logits: Sequence[Tensor], parameters: Tensor, place: Tensor) -> tuple[Tensor | None, Tensor]:
         satisfied, unsatisfied = logsigmoid(logits[0]), logsigmoid(-logits[0])
         after_2, after_3 = parameters[1], parameters[2]
         log_on = torch.logaddexp(unsatisfied + logsigmoid(after_2), satisfied + logsigmoid(after_3))
@@ -223,6 +238,7 @@ MODELS: dict[str, type[ClickModel]] = {
     "cascade": Cascade,
     "ccm": CCM,
     "dbn": DBN,
+    "dcm": DCM,
     "pbm": PBM,
     "sdbn": SDBN,
     "ubm": UBM,

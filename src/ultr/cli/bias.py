@@ -52,7 +52,7 @@ def bias(
     ] = None,
     models: Annotated[
         str | None,
-        typer.Option(help="Click models to compare on held-out requests: pbm, ubm, dbn, sdbn, cascade, ccm."),
+        typer.Option(help="Click models to compare on held-out requests: pbm, ubm, dbn, sdbn, dcm, cascade, ccm."),
     ] = None,
     out: Annotated[
         str | None, typer.Option(help="Folder for propensities.csv, bias.json and bias.html; also a URL.")

@@ -87,7 +87,7 @@ def evaluate(
     users: Annotated[
         str,
         typer.Option(
-            help="Simulated users for reward metrics: pbm, trust, cascade, clickbait, watch, grid or carousel."
+            help="Simulated users for reward metrics: pbm, trust, cascade, dcm, clickbait, watch, grid or carousel."
         ),
     ] = "pbm",
     eta: options.Eta = 1.0,

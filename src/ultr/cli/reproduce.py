@@ -42,7 +42,7 @@ def reproduce(
     users: Annotated[
         str,
         typer.Option(
-            help="Simulated users of tables and figures: pbm, trust, cascade, clickbait, watch, grid or carousel."
+            help="Simulated users of tables and figures: pbm, trust, cascade, dcm, clickbait, watch, grid or carousel."
         ),
     ] = "pbm",
     sessions: Annotated[

@@ -17,7 +17,7 @@ def simulate(
     data: Annotated[str, typer.Argument(help="Data set (synthetic, ml-1m, mq2007, ...), or a LETOR file or folder.")],
     out: Annotated[str, typer.Option(help="The log to write (Parquet); also a URL.")],
     users: Annotated[
-        str, typer.Option(help="Simulated users: pbm, trust, cascade, clickbait, watch, grid or carousel.")
+        str, typer.Option(help="Simulated users: pbm, trust, cascade, dcm, clickbait, watch, grid or carousel.")
     ] = "pbm",
     eta: Eta = 1.0,
     epsilon: Epsilon = 0.1,

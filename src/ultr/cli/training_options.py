@@ -71,7 +71,7 @@ OPTIONS = {
     ],
     "users": Annotated[
         str | None,
-        _option("--users", "KIND", "Simulate users: pbm, trust, cascade, clickbait, watch, grid or carousel."),
+        _option("--users", "KIND", "Simulate users: pbm, trust, cascade, dcm, clickbait, watch, grid or carousel."),
     ],
     "propensities": Annotated[
         Path | None, _option("--propensities", "FILE", "Known examination: a table of position,propensity.")

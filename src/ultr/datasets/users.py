@@ -8,6 +8,7 @@ Notation: y the grade of an item, k its position, θ_k the probability that it i
 | `pbm`       | θ_k^η a_y                                       position-based (Richardson 2007) |
 | `trust`     | θ_k^η (ε⁺_k ρ_y + ε⁻_k (1 - ρ_y))               trust-biased (Agarwal 2019)      |
 | `cascade`   | a_y Π over positions above of (1 - stop)        cascade (Craswell 2008)          |
+| `dcm`       | a_y Π over positions above of (1 - a_y (1 - λ_k^η))   dependent click (Guo 2009) |
 | `clickbait` | θ_k^η a_y, where a falls with y while dwell rises: clicks and satisfaction are opposed |
 | `watch`     | θ_k^η a_y, where dwell falls with k, as in the code of the CIKM 2022 paper       |
 | `grid`      | θ_rc^η a_y at row r and column c, read in the shape of an F (Xie 2019)           |
@@ -183,6 +184,11 @@ class User:
         table = _examination(tuple(self.examination), self.eta, dtype, positions.device)
         return table[positions.clamp(0, LAST_POSITION)]
 
+    def click_levels(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return P(click | relevant) and P(click | not relevant) at each position: θ_k^η and 0 without trust."""
+        theta = self.theta(positions)
+        return theta, torch.zeros_like(theta)
+
     def placed(self, positions: np.ndarray) -> np.ndarray:
         """Return the position ids at which the user sees the items that a ranker has put at these positions."""
         if is_grid(positions):
@@ -355,6 +361,11 @@ class TrustUser(User):
     def attracted(self, relevance: Tensor) -> Tensor:
         return self.true_relevance(relevance) if self.attraction is None else super().attracted(relevance)
 
+    def click_levels(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return P(click | relevant) = θ_k^η ε⁺_k and P(click | not relevant) = θ_k^η ε⁻_k at each position."""
+        theta, k = self.theta(positions), positions.float()
+        return theta * self.trust(k), theta * self.mistrust(k)
+
     @checked
     def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
         relevance = checked_lists(relevance, positions, where)
@@ -389,23 +400,27 @@ class CascadeUser(User):
         checked_numbers("stop", self.stop, low=0, high=1)
         checked_numbers("patience", [self.patience], low=0, high=1)
 
-    def _stops(self, relevance: Tensor) -> Tensor:
+    def satisfied(self, relevance: Tensor, positions: Tensor) -> Tensor:
+        """Return the probability that a clicked item satisfies the user."""
+        return by_grade(self.stop, relevance, self.max_grade)
+
+    def _stops(self, relevance: Tensor, positions: Tensor) -> Tensor:
         """Return the probability that the user stops after an item, if it is examined."""
-        satisfied = self.attracted(relevance) * by_grade(self.stop, relevance, self.max_grade)
+        satisfied = self.attracted(relevance) * self.satisfied(relevance, positions)
         return 1 - (1 - satisfied) * self.patience
 
     @checked
     def click_probability(self, relevance: Tensor, positions: Tensor, *, where: Tensor | None = None) -> Tensor:
         relevance = checked_lists(relevance, positions, where)
         where = torch.ones_like(relevance, dtype=torch.bool) if where is None else where
-        continues = 1 - self._stops(relevance)
+        continues = 1 - self._stops(relevance, positions)
         return _masked(self._reached(continues, positions, where) * self.attracted(relevance), where)
 
     def draw_clicks(
         self, relevance: Tensor, positions: Tensor, generator: torch.Generator | Noise | None, *, where: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         relevant = _draw(self.attracted(relevance), generator) & where
-        satisfied = _draw(by_grade(self.stop, relevance, self.max_grade), generator) & relevant
+        satisfied = _draw(self.satisfied(relevance, positions), generator) & relevant
         patient = _draw(torch.full_like(relevance, self.patience), generator)
         continues = (~satisfied & patient).to(relevance.dtype)
         examined = (self._reached(continues, positions, where) > 0.5) & where
@@ -420,6 +435,25 @@ class CascadeUser(User):
         ordered = torch.where(where, continues, 1.0).gather(-1, order)
         above = torch.cat([torch.ones_like(ordered[..., :1]), ordered[..., :-1].cumprod(dim=-1)], dim=-1)
         return torch.empty_like(above).scatter_(-1, order, above)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DependentUser(CascadeUser):
+    """Users of the dependent click model (Guo et al. 2009): they always continue after an item without a click.
+
+    After a click at position k they continue with probability λ_k^η, where λ_k = `go_on` / k. With `eta=0` every item
+    is examined. `stop` and `examination` are not used.
+    """
+
+    patience: float = 1.0
+    go_on: float = 0.6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked_numbers("go_on", [self.go_on], low=0, high=1)
+
+    def satisfied(self, relevance: Tensor, positions: Tensor) -> Tensor:
+        return 1 - (self.go_on / positions.clamp(min=1).to(relevance.dtype)).pow(self.eta)
 
 
 def clickbait_user(**options: object) -> User:
@@ -551,6 +585,7 @@ USERS: dict[str, Callable[..., User]] = {
     "pbm": User,
     "trust": TrustUser,
     "cascade": CascadeUser,
+    "dcm": DependentUser,
     "clickbait": clickbait_user,
     "watch": WatchUser,
     "grid": GridUser,

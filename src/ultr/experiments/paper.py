@@ -68,6 +68,7 @@ NAMES = {  # of methods, by entry; those of the paper first
     "ubm": "UBM",
     "dbn": "DBN",
     "sdbn": "SDBN",
+    "dcm": "DCM",
     "cascade": "cascade model",
     "ccm": "CCM",
     "regression-em:variant=ultra": "Regression EM as in ULTRA",

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from ultr.errors import OptionError, nearest
 from ultr.log.labels import Label
 from ultr.methods.base import Method, MethodInputs
-from ultr.methods.click_models import CCM, DBN, SDBN, UBM, Cascade
+from ultr.methods.click_models import CCM, DBN, DCM, SDBN, UBM, Cascade
 from ultr.methods.counterfactual import (
     DLA,
     UPE,
@@ -49,6 +49,7 @@ METHODS: dict[str, type[Method]] = {
     "cascade": Cascade,
     "ccm": CCM,
     "dbn": DBN,
+    "dcm": DCM,
     "direct": Direct,
     "dla": DLA,
     "doubly-robust": DoublyRobust,
@@ -83,9 +84,9 @@ def _method(name: str, ranker: str = "mlp") -> type[Method] | type[TreeMethod]:
     return table[name]
 
 
-def learns_alone(name: str, *, ranker: str = "mlp") -> bool:
+def learns_alone(name: str, options: Mapping[str, Any], *, ranker: str = "mlp") -> bool:
     """Return True if the method `name` can learn from requests with one item, as pointwise methods do."""
-    return _method(name, ranker).LEARNS_ALONE
+    return _method(name, ranker).LEARNS_ALONE and options.get("loss") != "listwise"
 
 
 def thresholds(name: str, label: str, options: Mapping[str, Any], *, ranker: str = "mlp") -> bool:

@@ -110,7 +110,7 @@ def _split(value: Any) -> Any:
 
 
 # The types of options that several methods have.
-ThetaFrom = Literal["auto", "strata", "items"]
+ThetaFrom = Literal["auto", "strata", "items", "oracle"]
 AtLeastZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 MaxWeight = Literal["none"] | Annotated[float, Field(ge=1, allow_inf_nan=False)]

@@ -32,11 +32,10 @@ from ultr.bias.equations import (
     trust_terms,
 )
 from ultr.bias.examination import MAX_TRAINED_POSITIONS, Examination
-from ultr.errors import OptionError
 from ultr.lists import Lists
 from ultr.methods.base import MethodInputs
 from ultr.methods.losses import gaps, lambdaloss_weights, pairs_of, preferred_pairs, reduced
-from ultr.methods.position_model import PositionModel, means_of_all, numbers, sums_in_cells
+from ultr.methods.position_model import PositionModel, means_of_all, numbers, simulated_user, sums_in_cells
 from ultr.rankers import FeatureEncoder, make_ranker
 from ultr.rankers.feedback import LARGEST_LOG_VALUE
 from ultr.utils.distributed import summed
@@ -294,24 +293,14 @@ class BiasModel(PositionModel):
 MARGIN = 10.0  # difference of g between neighbouring grades, so that γ is nearly 0 or 1
 
 
-def with_known_theta(inputs: MethodInputs, option: str) -> MethodInputs:
-    """Return the inputs of a method with the true θ of simulated users as known propensities."""
-    if inputs.user is None:
-        raise OptionError(f"{option} needs simulated users", hint="pass --users pbm, or another value")
-    theta = inputs.user.theta(torch.tensor(inputs.positions)).tolist()
-    return replace(inputs, propensities=dict(zip(inputs.positions, theta, strict=True)))
-
-
 class OracleModel(BiasModel):
     """The true θ by position, and the true β and μ by grade. ε⁺, ε⁻ and θ⁻ are estimated from these, as by EM."""
 
     by_grade: Tensor
 
     def __init__(self, inputs: MethodInputs, **options: Any) -> None:
-        known = with_known_theta(inputs, "em=oracle")
-        super().__init__(known, **options)
-        assert known.user is not None  # noqa: S101 - checked by with_known_theta
-        user = known.user
+        user = simulated_user(inputs, "em=oracle")
+        super().__init__(inputs, **{**options, "theta_from": "oracle"})
         self.network = nn.Identity()
         grades = torch.arange(user.max_grade + 1.0)
         value = user.value_of_click(grades, torch.ones_like(grades, dtype=torch.int64), inputs.label)

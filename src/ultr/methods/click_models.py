@@ -1,9 +1,10 @@
 """Click models as rankers: the network learns the attraction of items by the exact likelihood of the clicks of lists.
 
 Cascade (Craswell et al. 2008), the user browsing model (Dupret & Piwowarski 2008), the dynamic Bayesian network and its
-simplified form (Chapelle & Zhang 2009) and the click chain model (Guo et al. 2009). In these papers the attraction of
-each document of a query is a parameter, and all is fitted by EM. Here it is a function of features, and all parameters
-are learned together by gradients of the likelihood. `ultr.bias.click_models` has the equations.
+simplified form (Chapelle & Zhang 2009), the dependent click model and the click chain model (both Guo et al. 2009). In
+these papers the attraction of each document of a query is a parameter, and all is fitted by EM. Here it is a function
+of features, and all parameters are learned together by gradients of the likelihood. `ultr.bias.click_models` has the
+equations.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class ClickModelMethod(ClickMethod):
     def _own_report(self) -> dict[str, Any]:
         if self.own is None:
             return {}
-        return {name: round(float(value), 5) for name, value in self.model.named(self.own.values).items()}
+        named = self.model.named(self.own.values).items()
+        return {name: numbers(values) if values.ndim else round(float(values), 5) for name, values in named}
 
 
 class Cascade(ClickModelMethod):
@@ -129,6 +131,15 @@ class UBM(ClickModelMethod):
         assert self.own is not None  # noqa: S101 - made in the constructor
         gamma = self.model.named(self.own.values)["gamma"]
         return {"gamma": [numbers(row[: k + 1]) for k, row in enumerate(gamma)]}
+
+
+class DCM(ClickModelMethod):
+    """A user examines the next item after no click, and after a click at position k with probability λ_k.
+
+    λ is a learned number for each position. The score is the attraction alone: satisfaction depends on position only.
+    """
+
+    MODEL = "dcm"
 
 
 class SDBN(ClickModelMethod):

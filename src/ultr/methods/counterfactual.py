@@ -100,8 +100,9 @@ class IPW(WithPositions, ClickMethod):
         dm             r̂ = m                                the direct method: the model alone
 
     P(c>0) = α_k β + ζ_k, where ζ is 0 unless `trust=clicks`, and α is examination θ otherwise. Both are estimated from
-    the log before training, or θ is known (`--propensities`). ρ = E[α_k | item] is the mean over the positions at which
-    the logging ranker shows such an item (`LoggingPositions`). m = β μ is the bias model; μ = 1 with `labels=clicks`.
+    the log before training, or θ is known (`--propensities`), or both are those of simulated users (`theta=oracle`). ρ
+    = E[α_k | item] is the mean over the positions at which the logging ranker shows such an item (`LoggingPositions`).
+    m = β μ is the bias model; μ = 1 with `labels=clicks`.
 
     Weights 1/α_k and 1/ρ are at most `max_weight`. They are 0 for an item that was never shown: dr has m there.
     """
@@ -130,7 +131,7 @@ class IPW(WithPositions, ClickMethod):
         self.estimator, self.values = estimator or self.ESTIMATOR, labels == "values"
         self.max_weight = as_limit(max_weight)
         trusted, modelled = trust == "clicks", self.has_bias_stage({"estimator": self.estimator})
-        if trusted and not modelled and inputs.propensities is not None:
+        if trusted and not modelled and inputs.propensities is not None and theta != "oracle":
             what = "trust in clicks is estimated together with examination, so it cannot use known propensities"
             hint = "remove --propensities or --bias, or use a method without trust: not affine, and not trust=clicks"
             raise OptionError(what, hint=hint)
@@ -188,6 +189,14 @@ class IPW(WithPositions, ClickMethod):
         weights = torch.where(shown, propensity.reciprocal().clamp(max=self.max_weight), 0.0)
         return (predicted + weights * unexplained).masked_fill(~lists.where, 0.0)
 
+    def pointwise_loss(self, lists: Lists) -> Tensor:
+        scores = self.score(lists.features)
+        return pointwise_loss(scores, self.relevance(lists), where=lists.where, weights=lists.weights)
+
+    def listwise_loss(self, lists: Lists) -> Tensor:
+        scores = self.score(lists.features)
+        return softmax_loss(scores, self.relevance_above_zero(lists), where=lists.where, weights=lists.weights)
+
     def relevance_above_zero(self, lists: Lists) -> Tensor:
         """Return r̂, less its smallest value in the list if that is negative.
 
@@ -221,16 +230,14 @@ class IPWPointwise(IPW):
     LEARNS_ALONE = True
 
     def loss(self, lists: Lists) -> Tensor:
-        scores = self.score(lists.features)
-        return pointwise_loss(scores, self.relevance(lists), where=lists.where, weights=lists.weights)
+        return self.pointwise_loss(lists)
 
 
 class IPWListwise(IPW):
     """Σ_i r̂_i · -log softmax(s)_i: the softmax loss, which is linear in the label and therefore unbiased."""
 
     def loss(self, lists: Lists) -> Tensor:
-        scores = self.score(lists.features)
-        return softmax_loss(scores, self.relevance_above_zero(lists), where=lists.where, weights=lists.weights)
+        return self.listwise_loss(lists)
 
 
 class IPWLambdaLoss(IPW):
@@ -253,16 +260,23 @@ class IPWLambdaLoss(IPW):
 
 
 class Affine(IPWPointwise):
-    """Least squares Σ_i (s_i - (c_i - ζ_k)/α_k)²: if P(click) = α_k β + ζ_k, this target has mean β at all positions.
+    """A loss of the target (c_i - ζ_k)/α_k: if P(click) = α_k β + ζ_k, this target has mean β at all positions.
 
-    It is `ipw-pointwise` with `trust=clicks` (Vardasbi 2020, after Agarwal et al. 2019). α and ζ are estimated from the
-    log before training, up to an affine map of relevance β, which does not change the order of items.
+    The `loss` is `pointwise`, least squares, or `listwise`, the softmax loss: it is `ipw-pointwise` or `ipw-listwise`
+    with `trust=clicks` (Vardasbi 2020, after Agarwal et al. 2019). α and ζ are estimated from the log before training,
+    up to an affine map of relevance β, which does not change the order of items. `theta=oracle` knows both.
     """
 
-    OPTIONS: ClassVar[dict[str, Any]] = {name: IPW.OPTIONS[name] for name in ("theta", "max_weight")}
-
-    def __init__(self, inputs: MethodInputs, **options: Any) -> None:
+    def __init__(
+        self, inputs: MethodInputs, *, loss: Literal["pointwise", "listwise"] = "pointwise", **options: Any
+    ) -> None:
         super().__init__(inputs, trust="clicks", **options)
+        self.listwise = loss == "listwise"
+
+    OPTIONS = {name: IPW.OPTIONS[name] for name in ("theta", "max_weight")} | options_of(__init__)
+
+    def loss(self, lists: Lists) -> Tensor:
+        return self.listwise_loss(lists) if self.listwise else self.pointwise_loss(lists)
 
 
 class DoublyRobust(IPWPointwise):

@@ -35,7 +35,7 @@ from ultr.methods.base import (
     as_limit,
     options_of,
 )
-from ultr.methods.bias_model import BiasModel, OracleModel, diagnosis, with_known_theta
+from ultr.methods.bias_model import BiasModel, OracleModel, diagnosis
 from ultr.methods.losses import gaps, lambdaloss_weights, lambdarank_weights, pairs_of, preferred_pairs
 from ultr.methods.position_model import LEAST_THETA, Scale
 from ultr.rankers import scores_on_device
@@ -83,8 +83,6 @@ class PairWeights(Learner):
         em = em or ("joint" if released else "staged")
         self.joint = em != "staged" and not inputs.truth
         theta = theta or ("em" if self.joint else "auto")
-        if theta == "oracle" and not inputs.truth:
-            self.inputs = inputs = with_known_theta(inputs, "theta=oracle")
         if scale == "estimated" and theta != "regression":
             hint = "add theta=regression"
             raise OptionError("scale=estimated needs theta=regression", got=f"theta={theta}", hint=hint)

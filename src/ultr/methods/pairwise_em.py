@@ -40,7 +40,7 @@ class PairwiseEM(PairWeights, Method):
     until the held-out likelihood stops improving, then the ranker. `em=joint` trains all of it at once, as the paper
     does, with θ by `em`. `em=printed` does so with averages as printed: of the ratios of batches (Eq. 20), where
     `joint` has the ratio of averaged sums. Its default is `targets=sampled`. For experiments, `theta=oracle` knows θ
-    of simulated users, and `em=oracle` θ and β.
+    of simulated users (and ζ, with `trust=clicks`), and `em=oracle` θ and β.
 
     - `weights` of the first three are the `paper`'s, or `exact`: then the mean of the loss is right (see `equations`).
     - `trust` is in `pairs` of positions (ε⁺, ε⁻: the default with m_ij), `clicks` (irrelevant items are clicked with

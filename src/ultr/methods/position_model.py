@@ -15,6 +15,8 @@ from ultr.bias.estimators import SCALE, SMALLEST
 from ultr.bias.examination import SOURCES, Examination, estimate_examination
 from ultr.bias.logging_policy import STRATA, logging_score, policy_network
 from ultr.bias.propensities import theta_by_id
+from ultr.datasets.users import User
+from ultr.errors import OptionError
 from ultr.lists import ListBatches, Lists
 from ultr.log import Log
 from ultr.log.table import IN_LIST, SHIFT, as_shown, slot
@@ -62,12 +64,23 @@ def means_of_all(*parts: tuple[Tensor, Tensor]) -> list[Tensor]:
     return [next(totals).view_as(sums) / next(totals).clamp(min=1e-9) for sums, _ in parts]
 
 
+def simulated_user(inputs: MethodInputs, option: str) -> User:
+    """Return the simulated user whose examination the `option` of a method takes as known, for experiments."""
+    if inputs.user is None:
+        raise OptionError(f"{option} needs simulated users", hint="pass --users pbm, or another value")
+    if not inputs.user.by_own_position:
+        what = f"{option} needs users whose examination depends on the position alone"
+        raise OptionError(what, got=type(inputs.user).__name__, hint="pass --users pbm, or remove this option")
+    return inputs.user
+
+
 class PositionModel(Learner):
     """Examination θ and trust ζ by position in P(c>0) = θ_k β + ζ_k (1 - β), for any model of relevance β.
 
-    They are known, or estimated from the log before training (`theta_from` auto, strata or items), or θ is learned with
-    β: by Fisher's scoring with its largest value fixed at `scale` (`regression`), or by the M-step of the paper of
-    `pairwise-em`, θ_k = mean of [c>0] + [c=0] t at position k (`em`).
+    They are known, or estimated from the log before training (`theta_from` auto, strata or items), or are those of the
+    simulated users (`oracle`; ζ is 0 unless `trust_in_clicks`), or θ is learned with β: by Fisher's scoring with its
+    largest value fixed at `scale` (`regression`), or by the M-step of the paper of `pairwise-em`, θ_k = mean of [c>0] +
+    [c=0] t at position k (`em`).
 
     A method may weight rows by θ_k^-`row_power`: low positions hold the items that are most like those ranked later,
     but their feedback is the noisiest.
@@ -102,9 +115,15 @@ class PositionModel(Learner):
         if inputs.propensities is not None:
             known = {slot(position): theta for position, theta in inputs.propensities.items()}
             start = torch.tensor(list(theta_by_id(known, tuple(self.index.ids.tolist())).values()))
+        zeta = torch.zeros(size)
+        if theta_from == "oracle" and not inputs.truth:
+            user, self.theta_from = simulated_user(inputs, "theta=oracle"), "known"
+            start = user.theta(self.index.ids)
+            if trust_in_clicks:
+                start, zeta = user.click_levels(self.index.ids)
         buffers = {
             "theta": start,
-            "zeta": torch.zeros(size),
+            "zeta": zeta,
             "sums": torch.zeros(4, size),  # means over batches of the terms that update θ (`theta_terms`)
             "updates": torch.zeros(()),
             "moved": torch.zeros(()),  # the largest relative change of θ in the last iteration

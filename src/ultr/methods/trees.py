@@ -349,7 +349,7 @@ class TreePairwiseEM(TreeDirect):
     LEARNS_ALONE = False
     OPTIONS: ClassVar[dict[str, Any]] = {
         **{name: read for name, read in PairwiseEM.OPTIONS.items() if name not in ("variant", "delta")},
-        "theta": Literal["auto", "strata", "items", "regression"],
+        "theta": Literal["auto", "strata", "items", "oracle", "regression"],
         "em": Literal["staged"],
         "final": Literal["pairs", "likelihood"],
     }

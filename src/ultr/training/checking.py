@@ -63,7 +63,7 @@ def find_problems(log: Log, label: Label, checks: Iterable[Check] = CHECKS) -> t
 def check_pairs(config: Config, kind: str, log: Log) -> None:
     """Raise DataError if all requests have one item and the method learns from the order of items only."""
     method = config.method.name
-    if log.lengths.max(initial=0) == 1 and not learns_alone(method, ranker=kind):
+    if log.lengths.max(initial=0) == 1 and not learns_alone(method, config.method.options, ranker=kind):
         hint = "use a request id that all items shown together share, or --method direct or pointwise"
         what = f"all {len(log):,} requests have one item, so '{method}' has no order to learn from: {ONE_ITEM}"
         raise DataError(what, where=config.data.source or None, hint=hint)

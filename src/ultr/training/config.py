@@ -193,7 +193,7 @@ class SimulationOptions(Section):
     """Simulated users, who give feedback on a data set with true labels."""
 
     users: str | None = Field(
-        None, description="kind of users: pbm, trust, cascade, clickbait, watch, grid or carousel"
+        None, description="kind of users: pbm, trust, cascade, dcm, clickbait, watch, grid or carousel"
     )
     eta: float = Field(1.0, description="severity of position bias; 0: none")
     epsilon: float = Field(0.1, description="probability that users click an irrelevant item")
