@@ -141,6 +141,7 @@ TITLES = {
     "ml-1m": "MovieLens-1M",
     "mq2007": "MQ2007",
     "synthetic": "Default data (synthetic)",
+    "synthetic-trees": "Generated from trees",
 }
 
 OFF_POLICY, TRUTH = "off-policy", "truth"
@@ -169,6 +170,11 @@ class Budget:
     beyond: bool = True  # add rows that are not in the paper
 
 
+CURVES: Mapping[str, tuple[float, ...]] = {  # examination by position, from 1
+    "reciprocal": tuple(1 / k for k in range(1, 21)),
+    "fold": (0.9, 0.85, 0.8, 0.3, 0.25, 0.2, 0.15, 0.1, 0.1, 0.1),
+    "rare": tuple(0.3 * 0.8**k for k in range(20)),
+}
 NETWORK = ("hidden", "dropout", "steps", "bias_steps", "evaluate_every", "patience")  # of a budget
 FULL = Budget()
 QUICK = Budget(
@@ -203,6 +209,9 @@ class World:
     sessions: int = SESSIONS  # of the one log that every method of a run learns from; 0: new feedback at each step
     logging: Logging = "linear"  # the ranker that orders what users see, by name
     select: str = OFF_POLICY  # how steps and settings are chosen, see `SELECTIONS`
+    items: int = 10  # that users see
+    share: float = 0.01  # of the labelled requests that train the logging ranker: its strength
+    curve: str = ""  # name of the examination by position, see `CURVES`; empty: that of the users
 
     @property
     def name(self) -> str:
@@ -211,7 +220,9 @@ class World:
         users = "" if self.users == "pbm" else f"-{self.users}"
         sessions = f"-{self.sessions}-sessions" if self.sessions else "-new-sessions"
         logging = "" if self.logging == "linear" else f"-{self.logging}-logging"
-        return f"{self.data}/{kind}-eta-{self.eta:g}{users}{sessions}{logging}-{self.select}"
+        logging += "" if self.share == World.share else f"-{self.share:g}-share"
+        shown = f"{f'-{self.curve}' if self.curve else ''}{f'-{self.items}-items' if self.items != 10 else ''}"
+        return f"{self.data}/{kind}-eta-{self.eta:g}{users}{shown}{sessions}{logging}-{self.select}"
 
     @property
     def title(self) -> str:
@@ -284,7 +295,8 @@ class Lab:
         """Return the plan to compare the methods `entries` in a world."""
         budget = self.budget
         network = {name: getattr(budget, name) for name in NETWORK}
-        users = {name: getattr(world, name) for name in ("users", "eta", "sessions", "logging")}
+        users = {name: getattr(world, name) for name in ("users", "eta", "sessions", "logging", "share", "items")}
+        users["user_options"] = {"examination": CURVES[world.curve]} if world.curve else {}
         select = world.metrics[-1] if world.select == TRUTH else LIKELIHOOD
         base = make_config(world.data, data_dir=self.data_dir, **users, ranker="mlp", **network)
         base = base.with_options(label=world.label, select=select, device=self.device)

@@ -1,187 +1,319 @@
-"""The experiment `worlds`: which method is best for which users, log and label, and how far the default is from it.
+"""The experiment `worlds`: is the default as good as every method that a user could choose, in simulated worlds?
 
-It is a selection of the product of data sets, users, sizes of the log, labels and logging rankers, in which every value
-occurs often. Half of the cells may be used to choose defaults; the others are only reported.
+docs/results/protocol.md was written before it was run: the question, the margin, the worlds, the seeds, how settings
+are chosen, and the tests. A world's result is one file, so that an experiment can be continued on another machine.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from scipy.special import stdtr, stdtrit
 
-from ultr.datasets.initial import RANDOM_SHARE, Logging, initial_rankers
+from ultr.datasets.initial import Logging, initial_rankers
 from ultr.datasets.users import make_user
 from ultr.evaluation.off_policy import request_metrics
-from ultr.evaluation.scores import mean_with_interval, paired_test
-from ultr.experiments.lab import OFF_POLICY, QUICK, TITLES, ExperimentResult, Lab, World, row_of
-from ultr.experiments.paper import DEFAULT
+from ultr.evaluation.scores import LIKELIHOOD, holm
+from ultr.experiments.lab import NETWORK, OFF_POLICY, QUICK, TITLES, ExperimentResult, Lab, World, provenance
 from ultr.report.page import Section, Table, Text
 from ultr.report.plots import heat_map
-from ultr.training.comparing.plan import SESSIONS, Plan, compare_all
-from ultr.training.comparing.results import Comparison
-from ultr.training.data import cached_dataset
+from ultr.training.comparing.plan import Entry, Plan, compare_all
+from ultr.training.comparing.results import Comparison, Row
+from ultr.training.config import make_config
+from ultr.training.data import cached_dataset, network_sizes
+from ultr.utils.jsonfiles import check_format, content_errors, read_json, write_json
 
-BOUND = "pairwise-em:theta=oracle"
-METHODS = (
-    DEFAULT,
-    BOUND,
-    "pairwise-em:loss=opt-posterior",
+FORMAT = 1
+MARGIN = 0.01  # of the other method's metric: the default may be this much worse and still counts as level
+SEEDS = 20  # logs of the default, and of its closest rivals
+FEW = 5  # logs of the other methods
+CLOSEST = 5  # rivals with all logs: the best by the first `FEW`
+TUNING = 2  # logs that choose the settings of a method
+BIAS_STEPS = 1000  # largest number of steps of a bias model; other methods have them too
+LONGEST = 2  # times its steps that a method may have if it still improves
+TOGETHER = 12  # worlds that are trained at the same time; then their results are written
+
+DEFAULT = "pairwise-em:ranker=auto"  # what `ultr train` trains: a network with an anchor, and trees
+NETWORK_OF_DEFAULT = "pairwise-em"
+KNOWN = "pairwise-em:theta=oracle"
+KNOWN_TRUST = "affine:theta=oracle:loss=listwise"
+PARTS = (NETWORK_OF_DEFAULT, KNOWN, KNOWN_TRUST)  # not rivals: a part of the default, and known examination and trust
+RIVALS = (
+    "direct",
+    "direct:networks=2",
+    "direct:networks=2:anchor=linear",
+    "direct:ranker=lightgbm",
+    "doubly-robust",
+    "pal-click",
+    "pal-click:anchor=linear",
+    "sum-click",
+    "position-feature",
     "pairwise-em:loss=opt",
     "pairwise-em:loss=bayes-ipw",
     "pairwise-em:loss=ipw",
-    "direct",
-    "doubly-robust",
-    "pal-click",
-    "sum-click",
-    "regression-em",
-    "dla",
-    "pairwise-debias",
-    "ubm",
-    "ccm",
     "pointwise",
     "lambdarank",
+    "lambdarank:ranker=lightgbm",
 )
-ONLY_CLICKS = ("regression-em", "dla", "pairwise-debias", "ubm", "ccm")
-ONLY_VALUES = ("sum-click",)
+OF_CLICKS = ("regression-em", "dla", "pairwise-debias", "ipw-listwise", "ubm")
+OF_TRUST = ("affine", "affine:loss=listwise", "pairwise-em:trust=clicks")
+OF_SEQUENCES = ("cascade", "dcm", "sdbn", "dbn", "ccm")
+ONLY_VALUES = ("sum-click",)  # with clicks alone it is `position-feature` by another name
 KNOWN_THETA = ("pbm", "trust", "clickbait", "watch")  # users whose examination does not depend on other clicks
-USERS: tuple[tuple[str, float], ...] = (
-    ("pbm", 0.0),
-    ("pbm", 0.5),
-    ("pbm", 1.0),
-    ("pbm", 2.0),
-    ("trust", 1.0),
-    ("cascade", 1.0),
-    ("watch", 1.0),
-    ("clickbait", 1.0),
+SEQUENCES = ("cascade", "dcm")
+
+DATA = ("synthetic", "synthetic-trees", "ml-1m", "mq2007")
+LOGGINGS: tuple[tuple[Logging, float], ...] = (  # the rankers that wrote the log, and the share of labels they saw
+    ("linear", 0.01),
+    ("network", 0.01),
+    ("both", 0.01),
+    ("randomised", 0.01),
+    ("linear", WEAK := 0.005),
+    ("network", STRONG := 0.3),
 )
-DATA = ("synthetic", "ml-1m", "mq2007")
-LOGGINGS: tuple[Logging, ...] = ("linear", "network", "both", "randomised")
-SIZES = (3_000, 300_000)
-RATE = 0.01  # learning rate of all methods
-SEEDS = 5
+SESSIONS = 8_000
 SHOWN = 5.0  # largest difference that has a colour of its own, in %
-CELLS_OF_DATA = 16  # of each data set
-STEEPEST = 2.0  # eta of the users who look least at low places
 
 
-def cells(data: Sequence[str] = DATA) -> dict[World, bool]:
-    """Return the worlds of the grid with these data sets, and whether defaults may be chosen by them.
+def worlds_of(name: str) -> list[World]:
+    """Return the twelve worlds of a data set; the rankers that wrote the logs rotate from one data set to the next."""
+    values: dict[str, Any] = {"data": name, "sessions": SESSIONS}
+    clicks = {**values, "clicks": True}
+    odd = DATA.index(name) % 2
+    made = [
+        World(**values),
+        World(**values, eta=2.0),
+        World(**values, users="trust"),
+        World(**values, users="clickbait" if odd else "watch"),
+        World(**values, curve="reciprocal", items=20),
+        World(**{**values, "sessions": 50_000}, curve="rare"),
+        World(**clicks),
+        World(**clicks, users="trust"),
+        World(**clicks, users="cascade"),
+        World(**clicks, users="dcm"),
+        World(**{**clicks, "sessions": 2_000}),
+        World(**clicks, curve="fold", items=5),
+    ]
+    loggings = islice(cycle(LOGGINGS), DATA.index(name), None)
+    return [replace(world, logging=kind, share=share) for world, (kind, share) in zip(made, loggings, strict=False)]
 
-    Every second one of each data set may choose; it has a counterpart that does not, with the same users, in the next
-    data set.
-    """
-    found = []
-    for place, name in enumerate(DATA):
-        for number, (users, eta) in enumerate(USERS):
-            logging = LOGGINGS[(number + place) % len(LOGGINGS)]
-            found.append(World(name, clicks=False, eta=eta, users=users, logging=logging))
-        for number, size in enumerate(SIZES):
-            for clicks in (False, True):
-                users = ("pbm", "trust")[(number + clicks + place) % 2]
-                logging = LOGGINGS[(2 * number + clicks + place) % len(LOGGINGS)]
-                found.append(World(name, clicks=clicks, users=users, sessions=size, logging=logging))
-        for number, (users, eta) in enumerate((("pbm", 1.0), ("pbm", 2.0), ("trust", 1.0), ("cascade", 1.0))):
-            logging = LOGGINGS[(number + place + 1) % len(LOGGINGS)]
-            found.append(World(name, clicks=True, eta=eta, users=users, logging=logging))
-    chooses = [(i + i // CELLS_OF_DATA) % 2 == 0 for i in range(len(found))]
-    return {world: chosen for world, chosen in zip(found, chooses, strict=True) if world.data in data}
+
+def entries_of(world: World) -> list[str]:
+    """Return the methods that are compared in a world: the default, its parts, and all rivals that can be used."""
+    rivals = [*RIVALS, *(OF_TRUST if world.users == "trust" else ())]
+    if world.clicks:
+        rivals = [each for each in rivals if each not in ONLY_VALUES]
+        rivals += [*OF_CLICKS, *(OF_SEQUENCES if world.users in SEQUENCES else ())]
+    known = [*([KNOWN] if world.users in KNOWN_THETA else []), *([KNOWN_TRUST] if world.users == "trust" else [])]
+    return [DEFAULT, NETWORK_OF_DEFAULT, *known, *rivals]
+
+
+def is_rival(entry: str) -> bool:
+    return entry not in (DEFAULT, *PARTS)
+
+
+# --- The result of a world --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Cell:
-    """The result of a cell: its world, the comparison, and the metric of the logging ranker by seed."""
+class Against:
+    """The default minus another method, as a share of the method's mean, with its error over logs and requests.
 
-    world: World
-    chooses: bool  # whether defaults may be chosen by it
-    compared: Comparison
-    logged: list[float]
+    Logs and test requests are crossed: the variance of the mean is at most the sum of those over logs and requests.
+    """
+
+    entry: str
+    seeds: int
+    difference: float
+    error_of_seeds: float
+    error_of_requests: float
+    requests: int
 
     @property
-    def metric(self) -> str:
-        return self.world.metrics[-1]
+    def error(self) -> float:
+        return math.hypot(self.error_of_seeds, self.error_of_requests)
+
+    @property
+    def freedom(self) -> float:
+        """The degrees of freedom of the error (Welch-Satterthwaite)."""
+        parts = (self.error_of_seeds**4 / (self.seeds - 1), self.error_of_requests**4 / (self.requests - 1))
+        return self.error**4 / max(sum(parts), 1e-300)
+
+    def p_above(self, least: float) -> float:
+        """Return the p value of the hypothesis that the true difference is at most `least`."""
+        return float(stdtr(self.freedom, -(self.difference - least) / max(self.error, 1e-12)))
+
+    @property
+    def p(self) -> float:
+        """The two-sided p value of no difference."""
+        return 2 * min(self.p_above(0.0), 1 - self.p_above(0.0))
+
+    @property
+    def half_width(self) -> float:
+        """Half of the width of the 95% interval."""
+        return float(stdtrit(self.freedom, 0.975)) * self.error
+
+    @property
+    def is_level(self) -> bool:
+        """Whether both are within the margin of each other, by two one-sided tests at 5%."""
+        return self.p_above(-MARGIN) < 0.05 and 1 - self.p_above(MARGIN) < 0.05
+
+
+@dataclass(frozen=True)
+class WorldResult:
+    """All that is kept of a world: the metric of each method by log, and its setting."""
+
+    name: str
+    metric: str
+    values: Mapping[str, list[float]]  # entry -> metric by log
+    settings: Mapping[str, str]
+    against: Mapping[str, Against]
+    logged: list[float]  # metric of the rankers that wrote the logs
+    made: Mapping[str, str]
+
+    def save(self, path: Path) -> None:
+        write_json(path, {"format": FORMAT, **asdict(self)})
+
+    @staticmethod
+    def load(path: Path) -> WorldResult:
+        content = read_json(path)
+        check_format(content, FORMAT, what="the result of a world", where=path, hint="remove it and run again")
+        with content_errors("the result of a world cannot be read", where=path, hint="remove it and run again"):
+            content.pop("format")
+            against = {entry: Against(**each) for entry, each in content.pop("against").items()}
+            return WorldResult(**content, against=against)
+
+    @property
+    def rivals(self) -> list[Against]:
+        return [each for entry, each in self.against.items() if is_rival(entry)]
 
     def mean(self, entry: str) -> float:
-        return float(np.mean(row_of(self.compared, entry).results[self.metric]))
-
-    def has(self, entry: str) -> bool:
-        return any(row.entry == entry for row in self.compared.rows)
+        return float(np.mean(self.values[entry]))
 
     @property
-    def methods(self) -> list[str]:
-        """The methods that a user could choose, so not the bound."""
-        return [row.entry for row in self.compared.rows if row.entry != BOUND]
+    def not_inferior(self) -> bool:
+        """Whether the default is above every rival less the margin, by one-sided tests with Holm's correction."""
+        return max(holm([each.p_above(-MARGIN) for each in self.rivals])) < 0.05
 
     @property
-    def first(self) -> str:
-        return max(self.methods, key=self.mean)
-
-    def behind(self, entry: str) -> float:
-        """Return how far the default is below a method, relative to the default; negative if it is above."""
-        return self.mean(entry) / self.mean(DEFAULT) - 1
-
-    def differs(self, entry: str) -> bool:
-        """Return whether a method differs from the default in a test paired over seeds, with Holm's correction."""
-        if entry == DEFAULT:
-            return False
-        test = row_of(self.compared, entry).against[self.metric]
-        corrected = test.seeds.p if test.holm is None else test.holm[0]
-        return corrected < 0.05
-
-    def significantly_behind(self, entry: str) -> bool:
-        """Return whether the default is below a method, and the two differ."""
-        return self.behind(entry) > 0 and self.differs(entry)
+    def verdicts(self) -> dict[str, str]:
+        """Return rival -> win, loss, level or open, of the default; wins and losses with Holm's correction."""
+        rivals = self.rivals
+        corrected = holm([each.p for each in rivals])
+        found = {}
+        for each, p in zip(rivals, corrected, strict=True):
+            verdict = "level" if each.is_level else "open"
+            if p < 0.05:
+                verdict = "win" if each.difference > 0 else "loss"
+            found[each.entry] = verdict
+        return found
 
     @property
-    def below_logged(self) -> bool:
-        """Whether the default is significantly below the ranker that wrote the log, in a test paired over seeds."""
-        test = paired_test(np.array(row_of(self.compared, DEFAULT).results[self.metric]), np.array(self.logged))
-        return test.difference < 0 and test.p < 0.05
+    def closest(self) -> Against:
+        """The rival with the largest mean."""
+        return min(self.rivals, key=lambda each: each.difference)
 
-    def spread(self, entry: str) -> float:
-        """Return the standard deviation of a method over seeds."""
-        return float(np.std(row_of(self.compared, entry).results[self.metric], ddof=1))
 
-    @property
-    def is_first(self) -> bool:
-        """Whether the default is first, or not significantly below any method."""
-        return not any(self.significantly_behind(entry) for entry in self.methods)
+def world_result(world: World, first: Comparison, more: Comparison, logged: list[float]) -> WorldResult:
+    """Return what is kept of a world: of `more`, with all logs, where a method is in it, else of `first`."""
+    metric = world.metrics[-1]
+    values, settings, against = {}, {}, {}
+    for comparison in (first, more):
+        default = next(row for row in comparison.rows if row.entry == DEFAULT)
+        for row in comparison.rows:
+            values[row.entry], settings[row.entry] = row.results[metric], str(row.setting)
+            if row is not default:
+                against[row.entry] = difference(default, row, metric)
+    made = provenance("ultr reproduce worlds")
+    return WorldResult(title_of(world), metric, values, settings, against, logged, made)
+
+
+def difference(default: Row, other: Row, metric: str) -> Against:
+    """Return the default minus another method over the same logs and test requests."""
+    over_seeds = np.subtract(default.results[metric], other.results[metric])
+    over_requests = default.by_request[metric] - other.by_request[metric]
+    scale = float(np.mean(other.results[metric]))
+    of_seeds, of_requests = (
+        float(np.std(each, ddof=1) / len(each) ** 0.5) / scale for each in (over_seeds, over_requests)
+    )
+    mean = float(over_seeds.mean()) / scale
+    return Against(other.entry, len(over_seeds), mean, of_seeds, of_requests, len(over_requests))
+
+
+def title_of(world: World) -> str:
+    users = f"{world.users} {world.eta:g}" if world.users == "pbm" else world.users
+    curve = f", {world.curve} curve" if world.curve else ""
+    items = f", {world.items} items" if world.items != World.items else ""
+    label = "clicks" if world.clicks else "values"
+    data = TITLES.get(world.data, world.data)
+    strength = {WEAK: "weak ", STRONG: "strong "}.get(world.share, "")
+    return f"{data}, {users}{curve}{items}, {label}, {world.sessions:,}, {strength}{world.logging}"
+
+
+# --- The experiment ---------------------------------------------------------------------------------------------------
 
 
 def compare_worlds(lab: Lab) -> ExperimentResult:
-    """Compare all methods with the default in a grid of simulated worlds."""
+    """Compare the default with every method that a user could choose, in a grid of simulated worlds."""
     available, absent = lab.find(DATA)
-    grid = cells(available)
+    grid = [world for name in DATA if name in available for world in worlds_of(name)]
     if lab.budget.name == QUICK.name:
-        few = [*grid.items()][:4]
-        grid = {replace(world, sessions=min(world.sessions, QUICK.sessions)): chooses for world, chooses in few}
-    plans = [_plan(lab, world) for world in grid]
-    compared = compare_all(plans, lab.workers, lab.on_done)
-    found = [
-        Cell(world, chooses, result, _logged(lab, world, plan))
-        for (world, chooses), plan, result in zip(grid.items(), plans, compared, strict=True)
-    ]
-    title = f"Which method is best in which world (budget: {lab.budget.name})"
-    results = {
-        _name(cell.world): {"may_choose": cell.chooses, "logging_ranker": cell.logged, **cell.compared.to_json()}
-        for cell in found
-    }
+        grid = [replace(world, sessions=min(world.sessions, lab.budget.sessions)) for world in (grid[0], grid[6])]
+    files = {world: lab.out / "worlds" / f"{world.name.replace('/', '-')}.json" for world in grid}
+    missing = [world for world in grid if not files[world].is_file()]
+    for start in range(0, len(missing), TOGETHER):
+        part = missing[start : start + TOGETHER]
+        for world, result in zip(part, _results(lab, part), strict=True):
+            files[world].parent.mkdir(parents=True, exist_ok=True)
+            result.save(files[world])
+    found = [(world, WorldResult.load(files[world])) for world in grid]
+    title = f"Is the default as good as every other method? (budget: {lab.budget.name})"
+    results = {each.name: asdict(each) for _, each in found}
     sections = [_summary(found), _methods(found), _map(found), _details(found)]
-    return ExperimentResult("worlds", title, _about(len(found), plans[0].seeds), sections, [], results, absent)
+    return ExperimentResult("worlds", title, _about(found), sections, [], results, absent)
 
 
-def _plan(lab: Lab, world: World) -> Plan:
-    skipped = {*(ONLY_VALUES if world.clicks else ONLY_CLICKS), *(() if world.users in KNOWN_THETA else (BOUND,))}
-    entries = [entry for entry in METHODS if entry not in skipped]
-    plan = lab.plan(replace(world, select=OFF_POLICY), entries, reference=DEFAULT)
-    seeds = lab.runs or min(SEEDS, lab.budget.runs)
-    metrics = world.metrics[-1:]
-    return replace(plan, seeds=seeds, rates=(RATE,), dropouts=(), limits=(), longest=1, metrics=metrics)
+def _results(lab: Lab, worlds: Sequence[World]) -> list[WorldResult]:
+    most = lab.runs or (SEEDS if lab.budget.name != QUICK.name else lab.budget.runs)
+    plans = [_plan(lab, world, min(FEW, most)) for world in worlds]
+    first = compare_all(plans, lab.workers, lab.on_done)
+    longer = [_of_closest(plan, result, most) for plan, result in zip(plans, first, strict=True)]
+    more = compare_all(longer, lab.workers, lab.on_done)
+    logged = [_logged(lab, world, plan) for world, plan in zip(worlds, longer, strict=True)]
+    return [world_result(*each) for each in zip(worlds, first, more, logged, strict=True)]
+
+
+def _plan(lab: Lab, world: World, seeds: int) -> Plan:
+    plan = lab.plan(replace(world, select=OFF_POLICY), entries_of(world), reference=DEFAULT)
+    base = make_config(world.data, data_dir=lab.data_dir, label=world.label, select=LIKELIHOOD, device=lab.device)
+    base = base.model_copy(update={"simulation": plan.base.simulation})
+    plan = replace(plan, seeds=seeds, dropouts=(), limits=(), metrics=world.metrics[-1:])
+    if lab.budget.name == QUICK.name:
+        network = {name: getattr(lab.budget, name) for name in NETWORK}
+        return replace(plan, base=base.with_options(**network), longest=1)
+    width = cached_dataset(world.data, lab.data_dir).train.features.shape[1]
+    hidden = network_sizes(world.sessions * world.items, width)
+    base = base.with_options(hidden=hidden, bias_steps=BIAS_STEPS)
+    return replace(plan, base=base, rates=(), tuning_seeds=TUNING, longest=LONGEST)
+
+
+def _of_closest(plan: Plan, result: Comparison, seeds: int) -> Plan:
+    """Return the plan for all logs of the default and of its closest rivals."""
+    metric = plan.metrics[-1]
+    means = {row.entry: float(np.mean(row.results[metric])) for row in result.rows if is_rival(row.entry)}
+    kept = {DEFAULT, *sorted(means, key=means.__getitem__, reverse=True)[:CLOSEST]}
+    entries: list[Entry] = [entry for entry in plan.entries if entry.text in kept]
+    return replace(plan, entries=entries, seeds=seeds)
 
 
 def _logged(lab: Lab, world: World, plan: Plan) -> list[float]:
-    """Return the metric of the logging ranker on the test requests, by seed."""
+    """Return the metric of the logging ranker on the test requests, by log."""
     dataset = cached_dataset(world.data, lab.data_dir)
     user = make_user(world.users, **{**plan.base.simulation.user_options, "max_grade": dataset.max_grade})
     metric, found = world.metrics[-1], []
@@ -195,96 +327,102 @@ def _logged(lab: Lab, world: World, plan: Plan) -> list[float]:
     return found
 
 
-def _about(count: int, seeds: int) -> str:
+# --- The page ---------------------------------------------------------------------------------------------------------
+
+Found = Sequence[tuple[World, WorldResult]]
+
+
+def _about(found: Found) -> str:
+    made = sorted({(each.made["commit"], each.made["date"], each.made["machine"]) for _, each in found})
+    where = "; ".join(f"commit {commit} on {date}, {machine}" for commit, date, machine in made)
     return (
-        f"{count} worlds. A world has a data set; users (pbm with its eta, trust, cascade, watch or clickbait); a "
-        "label (values: clicks and dwell time, judged by Reward@10; or clicks, judged by NDCG@10); a number of "
-        "sessions; and rankers that ordered what users saw (linear, a network, both, or linear with "
-        f"{RANDOM_SHARE:.0%} of the sessions in random order). All methods of a run learn from the same sessions, as "
-        f"networks with a learning rate of {RATE:g}; off-policy values, without true labels, choose the step. The "
-        "bound is the default with the true examination of the users; it does not know their trust. Tests are paired "
-        f"over {seeds} seeds, with Holm's correction. `ultr train` adds trees to the networks of the default; they are "
-        "not part of this."
+        f"{len(found)} worlds; the [protocol](protocol.md) was written before they were run. A world has a data set; "
+        "users; a label (values: clicks and dwell time, measured by Reward@10; or clicks, measured by NDCG@10); a "
+        "number of sessions; and the rankers that ordered what users saw. Differences are the default minus the other "
+        "method, in % of the other method, with errors over logs and test requests. A world counts as *non-inferior* "
+        f"if the default is above every rival less {MARGIN:.0%}, by one-sided tests at 5% with Holm's correction. "
+        f"Worlds were made from {where}."
     )
 
 
-def _name(world: World) -> str:
-    users = f"{world.users} {world.eta:g}" if world.users == "pbm" else world.users
-    label = "clicks" if world.clicks else "values"
-    return f"{TITLES.get(world.data, world.data)}, {users}, {label}, {world.sessions:,}, {world.logging}"
-
-
-def _summary(found: Sequence[Cell]) -> Section:
-    """Return what the default reaches on all cells, and on parts of them."""
-    parts: Mapping[str, list[Cell]] = {
-        "all": list(found),
-        "may choose defaults": [cell for cell in found if cell.chooses],
-        "kept apart": [cell for cell in found if not cell.chooses],
-        **{f"{n:,} sessions": [c for c in found if c.world.sessions == n] for n in sorted({*SIZES, SESSIONS})},
-        **{TITLES.get(name, name): [cell for cell in found if cell.world.data == name] for name in DATA},
-    }
-    head = [
-        "cells",
-        "number",
-        "first or level with it",
-        "below pointwise",
-        "below the logging ranker",
-        "bound over the default",
-    ]
+def _summary(found: Found) -> Section:
+    """Return what the default reaches in all worlds, and in parts of them."""
+    parts: dict[str, list[WorldResult]] = {"all": [each for _, each in found]}
+    for key in ("data", "users", "clicks", "sessions", "logging"):
+        for value in dict.fromkeys(getattr(world, key) for world, _ in found):
+            name = {"data": TITLES.get(value, value), "clicks": "clicks" if value else "values"}.get(key, f"{value:,}"
+                    if isinstance(value, int) else value)  # fmt: skip
+            parts[str(name)] = [each for world, each in found if getattr(world, key) == value]
+    head = ["worlds", "number", "non-inferior to all", "first", "a rival wins", "mean over the closest rival"]
     rows = []
     for name, part in parts.items():
-        bounded = [cell.behind(BOUND) for cell in part if cell.has(BOUND)]
+        closest = np.mean([each.closest.difference for each in part])
         counts = (
             len(part),
-            sum(cell.is_first for cell in part),
-            sum(cell.significantly_behind("pointwise") for cell in part),
-            sum(cell.below_logged for cell in part),
+            sum(each.not_inferior for each in part),
+            sum(each.closest.difference > 0 for each in part),
+            sum("loss" in each.verdicts.values() for each in part),
         )
-        rows += [[name, *map(str, counts), f"{np.mean(bounded):+.2%}" if bounded else ""]] if part else []
-    said = "'below' counts cells in which the default is significantly below. The bound is a mean over cells."
-    return Section("The default", [Table(head, rows), Text(f"{said}{_spread(found)}")])
-
-
-def _spread(found: Sequence[Cell]) -> str:
-    """Return how much the default varies over seeds, against PAL-Click, with users who look at the top places."""
-    steep = [cell for cell in found if cell.world.eta == STEEPEST]
-    if not steep:
-        return ""
-    ratio = np.mean([cell.spread(DEFAULT) for cell in steep]) / np.mean([cell.spread("pal-click") for cell in steep])
-    return f" At eta {STEEPEST:g} the default's standard deviation over seeds is {ratio:.2f} times that of PAL-Click."
-
-
-def _methods(found: Sequence[Cell]) -> Section:
-    """Return how each method differs from the default, over all cells and by data set."""
-    head = ["method", "cells", "mean difference", "95% interval", "above it", "of these *", "below it", "of these *"]
-    shown = [name for name in DATA if any(cell.world.data == name for cell in found)]
-    rows = []
-    for entry in (each for each in METHODS if each != DEFAULT):
-        part = [cell for cell in found if cell.has(entry)]
-        if not part:
-            continue
-        mean = mean_with_interval(np.array([cell.behind(entry) for cell in part]))
-        above, below = ([cell for cell in part if sign * cell.behind(entry) > 0] for sign in (1, -1))
-        counts = [f"{n}" for side in (above, below) for n in (len(side), sum(cell.differs(entry) for cell in side))]
-        of_data = [[cell.behind(entry) for cell in part if cell.world.data == name] for name in shown]
-        by_data = [f"{np.mean(values):+.2%}" if values else "" for values in of_data]
-        interval = f"{mean.low:+.2%} to {mean.high:+.2%}"
-        rows.append([entry, f"{len(part)}", f"{mean.mean:+.2%}", interval, *counts, *by_data])
-    table = Table([*head, *(TITLES.get(name, name) for name in shown)], rows)
+        rows.append([name, *map(str, counts), f"{closest:+.2%}"])
     said = (
-        "Differences from the default: means over cells, their intervals over cells, and the number of cells in which "
-        "a method is above or below the default; * counts those in which the two differ significantly."
+        "The closest rival is the best of all rivals in a world by the same logs, so that it is flattered by chance: "
+        "the mean over it is too low."
     )
-    return Section("Against each method", [Text(said), table])
+    return Section("The default", [Table(head, rows), Text(said)])
 
 
-def _map(found: Sequence[Cell]) -> Section:
-    entries = [entry for entry in METHODS if entry != DEFAULT]
+def over_data_sets(found: Found, entry: str) -> tuple[float, float, dict[str, float]]:
+    """Return the mean difference over data sets, half of its 95% interval, and the means of data sets.
+
+    Each data set counts once, and only they are independent: the interval is Student's, over their means.
+    """
+    means = {}
+    for name in dict.fromkeys(world.data for world, _ in found):
+        values = [
+            each.against[entry].difference for world, each in found if world.data == name if entry in each.against
+        ]
+        if values:
+            means[name] = float(np.mean(values))
+    every = np.array([*means.values()])
+    half = math.inf
+    if len(every) > 1:
+        half = float(stdtrit(len(every) - 1, 0.975) * np.std(every, ddof=1) / len(every) ** 0.5)
+    return float(every.mean()), half, means
+
+
+def _methods(found: Found) -> Section:
+    """Return how the default differs from each method, over data sets and by world."""
+    names = list(dict.fromkeys(world.data for world, _ in found))
+    head = ["method", "worlds", "mean over data sets", "95% interval", "wins", "level", "open", "losses"]
+    rows = []
+    for entry in dict.fromkeys(entry for _, each in found for entry in each.against):
+        mean, half, means = over_data_sets(found, entry)
+        verdicts = [each.verdicts.get(entry, "") for _, each in found if entry in each.against]
+        counts = [str(verdicts.count(what)) if is_rival(entry) else "" for what in ("win", "level", "open", "loss")]
+        interval = f"{mean - half:+.2%} to {mean + half:+.2%}" if math.isfinite(half) else ""
+        by_data = [f"{means[name]:+.2%}" if name in means else "" for name in names]
+        rows.append([entry, str(len(verdicts)), f"{mean:+.2%}", interval, *counts, *by_data])
+    said = (
+        f"The default minus each method. `{NETWORK_OF_DEFAULT}` is the network of the default without its trees; "
+        "methods with `theta=oracle` know the true examination of the users, and their trust; these are no rivals. The "
+        "interval is over data sets, which are few. Wins and losses of the default are significant at 5% with Holm's "
+        f"correction within a world; *level* means within {MARGIN:.0%} both ways by two one-sided tests; *open* is the "
+        "rest."
+    )
+    return Section("Against each method", [Text(said), Table([*head, *(TITLES.get(n, n) for n in names)], rows)])
+
+
+def _map(found: Found) -> Section:
+    entries = list(dict.fromkeys(entry for _, each in found for entry in each.against))
+    cells = [
+        [-100 * each.against[entry].difference if entry in each.against else None for entry in entries]
+        for _, each in found
+    ]
     plot = heat_map(
         "Difference from the default in %",
-        [[100 * cell.behind(entry) if cell.has(entry) else None for entry in entries] for cell in found],
+        cells,
         columns=entries,
-        rows=[_name(cell.world) for cell in found],
+        rows=[each.name for _, each in found],
         x="method",
         y="world",
         caption="Above 0 the method is better than the default.",
@@ -294,28 +432,16 @@ def _map(found: Sequence[Cell]) -> Section:
     return Section("Who is first where", [plot])
 
 
-def _details(found: Sequence[Cell]) -> Section:
-    head = [
-        "world",
-        "use",
-        "the default",
-        "logging ranker",
-        "first",
-        "first over the default",
-        "bound over the default",
-    ]
-    rows: list[list[str]] = []
-    for cell in found:
-        star = "*" if cell.significantly_behind(cell.first) else ""
-        rows.append(
-            [
-                _name(cell.world),
-                "choose" if cell.chooses else "apart",
-                f"{cell.mean(DEFAULT):.4f}",
-                f"{np.mean(cell.logged):.4f}",
-                cell.first,
-                f"{cell.behind(cell.first):+.2%}{star}",
-                f"{cell.behind(BOUND):+.2%}" if cell.has(BOUND) else "",
-            ]
-        )
-    return Section("Cell by cell", [Table(head, rows)])
+def _details(found: Found) -> Section:
+    head = ["world", "the default", "logging ranker", "closest rival", "the default minus it", "non-inferior to all"]
+    head += ["rivals that win"]
+    rows = []
+    for _, each in found:
+        closest = each.closest
+        won = ", ".join(entry for entry, verdict in each.verdicts.items() if verdict == "loss")
+        shown = f"{closest.difference:+.2%} ± {closest.half_width:.2%}"
+        figures = [f"{each.mean(DEFAULT):.4f}", f"{np.mean(each.logged):.4f}", closest.entry, shown]
+        rows.append([each.name, *figures, "yes" if each.not_inferior else "no", won])
+    return Section(
+        "World by world", [Text("Half widths are of 95% intervals over logs and requests."), Table(head, rows)]
+    )

@@ -224,13 +224,17 @@ def decide(config: Config, data: Data) -> Decisions:
     hidden = config.network.hidden
     if hidden is None and "mlp" in rankers:
         endless = data.feeding_user is not None or data.stream is not None
-        few = data.train.rows < SMALL_LOG or len(data.train.feature_names) < FEW_FEATURES
-        hidden = SMALL_NETWORK if few and not endless else HIDDEN
+        hidden = HIDDEN if endless else network_sizes(data.train.rows, len(data.train.feature_names))
         hidden = hidden if start is None else start.hidden or hidden
     notes = () if note is None else (note,)
     streamed = data.stream is not None
     found = (data.segment, data.segments, streamed, notes, data.fingerprint, data.actions)
     return Decisions(data.label, rankers, hidden, *found)
+
+
+def network_sizes(rows: int, features: int) -> tuple[int, ...]:
+    """Return the sizes of the hidden layers of a network for a log of this size."""
+    return SMALL_NETWORK if rows < SMALL_LOG or features < FEW_FEATURES else HIDDEN
 
 
 def _choose_rankers(config: Config, data: Data, start: Decisions | None) -> tuple[tuple[str, ...], str | None]:
