@@ -59,7 +59,8 @@ RIVALS = (
     "pairwise-em:loss=ipw",
     "pointwise",
     "lambdarank",
-    "lambdarank:ranker=lightgbm",
+    "lambdarank:labels=click:ranker=lightgbm",
+    "pointwise:ranker=lightgbm",
 )
 OF_CLICKS = ("regression-em", "dla", "pairwise-debias", "ipw-listwise", "ubm")
 OF_TRUST = ("affine", "affine:loss=listwise", "pairwise-em:trust=clicks")
