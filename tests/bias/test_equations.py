@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ultr.bias.equations import (
     PairModel,
+    drawn_states,
     exact_above,
     exact_below,
     examined_though_zero,
@@ -172,6 +173,22 @@ def test_pair_trust_and_pair_examined_equal_enumeration(parameters):
     assert_conditional(both, states, lambda *state: state[1], lambda *state: state[-1])
     if examined:
         assert_conditional(trust, states, lambda *state: state[2], lambda *state: state[1] and state[-1])
+
+
+def test_hidden_states_of_pairs_are_drawn_from_their_posteriors():
+    generator = torch.Generator().manual_seed(0)
+    n, rows = 5, 20_000
+    values = [torch.rand(n, generator=generator).expand(rows, n) for _ in range(6)]
+    posterior = pair_posterior(PairModel(*values))
+    torch.manual_seed(0)
+    drawn = drawn_states(posterior)
+    for names in (("right", "wrong", "alone"), ("agreed", "reversed_", "lone_irrelevant", "unexamined")):
+        states = torch.stack([getattr(drawn, name) for name in names])
+        chances = torch.stack([getattr(posterior, name)[0] for name in names])
+        assert (states.sum(0) == 1).all()
+        assert set(states.unique().tolist()) == {0.0, 1.0}
+        margin = 4 * (chances * (1 - chances) / rows).sqrt() + 1e-6
+        assert ((states.mean(1) - chances).abs() < margin).all()
 
 
 @given(st.tuples(*[probabilities] * 5))

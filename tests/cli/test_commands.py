@@ -122,6 +122,8 @@ def test_an_output_is_not_overwritten_unless_asked(ultr, tmp_path):
         (["describe", "log.csv", "--position", "psoition"], 5, "no column 'psoition' for the position"),
         (["describe", "log.csv", "--position", "click", "--actions", "click"], 2, "column 'click' has two roles"),
         (["simulate", "synthetic", "--out", "x.parquet", "--users", "pbn"], 2, "did you mean 'pbm'"),
+        (["simulate", "synthetic", "--out", "x.parquet", "--logging", "strng"], 2, "did you mean 'strong'"),
+        (["simulate", "synthetic", "--out", "x.parquet", "--logging", "both"], 2, "use --random-share"),
         (["simulate", "synthetic", "--out", "x.parquet", "--split", "tset"], 2, "did you mean 'test'"),
         (["simulate", "synthetic", "--out", "x.parquet", "--action", "like"], 2, "name=p0,p1"),
         (["simulate", "nothing", "--out", "x.parquet"], 5, "not a data set, a file or a folder"),

@@ -12,7 +12,14 @@ from torch.nn.functional import softplus
 
 from bias_fitting import fit_bias
 from conftest import make_shown_log
-from ultr.bias.equations import examined_though_zero, item_log_likelihood, pair_examined, pair_trust
+from ultr.bias.equations import (
+    examined_though_zero,
+    item_log_likelihood,
+    pair_examined,
+    pair_posterior,
+    pair_trust,
+    released_target,
+)
 from ultr.bias.examination import Examination
 from ultr.datasets.users import EYE_TRACKING, User, simulate_log
 from ultr.errors import DataError, OptionError
@@ -21,8 +28,8 @@ from ultr.lists import Lists
 from ultr.log.labels import Label
 from ultr.methods import MethodInputs, make_method, parse_options
 from ultr.methods.base import Relevance
-from ultr.methods.bias_model import PAIR_SHARE, BiasModel
-from ultr.methods.losses import preferred_pairs
+from ultr.methods.bias_model import PAIR_SHARE, BiasModel, with_clicks
+from ultr.methods.losses import lambdaloss_weights, preferred_pairs
 from ultr.methods.pair_weights import EXPECTED
 from ultr.methods.pairwise_em import _click_log_likelihood
 from ultr.training.config import TrainingOptions
@@ -32,7 +39,7 @@ FEATURES = 5
 LOSSES = [{"loss": loss, "weights": weights} for loss in ("ipw", "bayes-ipw", "opt") for weights in ("exact", "paper")]
 LOSSES += [{"loss": "posterior"}, {"loss": "opt-posterior"}, {"loss": "opt", "delta": "lambdaloss"}]
 LOSSES += [{"loss": "ipw", "weights": "exact", "trust": "clicks"}]
-LOSSES += [{"variant": "released"}, {"variant": "released", "loss": "ipw"}]
+LOSSES += [{"variant": "released", "targets": "soft", **each} for each in ({}, {"loss": "ipw"})]
 
 
 def inputs(**changes) -> MethodInputs:
@@ -248,16 +255,13 @@ def ratios_of_the_paper(model, lists, kept) -> tuple[np.ndarray, ...]:
     return tuple(np.divide(s[..., 0], s[..., 1], np.full(s.shape[:-1], np.nan), where=s[..., 1] > 0) for s in pairs)
 
 
-@pytest.mark.parametrize("variant", ["standard", "released"])
-def test_joint_em_updates_theta_and_trust_by_the_sums_of_the_paper(variant, lists):
+def test_joint_em_updates_theta_and_trust_by_the_sums_of_the_paper(lists):
     torch.manual_seed(0)
-    method = make_method("pairwise-em", inputs(), loss="opt", em="joint", variant=variant)
-    model, clicked = method.bias_model, method.labels(lists) > 0
+    method = make_method("pairwise-em", inputs(), loss="opt", em="joint")
+    model = method.bias_model
     assert (model.theta == 0.9).all()
-    assert (model.theta_minus == (0.2 if variant == "released" else 0.9)).all()
-    kept = [u for u in range(len(lists)) if variant == "standard" or clicked[u].any()]
-    assert len(kept) == len(lists) or variant == "released"
-    theta, theta_minus, plus, _ = ratios_of_the_paper(model, lists, kept)
+    assert (model.theta_minus == 0.9).all()
+    theta, theta_minus, plus, _ = ratios_of_the_paper(model, lists, range(len(lists)))
     method.train()
     with torch.no_grad():
         method.update(lists)
@@ -267,19 +271,32 @@ def test_joint_em_updates_theta_and_trust_by_the_sums_of_the_paper(variant, list
     np.testing.assert_allclose(model.plus.numpy()[filled], plus[filled].clip(0.01, 0.99), rtol=1e-3)
 
 
-def test_printed_em_averages_the_ratios_of_batches(lists):
-    """Eq. 20: a parameter becomes (1-α) times itself plus α times the ratio of the batch, here with α = n^-0.6."""
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ({"loss": "opt", "em": "printed"}, lambda n: n**-0.6),
+        ({"variant": "released", "targets": "soft"}, lambda n: 0.05 * n**-0.05),
+        ({"variant": "released", "targets": "soft", "em": "printed"}, lambda n: n**-0.6),
+    ],
+    ids=["printed", "released", "both"],
+)
+def test_printed_em_averages_the_ratios_of_batches(options, step, lists):
+    """Eq. 20: a parameter becomes (1-α) times itself plus α times the ratio of the batch, with its own α_n."""
     torch.manual_seed(0)
-    method = make_method("pairwise-em", inputs(), loss="opt", em="printed").train()
+    method = make_method("pairwise-em", inputs(), **options).train()
     model, first = method.bias_model, replace(lists, where=lists.where & (lists.positions <= 9))
     few = torch.arange(len(lists))[:, None] < 4
     second = replace(lists, where=lists.where & few & (lists.positions > 2))
     expected = [values.double().numpy() for values in (model.theta, model.theta_minus, model.plus, model.minus)]
     kept_empty = 0
     for n, batch in enumerate((first, second), start=1):
-        ratios = ratios_of_the_paper(model, batch, range(len(lists)))
+        clicked = ((method.labels(batch) > 0) & batch.where).any(-1)
+        assert clicked.any()
+        assert not clicked.all()
+        kept = [u for u in range(len(lists)) if clicked[u] or "variant" not in options]
+        ratios = ratios_of_the_paper(model, batch, kept)
         kept_empty += np.isnan(ratios[2]).sum()
-        alpha = n**-0.6
+        alpha = step(n)
         moved = [np.where(np.isnan(r), x, (1 - alpha) * x + alpha * r) for x, r in zip(expected, ratios, strict=True)]
         plus = moved[2].clip(0.01, 0.99)
         expected = [moved[0], moved[1], plus, np.minimum(moved[3].clip(0.01, 0.99), plus)]
@@ -289,12 +306,84 @@ def test_printed_em_averages_the_ratios_of_batches(lists):
         for values, wanted in zip((model.theta, model.theta_minus, model.plus, model.minus), expected, strict=True):
             np.testing.assert_allclose(values, wanted, rtol=1e-4)
     assert kept_empty > 0
+    if "variant" in options:
+        return
     averaged = make_method("pairwise-em", inputs(), loss="opt", em="joint")
     averaged.load_state_dict({**method.state_dict(), "bias_model.updates": torch.zeros(())})
     with torch.no_grad():
         for batch in (first, second):
             averaged.update(batch)
     assert (averaged.bias_model.plus - model.plus).abs().max() > 0.05
+
+
+def test_the_released_variant_moves_by_small_steps_that_fall_slowly():
+    model = make_method("pairwise-em", inputs(), variant="released").bias_model
+    assert (model.theta == 0.9).all()
+    assert (model.theta_minus == 0.2).all()
+    for n, share in ((1, 0.05), (2, 0.0483), (1000, 0.0354)):
+        model.updates.fill_(n)
+        assert float(model.step) == pytest.approx(share, rel=1e-3)
+
+
+def test_the_mean_of_a_released_update_is_that_over_all_hidden_states():
+    """Two items; the first is clicked. Its pair is in one of three states, and the reversed pair in one of four.
+
+    A pair that is examined moves one parameter of its cell towards 1 or 0, if its states are drawn; others move none.
+    """
+    torch.manual_seed(0)
+    method = make_method("pairwise-em", inputs(), variant="released")
+    assert method.draws
+    model, repeats = method.bias_model.eval(), 3000
+    lists = Lists(
+        features=torch.randn(1, 2, FEATURES),
+        where=torch.ones(1, 2, dtype=torch.bool),
+        weights=torch.ones(1),
+        positions=torch.tensor([[1, 2]]),
+        actions={"click": torch.tensor([[1.0, 0.0]]), "dwell": torch.tensor([[5.0, 0.0]])},
+    )
+    start = {name: values.clone() for name, values in model.state_dict().items()}
+    labels, place = method.labels(lists), model.index(lists.positions)
+    logit, _, g = (values.detach() for values in model.predictions(lists.features))
+    pair, preferred, _ = model._pairs(lists, labels, place, logit.sigmoid(), g[..., :, None] - g[..., None, :])
+    assert preferred[0].tolist() == [[False, True], [False, False]]
+    posterior = pair_posterior(pair)
+    right, wrong = (float(each[0, 0, 1]) for each in (posterior.right, posterior.wrong))
+    missed, agreed = (float(each[0, 1, 0]) for each in (posterior.reversed_, posterior.agreed))
+    beta, theta = float(logit[0, 1].sigmoid()), 0.9
+    seen = theta * (1 - beta) / (1 - theta * beta)
+    plus, minus = float(model.plus[0, 1]), float(model.minus[0, 1])
+    expected = [
+        *(theta + 0.05 * (1 - theta), theta + 0.05 * (seen - theta), 0.2 + 0.05 * (seen - 0.2)),
+        *(plus + 0.05 * right * (1 - plus), minus + 0.05 * wrong * (1 - minus)),
+        *(plus - 0.05 * missed * plus, minus - 0.05 * agreed * minus),
+    ]
+    found = []
+    for _ in range(repeats):
+        model.load_state_dict(start)
+        with torch.no_grad():
+            model.update(lists)
+        cells = [values[i, j] for i, j in ((0, 1), (1, 0)) for values in (model.plus, model.minus)]
+        found.append([*model.theta[:2].tolist(), float(model.theta_minus[1]), *map(float, cells)])
+    means, errors = np.mean(found, 0), np.std(found, 0) / repeats**0.5
+    assert (errors[1:] > 0).all()
+    assert (np.abs(means - expected) < 4 * errors + 1e-6).all()
+
+
+def test_pairs_have_weight_one_in_the_loss_of_the_released_variant(lists):
+    torch.manual_seed(0)
+    method = make_method("pairwise-em", inputs(), variant="released", targets="soft")
+    model, labels = method.bias_model.eval(), method.labels(lists)
+    kept = with_clicks(lists, labels)
+    logit, _, g = (values.detach() for values in model.predictions(lists.features))
+    place, gap = model.index(lists.positions), g[..., :, None] - g[..., None, :]
+    pair, _, _ = model._pairs(lists, labels, place, logit.sigmoid(), gap)
+    target = released_target((labels > 0)[..., None, :], pair, model.theta_minus[place][..., None, :])
+    cross = target * softplus(-gap) + (1 - target) * softplus(gap)
+    of_pairs = (lambdaloss_weights(g, labels, where=lists.where) * cross).sum((-2, -1))
+    whole = float(model.loss(lists).detach())
+    model.pairs = False
+    alone = float(model.loss(lists).detach())
+    assert whole - alone == pytest.approx(float((kept.weights @ of_pairs) / kept.weights.sum()), rel=1e-3)
 
 
 def test_printed_em_draws_the_targets_of_its_networks(lists, monkeypatch):

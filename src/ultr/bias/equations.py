@@ -116,6 +116,21 @@ def pair_posterior(pair: PairModel) -> PairPosterior:
     return PairPosterior(*given_above, *given_below)
 
 
+def drawn_states(posterior: PairPosterior) -> PairPosterior:
+    """Draw the hidden state of each pair from its posterior; the drawn state is 1 and the others are 0."""
+    u = torch.rand_like(posterior.right)
+
+    def states(*chances: Tensor) -> list[Tensor]:
+        ends = torch.stack(chances).cumsum(0)
+        ends[-1] = 1  # rounding may not reach it
+        starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+        return [*((starts <= u) & (u < ends)).to(u.dtype)]
+
+    p = posterior
+    above = states(p.right, p.wrong, p.alone)
+    return PairPosterior(*above, *states(p.agreed, p.reversed_, p.lone_irrelevant, p.unexamined))
+
+
 def preference_target(preferred: Tensor, gamma: Tensor, posterior: PairPosterior) -> Tensor:
     """Return P(r_i>r_j | labels), the target of the network g: A1 + γ A3 if c_i>c_j, else B2 + γ (1 - B1 - B2)."""
     unseen = posterior.lone_irrelevant + posterior.unexamined

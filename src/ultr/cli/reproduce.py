@@ -7,7 +7,7 @@ import math
 import shlex
 import time
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated
 
 import typer
 
@@ -54,7 +54,11 @@ def reproduce(
         ),
     ] = None,
     logging: Annotated[
-        str, typer.Option(help="What orders what users see: linear, network, both or randomised (see the docs).")
+        str,
+        typer.Option(
+            help="What orders what users see: weak, linear, network, strong, both, randomised, or a network trained on "
+            "a share of the requests, such as 0.1 (see the docs)."
+        ),
     ] = "linear",
     select: Annotated[
         str | None,
@@ -70,7 +74,7 @@ def reproduce(
     as_json: Json = False,
 ) -> None:
     """Repeat the experiments of the paper that pairwise-em comes from (CIKM 2022), and check the paper's claims."""
-    from ultr.datasets.initial import Logging
+    from ultr.datasets.initial import parse_logging
     from ultr.datasets.users import make_user
     from ultr.experiments import EXPERIMENTS, FULL, QUICK, SELECTIONS, Lab
     from ultr.experiments.lab import write_docs
@@ -80,9 +84,10 @@ def reproduce(
     out = on_this_machine(out)
     make_user(users)  # raises OptionError if there are no such users
     selections = () if select is None else tuple(name.strip() for name in select.split(","))
-    for given, known in [*((name, [*SELECTIONS]) for name in selections), (logging, get_args(Logging))]:
-        if given not in known:
-            raise OptionError(f"'{given}' is not one of {', '.join(known)}", hint=nearest(given, known))
+    logged = parse_logging(logging)
+    for given in selections:
+        if given not in SELECTIONS:
+            raise OptionError(f"'{given}' is not one of {', '.join(SELECTIONS)}", hint=nearest(given, SELECTIONS))
     names = list(EXPERIMENTS) if experiments == "all" else [name.strip() for name in experiments.split(",")]
     for name in names:
         if name not in EXPERIMENTS:
@@ -110,7 +115,7 @@ def reproduce(
             device=device,
             users=users,
             sessions=sessions,
-            logging=cast("Logging", logging),
+            logging=logged,
             selections=selections,
             on_done=show,
         )

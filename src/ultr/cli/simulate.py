@@ -30,6 +30,13 @@ def simulate(
     share: Annotated[
         float, typer.Option(help="Share of the requests that train the initial ranker, whose order users see.")
     ] = 0.01,
+    logging: Annotated[
+        str,
+        typer.Option(
+            help="The initial ranker: weak (linear, on a tenth of --share), linear, network, strong (a network trained "
+            "on all requests), or a network trained on a share of the requests, such as 0.1."
+        ),
+    ] = "linear",
     random_share: Annotated[float, typer.Option(help="Share of requests to show in random order and mark.")] = 0.0,
     dwell_decay: Annotated[
         float, typer.Option(help="Multiply dwell times by position^-decay; 0: no effect of position.")
@@ -50,13 +57,14 @@ def simulate(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Write a biased impression log: a weak ranker shows a data set with true labels to simulated users."""
+    """Write a biased impression log: a ranker shows a data set with true labels to simulated users."""
     from dataclasses import replace
 
     import numpy as np
     import pyarrow as pa
 
-    from ultr.datasets import load_dataset, randomise, ranking_svm, show
+    from ultr.datasets import load_dataset, randomise, show
+    from ultr.datasets.initial import initial_rankers, parse_logging
     from ultr.datasets.users import Dwell, draw_sessions, make_user, read_dwell_times, simulate_log
     from ultr.log import write_log
     from ultr.log.table import check_parquet_name
@@ -64,6 +72,8 @@ def simulate(
 
     check_parquet_name(out)
     check_output(out, overwrite=overwrite)
+    if (kind := parse_logging(logging)) in ("both", "randomised"):
+        raise OptionError(f"--logging {logging} is for training", hint="use --random-share, or another --logging")
     dwell = Dwell(decay=dwell_decay)
     if dwell_file is not None:
         dwell = Dwell.fit(read_dwell_times(dwell_file), decay=dwell_decay, seed=seed)
@@ -76,7 +86,7 @@ def simulate(
         dataset = load_dataset(data, data_dir=data_dir)
     user = replace(user, max_grade=dataset.max_grade)
     with words.status("ranking and simulating feedback ..."):
-        initial = ranking_svm(dataset.train, share=share, seed=seed)
+        (initial,) = initial_rankers(dataset, kind=kind, share=share, seed=seed)
         rows = dataset[split]
         rows = replace(rows, item_ids=rows.item_ids or pa.array(np.arange(rows.rows)))
         shown = show(rows, initial(rows.features), items=items)
@@ -88,7 +98,15 @@ def simulate(
         if not truth:
             log = replace(log, relevance=None)
         notes = {"data": dataset.name, "fingerprint": dataset.fingerprint, "users": users, "seed": seed}
-        notes |= {"eta": eta, "epsilon": epsilon, "items": items, "split": split, "share": share, **of_grid}
+        notes |= {
+            "eta": eta,
+            "epsilon": epsilon,
+            "items": items,
+            "split": split,
+            "share": share,
+            "logging": logging,
+            **of_grid,
+        }
         write_log(log, out, overwrite=overwrite, metadata={"ultr.simulation": json.dumps(notes)})
     if as_json:
         content = {"out": str(out), "requests": len(log), "rows": log.rows, "actions": list(log.actions)}

@@ -1,4 +1,15 @@
-"""The rankers that order the items of a simulated log: linear or a network, fitted on a few true labels."""
+"""The rankers that order the items of a simulated log: linear or a network, fitted on true labels.
+
+| logging      | ranker                                                        |
+|--------------|---------------------------------------------------------------|
+| `weak`       | linear, fitted on a tenth of `share`: 0.1% of the requests    |
+| `linear`     | linear, fitted on `share` of the requests: 1%                 |
+| `network`    | a network, fitted on `share` of the requests                  |
+| 0.05, 0.3    | a network, fitted on this share of the requests               |
+| `strong`     | a network, fitted on all training requests                    |
+| `both`       | `linear` and `network`, each for half of the sessions         |
+| `randomised` | `linear`, with 5% of the sessions in random order             |
+"""
 
 from __future__ import annotations
 
@@ -6,20 +17,24 @@ import hashlib
 import warnings
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
+from pydantic import Field
 
 from ultr.datasets.base import Dataset, cache_folder, fitted_arrays
-from ultr.errors import DataError, OptionError
+from ultr.errors import DataError, OptionError, nearest
 from ultr.log import Log
 from ultr.utils.arguments import Seed, checked
 
-FORMAT = 1  # format number of the cached file
+FORMAT = 2  # format number of the cached file
 MAX_PAIRS = 50_000  # pairs in the fit; if there are more, these are sampled
 UNITS = 32  # of the hidden layer of a network
-Logging = Literal["linear", "network", "both", "randomised"]
+PASSES, MOST_VISITS = 100, 2_500_000  # passes of a network over the rows; fewer if it would visit more rows in all
+LoggingName = Literal["weak", "linear", "network", "strong", "both", "randomised"]
+Logging = LoggingName | Annotated[float, Field(gt=0, le=1)]
+WEAK = 0.1  # share of the `share` that trains a weak ranker
 RANDOM_SHARE = 0.05  # of sessions in random order, with the logging `randomised`
 MAX_ITEMS = 500  # items of one request that are paired; if there are more, these are sampled
 
@@ -85,9 +100,10 @@ def regression_network(log: Log, *, share: float = 0.01, seed: Seed = 0) -> Netw
     from sklearn.neural_network import MLPRegressor
 
     chosen, features, mean, scale, _ = _chosen(log, share, seed)
-    network = MLPRegressor(hidden_layer_sizes=(UNITS,), alpha=1.0, max_iter=100, tol=0.0, random_state=seed % 2**32)
+    passes = min(PASSES, max(1, MOST_VISITS // len(features)))
+    network = MLPRegressor(hidden_layer_sizes=(UNITS,), alpha=1.0, max_iter=passes, tol=0.0, random_state=seed % 2**32)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it stops after 100 passes, as it should
+        warnings.simplefilter("ignore")  # it stops after these passes, as it should
         network.fit((features - mean) / scale, chosen.true_relevance)
     return NetworkScorer(mean, scale, network.coefs_[0], network.intercepts_[0], network.coefs_[1].ravel())
 
@@ -112,10 +128,27 @@ def initial_rankers(
     dataset: Dataset, *, kind: Logging = "linear", share: float = 0.01, seed: Seed = 0
 ) -> list[LinearScorer | NetworkScorer]:
     """Return the rankers that order what simulated users see: one, or a linear one and a network (`both`)."""
-    kinds: tuple[Literal["linear", "network"], ...] = ("linear", "network") if kind == "both" else ("linear",)
-    if kind == "network":
-        kinds = ("network",)
-    return [initial_ranker(dataset, kind=each, share=share, seed=seed) for each in kinds]
+    if kind == "both":
+        return [initial_ranker(dataset, kind=each, share=share, seed=seed) for each in ("linear", "network")]
+    share = {"weak": WEAK * share, "strong": 1.0}.get(kind, share) if isinstance(kind, str) else kind
+    family: Literal["linear", "network"] = "linear" if kind in ("weak", "linear", "randomised") else "network"
+    return [initial_ranker(dataset, kind=family, share=share, seed=seed)]
+
+
+def parse_logging(text: str) -> Logging:
+    """Return the logging ranker that a text names: one of `Logging`, or the share of a network as a number."""
+    names: tuple[LoggingName, ...] = get_args(LoggingName)
+    for name in names:
+        if text == name:
+            return name
+    try:
+        share = float(text)
+    except ValueError as error:
+        what = f"'{text}' is not one of {', '.join(names)}, or a share of the training requests"
+        raise OptionError(what, hint=nearest(text, names)) from error
+    if not 0 < share <= 1:
+        raise OptionError("a logging ranker's share must be above 0 and at most 1", got=text)
+    return share
 
 
 def initial_ranker(

@@ -18,6 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from ultr.bias.counts import check_positions
 from ultr.bias.equations import (
     PairModel,
+    drawn_states,
     examined_though_zero,
     examined_zero_terms,
     item_log_likelihood,
@@ -43,6 +44,8 @@ from ultr.utils.distributed import summed
 NETWORK = {"hidden": (128, 64), "dropout": 0.3}
 TRUST_PRIOR = (0.95, 0.05)  # ε⁺ and ε⁻ of two positions that no request has together
 PAIR_SHARE = 0.1  # weight of a pair relative to an item in the loss of the networks
+RELEASED_PAIR_SHARE = 1.0
+RELEASED_STEP, RELEASED_FORGET = 0.05, 0.05  # the n-th batch has the share 0.05 n^-0.05 in θ, θ⁻, ε⁺ and ε⁻
 RELEASED_START = 0.2  # θ⁻ before the first update, in the code that the paper's authors released
 
 
@@ -66,6 +69,8 @@ class BiasModel(PositionModel):
 
     `released` follows the code that the paper's authors released: separate networks like the ranker, θ⁻ starts at 0.2,
     g learns only from pairs with c_i > c_j, weighted as in LambdaLoss, and lists without a positive label are left out.
+    A pair has weight 1, and each batch moves θ, θ⁻, ε⁺ and ε⁻ by a small step towards its own ratios. With `sampled`,
+    these ratios are of hidden states that are drawn from their posteriors.
     """
 
     rho: Tensor
@@ -90,6 +95,7 @@ class BiasModel(PositionModel):
         super().__init__(inputs, **{"scale": 1.0, "row_power": 1.0, **options})
         self.scaled_values, self.pairs, self.sampled, self.released = scaled_values, pairs, sampled, released
         self.trust_in_pairs = pairs and trust_in_pairs
+        self.pair_share = RELEASED_PAIR_SHARE if released else PAIR_SHARE
         self.network = inputs.make_ranker(outputs=3) if released else _shared(inputs)  # logit of β, log of μ, g
         check_positions(size := len(self.index), MAX_TRAINED_POSITIONS)
         buffers = {
@@ -136,6 +142,11 @@ class BiasModel(PositionModel):
     def draws(self) -> bool:
         return self.sampled
 
+    @property
+    def step(self) -> Tensor | None:
+        released = self.released and not self.printed
+        return RELEASED_STEP * self.updates.pow(-RELEASED_FORGET) if released else super().step
+
     def settings(self) -> dict[str, Any]:
         names = ("scaled_values", "pairs", "trust_in_pairs", "sampled", "released", "printed")
         return {**super().settings(), **{name: getattr(self, name) for name in names}}
@@ -180,7 +191,7 @@ class BiasModel(PositionModel):
                     target = preference_target(preferred, pair.gamma, pair_posterior(pair))
                 target = self._target(target)
             cross = binary_cross_entropy_with_logits(gap, target, reduction="none")
-            loss = loss + PAIR_SHARE * (counts * cross).sum((-2, -1))
+            loss = loss + self.pair_share * (counts * cross).sum((-2, -1))
         return reduced(loss, lists.weights)
 
     def value_deviance(self, labels: Tensor, place: Tensor, log_value: Tensor) -> Tensor:
@@ -215,14 +226,21 @@ class BiasModel(PositionModel):
         beta, positive, size = logit.sigmoid(), labels > 0, len(self.index)
         weights = lists.weights[:, None] * lists.where
         examined = examined_zero_terms(positive, self.theta[place], beta)
+        draws = self.released and self.sampled
+        if draws:
+            examined = torch.bernoulli(examined[0]), examined[1]
         values = torch.where(positive, labels, 0.0), torch.where(positive, log_value.exp(), 0.0)
         parts = [(sums_in_cells((*examined, *values), place, weights, size), weights)]
         if self.theta_learned:
-            parts.append((sums_in_cells(self.theta_terms(positive, place, beta), place, weights, size), weights))
+            terms = self.theta_terms(positive, place, beta)
+            if draws and self.theta_from == "em":
+                terms = (*terms[:2], torch.where(positive, 1.0, examined[0]), terms[3])
+            parts.append((sums_in_cells(terms, place, weights, size), weights))
         if self.trust_in_pairs:
             pair, preferred, counts = self._pairs(lists, labels, place, beta, gaps(preference))
             counts, (i, j) = counts * lists.weights[:, None, None], pairs_of(place)
-            terms = trust_terms(preferred, pair_posterior(pair))
+            posterior = drawn_states(pair_posterior(pair)) if draws else pair_posterior(pair)
+            terms = trust_terms(preferred, posterior)
             parts.append((sums_in_cells(terms, i * size + j, counts, size * size), counts))
         self._average_in(means_of_all(*parts))
 
@@ -283,7 +301,7 @@ class BiasModel(PositionModel):
         likelihoods = {"clicks": self._click_likelihood(lists, beta), "values": (weights * values).sum(-1)}
         if self.pairs:
             pair, preferred, counts = self._pairs(lists, labels, place, beta, gaps(preference))
-            likelihoods["pairs"] = PAIR_SHARE * (counts * pair_log_likelihood(preferred, pair)).sum((-2, -1))
+            likelihoods["pairs"] = self.pair_share * (counts * pair_log_likelihood(preferred, pair)).sum((-2, -1))
         return likelihoods
 
 

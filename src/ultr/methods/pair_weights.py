@@ -102,7 +102,7 @@ class PairWeights(Learner):
             scaled_values=self.trust == "values",
             pairs=not (self.by_value or inputs.truth) and (self.trust == "pairs" or self.weights == "paper"),
             trust_in_pairs=self.trust == "pairs",
-            sampled=(targets or ("sampled" if em == "printed" else "soft")) == "sampled",
+            sampled=(targets or ("sampled" if released or em == "printed" else "soft")) == "sampled",
             released=released,
             row_power=row_power,
             printed=em == "printed",

@@ -54,8 +54,10 @@ class PairwiseEM(PairWeights, Method):
     - `row_power` p weights the rows of the bias model by θ_k^-p.
     - `scale` is the largest θ, which clicks do not determine; `estimated` fits it together with β.
     - `variant=released` is the code that the authors released. It changes the defaults to loss=opt, em=joint, theta=em,
-      delta=lambdaloss and weights without a limit, has m = ε⁺/(ε⁺+ε⁻) and θ⁻_j in the weights and the order of g in ΔZ,
-      trains networks with layer normalisation and no dropout, and leaves out lists without a positive label.
+      delta=lambdaloss, targets=sampled and weights without a limit, has m = ε⁺/(ε⁺+ε⁻) and θ⁻_j in the weights and the
+      order of g in ΔZ, trains networks with layer normalisation and no dropout, gives pairs the weight 1 in the loss of
+      g, and leaves out lists without a positive label. The n-th batch moves θ, θ⁻, ε⁺ and ε⁻ by 0.05 n^-0.05 towards
+      its ratios, of hidden states that are drawn too. It is for networks only.
 
     True labels have no bias: only the ranker is trained, with every item examined and every label trusted.
     """

@@ -211,15 +211,20 @@ class PositionModel(Learner):
             return one, clicked, torch.where(positive, one, examined_though_zero(theta, beta)), one
         return one, clicked, *scoring_terms(positive, theta, beta)
 
+    @property
+    def step(self) -> Tensor | None:
+        """The share α of the n-th batch, if ratios of batches are averaged: n^-0.6 if `printed`."""
+        return self.updates.pow(-FORGET) if self.printed else None
+
     def ratio(self, sums: Tensor, means: Tensor, previous: Tensor) -> Tensor:
         """Average two means of a batch with `sums` of the batches before, and return the new value of their ratio.
 
-        If `printed`, it is instead  previous (1-α) + α (the ratio of the batch),  with α = n^-0.6 for the n-th batch
-        (Eq. 20). A cell without data keeps its value in both forms.
+        With a `step` α, it is instead  previous (1-α) + α (the ratio of the batch)  (Eq. 20). A cell without data keeps
+        its value in both forms.
         """
         average_with(sums, means, self.updates)
-        if self.printed:
-            return torch.lerp(previous, updated(means[0], means[1], previous), self.updates.pow(-FORGET))
+        if self.step is not None:
+            return torch.lerp(previous, updated(means[0], means[1], previous), self.step)
         return updated(sums[0], sums[1], previous)
 
     def regress(self, means: Tensor) -> None:

@@ -200,7 +200,7 @@ class SimulationOptions(Section):
     options: dict[str, Any] = Field({}, description="further options of the users")
     sessions: Count = Field(0, description="sessions simulated once; 0: new feedback at each step (trees: 20,000)")
     items: AtLeastOne = Field(10, description="items that users see per request")
-    logging: Logging = Field("linear", description="ranker that orders what users see")
+    logging: Logging = Field("linear", description="ranker that orders what users see, or a network's share")
     share: float = Field(0.01, description="share of requests that train this ranker")
     learn_from: Literal["feedback", "truth", "no-bias"] = Field(
         "feedback", description="feedback; for upper bounds, truth (true labels) or no-bias (users without bias)"
