@@ -93,7 +93,7 @@ def test_names_of_logging_rankers_are_those_of_shares():
 
     assert made("linear", share=0.5)
     assert made("randomised", share=0.5)
-    assert made("weak", share=0.1 * 0.5)
+    assert made("weak", share=0.5 * 0.5)
     assert made("network", kind="network", share=0.5)
     assert made(0.25, kind="network", share=0.25)
     assert made("strong", kind="network", share=1.0)

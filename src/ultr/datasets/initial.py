@@ -2,7 +2,7 @@
 
 | logging      | ranker                                                        |
 |--------------|---------------------------------------------------------------|
-| `weak`       | linear, fitted on a tenth of `share`: 0.1% of the requests    |
+| `weak`       | linear, fitted on half of `share`: 0.5% of the requests     |
 | `linear`     | linear, fitted on `share` of the requests: 1%                 |
 | `network`    | a network, fitted on `share` of the requests                  |
 | 0.05, 0.3    | a network, fitted on this share of the requests               |
@@ -34,7 +34,7 @@ UNITS = 32  # of the hidden layer of a network
 PASSES, MOST_VISITS = 100, 2_500_000  # passes of a network over the rows; fewer if it would visit more rows in all
 LoggingName = Literal["weak", "linear", "network", "strong", "both", "randomised"]
 Logging = LoggingName | Annotated[float, Field(gt=0, le=1)]
-WEAK = 0.1  # share of the `share` that trains a weak ranker
+WEAK = 0.5  # share of the `share` that trains a weak ranker
 RANDOM_SHARE = 0.05  # of sessions in random order, with the logging `randomised`
 MAX_ITEMS = 500  # items of one request that are paired; if there are more, these are sampled
 

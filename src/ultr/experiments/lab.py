@@ -210,7 +210,6 @@ class World:
     logging: Logging = "linear"  # the ranker that orders what users see, by name
     select: str = OFF_POLICY  # how steps and settings are chosen, see `SELECTIONS`
     items: int = 10  # that users see
-    share: float = 0.01  # of the labelled requests that train the logging ranker: its strength
     curve: str = ""  # name of the examination by position, see `CURVES`; empty: that of the users
 
     @property
@@ -220,7 +219,6 @@ class World:
         users = "" if self.users == "pbm" else f"-{self.users}"
         sessions = f"-{self.sessions}-sessions" if self.sessions else "-new-sessions"
         logging = "" if self.logging == "linear" else f"-{self.logging}-logging"
-        logging += "" if self.share == World.share else f"-{self.share:g}-share"
         shown = f"{f'-{self.curve}' if self.curve else ''}{f'-{self.items}-items' if self.items != 10 else ''}"
         return f"{self.data}/{kind}-eta-{self.eta:g}{users}{shown}{sessions}{logging}-{self.select}"
 
@@ -295,7 +293,7 @@ class Lab:
         """Return the plan to compare the methods `entries` in a world."""
         budget = self.budget
         network = {name: getattr(budget, name) for name in NETWORK}
-        users = {name: getattr(world, name) for name in ("users", "eta", "sessions", "logging", "share", "items")}
+        users = {name: getattr(world, name) for name in ("users", "eta", "sessions", "logging", "items")}
         users["user_options"] = {"examination": CURVES[world.curve]} if world.curve else {}
         select = world.metrics[-1] if world.select == TRUTH else LIKELIHOOD
         base = make_config(world.data, data_dir=self.data_dir, **users, ranker="mlp", **network)

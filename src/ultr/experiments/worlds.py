@@ -37,7 +37,6 @@ CLOSEST = 5  # rivals with all logs: the best by the first `FEW`
 TUNING = 2  # logs that choose the settings of a method
 BIAS_STEPS = 1000  # largest number of steps of a bias model; other methods have them too
 LONGEST = 2  # times its steps that a method may have if it still improves
-TOGETHER = 12  # worlds that are trained at the same time; then their results are written
 
 DEFAULT = "pairwise-em:ranker=auto"  # what `ultr train` trains: a network with an anchor, and trees
 NETWORK_OF_DEFAULT = "pairwise-em"
@@ -70,14 +69,7 @@ KNOWN_THETA = ("pbm", "trust", "clickbait", "watch")  # users whose examination 
 SEQUENCES = ("cascade", "dcm")
 
 DATA = ("synthetic", "synthetic-trees", "ml-1m", "mq2007")
-LOGGINGS: tuple[tuple[Logging, float], ...] = (  # the rankers that wrote the log, and the share of labels they saw
-    ("linear", 0.01),
-    ("network", 0.01),
-    ("both", 0.01),
-    ("randomised", 0.01),
-    ("linear", WEAK := 0.005),
-    ("network", STRONG := 0.3),
-)
+LOGGINGS: tuple[Logging, ...] = ("linear", "network", "both", "randomised", "weak", 0.3)
 SESSIONS = 8_000
 SHOWN = 5.0  # largest difference that has a colour of its own, in %
 
@@ -102,7 +94,7 @@ def worlds_of(name: str) -> list[World]:
         World(**clicks, curve="fold", items=5),
     ]
     loggings = islice(cycle(LOGGINGS), DATA.index(name), None)
-    return [replace(world, logging=kind, share=share) for world, (kind, share) in zip(made, loggings, strict=False)]
+    return [replace(world, logging=logging) for world, logging in zip(made, loggings, strict=False)]
 
 
 def entries_of(world: World) -> list[str]:
@@ -253,8 +245,7 @@ def title_of(world: World) -> str:
     items = f", {world.items} items" if world.items != World.items else ""
     label = "clicks" if world.clicks else "values"
     data = TITLES.get(world.data, world.data)
-    strength = {WEAK: "weak ", STRONG: "strong "}.get(world.share, "")
-    return f"{data}, {users}{curve}{items}, {label}, {world.sessions:,}, {strength}{world.logging}"
+    return f"{data}, {users}{curve}{items}, {label}, {world.sessions:,}, {world.logging}"
 
 
 # --- The experiment ---------------------------------------------------------------------------------------------------
@@ -268,8 +259,8 @@ def compare_worlds(lab: Lab) -> ExperimentResult:
         grid = [replace(world, sessions=min(world.sessions, lab.budget.sessions)) for world in (grid[0], grid[6])]
     files = {world: lab.out / "worlds" / f"{world.name.replace('/', '-')}.json" for world in grid}
     missing = [world for world in grid if not files[world].is_file()]
-    for start in range(0, len(missing), TOGETHER):
-        part = missing[start : start + TOGETHER]
+    for name in dict.fromkeys(world.data for world in missing):
+        part = [world for world in missing if world.data == name]
         for world, result in zip(part, _results(lab, part), strict=True):
             files[world].parent.mkdir(parents=True, exist_ok=True)
             result.save(files[world])
@@ -281,8 +272,18 @@ def compare_worlds(lab: Lab) -> ExperimentResult:
 
 
 def _results(lab: Lab, worlds: Sequence[World]) -> list[WorldResult]:
+    """Return the results of worlds of one data set; the first one with each label chooses settings for the others."""
     most = lab.runs or (SEEDS if lab.budget.name != QUICK.name else lab.budget.runs)
     plans = [_plan(lab, world, min(FEW, most)) for world in worlds]
+    tuning = [next(i for i, other in enumerate(worlds) if other.clicks == world.clicks) for world in worlds]
+    chosen = sorted(set(tuning))
+    tuned = dict(zip(chosen, compare_all([plans[i] for i in chosen], lab.workers, lab.on_done), strict=True))
+    plans = [
+        plan
+        if i == number
+        else replace(plan, settings={row.entry: replace(row.setting, longer=1) for row in tuned[i].rows})
+        for number, (plan, i) in enumerate(zip(plans, tuning, strict=True))
+    ]
     first = compare_all(plans, lab.workers, lab.on_done)
     longer = [_of_closest(plan, result, most) for plan, result in zip(plans, first, strict=True)]
     more = compare_all(longer, lab.workers, lab.on_done)

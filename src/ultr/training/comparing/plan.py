@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,7 @@ class Plan:
     metrics: Sequence[str] = ()  # on test requests; empty: on a log, as in a run, else ndcg@10 and reward@10
     reference: str = ""  # empty: the first entry
     shared: Path | None = None  # folder of the bias models and off-policy models that runs share; None: in `out`
+    settings: Mapping[str, Setting] = field(default_factory=dict)  # of entries that are not to be tuned
 
     def __post_init__(self) -> None:
         if not self.metrics:
@@ -195,8 +196,9 @@ class Plan:
 
         They are the runs for each choice, then the tested runs, then those with more steps. Return the setting.
         """
-        setting = Setting(self.rates_for(entry)[0] if entry.tuned() else None)
-        for name, values in self.choices(entry).items():
+        known = self.settings.get(entry.text)
+        setting = known or Setting(self.rates_for(entry)[0] if entry.tuned() else None)
+        for name, values in () if known else self.choices(entry).items():
             candidates = [replace(setting, **{name: value}) for value in values]
             yield grouped(
                 [self._task(entry, each, seed, ()) for each in candidates for seed in self.tuning], self.seeds
