@@ -10,23 +10,28 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from conftest import make_shown_log
 from ultr.datasets.synthetic import make_synthetic
+from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError
 from ultr.experiments import lab as labs
 from ultr.experiments import worlds as experiment
 from ultr.experiments.lab import QUICK, Lab, World
 from ultr.experiments.worlds import DEFAULT, KNOWN, Against, WorldResult
+from ultr.log import write_log
 from ultr.training.comparing.plan import Entry
 from ultr.training.comparing.results import Row, Setting
 from ultr.training.comparing.tasks import Workers
+from ultr.training.config import make_config
+from ultr.training.data import decide, load_run_data
 
 TINY = replace(QUICK, hidden=(4,), steps=4, bias_steps=4, evaluate_every=2, sessions=200, runs=3)
 GRID = [world for name in experiment.DATA for world in experiment.worlds_of(name)]
 
 
 def test_the_grid_has_every_value_often():
-    assert len(GRID) == len(set(GRID)) == len({world.name for world in GRID}) == 48
-    for name, least in (("data", 12), ("logging", 12), ("clicks", 24), ("users", 2), ("sessions", 4), ("curve", 4)):
+    assert len(GRID) == len(set(GRID)) == len({world.name for world in GRID}) == 32
+    for name, least in (("data", 8), ("logging", 4), ("clicks", 16), ("users", 2), ("sessions", 4), ("curve", 2)):
         assert min(Counter(getattr(world, name) for world in GRID).values()) >= least, name
 
 
@@ -40,6 +45,15 @@ def test_every_world_has_the_methods_that_are_right_in_it():
         assert ("sum-click" in entries) != world.clicks
         for text in entries:
             Entry.parse(text)
+
+
+def test_the_default_of_the_grid_is_that_of_a_log(tmp_path):
+    path = tmp_path / "log.parquet"
+    log, _ = simulate_log(make_shown_log(requests=40, features=3), User(), seed=0)
+    write_log(log, path)
+    config = make_config(str(path))
+    assert decide(config, load_run_data(config)).rankers == Entry.parse(DEFAULT).kinds == ("mlp", "lightgbm")
+    assert config.method.name == Entry.parse(DEFAULT).method
 
 
 @pytest.fixture(scope="module")
