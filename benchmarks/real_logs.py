@@ -76,10 +76,11 @@ CAUTION = (
     "evaluate, and never in training."
 )
 HALVES = (
-    "Features are what production knows without clicks and grades: the mean and the best position of the item for the"
-    " query, how often it was shown for the query, and for how many queries. They come from a random half of the "
-    "requests. `strata`, `regression` and models with features then learn from the other half. Features of the same "
-    "requests would contain the position that they should explain."
+    "Features are what production knows without clicks and grades: the mean and the best position of the item for"
+    " the query, how often it was shown for the query, and for how many queries. They come from a random half of "
+    "the sessions, or of the requests where sessions are unknown. `strata`, `regression` and models with features"
+    " then learn from the other half. Features of the same requests would contain the position that they should "
+    "explain."
 )
 ABSENT = {
     "clara2": "put dev.parquet of CLARA2 (NAVER, the repository naver-pyclick) into the folder clara2 of ULTR_DATA",
@@ -130,11 +131,13 @@ def made(
 
 
 def read_clara2(path: Path) -> Log:
-    columns = ["request", "query", "item", "position", "click", "grade"]
+    columns = ["request", "session", "query", "item", "position", "click", "grade"]
     table = pq.read_table(path, columns=columns)
     ungraded = table.filter(pa.compute.is_null(table["grade"]))["request"].combine_chunks()
     table = table.filter(pa.compute.invert(pa.compute.is_in(table["request"], value_set=ungraded)))
-    return read_log(table, features=[], actions=["click"], relevance="grade")
+    log = read_log(table.drop_columns(["session"]), features=[], actions=["click"], relevance="grade")
+    session = dict(zip(table["request"].to_pylist(), table["session"].to_pylist(), strict=True))
+    return replace(log, context={**log.context, "session": pa.array(map(session.get, log.request_ids.to_pylist()))})
 
 
 def search_log(log: Log, *, bootstrap: int, splits: int, folds: int) -> tuple[list[Part], dict[str, Any]]:
@@ -222,9 +225,15 @@ def production_features(log: Log, seen: Impressions, before: np.ndarray) -> Log:
     return replace(log, features=features.astype(np.float32), feature_names=FEATURES)
 
 
-def halves(requests: int, seed: int = 0) -> np.ndarray:
-    """Return True for a random half of the requests, which features come from."""
-    return np.asarray(np.random.default_rng(seed).permutation(requests) < requests / 2)
+def visits(log: Log) -> np.ndarray:
+    """Return a number for each request, which requests of one session share: their clicks are not independent."""
+    return codes(log.context["session"]) if "session" in log.context else np.arange(len(log))
+
+
+def halves(visit: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Return True for the requests, about half of them, that features come from, given the visit of each request."""
+    number = int(visit.max()) + 1
+    return np.asarray((np.random.default_rng(seed).permutation(number) < number / 2)[visit])
 
 
 def examination(log: Log, *, bootstrap: int) -> tuple[dict[str, Estimate], np.ndarray]:
@@ -262,7 +271,7 @@ def examination(log: Log, *, bootstrap: int) -> tuple[dict[str, Estimate], np.nd
 
 def from_features(log: Log, seen: Impressions, pool: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
     """Return θ [replicates, pools] by `strata` and `regression`, from the requests that features do not come from."""
-    before = halves(len(log))
+    before = halves(visits(log))
     part = production_features(replace(log, relevance=None), seen, before).select(~before)
     sampled = seen.select(~before).pooled(pool)
     weights = weights[: int(sampled.group.max()) + 1]
@@ -372,17 +381,19 @@ def grades_table(log: Log) -> Table:
 def click_models(log: Log, splits: int) -> list[dict[str, Any]]:
     """Return held-out log-likelihoods of click models, and differences to the position-based model.
 
-    Each split fits models to 70% of the requests, and stops by another 10%. Models with features fit to one half of
+    Each split fits models to 70% of the requests (of the sessions, where known), and stops by another 10%. Models with features fit to one half of
     the 70%, and have the features of the other half, so all models have the same data.
     """
-    clicked, query = clicked_rows(log, "click"), codes(log.context["query"])
+    clicked, query, visit = clicked_rows(log, "click"), codes(log.context["query"]), visits(log)
     names = [*MODELS, *(f"{name}, features" for name in WITH_FEATURES)]
     terms: dict[str, list[tuple[np.ndarray, ...]]] = {name: [] for name in names}
     for split in range(splits):
         seen = impressions(log, clicked, seed=split)
+        if "session" in log.context:
+            seen = replace(seen, group=np.random.default_rng(split).permutation(int(visit.max()) + 1)[visit])
         fitted, stop, held_out = split_requests(seen, None, seed=split)
         before = np.zeros(len(log), bool)
-        before[fitted.numpy()[halves(len(fitted), split)]] = True
+        before[fitted.numpy()] = halves(visit, split)[fitted.numpy()]
         described = production_features(log, seen, before)
         others = fitted[~torch.from_numpy(before[fitted.numpy()])]
         by_item, by_features = ClickLists(seen, None), ClickLists(seen, described.features)
@@ -442,10 +453,11 @@ def models_table(figures: Sequence[Mapping[str, Any]], splits: int) -> Table:
         for each in sorted(figures, key=lambda each: -each["gain"])
     ]
     caption = (
-        f"Click models on held-out requests, means of {splits} splits. The gain is that over `pbm`, on the impressions"
-        " that the model has (`cascade` leaves out those after the first click). Without features, attraction is a "
-        "parameter of each pair of query and item. Models with features have no such parameter; they use one half of "
-        "the requests for features and fit to the other half."
+        f"Click models on held-out requests, means of {splits} splits. The gain is that over `pbm`, on the "
+        "impressions that the model has (`cascade` leaves out those after the first click). Without features, "
+        "attraction is a parameter of each pair of query and item. A session is in one part alone, where sessions"
+        " are known. Models with features have no such parameter; they use one half of the requests for features "
+        "and fit to the other half."
     )
     head = ["model", "log-likelihood of an impression", "gain over `pbm`", "range over splits", "impressions"]
     return Table(head, rows, caption)
@@ -460,7 +472,7 @@ def rankers(log: Log, folds: int, curves: Mapping[str, Mapping[str, Sequence[flo
     Rankers learn from the clicks of the queries of the other folds. Clicks and grades of the test queries are not read
     in training, and features come from other requests than those that are ranked. Items without features are left out.
     """
-    seen, before = impressions(log, clicked_rows(log, "click")), halves(len(log))
+    seen, before = impressions(log, clicked_rows(log, "click")), halves(visits(log))
     described = production_features(log, seen, before)
     part = of_known_items(described, before)
     query = codes(part.context["query"])
@@ -558,12 +570,13 @@ def rankers_table(figures: Sequence[Mapping[str, Any]], folds: int) -> Table:
         for i, each in enumerate(figures)
     ]
     caption = (
-        f"NDCG@10 by grade, the mean over {figures[0]['queries']:,} queries of the half of the requests that "
+        f"NDCG@10 by grade, the mean over {figures[0]['queries']:,} queries of the half of the sessions that "
         "features do not come from. Items that the other half did not show are left out. Rankers are trained on "
         f"clicks of other queries ({folds} folds). *Positions only* are the mean and the best position. *Past "
         "clicks* are clicks over expected clicks (COEC) of the pair in the other half. If the grades follow the "
         "logged order, as the caution says they may, any other order loses by them. The last columns have the "
-        "change of clicks by inverse weighting, which is right if that estimate of examination is."
+        "change of clicks by inverse weighting, which is right if that estimate of examination is. The halves are"
+        " random, not earlier and later sessions, so a user may be in both."
     )
     head = ["ranker", "NDCG@10", "difference to the logged order"]
     return Table([*head, *(f"clicks, θ of `{curve}`" for curve in figures[0]["clicks"])], rows, caption)

@@ -62,6 +62,20 @@ def test_features_come_from_the_first_requests_alone(bench):
     np.testing.assert_array_equal(made.features[9], [np.nan, np.nan, 0, 1])  # b was not shown for r
 
 
+def test_a_session_is_in_one_half_and_in_one_part_of_a_split(bench, log, monkeypatch):
+    session = np.random.default_rng(0).integers(0, 200, len(log))
+    log = replace(log, context={**log.context, "session": pa.array(session)})
+    half = bench.halves(bench.visits(log))
+    assert 0.4 < half.mean() < 0.6
+    assert not set(session[half]) & set(session[~half])
+    made, split = [], bench.split_requests
+    monkeypatch.setattr(bench, "split_requests", lambda *given, **seed: made.append(split(*given, **seed)) or made[-1])
+    bench.click_models(log, 1)
+    sessions = [set(session[part.numpy()]) for part in made[0]]
+    assert sum(map(len, sessions)) == len(set.union(*sessions))
+    assert [len(part) / len(log) for part in made[0]] == pytest.approx([0.7, 0.1, 0.2], abs=0.05)
+
+
 def test_past_clicks_are_those_of_the_first_requests_over_the_expected_ones(bench):
     log = small([[1, 2]] * 3, [["a", "b"], ["b", "a"], ["a", "b"]], ["q"] * 3, clicks=[[1, 0], [0, 1], [1, 1]])
     seen, before = impressions(log, clicked_rows(log, "click")), np.array([True, True, False])
@@ -72,7 +86,7 @@ def test_past_clicks_are_those_of_the_first_requests_over_the_expected_ones(benc
 
 def test_no_feature_and_no_model_reads_grades(bench, log):
     grades = np.random.default_rng(0).integers(0, 5, log.rows).astype(float)
-    graded, before = replace(log, relevance=grades), bench.halves(len(log))
+    graded, before = replace(log, relevance=grades), bench.halves(bench.visits(log))
     seen = impressions(log, clicked_rows(log, "click"))
     with_grades, without = (bench.production_features(each, seen, before).features for each in (graded, log))
     np.testing.assert_array_equal(with_grades, without)
