@@ -381,8 +381,8 @@ def grades_table(log: Log) -> Table:
 def click_models(log: Log, splits: int) -> list[dict[str, Any]]:
     """Return held-out log-likelihoods of click models, and differences to the position-based model.
 
-    Each split fits models to 70% of the requests (of the sessions, where known), and stops by another 10%. Models with features fit to one half of
-    the 70%, and have the features of the other half, so all models have the same data.
+    Each split fits models to 70% of the requests (of the sessions, where known), and stops by another 10%. Models with
+    features fit to one half of the 70%, and have the features of the other half, so all models have the same data.
     """
     clicked, query, visit = clicked_rows(log, "click"), codes(log.context["query"]), visits(log)
     names = [*MODELS, *(f"{name}, features" for name in WITH_FEATURES)]
