@@ -304,6 +304,23 @@ def test_a_summary_has_the_bias_the_verdict_its_assumption_the_positions_and_the
     assert re.search(r"share one estimate: .*\d+ to \d+$", words["positions"])
 
 
+@pytest.mark.parametrize(("falls", "clear"), [(0.0, False), (0.03, True)])
+def test_differences_that_sampling_error_explains_are_no_clear_bias(falls, clear):
+    rng = np.random.default_rng(0)
+    shown = np.tile(np.arange(8), 60_000)
+    items = rng.permuted(np.tile(np.arange(8), (60_000, 1)), axis=1).ravel()
+    clicks = rng.random(len(shown)) < 0.1 * (1 - falls * shown)
+    columns = {"request": np.repeat(np.arange(60_000), 8), "item": items, "position": shown + 1, "click": clicks}
+    table = pa.table(columns | {"query": np.zeros(len(shown), int)})
+    words = summary(audit(read_log(table, features=[]), bootstrap=40))
+    assert words["how biased"].startswith("no clear bias: sampling error") != clear
+
+
+def test_a_summary_names_the_first_position_if_another_is_the_reference(long_lists):
+    report = replace(long_lists[0], reference=2)
+    assert re.search(r"compared with position 2, users look [\d.]+ times as often at 1", summary(report)["how biased"])
+
+
 def test_missing_values_of_features_do_not_make_items_incomparable():
     log = world("random", requests=600, features=3)
     features = log.features.copy()

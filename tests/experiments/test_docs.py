@@ -251,6 +251,8 @@ def check_files(path: Path) -> int:
     compared = {name: part for name, part in compared.items() if "rows" in part}
     if path.stem == "worlds":
         return check_worlds(page, compared)
+    if path.stem == "real-logs":
+        return check_real_logs(page, content["figures"])
     means = 0
     for title, (name, result) in zip(tables, compared.items(), strict=True):
         assert path.stem == "trees" or title in (name, f"{name}: test")
@@ -279,6 +281,26 @@ def check_worlds(page: str, compared: dict[str, dict]) -> int:
         assert [line[name].rstrip("*") for name in names] == expected
         assert line["bound over the default"] == ("" if bound is None else f"{bound / default - 1:+.2%}")
     return 2 * len(lines)
+
+
+def check_real_logs(page: str, figures: dict[str, dict]) -> int:
+    """Check that the tables of estimates and click models have the numbers of a JSON file; return their number."""
+    numbers = 0
+    for name, log in figures.items():
+        if "examination" not in log:
+            continue
+        part = page.split(f"\n## {name}\n", 1)[1].split("\n## ", 1)[0]
+        rows = {cells[0]: cells[1:] for cells in (line[2:-2].split(" | ") for line in part.splitlines() if "|" in line)}
+        positions = log["examination"]["positions"]
+        shown = [positions.index(int(head.removeprefix("position "))) for head in rows["estimate"][:-1]]
+        for estimate, curve in log["examination"]["estimates"].items():
+            theta = [f"{curve['theta'][i]:.3f}" for i in shown]
+            assert [cell.split(" ")[0] for cell in rows[estimate][: len(shown)]] == theta, estimate
+            numbers += len(shown)
+        for model in log["click_models"]:
+            assert rows[model["model"]][0] == f"{model['log_likelihood']:.5f}", model["model"]
+            numbers += 1
+    return numbers
 
 
 ROWS = (TableRow("ours", "pairwise-em"), TableRow("PAL-Click", "pal-click"), TableRow("other", "dla:rate=1"))
@@ -332,4 +354,4 @@ def test_the_pages_and_plots_of_the_documentation_are_made_from_their_json_files
     assert {path.stem for path in RESULTS.glob("*.md")} - {"README", "index"} <= {path.stem for path in files}
     for path in files:
         means = check_files(path)
-        assert means or not path.stem.startswith(("table", "trees", "settling")), path.name
+        assert means or not path.stem.startswith(("table", "trees", "settling", "real")), path.name

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 # --- Result -----------------------------------------------------------------------------------------------------------
 # The result of an audit: estimates of examination, a verdict, and a summary of both in a few sentences.
 
-NAMED_POSITIONS = (2, 3, 5, 10, 20, 50)  # the positions, by their order in the list, whose θ a summary has
+NAMED_POSITIONS = (1, 2, 3, 5, 10, 20, 50)  # the positions, by their order in the list, whose θ a summary has
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +249,22 @@ def _how_biased(report: BiasReport) -> str:
     times = times_as_often({str(as_shown(int(report.positions[i]))): float(anchor.theta[i]) for i in known})
     assumption = report.verdict.assumption
     if_right = f", if {assumption}" if report.verdict.status == NOT and assumption else ""
-    return f"compared with position {reference}, users look {times}{if_right}"
+    ratios = f"compared with position {reference}, users look {times}{if_right}"
+    return ratios if _is_clear(report, anchor) else f"no clear bias: sampling error alone may explain that, {ratios}"
+
+
+def _is_clear(report: BiasReport, anchor: Estimate) -> bool:
+    """Return whether an estimate differs from a flat curve by more than its sampling error, at a position or overall.
+
+    Overall is the trend along the list. It finds a small bias at many positions, none of which is clear alone.
+    """
+    flat = replace(anchor, logs=np.where(np.isfinite(anchor.logs), 0.0, np.nan))
+    test = agreement(anchor, flat, report.positions, shown=report.impressions, pool=report.pool)
+    if test is None or not test.agree:
+        return True
+    shown, rank = np.where(np.isfinite(anchor.theta), report.impressions, 0), np.log1p(np.arange(len(anchor.theta)))
+    trend = np.nan_to_num(anchor.logs) @ (shown * (rank - np.average(rank, weights=shown)))
+    return len(trend) > 2 and bool(abs(trend[0]) > NORMAL * trend[1:].std(ddof=1))
 
 
 def _positions(report: BiasReport) -> str:

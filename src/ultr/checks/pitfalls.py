@@ -96,7 +96,10 @@ def _one_place(view: _View) -> Iterable[Pitfall]:
         hint = "examination cannot be estimated from this log: name the column of true positions with --position"
         yield Pitfall("one position only", f"every item was shown at position {as_shown(int(view.shown[0]))}", hint)
     elif (view.lengths == 1).all():
-        hint = "examination cannot be estimated from this log: use a request id that all items shown together share"
+        hint = (
+            "only items that recur at several positions can identify examination here: use a request id that all items "
+            "shown together share"
+        )
         yield Pitfall("one item per request", f"all {len(view.lengths):,} requests have one item", hint)
 
 
