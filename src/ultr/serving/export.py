@@ -39,7 +39,8 @@ from ultr.serving.exported import (
     onnx_scores,
     onnx_session,
 )
-from ultr.serving.onnx_graphs import NotInOnnxError, blend_to_onnx, trees_to_onnx
+from ultr.serving.forests import UnsupportedTreesError
+from ultr.serving.onnx_graphs import blend_to_onnx, trees_to_onnx
 from ultr.training.config import Config, is_trees, train_command
 from ultr.training.data import OUTCOME, Decisions, columns_for_run, read_rows
 from ultr.training.examining import best_evaluation
@@ -174,7 +175,7 @@ def export_run(run: str | Path, out: str | Path, *, rows: str | None = None, ove
     try:
         contents[ONNX] = onnx_bytes(model)
         about["parity"] = check_parity(model, contents[ONNX], sample)
-    except NotInOnnxError as error:
+    except UnsupportedTreesError as error:
         if isinstance(model.ranker, Blend):  # no file of a library has the whole sum
             what = f"the trees of this sum have no ONNX ({error.what}), so it cannot be exported"
             raise DataError(what, where=run, hint="score with the run itself (ultr score), or train again") from error
