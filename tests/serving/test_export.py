@@ -23,13 +23,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conftest import make_shown_log, some_always
+from grown_trees import CATEGORIES, GROWN, KINDS, NAMES, grow
 from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError, MissingExtraError, OutputError, UltrError
 from ultr.log import Log, write_log
 from ultr.log.labels import Label
 from ultr.methods import METHODS, MethodInputs, make_method
 from ultr.rankers import RANKERS, FeatureEncoder, Product, fit_encoders, make_ranker
-from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, TreeRows
+from ultr.rankers.boosters import BOOSTERS, Booster
 from ultr.rankers.combined import Combined
 from ultr.rankers.model import ROWS_KEPT, Model, kept_rows, load_model
 from ultr.serving import export
@@ -44,7 +45,6 @@ from ultr.utils.jsonfiles import load_json, write_json
 
 DOCS = Path(__file__).parents[2] / "docs" / "export.md"
 COLOURS = ("red", "green", "blue")
-NAMES = ("a", "b", "colour", "d")
 SHAPES = [(1, 1), (4, 1), (1, 7), (3, 5), (0, 3)]
 FAST = {"network.steps": 8, "bias_steps": 10, "batch": 16, "network.evaluate_every": 4, "hidden": (8,), "device": "cpu"}
 FAST |= {
@@ -173,40 +173,6 @@ def test_export_does_not_change_the_model_and_prints_nothing(capfd):
 
 
 # --- Trees --------------------------------------------------------------------------------------------------------
-
-GROWN = {
-    "default": {},
-    "missing": {},
-    "zero is missing": {"zero_as_missing": True},
-    "pruned": {"gamma": 3.0, "max_leaves": 12, "grow_policy": "lossguide"},
-}
-KINDS = [
-    ("lightgbm", "default"),
-    ("lightgbm", "missing"),
-    ("lightgbm", "zero is missing"),
-    ("xgboost", "default"),
-    ("xgboost", "missing"),
-    ("xgboost", "pruned"),
-]
-CATEGORIES = 40
-
-
-def grow(library: str, parameters: dict, *, missing: bool, rounds: int = 8) -> Booster:
-    rng = np.random.default_rng(0)
-    features = np.round(rng.normal(size=(1500, 4)), 1).astype(np.float32)
-    features[:, 2] = rng.integers(0, CATEGORIES - 5, len(features))  # the last five codes are never seen
-    label = features[:, 0] + features[:, 3] + 2 * np.isin(features[:, 2], (3, 5, 7, 33)) + rng.normal(size=1500) / 10
-    if missing:
-        features[rng.random(1500) < 0.1, 0] = np.nan
-    objectives = {
-        "lightgbm": {"objective": "regression"},
-        "xgboost": {"objective": "reg:squarederror", "base_score": 0.7},
-    }
-    grown: list[Booster] = []
-    rows = TreeRows(features, None, NAMES, (2,), label=label.astype(np.float32))
-    how = Boosting(rounds, 0.3, parameters=parameters, library_options=objectives[library])
-    BOOSTERS[library].grow(rows, how, lambda booster, _: bool(grown.append(booster)))
-    return grown[-1]
 
 
 @cache

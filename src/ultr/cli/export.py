@@ -28,8 +28,8 @@ def export(
         str | None,
         typer.Option(
             metavar="LOG",
-            help="For trees: learn the scores of the whole ranker from the rows of a log, such as that of training.",
-            show_default=False,
+            help="A log: trees learn the scores of the ranker on its rows.",
+            show_default="the log of training, if the ranker is not trees alone",
         ),
     ] = None,
     layout: Annotated[
@@ -41,12 +41,13 @@ def export(
 ) -> None:
     """Export the model of a run: ONNX with the same scores, a description of its inputs, and a model card.
 
-    Or trees for a search engine, with templates of its features. Without --distill, they are the trees of the run.
+    Or trees for a search engine, with templates of its features. A ranker that is not trees alone is replaced by trees
+    that learn its scores, and both are compared on other requests.
     """
     from ultr.serving.export import export_run
     from ultr.utils.stores import fetched
 
-    with words.status(f"learning the scores of {run} from {distill} ...") if distill else nullcontext():
+    with words.status(f"exporting {run} ...") if format != "onnx" else nullcontext():
         exported = export_run(
             fetched(run),
             out,
@@ -58,7 +59,7 @@ def export(
             overwrite=overwrite,
         )
     if as_json:
-        about = {key: exported.about.get(key) for key in ("parity", "no_onnx", "left_out", "distilled")}
+        about = {key: exported.about.get(key) for key in ("parity", "no_onnx", "distilled")}
         print(json.dumps({"out": out, "run": run, "files": sorted(exported.files), **about}))
         return
     words.say(f"wrote {out}: {', '.join(sorted(exported.files))}")
@@ -77,10 +78,8 @@ def export(
 
 def _say_trees(about: Mapping[str, Any]) -> None:
     """Say how exported trees differ from the ranker of the run, and what to do with them."""
-    if about.get("left_out"):
-        words.say(f"these are the trees alone, without the rest of the ranker: {', '.join(about['left_out'])}")
-        words.say("add --distill LOG for trees that learn the scores of the whole ranker")
     if distilled := about.get("distilled"):
+        words.say(f"the trees learned the scores of the ranker from {distilled['rows']:,} rows of {distilled['log']}")
         if distilled["metric"] is not None:
             values = distilled["values"]
             words.say(

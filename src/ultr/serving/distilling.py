@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ultr.errors import DataError
+from ultr.errors import DataError, redact
 from ultr.evaluation.off_policy import load_off_policy_model, request_metrics
 from ultr.evaluation.scores import judging_metric, less_is_better, paired_test, ranks
 from ultr.log import Log
@@ -23,10 +23,10 @@ from ultr.training.folder import read_config
 from ultr.training.outcome import agreements
 
 ROWS = 1_000_000  # of the log that are used, at most
-ROUNDS, LR, PATIENCE = 1000, 0.1, 20
+ROUNDS, LR, PATIENCE = 300, 0.1, 20
 STOPPING, JUDGING = 0.1, 0.2  # shares of requests that choose the number of rounds, and that judge
 LEAST = 20  # requests that the run did not use, from which on they alone judge
-PARAMETERS = {"lightgbm": {"num_leaves": 63}, "xgboost": {"max_depth": 7}}
+PARAMETERS = {"lightgbm": {"num_leaves": 31}, "xgboost": {"max_depth": 6}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,7 @@ class Distilled:
     """Trees that learned the scores of a ranker."""
 
     booster: Booster
+    log: str
     rows: int  # that they learned from
     requests: int  # that judged them
     unused: bool  # whether the run had not used the requests that judged them
@@ -46,10 +47,13 @@ class Distilled:
         return {"library": self.booster.LIBRARY, "rounds": self.booster.rounds, **about}
 
 
-def distil(run: Path, model: Model, source: str, *, library: str, seed: int = 0) -> Distilled:
-    """Train trees on the scores of a run's model on the rows of a log, and compare both on requests of it."""
-    columns = columns_for_run(run, model, {})
-    log, _ = read_rows(source, split="train", data_dir=read_config(run).data.folder, columns=columns)
+def distil(run: Path, model: Model, source: str | None, *, library: str, seed: int = 0) -> Distilled:
+    """Train trees on the scores of a run's model on the rows of a log, and compare both on requests of it.
+
+    Without a `source`, the log is that of training.
+    """
+    log = _read(run, model, source)
+    source = source or read_config(run).data.source
     log = sample_log(log, ROWS, seed=seed)
     learn, stop, judge, unused = _split(run, log, seed)
     log = model.view(log)
@@ -61,7 +65,21 @@ def distil(run: Path, model: Model, source: str, *, library: str, seed: int = 0)
     metric, values = _values(run, model, held_out, of_ranker, of_trees)
     rows = int(log.lengths[learn].sum())
     agreement = float(np.nanmean(tau)) if np.isfinite(tau).any() else float("nan")
-    return Distilled(booster, rows, len(judge), unused, agreement, metric, values)
+    return Distilled(booster, redact(source), rows, len(judge), unused, agreement, metric, values)
+
+
+def _read(run: Path, model: Model, source: str | None) -> Log:
+    config, columns = read_config(run), columns_for_run(run, model, {})
+    try:
+        if not (source or config.data.source):
+            raise DataError("it was in memory")
+        return read_rows(source or config.data.source, split="train", data_dir=config.data.folder, columns=columns)[0]
+    except DataError as error:
+        if source:
+            raise
+        what = "the ranker is not trees alone, and trees cannot learn its scores from the log of training"
+        got = f"{error.where}: {error.what}" if error.where else error.what
+        raise DataError(what, where=run, got=got, hint="add --distill LOG") from error
 
 
 def _split(run: Path, log: Log, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,20 +82,30 @@ class EngineTrees:
 
 
 def engine_trees(
-    booster: Booster, names: Sequence[str], vocabularies: Mapping[str, Sequence[str]], engine: str
+    boosters: Sequence[tuple[Booster, float]],
+    names: Sequence[str],
+    vocabularies: Mapping[str, Sequence[str]],
+    engine: str,
 ) -> EngineTrees:
-    """Return the trees of a booster in the form of an engine; raise UnsupportedTreesError if it cannot express them."""
-    forest = forest_of(booster)
-    if unsupported := sorted(forest.zero_is_missing - set(booster.categorical)):
-        what = f"{engine} cannot treat zero as a missing value, as the trees do for feature '{names[unsupported[0]]}'"
-        raise UnsupportedTreesError(what, hint=f"train without zero_as_missing, or {DISTIL}")
+    """Return the weighted sum of boosters in the form of an engine.
+
+    Raise UnsupportedTreesError if the engine cannot express the trees.
+    """
     values = {names.index(name): tuple(values) for name, values in vocabularies.items()}
     columns = _names(names, engine)
     one_hot = None if engine == "vespa" else lambda column, code: f"{columns[column]}:{values[column][code - 1]}"
-    trees: list[Any] = [
-        _branch(tree, 0 if len(tree.feature) else ~0, columns, values, one_hot) for tree in forest.trees
-    ]
-    trees += [forest.base] if forest.base or not trees else []
+    trees: list[Any] = []
+    base = 0.0
+    for booster, weight in boosters:
+        forest = forest_of(booster)
+        if unsupported := sorted(forest.zero_is_missing - set(booster.categorical)):
+            what = f"{engine} cannot treat zero as a missing value, as the trees do for '{names[unsupported[0]]}'"
+            raise UnsupportedTreesError(what, hint=f"train without zero_as_missing, or {DISTIL}")
+        for tree in forest.trees:
+            weighted = replace(tree, leaves=weight * tree.leaves)
+            trees.append(_branch(weighted, 0 if len(tree.feature) else ~0, columns, values, one_hot, forest.zero))
+        base += weight * forest.base
+    trees += [base] if base or not trees else []
     used = {node.feature for tree in trees for node in _branches(tree)}
     every = [
         feature
@@ -131,6 +141,7 @@ def _branch(
     names: Sequence[str],
     values: Mapping[int, Sequence[str]],
     one_hot: Callable[[int, int], str] | None,
+    zero: float,
     depth: int = 0,
 ) -> Any:
     """Return a node of a tree as a Branch, or as a float; a negative number is a leaf."""
@@ -140,10 +151,12 @@ def _branch(
         raise UnsupportedTreesError(
             f"a tree is deeper than {MAX_DEPTH} splits", hint=f"train with max_depth, or {DISTIL}"
         )
-    left, right = (_branch(tree, int(to[number]), names, values, one_hot, depth + 1) for to in (tree.left, tree.right))
+    left, right = (
+        _branch(tree, int(to[number]), names, values, one_hot, zero, depth + 1) for to in (tree.left, tree.right)
+    )
     column, missing_left = int(tree.feature[number]), bool(tree.missing_left[number])
     if number not in tree.categories:
-        return Branch(names[column], _below(tree.threshold[number], tree.strict), missing_left, left, right)
+        return Branch(names[column], _below(tree.threshold[number], tree.strict, zero), missing_left, left, right)
     every = range(1, len(values[column]) + 1)
     chosen = tuple(code for code in every if code in set(tree.categories[number].tolist()))
     if missing_left:  # an unknown value must go left too, so that those of the other side are listed
@@ -156,8 +169,13 @@ def _branch(
     return node
 
 
-def _below(threshold: float, strict: bool) -> np.float32:
-    """Return the float32 t with which x < t for the same float32 x as x <= threshold (x < threshold if `strict`)."""
+def _below(threshold: float, strict: bool, zero: float) -> np.float32:
+    """Return the float32 t with which x < t for the same float32 x as x <= threshold (x < threshold if `strict`).
+
+    Values x up to the distance `zero` from zero count as zero.
+    """
+    if 0 < abs(threshold) <= zero:
+        threshold, strict = (zero, False) if threshold > 0 else (-zero, True)
     with np.errstate(over="ignore"):
         below = np.float32(threshold)
     if (float(below) < threshold) if strict else (float(below) <= threshold):
@@ -324,11 +342,12 @@ def _solr_feature(feature: EngineFeature) -> dict[str, Any]:
 
 
 def _solr_threshold(below: np.float32) -> np.float32:
-    """Return t with x <= float32(t + 1e-6) for the same x as x < below, or the closest t there is."""
+    """Return the t for which float32(t + 1e-6) is the float32 before `below`, or the closest one before that."""
     wanted = np.nextafter(below, np.float32(-np.inf))
     near = np.float32(wanted - SLACK)
     lower, higher = (np.nextafter(near, np.float32(side)) for side in (-np.inf, np.inf))
-    return min((near, lower, higher), key=lambda t: abs(float(np.float32(t + SLACK)) - float(wanted)))
+    reached = {float(t + SLACK): t for t in (np.nextafter(lower, np.float32(-np.inf)), lower, near, higher)}
+    return reached[max(each for each in reached if each <= wanted)]
 
 
 def _float32(value: float | np.float32) -> str:

@@ -258,48 +258,51 @@ def _onnx(run: Path, model: Model, about: dict[str, Any], rows: str | None) -> d
 
 def _trees(run: Path, model: Model, about: dict[str, Any], plan: _Plan, rows: str | None) -> dict[str, bytes]:
     """Return the files of trees for an engine or a library; add to the description."""
-    library = plan.format if plan.format in BOOSTERS else "lightgbm"
-    if plan.distill is None:
-        booster = _booster_of(run, model, plan.format, about)
-    else:
+    boosters = None if plan.distill else _boosters_of(model.ranker)
+    if boosters is None:
+        library = plan.format if plan.format in BOOSTERS else "lightgbm"
         distilled = distil(run, model, plan.distill, library=library)
-        booster, about["distilled"] = distilled.booster, distilled.to_json()
-    about |= {"format_of_trees": plan.format, "ranker": booster.LIBRARY, "keeps_missing": True, "name": plan.name}
-    if not isinstance(model.ranker, TreeRanker) or plan.distill is not None:
-        about["calibration"] = None  # it is of the scores of the whole ranker
+        boosters, about["distilled"] = [(distilled.booster, 1.0)], distilled.to_json()
+        about["calibration"] = None  # it is of the scores of the ranker
+    about |= {"format_of_trees": plan.format, "name": plan.name, "keeps_missing": True}
+    about["ranker"] = boosters[0][0].LIBRARY
     sample = _sample_rows(run, model, rows)
     if plan.format in BOOSTERS:
-        with TemporaryDirectory(prefix="ultr-export-") as folder:
-            path = Path(folder) / booster.FILE
-            booster.save(path, rounds=booster.rounds)
-            scores = type(booster).load(path, booster.categorical).predict(sample)
-            files = {booster.FILE: path.read_bytes()}
+        libraries = [booster.LIBRARY for booster, _ in boosters]
+        if libraries != [plan.format]:
+            what = f"a file of {plan.format} has one ensemble of its trees, and the ranker has others"
+            hint = "learn trees from its scores: add --distill LOG"
+            raise DataError(what, where=run, got=" + ".join(libraries), hint=hint)
+        boosters = [(boosters[0][0], 1.0)]
+        scores, files = _library_file(boosters[0][0], sample)
     else:
         try:
-            trees = engine_trees(booster, model.feature_names, about["vocabularies"], plan.format)
+            trees = engine_trees(boosters, model.feature_names, about["vocabularies"], plan.format)
             texts = ENGINES[plan.format](trees, model.feature_names, plan.name)
         except UnsupportedTreesError as error:
             raise DataError(error.what, where=run, got=error.got, hint=error.hint) from error
         scores = trees.scores(sample)
         files = {name: text.encode() for name, text in texts.items()}
-    about["parity"] = {"rows": len(sample), **_difference(scores, booster.predict(sample))}
+    expected = np.sum([weight * booster.predict(sample) for booster, weight in boosters], axis=0)
+    about["parity"] = {"rows": len(sample), **_difference(scores, expected)}
     return files
 
 
-def _booster_of(run: Path, model: Model, format: str, about: dict[str, Any]) -> Booster:
-    """Return the trees of the run; what else its ranker has is noted in the description."""
-    parts = model.ranker.parts if isinstance(model.ranker, Blend) else (Part(model.ranker, about["ranker"]),)
-    trees = [(part.name, part.ranker) for part in parts if isinstance(part.ranker, TreeRanker)]
-    source = redact(read_config(run).data.source) or "LOG"
-    hint = f"learn trees from its scores: add --distill {source}"
-    if len(trees) != 1:
-        what = "the run has no trees" if not trees else "the ranker is a sum of several ensembles of trees"
-        raise DataError(f"{what}, and --format {format} needs one ensemble of trees", where=run, hint=hint)
-    library, ranker = trees[0]
-    if format in BOOSTERS and library != format:
-        raise DataError(f"the trees of the run are of {library}, not of {format}", where=run, hint=hint)
-    about["left_out"] = [part.name for part in parts if part.ranker is not ranker]
-    return ranker.booster if ranker.rounds == ranker.booster.rounds else ranker.booster.shortened(ranker.rounds)
+def _boosters_of(ranker: nn.Module) -> list[tuple[Booster, float]] | None:
+    """Return the trees of a ranker and their weights; None if it has anything else."""
+    parts = ranker.parts if isinstance(ranker, Blend) else (Part(ranker, ""),)
+    trees = [(part.ranker, part.weight) for part in parts if isinstance(part.ranker, TreeRanker)]
+    if len(trees) < len(parts):
+        return None
+    return [(trees.booster.shortened(trees.rounds), weight) for trees, weight in trees]
+
+
+def _library_file(booster: Booster, rows: np.ndarray) -> tuple[np.ndarray, dict[str, bytes]]:
+    """Return the scores of rows by the library's own file, and this file."""
+    with TemporaryDirectory(prefix="ultr-export-") as folder:
+        path = Path(folder) / booster.FILE
+        booster.save(path, rounds=booster.rounds)
+        return type(booster).load(path, booster.categorical).predict(rows), {booster.FILE: path.read_bytes()}
 
 
 def _difference(scores: np.ndarray, expected: np.ndarray) -> dict[str, float]:
