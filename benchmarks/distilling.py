@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import torch
-from calibration import make_task  # type: ignore[import-not-found]
+from calibration import make_task  # type: ignore[import-not-found,unused-ignore]
 
 from ultr.evaluation.scores import ranks
 from ultr.log import Log, read_log, write_log
@@ -41,7 +41,7 @@ def ndcg(log: Log, scores: np.ndarray, values: np.ndarray) -> np.ndarray:
         rank = ranks(log, by)
         return np.bincount(log.request_of_row, np.where(rank < 10, values / np.log2(rank + 2), 0), len(log))
 
-    return dcg(scores) / np.maximum(dcg(values), 1e-300)
+    return np.asarray(dcg(scores) / np.maximum(dcg(values), 1e-300))
 
 
 def values_of(world: str, requests: int, seed: int) -> dict[str, tuple[float, float]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ultr.errors import DataError, redact
 from ultr.evaluation.off_policy import load_off_policy_model, request_metrics
-from ultr.evaluation.scores import judging_metric, less_is_better, paired_test, ranks
+from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, judging_metric, less_is_better, paired_test, ranks
 from ultr.log import Log
 from ultr.log.sampling import sample_log
 from ultr.log.table import by_segment
@@ -154,12 +154,10 @@ def _values(
 ) -> tuple[str | None, dict[str, float]]:
     """Return the metric that judges the run, and its values for both rankers; None without labels for it."""
     metric = judging_metric(read_config(run).selection)
-    has_labels = (
-        bool(log.actions) if "feedback" in metric or metric.startswith("off-policy") else log.relevance is not None
-    )
-    if not has_labels:
+    if not log.actions if metric.startswith((FEEDBACK, OFF_POLICY)) else log.relevance is None:
         return None, {}
-    judged, segments = by_segment(log) if Decisions.load(run).segment else (log, ())
+    segments = Decisions.load(run).segments if "segment" in log.context else ()
+    judged = by_segment(log, segments)[0] if segments else log
     values = request_metrics(
         judged, [metric], label=model.label, model=load_off_policy_model(run / VALUES), segments=segments, keep=True
     )
