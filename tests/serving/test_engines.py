@@ -45,9 +45,12 @@ KINDS = [
 # --- Readers of the files, by the rules of the engines ------------------------------------------------------------
 
 
+parsed = cache(json.loads)
+
+
 def vespa_score(text: str, row: np.ndarray) -> float:
     """Evaluate the ranking expression that Vespa makes of LightGBM's JSON, in double precision."""
-    content = json.loads(text)
+    content = parsed(text)
     names, infos = content["feature_names"], content["feature_infos"]
     categorical = [i for i, name in enumerate(names) if infos[name]["values"]]
     strings = dict(zip(categorical, content["pandas_categorical"], strict=True))
@@ -82,7 +85,7 @@ def engine_values(names: list[str], row: np.ndarray) -> dict[str, np.float32]:
 
 def solr_score(text: str, row: np.ndarray) -> float:
     """Evaluate a MultipleAdditiveTreesModel of Solr 9.2 or later."""
-    content = json.loads(text)
+    content = parsed(text)
     values = engine_values([feature["name"] for feature in content["features"]], row)
     assert content["params"]["isNullSameAsZero"] is False
     score = np.float32(0)
@@ -98,10 +101,10 @@ def solr_score(text: str, row: np.ndarray) -> float:
 
 def ltr_score(text: str, row: np.ndarray) -> float:
     """Evaluate a model of the type model/xgboost+json of OpenSearch 3.8 or later."""
-    model = json.loads(text)["model"]["model"]
+    model = parsed(text)["model"]["model"]
     assert model["type"] == "model/xgboost+json"
     score = np.float32(0)
-    for tree in json.loads(model["definition"]):
+    for tree in parsed(model["definition"]):
         node = tree
         while "leaf" not in node:
             yes, no = node["children"]
