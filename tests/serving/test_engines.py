@@ -248,9 +248,9 @@ def test_vespa_has_rank_features_by_name_and_functions_for_all_others():
     names = ("bm25(title)", "the price", "colour", "1st")
     booster = grow("lightgbm", {}, missing=False)
     files = ENGINES["vespa"](engine_trees([(booster, 1.0)], names, {"colour": VALUES}, "vespa"), names, "my-model")
-    assert json.loads(files["my-model.json"])["feature_names"] == ["bm25(title)", "the_price", "colour", "_1st"]
-    profile = files["my-model.profile"]
-    assert 'lightgbm("my-model.json")' in profile
+    assert json.loads(files["my_model.json"])["feature_names"] == ["bm25(title)", "the_price", "colour", "_1st"]
+    profile = files["my_model.profile"]
+    assert 'lightgbm("my_model.json")' in profile
     used = {names[i] for tree in forest_of(booster).trees for i in tree.feature}
     functions = {"the price": "the_price", "colour": "colour", "1st": "_1st"}
     assert set(re.findall(r"function (\w+)\(\)", profile)) == {functions[name] for name in used & functions.keys()}

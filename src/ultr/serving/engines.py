@@ -237,7 +237,7 @@ def vespa_files(model: EngineTrees, names: Sequence[str], name: str) -> dict[str
             if re.search(r'["\\\x00-\x1f]', value):
                 hint = "replace quotes, backslashes and control characters in the log, and train again"
                 raise UnsupportedTreesError("Vespa cannot compare with this category", got=repr(value), hint=hint)
-    columns = _names(names, "vespa")
+    columns, name = _names(names, "vespa"), _identifier(name)
     place = {feature.name: feature.column for feature in model.features}
     count = _Count()
 
@@ -279,7 +279,7 @@ def _profile(model: EngineTrees, names: Sequence[str], name: str) -> str:
         f"# Put {name}.json into models/ and this file into schemas/SCHEMA/ of the application package.",
         f"# Replace each {FILL_IN} by an expression that has the value of the feature in the log.",
         "# A field of type float or double without a value is a missing value (NaN). A category is a string attribute.",
-        f"rank-profile {_identifier(name)} {{",
+        f"rank-profile {name} {{",
     ]
     for feature in model.features:
         if not RANK_FEATURE.fullmatch(feature.name):
