@@ -23,19 +23,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conftest import make_shown_log, some_always
+from grown_trees import CATEGORIES, GROWN, KINDS, NAMES, grow
 from ultr.datasets.users import User, simulate_log
 from ultr.errors import DataError, MissingExtraError, OutputError, UltrError
 from ultr.log import Log, write_log
 from ultr.log.labels import Label
 from ultr.methods import METHODS, MethodInputs, make_method
 from ultr.rankers import RANKERS, FeatureEncoder, Product, fit_encoders, make_ranker
-from ultr.rankers.boosters import BOOSTERS, Booster, Boosting, TreeRows
+from ultr.rankers.boosters import BOOSTERS, Booster
 from ultr.rankers.combined import Combined
 from ultr.rankers.model import ROWS_KEPT, Model, kept_rows, load_model
 from ultr.serving import export
 from ultr.serving.export import check_parity, code, export_run, onnx_bytes
 from ultr.serving.exported import is_exported, load_exported, onnx_scores, onnx_session
-from ultr.serving.onnx_graphs import NotInOnnxError, _from_lightgbm, _from_xgboost, trees_to_onnx
+from ultr.serving.forests import UnsupportedTreesError, forest_of
+from ultr.serving.onnx_graphs import trees_to_onnx
 from ultr.training.config import make_config
 from ultr.training.outcome import value_of_run
 from ultr.training.run import run_training
@@ -43,7 +45,6 @@ from ultr.utils.jsonfiles import load_json, write_json
 
 DOCS = Path(__file__).parents[2] / "docs" / "export.md"
 COLOURS = ("red", "green", "blue")
-NAMES = ("a", "b", "colour", "d")
 SHAPES = [(1, 1), (4, 1), (1, 7), (3, 5), (0, 3)]
 FAST = {"network.steps": 8, "bias_steps": 10, "batch": 16, "network.evaluate_every": 4, "hidden": (8,), "device": "cpu"}
 FAST |= {
@@ -173,46 +174,12 @@ def test_export_does_not_change_the_model_and_prints_nothing(capfd):
 
 # --- Trees --------------------------------------------------------------------------------------------------------
 
-GROWN = {
-    "default": {},
-    "missing": {},
-    "zero is missing": {"zero_as_missing": True},
-    "pruned": {"gamma": 3.0, "max_leaves": 12, "grow_policy": "lossguide"},
-}
-KINDS = [
-    ("lightgbm", "default"),
-    ("lightgbm", "missing"),
-    ("lightgbm", "zero is missing"),
-    ("xgboost", "default"),
-    ("xgboost", "missing"),
-    ("xgboost", "pruned"),
-]
-CATEGORIES = 40
-
-
-def grow(library: str, parameters: dict, *, missing: bool, rounds: int = 8) -> Booster:
-    rng = np.random.default_rng(0)
-    features = np.round(rng.normal(size=(1500, 4)), 1).astype(np.float32)
-    features[:, 2] = rng.integers(0, CATEGORIES - 5, len(features))  # the last five codes are never seen
-    label = features[:, 0] + features[:, 3] + 2 * np.isin(features[:, 2], (3, 5, 7, 33)) + rng.normal(size=1500) / 10
-    if missing:
-        features[rng.random(1500) < 0.1, 0] = np.nan
-    objectives = {
-        "lightgbm": {"objective": "regression"},
-        "xgboost": {"objective": "reg:squarederror", "base_score": 0.7},
-    }
-    grown: list[Booster] = []
-    rows = TreeRows(features, None, NAMES, (2,), label=label.astype(np.float32))
-    how = Boosting(rounds, 0.3, parameters=parameters, library_options=objectives[library])
-    BOOSTERS[library].grow(rows, how, lambda booster, _: bool(grown.append(booster)))
-    return grown[-1]
-
 
 @cache
 def forest(library: str, kind: str) -> tuple[Booster, object, tuple[np.ndarray, ...]]:
     """Return trees, their ONNX, and for each column the values on each threshold and next to it."""
     booster = grow(library, GROWN[kind], missing=kind == "missing")
-    translated = (_from_lightgbm if library == "lightgbm" else _from_xgboost)(booster)
+    translated = forest_of(booster)
     odd = [np.nan, 0.0, -0.0, 1e-35, -1e-35, 1e-36, 1e-45, -3e38, 3e38]
     values = []
     for column in range(4):
@@ -244,7 +211,7 @@ def test_rows_on_thresholds_go_the_same_way(library, kind, data):
 @pytest.mark.parametrize(("library", "kind"), KINDS)
 def test_the_trees_of_these_tests_have_double_thresholds_sets_and_missing_values(library, kind):
     booster, *_ = forest(library, kind)
-    translated = (_from_lightgbm if library == "lightgbm" else _from_xgboost)(booster)
+    translated = forest_of(booster)
     assert any(len(values) > 1 for tree in translated.trees for values in tree.categories.values())
     if library == "lightgbm":
         thresholds = np.concatenate([tree.threshold for tree in translated.trees])
@@ -275,13 +242,13 @@ def test_trees_without_a_split_are_constant(library):
 
 def test_trees_with_linear_leaves_are_an_error():
     booster = grow("lightgbm", {"linear_tree": True}, missing=False)
-    with pytest.raises(NotInOnnxError, match="the leaves are linear models"):
+    with pytest.raises(UnsupportedTreesError, match="the leaves are linear models"):
         trees_to_onnx(booster, 4)
 
 
 def test_trees_too_large_for_onnx_are_an_error(monkeypatch):
     monkeypatch.setattr("ultr.serving.onnx_graphs.MAX_NODES", 50)
-    with pytest.raises(NotInOnnxError, match="more than 50 nodes"):
+    with pytest.raises(UnsupportedTreesError, match="more than 50 nodes"):
         trees_to_onnx(grow("xgboost", {}, missing=False), 4)
 
 
@@ -412,7 +379,7 @@ def test_only_an_exported_model_is_replaced(runs, tmp_path):
 
 def test_trees_without_onnx_are_exported_as_the_librarys_file(runs, tmp_path, monkeypatch, ultr):
     def fail(*_: object) -> bytes:
-        raise NotInOnnxError("the leaves are linear models")
+        raise UnsupportedTreesError("the leaves are linear models")
 
     monkeypatch.setattr(export, "trees_to_onnx", fail)
     done = ultr("export", runs["lightgbm"], "--out", tmp_path / "model")
@@ -429,7 +396,7 @@ def test_trees_without_onnx_are_exported_as_the_librarys_file(runs, tmp_path, mo
 
 def test_a_sum_whose_trees_have_no_onnx_is_an_error_because_no_file_of_a_library_has_it(runs, tmp_path, monkeypatch):
     def fail(*_: object) -> bytes:
-        raise NotInOnnxError("the leaves are linear models")
+        raise UnsupportedTreesError("the leaves are linear models")
 
     monkeypatch.setattr(export, "trees_to_onnx", fail)
     with pytest.raises(DataError, match=r"the trees of this sum have no ONNX \(the leaves .*ultr score"):

@@ -11,7 +11,9 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,13 @@ from torch import nn
 
 from ultr._version import __version__
 from ultr.bias.propensities import BIAS_FILE
-from ultr.errors import DataError, MissingExtraError, OutputError, redact
+from ultr.errors import DataError, MissingExtraError, OptionError, OutputError, nearest, redact
 from ultr.evaluation.scores import FEEDBACK, OFF_POLICY
-from ultr.rankers.boosters import TreeRanker
-from ultr.rankers.combined import Blend
+from ultr.rankers.boosters import BOOSTERS, PLAIN_NAME, Booster, TreeRanker
+from ultr.rankers.combined import Blend, Part
 from ultr.rankers.model import ROWS_KEPT, Model, kept_rows, load_model, spread
+from ultr.serving.distilling import distil
+from ultr.serving.engines import ENGINES, engine_trees
 from ultr.serving.exported import (
     ABOUT,
     CARD,
@@ -39,7 +43,8 @@ from ultr.serving.exported import (
     onnx_scores,
     onnx_session,
 )
-from ultr.serving.onnx_graphs import NotInOnnxError, blend_to_onnx, trees_to_onnx
+from ultr.serving.forests import UnsupportedTreesError
+from ultr.serving.onnx_graphs import blend_to_onnx, trees_to_onnx
 from ultr.training.config import Config, is_trees, train_command
 from ultr.training.data import OUTCOME, Decisions, columns_for_run, read_rows
 from ultr.training.examining import best_evaluation
@@ -97,6 +102,7 @@ def model_card(run: Path, about: Mapping[str, Any]) -> str:
             has_trees=any(map(is_trees, decisions.rankers)),
             has_network=not all(map(is_trees, decisions.rankers)),
             most=SHOWN,
+            onnx=next((name for name in about["files"] if name.endswith(ONNX)), None),
         )
     except UndefinedError as error:
         raise ValueError(error.message) from error
@@ -154,27 +160,88 @@ DAMAGED_RUN = "the files of the run are incomplete or damaged"
 
 
 @checked
-def export_run(run: str | Path, out: str | Path, *, rows: str | None = None, overwrite: bool = False) -> Exported:
+def export_run(
+    run: str | Path,
+    out: str | Path,
+    *,
+    rows: str | None = None,
+    format: str = "onnx",
+    distill: str | None = None,
+    layout: str = "folder",
+    name: str = "ranker",
+    overwrite: bool = False,
+) -> Exported:
     """Write the model of a finished run to a folder: ONNX, a description of its inputs, and a model card.
 
-    The ONNX model must score the same as the run on rows that the run kept of its validation requests, or on rows of
-    the log `rows`. If it does not, nothing is written.
+    The model must score the same as the run on rows that the run kept of its validation requests, or on rows of the
+    log `rows`. If it does not, nothing is written.
+
+    With another `format` (vespa, solr, elasticsearch, opensearch, lightgbm or xgboost), only the trees of the run are
+    written; or trees that learned the scores of the whole ranker on the rows of the log `distill`. The `layout` triton
+    is a model of a repository of Triton. `name` is the name of the model in a search engine.
     """
-    run = Path(run)
+    run, plan = Path(run), _Plan(format, distill, layout, name)
     check_output(out, overwrite=overwrite, folder=True)
     if (folder := Path(out)).is_dir() and any(folder.iterdir()) and not is_exported(folder):
         what = "exists and is not an exported model, so it is not replaced"
         raise OutputError(what, where=out, hint="choose another path")
-    _import_onnx()
     model = load_model(run)
     with content_errors(DAMAGED_RUN, where=run, hint="train again"):
         about = _describe(run, model)
+    contents = _trees(run, model, about, plan, rows) if plan.of_trees else _onnx(run, model, about, rows)
+    if layout == "triton":
+        contents = _in_repository(contents, Path(out), len(model.feature_names))
+    about["files"] = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    with content_errors(DAMAGED_RUN, where=run, hint="train again"):
+        contents[CARD] = model_card(run, about).encode()
+    about["files"][CARD] = hashlib.sha256(contents[CARD]).hexdigest()
+    contents[ABOUT] = (json.dumps(add_checksum(about), indent=2) + "\n").encode()
+    with atomic_path(out, overwrite=overwrite, folder=True) as temporary:
+        for file, content in contents.items():
+            (temporary / file).parent.mkdir(exist_ok=True)
+            (temporary / file).write_bytes(content)
+    return load_exported(fetched(out))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The form of an exported model; it is checked when it is made."""
+
+    format: str
+    distill: str | None
+    layout: str
+    name: str
+
+    def __post_init__(self) -> None:
+        formats = ("onnx", *ENGINES, *BOOSTERS)
+        if self.format not in formats:
+            hint = nearest(self.format, formats)
+            raise OptionError(f"--format must be one of {', '.join(formats)}", got=self.format, hint=hint)
+        if self.layout not in ("folder", "triton"):
+            raise OptionError("--layout must be folder or triton", got=self.layout)
+        if self.of_trees and self.layout == "triton":
+            raise OptionError("Triton needs ONNX", got=f"--format {self.format}", hint="leave out --format")
+        if self.distill is not None and not self.of_trees:
+            hint = f"add --format with one of {', '.join(formats[1:])}"
+            raise OptionError("--distill learns trees, and ONNX has the whole ranker without them", hint=hint)
+        if not PLAIN_NAME.fullmatch(self.name):
+            hint = "use letters, digits, _, . and -"
+            raise OptionError("the name of the model has other characters", got=self.name, hint=hint)
+
+    @property
+    def of_trees(self) -> bool:
+        return self.format != "onnx"
+
+
+def _onnx(run: Path, model: Model, about: dict[str, Any], rows: str | None) -> dict[str, bytes]:
+    """Return the model as ONNX, and trees also as the library's own file; add to the description."""
+    _import_onnx()
     sample = _sample_rows(run, model, rows)
     contents: dict[str, bytes] = {}
     try:
         contents[ONNX] = onnx_bytes(model)
         about["parity"] = check_parity(model, contents[ONNX], sample)
-    except NotInOnnxError as error:
+    except UnsupportedTreesError as error:
         if isinstance(model.ranker, Blend):  # no file of a library has the whole sum
             what = f"the trees of this sum have no ONNX ({error.what}), so it cannot be exported"
             raise DataError(what, where=run, hint="score with the run itself (ultr score), or train again") from error
@@ -183,15 +250,92 @@ def export_run(run: str | Path, out: str | Path, *, rows: str | None = None, ove
         contents[model.ranker.booster.FILE] = (run / MODEL / model.ranker.booster.FILE).read_bytes()
     elif isinstance(model.ranker, Blend):
         about["parts"] = [part.to_json() for part in model.ranker.parts]
-    about["files"] = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    with content_errors(DAMAGED_RUN, where=run, hint="train again"):
-        contents[CARD] = model_card(run, about).encode()
-    about["files"][CARD] = hashlib.sha256(contents[CARD]).hexdigest()
-    contents[ABOUT] = (json.dumps(add_checksum(about), indent=2) + "\n").encode()
-    with atomic_path(out, overwrite=overwrite, folder=True) as temporary:
-        for name, content in contents.items():
-            (temporary / name).write_bytes(content)
-    return load_exported(fetched(out))
+    return contents
+
+
+# --- Trees ------------------------------------------------------------------------------------------------------------
+
+
+def _trees(run: Path, model: Model, about: dict[str, Any], plan: _Plan, rows: str | None) -> dict[str, bytes]:
+    """Return the files of trees for an engine or a library; add to the description."""
+    boosters = None if plan.distill else _boosters_of(model.ranker)
+    if boosters is None:
+        library = plan.format if plan.format in BOOSTERS else "lightgbm"
+        distilled = distil(run, model, plan.distill, library=library)
+        boosters, about["distilled"] = [(distilled.booster, 1.0)], distilled.to_json()
+        about["calibration"] = None  # it is of the scores of the ranker
+    about |= {"format_of_trees": plan.format, "name": plan.name, "keeps_missing": True}
+    about["ranker"] = boosters[0][0].LIBRARY
+    sample = _sample_rows(run, model, rows)
+    if plan.format in BOOSTERS:
+        libraries = [booster.LIBRARY for booster, _ in boosters]
+        if libraries != [plan.format]:
+            what = f"a file of {plan.format} has one ensemble of its trees, and the ranker has others"
+            hint = "learn trees from its scores: add --distill LOG"
+            raise DataError(what, where=run, got=" + ".join(libraries), hint=hint)
+        boosters = [(boosters[0][0], 1.0)]
+        scores, files = _library_file(boosters[0][0], sample)
+    else:
+        try:
+            trees = engine_trees(boosters, model.feature_names, about["vocabularies"], plan.format)
+            texts = ENGINES[plan.format](trees, model.feature_names, plan.name)
+        except UnsupportedTreesError as error:
+            raise DataError(error.what, where=run, got=error.got, hint=error.hint) from error
+        scores = trees.scores(sample)
+        files = {name: text.encode() for name, text in texts.items()}
+    expected = np.sum([weight * booster.predict(sample) for booster, weight in boosters], axis=0)
+    about["parity"] = {"rows": len(sample), **_difference(scores, expected)}
+    return files
+
+
+def _boosters_of(ranker: nn.Module) -> list[tuple[Booster, float]] | None:
+    """Return the trees of a ranker and their weights; None if it has anything else."""
+    parts = ranker.parts if isinstance(ranker, Blend) else (Part(ranker, ""),)
+    trees = [(part.ranker, part.weight) for part in parts if isinstance(part.ranker, TreeRanker)]
+    if len(trees) < len(parts):
+        return None
+    return [(trees.booster.shortened(trees.rounds), weight) for trees, weight in trees]
+
+
+def _library_file(booster: Booster, rows: np.ndarray) -> tuple[np.ndarray, dict[str, bytes]]:
+    """Return the scores of rows by the library's own file, and this file."""
+    with TemporaryDirectory(prefix="ultr-export-") as folder:
+        path = Path(folder) / booster.FILE
+        booster.save(path, rounds=booster.rounds)
+        return type(booster).load(path, booster.categorical).predict(rows), {booster.FILE: path.read_bytes()}
+
+
+def _difference(scores: np.ndarray, expected: np.ndarray) -> dict[str, float]:
+    """Return the largest difference of scores, and the largest that is allowed; raise DataError if it is larger."""
+    largest = float(np.abs(scores - expected).max())
+    tolerance = TOLERANCE * max(1.0, float(np.abs(expected).max()))
+    if not largest <= tolerance:
+        got = f"a difference of {largest:.2g} where {tolerance:.2g} is allowed"
+        what = "the exported model scores real rows differently from the run, so it is not written"
+        raise DataError(what, got=got, hint="report this as a bug of ultr")
+    return {"largest_difference": largest, "tolerance": tolerance}
+
+
+# --- Triton -----------------------------------------------------------------------------------------------------------
+# A model of a repository of Triton: its name is that of the folder, and each export has the next version.
+
+
+def _in_repository(contents: dict[str, bytes], folder: Path, features: int) -> dict[str, bytes]:
+    """Return the files of a model in the layout of Triton."""
+    if ONNX not in contents:
+        raise DataError("the trees have no ONNX, so Triton cannot serve them", hint="use ultr score")
+    versions = [int(path.parent.name) for path in folder.glob(f"*/{ONNX}") if path.parent.name.isdecimal()]
+    config = f"""name: {json.dumps(folder.resolve().name)}
+backend: "onnxruntime"
+max_batch_size: 0  # the dimensions below are all that a request has: [requests, items, features]
+input [
+  {{ name: "{INPUT}", data_type: TYPE_FP32, dims: [ -1, -1, {features} ] }}
+]
+output [
+  {{ name: "{OUTPUT}", data_type: TYPE_FP32, dims: [ -1, -1 ] }}
+]
+"""
+    return {f"{max(versions, default=0) + 1}/{ONNX}": contents[ONNX], "config.pbtxt": config.encode()}
 
 
 def _describe(run: Path, model: Model) -> dict[str, Any]:
@@ -243,13 +387,8 @@ def check_parity(model: Model, content: bytes, rows: np.ndarray) -> dict[str, An
         (rows[:used].reshape(lists, -1, rows.shape[1]), expected[:used]),
         (rows[:1][None], expected[:1]),
     ]
-    largest = float(np.max([np.abs(onnx_scores(session, x).ravel() - scores).max() for x, scores in cases]))
-    tolerance = TOLERANCE * max(1.0, float(np.abs(expected).max()))
-    if not largest <= tolerance:
-        got = f"a difference of {largest:.2g} where {tolerance:.2g} is allowed"
-        what = "the ONNX model scores real rows differently from the run, so it is not written"
-        raise DataError(what, got=got, hint="report this as a bug of ultr")
-    return {"rows": len(rows), "largest_difference": largest, "tolerance": tolerance}
+    scored = np.concatenate([onnx_scores(session, x).ravel() for x, _ in cases])
+    return {"rows": len(rows), **_difference(scored, np.concatenate([scores for _, scores in cases]))}
 
 
 def onnx_bytes(model: Model) -> bytes:

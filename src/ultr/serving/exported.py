@@ -2,6 +2,7 @@
 
 folder/model.onnx      features [requests, items, features] -> scores [requests, items]; not for all trees
 folder/lightgbm.txt    for trees, the library's own file; or xgboost.json
+folder/...             in the layout of Triton, config.pbtxt and 1/model.onnx; for a search engine, its files
 folder/model.json      the keys of a run's model/model.json that scoring needs, the calibration of scores, and the
                        tensors and hashes of the files
 folder/README.md       the model card
@@ -10,6 +11,7 @@ folder/README.md       the model card
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +27,7 @@ from ultr.utils.jsonfiles import load_description
 
 FORMAT = 1
 ONNX, ABOUT, CARD = "model.onnx", "model.json", "README.md"
-LIBRARY_FILES = ("lightgbm.txt", "xgboost.json")
+MODEL_FILE = re.compile(r"([1-9]\d*/)?model\.onnx|[\w.-]+\.(json|txt|profile|pbtxt)")
 INPUT, OUTPUT, EXPECTED = "features", "scores", "expected"
 AGAIN = "export it again with ultr export"
 
@@ -49,7 +51,12 @@ class Exported:
     @property
     def has_onnx(self) -> bool:
         """True if the folder has model.onnx."""
-        return ONNX in self.files
+        return self.onnx_file is not None
+
+    @property
+    def onnx_file(self) -> str | None:
+        """The path of model.onnx in the folder, which has a version in the layout of Triton."""
+        return next((name for name in self.files if name.rpartition("/")[2] == ONNX), None)
 
     @cached_property
     def codes(self) -> dict[str, dict[str, int]]:
@@ -58,15 +65,18 @@ class Exported:
 
     def onnx(self) -> bytes:
         """Return the content of model.onnx; raise DataError if it is not the file that was exported."""
-        if not self.has_onnx:
+        if (name := self.onnx_file) is None:
             what = f"these {self.ranker} trees have no ONNX, only {self.ranker}'s own file"
-            raise DataError(what, where=self.folder, hint=f"load that file with {self.ranker}, or see {CARD}")
-        path = self.folder / ONNX
+            hint = f"load that file with {self.ranker}, or see {CARD}"
+            if "format_of_trees" in self.about:
+                what, hint = f"this model was exported for {self.about['format_of_trees']}, without ONNX", f"see {CARD}"
+            raise DataError(what, where=self.folder, hint=hint)
+        path = self.folder / name
         try:
             content = path.read_bytes()
         except OSError as error:
             raise DataError(f"cannot be read ({error.strerror})", where=path, hint=AGAIN) from error
-        if hashlib.sha256(content).hexdigest() != self.files[ONNX]:
+        if hashlib.sha256(content).hexdigest() != self.files[name]:
             raise DataError("the file is not the one that was exported", where=path, hint=f"restore it, or {AGAIN}")
         return content
 
@@ -76,7 +86,7 @@ class Exported:
 
     def session(self, *, threads: int = 0) -> Any:
         """Open the model with onnxruntime on the CPU; `threads` 0 lets onnxruntime choose their number."""
-        return onnx_session(self.onnx(), threads=threads, where=self.folder / ONNX)
+        return onnx_session(self.onnx(), threads=threads, where=self.folder / str(self.onnx_file))
 
 
 def onnx_session(content: bytes, *, threads: int = 0, where: object = None) -> Any:
@@ -196,7 +206,8 @@ def load_exported(folder: str | Path) -> Exported:
         raise DataError(
             "feature names must be unique, and every vocabulary must be of a feature", where=path, hint=AGAIN
         )
-    if not files.keys() <= {ONNX, CARD, *LIBRARY_FILES} or not files.keys() & {ONNX, *LIBRARY_FILES}:
+    models = files.keys() - {CARD}
+    if not models or not all(MODEL_FILE.fullmatch(name) for name in models):
         what = "the files must be a model and its card"
         raise DataError(what, where=path, got=sorted(files)[:5], hint=AGAIN)
     found = None if calibration is None else Calibration.from_json(calibration, where=path)

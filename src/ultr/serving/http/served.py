@@ -191,8 +191,8 @@ def _or_absent(name: str | None) -> str:
 
 
 def _scores_of(exported: Exported, folder: Path) -> Score:
-    if not exported.has_onnx:
-        reason = exported.about.get("no_onnx", "unknown reason")
+    if not exported.has_onnx and "no_onnx" in exported.about:
+        reason = exported.about["no_onnx"]
         what = f"these {exported.ranker} trees have no ONNX ({reason}), so they cannot be served"
         raise DataError(what, where=folder, hint="train with other options of the ranker, or use ultr score")
     session = exported.session(threads=1)
