@@ -23,7 +23,9 @@ import pyarrow.parquet as pq
 from ultr.bias import audit as audits
 from ultr.bias.audit import BiasReport
 from ultr.bias.auto_segment import find_segment
-from ultr.bias.examination import Examination, estimate_examination
+from ultr.bias.count_tables import CLICKS, CountTable, is_count_table, read_counts
+from ultr.bias.counts import LogCounts
+from ultr.bias.examination import Examination, estimate_examination, examination_of_counts
 from ultr.bias.propensities import as_propensities, theta_by_id
 from ultr.bias.relevance import GRADES, SURE, WEIGHT, Judgments, judge, pairs_of_log
 from ultr.checks.pitfalls import Pitfall
@@ -473,6 +475,9 @@ def audit(
     """
     _check_columns(columns, log)
     known = None if propensities is None else as_propensities(propensities)
+    if not isinstance(log, Log) and is_count_table(log, columns):
+        counts = read_counts(log, where=where, **columns)
+        return audit_of_counts(counts, known=known, bootstrap=bootstrap, seed=seed)
     options: dict[str, Any] = {"known": known, "bootstrap": bootstrap, "seed": seed, "keep_suspicious": keep_suspicious}
     if isinstance(log, Log):
         sample = sample_log(log, sample_rows, seed=seed) if log.feature_names else None
@@ -490,6 +495,16 @@ def audit(
         described = described_rows(source, whole, reading) if sample is None else None
         chosen = label or click_label(whole.actions)
         return audits.audit(whole, label=chosen, sample=sample, described=described, **options)
+
+
+def audit_of_counts(
+    counts: CountTable, *, known: Mapping[str, float] | None = None, bootstrap: int = 50, seed: int = 0
+) -> BiasReport:
+    """Return the bias report of a table of counts; its intervals take each impression as a request of its own."""
+    whole = counts.without_segments().log_counts(seed=seed)
+    segments = ((name, part.log_counts(seed=seed)) for name, part in counts.parts() if part.has_clicks)
+    options = audits.AuditOptions(CLICKS, bootstrap, seed, known=known or {})
+    return audits.audit_counts(whole, segments, options, None)
 
 
 def described_rows(source: str, log: Log, reading: Mapping[str, Any]) -> Log | None:
@@ -527,10 +542,15 @@ def judgments(
 
     The default `label` is the click. `cuts` are the least relevance of the grades 1, 2, ..., and `sure` is the least
     probability of a sure grade. `weight` is the share of the difference between predicted and clicked attraction that
-    is relevance. `columns` name columns by role, as arguments of `read_log`.
+    is relevance. A table of counts is a log too: rows with `item`, `position`, `impressions` and `clicks`. `columns`
+    name columns by role, as arguments of `read_log`.
     """
     _check_columns(columns, log)
     known = None if propensities is None else as_propensities(propensities)
+    options: dict[str, Any] = {"grades": grades, "cuts": cuts, "weight": weight, "sure": sure, "seed": seed}
+    if not isinstance(log, Log) and is_count_table(log, columns):
+        counts = read_counts(log, where=where, **columns)
+        return _judged_counts(counts, counts.log_counts(seed=seed), known, options)
     if not isinstance(log, Log):
         with _on_disk(log) as source:
             reading: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where}
@@ -552,5 +572,15 @@ def judgments(
         examination = Examination.known(theta_by_id(known, tuple(pairs.positions.tolist()), segments))
     else:
         examination = estimate_examination(log, Label(chosen), segments=segments, seed=seed)
-    options: dict[str, Any] = {"grades": grades, "cuts": cuts, "weight": weight, "sure": sure}
-    return judge(pairs, examination, label=chosen, seed=seed, notes=notes, **options)
+    return judge(pairs, examination, label=chosen, notes=notes, **options)
+
+
+def _judged_counts(
+    counts: CountTable, log: LogCounts, known: Mapping[str, float] | None, options: Mapping[str, Any]
+) -> Judgments:
+    pairs, segments = counts.pairs(), counts.segments
+    if known is not None:
+        examination = Examination.known(theta_by_id(known, tuple(pairs.positions.tolist()), segments))
+    else:
+        examination = examination_of_counts(log, segments=segments)
+    return judge(pairs, examination, label=CLICKS, **options)
