@@ -25,6 +25,7 @@ from ultr.bias.audit import BiasReport
 from ultr.bias.auto_segment import find_segment
 from ultr.bias.count_tables import CLICKS, CountTable, is_count_table, read_counts
 from ultr.bias.counts import LogCounts
+from ultr.bias.engine_counts import pairs_on_engine
 from ultr.bias.examination import Examination, estimate_examination, examination_of_counts
 from ultr.bias.propensities import as_propensities, theta_by_id
 from ultr.bias.relevance import GRADES, SURE, WEIGHT, Judgments, judge, pairs_of_log
@@ -39,6 +40,8 @@ from ultr.log import Log, read_log, write_log
 from ultr.log.cleaning import OnDuplicates
 from ultr.log.columns import ROLES
 from ultr.log.labels import Label, click_label, default_label
+from ultr.log.prepare.engines import EngineName
+from ultr.log.prepare.options import Preparation
 from ultr.log.readers import as_table, numeric_columns
 from ultr.log.sampling import LogParts, read_for_audit, sample_log
 from ultr.log.shards import Manifest, Shards, is_lists
@@ -471,7 +474,8 @@ def audit(
         ultr.audit("log.parquet", segment="device")
 
     A row counts as clicked if its `label` is above 0; the default is the click. Estimators that need features use about
-    `sample_rows` rows. `columns` name columns by role, as arguments of `read_log`.
+    `sample_rows` rows. A table of counts is a log too: rows with `item`, `position`, `impressions` and `clicks`.
+    `columns` name columns by role, as arguments of `read_log`.
     """
     _check_columns(columns, log)
     known = None if propensities is None else as_propensities(propensities)
@@ -534,6 +538,9 @@ def judgments(
     keep_suspicious: bool = False,
     on_duplicates: OnDuplicates = "error",
     where: Sequence[str] = (),
+    engine: EngineName | None = None,
+    memory: int | None = None,
+    master: str | None = None,
     **columns: Any,
 ) -> Judgments:
     """Estimate the relevance of each pair of a query and an item from feedback, as `ultr judgments` does.
@@ -543,14 +550,23 @@ def judgments(
     The default `label` is the click. `cuts` are the least relevance of the grades 1, 2, ..., and `sure` is the least
     probability of a sure grade. `weight` is the share of the difference between predicted and clicked attraction that
     is relevance. A table of counts is a log too: rows with `item`, `position`, `impressions` and `clicks`. `columns`
-    name columns by role, as arguments of `read_log`.
+    name columns by role, as arguments of `read_log`. An `engine` counts a log that is larger than memory, all of its
+    segments together; it counts rows whose label is above 0, and not amounts.
     """
     _check_columns(columns, log)
     known = None if propensities is None else as_propensities(propensities)
     options: dict[str, Any] = {"grades": grades, "cuts": cuts, "weight": weight, "sure": sure, "seed": seed}
     if not isinstance(log, Log) and is_count_table(log, columns):
         counts = read_counts(log, where=where, **columns)
-        return _judged_counts(counts, counts.log_counts(seed=seed), known, options)
+        return _judged_counts(counts, counts.log_counts(seed=seed), known, {"label": CLICKS, **options})
+    if engine is not None:
+        path, _ = _as_source(log)
+        settings: dict[str, Any] = {"engine": engine, "memory": memory, "master": master, "where": tuple(where)}
+        counted = pairs_on_engine(
+            path, Preparation(**settings, **columns), label=label, keep_suspicious=keep_suspicious
+        )
+        options |= {"label": counted.label, "notes": counted.notes}
+        return _judged_counts(CountTable(counted.table), counted.counts, known, options)
     if not isinstance(log, Log):
         with _on_disk(log) as source:
             reading: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where}
@@ -583,4 +599,4 @@ def _judged_counts(
         examination = Examination.known(theta_by_id(known, tuple(pairs.positions.tolist()), segments))
     else:
         examination = examination_of_counts(log, segments=segments)
-    return judge(pairs, examination, label=CLICKS, **options)
+    return judge(pairs, examination, **options)

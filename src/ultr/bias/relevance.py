@@ -181,9 +181,8 @@ class Prediction:
         """Return a prediction as it may be, given its error."""
         assert self.covariance is not None  # noqa: S101 - of a fit
         root = np.linalg.eigh(self.covariance)
-        moved = root.eigenvectors @ (
-            np.sqrt(np.maximum(root.eigenvalues, 0)) * random.normal(size=len(self.covariance))
-        )
+        halves = root.eigenvectors * np.sqrt(np.maximum(root.eigenvalues, 0))
+        moved = halves @ root.eigenvectors.T @ random.normal(size=len(halves))  # signs of eigenvectors do not matter
         parameters = self.parameters + np.clip(moved, -MOST_MOVED, MOST_MOVED)
         return Prediction.of(parameters, self.covariance, several=self.spread > 0)
 

@@ -57,6 +57,12 @@ def judgments(
     propensities: Annotated[
         Path | None, typer.Option(help="CSV or Parquet file of known examination: columns position,propensity.")
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Engine that counts a log larger than memory: duckdb or spark.", show_default="in memory"),
+    ] = None,
+    memory: options.Memory = None,
+    master: options.Master = None,
     seed: options.Seed = 0,
     keep_suspicious: Annotated[
         bool, typer.Option(help="Keep suspicious requests, such as those of bots, in the estimates.")
@@ -74,6 +80,8 @@ def judgments(
     check_output(out, overwrite=overwrite)
     points = None if cuts is None else _numbers(cuts)
     source = options.one_source(log)
+    options.check_engine(engine, memory=memory, master=master)
+    reading = {"on_duplicates": on_duplicates, "engine": engine, "memory": options.bytes_of(memory), "master": master}
     with words.status(f"reading {source} and estimating relevance ..."):
         found = api.judgments(
             source,
@@ -86,7 +94,7 @@ def judgments(
             seed=seed,
             keep_suspicious=keep_suspicious,
             where=where or (),
-            **{"on_duplicates": on_duplicates, **without_none(columns)},
+            **{**reading, **without_none(columns)},
         )
         written = write_judgments(found, out, format=chosen, keep_unsure=keep_unsure, overwrite=overwrite)
     if as_json:
