@@ -125,6 +125,15 @@ def test_ids_may_be_any_text(found, tmp_path, ids):
         assert [(row[0], row[1]) for row in csv.reader(file)][1:] == one_line
 
 
+@pytest.mark.parametrize("name", ["csv", "qrels", "quepid", "opensearch", "ranklib"])
+def test_ids_that_are_not_utf_8_are_an_error(found, tmp_path, name):
+    items = pa.array([b"\xff"] * len(found), pa.binary()).view(pa.string())
+    some = replace(found, pairs=replace(found.pairs, items=items))
+    with pytest.raises(OutputError, match="--item"):
+        write_judgments(some, tmp_path / "j", format=name)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_format_follows_from_the_name():
     assert [format_of(name, None) for name in ("a.csv", "b.parquet", "c.qrels")] == ["csv", "parquet", "qrels"]
     assert format_of("a.csv", "quepid") == "quepid"

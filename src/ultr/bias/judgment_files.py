@@ -28,7 +28,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from ultr.bias.relevance import Judgments
-from ultr.errors import DataError, OptionError
+from ultr.errors import DataError, OptionError, OutputError
 from ultr.utils.arguments import checked
 from ultr.utils.files import atomic_path
 
@@ -61,14 +61,26 @@ def write_judgments(
     `keep_unsure` keeps pairs whose grade is not sure in formats that cannot mark them.
     """
     chosen = format_of(path, format)
+    try:
+        return _write(judgments, path, chosen, keep_unsure=keep_unsure, overwrite=overwrite)
+    except (pa.ArrowException, UnicodeError) as error:
+        brief = " ".join(str(error).split())[:200]
+        hint = "write Parquet, or correct the ids in the columns of --item and --query"
+        raise OutputError(f"judgments cannot be written ({brief})", where=path, hint=hint) from error
+
+
+def _write(judgments: Judgments, path: str | Path, chosen: Format, *, keep_unsure: bool, overwrite: bool) -> int:
     if chosen in ("csv", "parquet"):
+        table = judgments.table()
+        if chosen == "csv":
+            table.validate(full=True)  # texts must be UTF-8
         with atomic_path(path, overwrite=overwrite) as temporary:
-            (pq.write_table if chosen == "parquet" else pa_csv.write_csv)(judgments.table(), temporary)
+            (pq.write_table if chosen == "parquet" else pa_csv.write_csv)(table, temporary)
         return len(judgments)
-    rows = _Rows.of(judgments, np.ones(len(judgments), bool) if keep_unsure else judgments.sure)
     if chosen == "ranklib" and not judgments.pairs.feature_names:
         hint = "name feature columns with --features, or choose another format"
         raise DataError("RankLib needs features, and the log has no numeric ones", hint=hint)
+    rows = _Rows.of(judgments, np.ones(len(judgments), bool) if keep_unsure else judgments.sure)
     with atomic_path(path, overwrite=overwrite) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         WRITERS[chosen](rows, file)
     return len(rows.items)
