@@ -19,7 +19,7 @@ Scores of each pair of a query and an item, which order the items of a query:
 The output, as JSON, has for each: `ndcg@10` by the grades (gain 2^grade - 1, ties averaged), Kendall's `tau` (tau-b) in
 queries with several grades, each a mean over queries with its 95% interval from a bootstrap over queries, and the
 `difference` of NDCG@10 to `logged`. `agreement` is the share of pairs whose grade is that of the log, of sure pairs and
-of all. The log's grades up to 2 are one grade, and those from 4 on. The grades of judgments are those of the default cut
+of all. The log's grades up to 2 are one grade, and those from 4 on. Grades of judgments are those of the default cut
 points (up to 1, 2, and 3). Other scores are cut so that grades have the shares that they have in the choosing half.
 
 `coverage` has the share of pairs whose relevance is in their 95% interval in the simulated worlds of
