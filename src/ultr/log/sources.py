@@ -38,6 +38,7 @@ SUFFIXES = {
     ".tsv": "CSV",
     ".jsonl": "JSON Lines",
     ".ndjson": "JSON Lines",
+    ".json": "JSON Lines",
     ".txt": "SVMlight",
     ".svm": "SVMlight",
     ".svmlight": "SVMlight",

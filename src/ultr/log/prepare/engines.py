@@ -250,7 +250,7 @@ class DuckDB(Engine):
         self._stores: list[Any] = []  # file systems that DuckDB knows
 
     def read(self, tables: Tables) -> Any:
-        source, paths = tables.source, [self._path(file) for file in tables.source.files]
+        source, paths = tables.source, [self.path(file) for file in tables.source.files]
         settings: dict[str, Any] = {"hive_partitioning": False, "union_by_name": len(paths) > 1}
         partitions = source.partitions.names
         with _no_warnings():
@@ -259,7 +259,7 @@ class DuckDB(Engine):
             rows = self.backend.read_parquet(paths, filename=True, **settings)
             rows = rows.select(*(name for name in rows.columns if name not in partitions))
             # DuckDB returns the paths that it was given, without the brackets.
-            names = [self._path(file, escaped=False) for file in source.files]
+            names = [self.path(file, escaped=False) for file in source.files]
             values = {f"ultr_{i}": source.values(name) for i, name in enumerate(partitions)}
             self._views += 1
             self.backend.con.register(f"ultr_files_{self._views}", pa.table({"ultr_file": names, **values}))
@@ -267,7 +267,7 @@ class DuckDB(Engine):
             joined = rows.inner_join(of_file, rows.filename == of_file.ultr_file).drop("filename", "ultr_file")
             return joined.rename({name: f"ultr_{i}" for i, name in enumerate(partitions)})
 
-    def _path(self, file: SourceFile, *, escaped: bool = True) -> str:
+    def path(self, file: SourceFile, *, escaped: bool = True) -> str:
         """Return the path of a file for DuckDB, which reads files of a store through pyarrow's file system."""
         path = str(Path(file.path).resolve())
         if file.stored is not None:
