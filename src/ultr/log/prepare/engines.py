@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import islice
 from operator import add
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ import pyarrow.parquet as pq
 from ultr.errors import ColumnError, DataError, MissingExtraError, OptionError, UltrError
 from ultr.log.columns import Columns, as_data_error, saved_names
 from ultr.log.prepare.nesting import GROUP_BYTES, ORDER, SHARD_BYTES, BadRowsError, Counts, Nesting, write_shards
-from ultr.log.readers import csv_records, file_schemas, json_blocks, streaming_schema, with_floats
+from ultr.log.readers import FIRST_ROWS, csv_records, file_schemas, json_blocks, streaming_schema, with_floats
 from ultr.log.sources import (
     Source,
     SourceFile,
@@ -58,6 +59,11 @@ class Tables:
     def schema(self) -> pa.Schema:
         """All columns of the files, and the partition columns."""
         return all_columns(self.source, self.schemas)
+
+    def first_rows(self) -> pa.Table:
+        file = self.source.files[0]
+        with as_data_error(file, "Parquet"), file.parquet() as opened:
+            return pa.Table.from_batches(islice(opened.iter_batches(FIRST_ROWS), 1), opened.schema_arrow)
 
     @property
     def types(self) -> dict[str, pa.DataType]:

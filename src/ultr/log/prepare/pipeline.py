@@ -357,7 +357,8 @@ def open_log(source: str | Path, chosen: Preparation, scratch: Path) -> Iterator
 
 def _find(source: str | Path, chosen: Preparation, scratch: Path) -> Tables:
     def ids(schema: pa.Schema) -> Iterable[str | None]:
-        return resolve_columns(schema, where=source, **chosen.named | {"actions": ()}).ids
+        columns = resolve_columns(schema, where=source, **chosen.named | {"actions": ()})
+        return [*columns.ids, *columns.requests]
 
     files = find_tables(source, scratch=scratch / "source", ids=ids, where=chosen.where)
     lower = [name.lower() for name in files.schema.names]
@@ -429,7 +430,8 @@ class _Work:
             listed = as_names(actions)
             named["actions"] = [name for name in listed if name in schema.names]
             wanted = [name for name in listed if name not in schema.names]
-        columns = resolve_columns(schema, where=self.where, **named)
+        columns = resolve_columns(schema, where=self.where, rows=self.source.first_rows, **named)
+        self.notes += columns.notes
         if columns.position is None:
             hint = "name it with --position (position=...)"
             raise ColumnError("found no column with the position of each item", where=self.where, hint=hint)
