@@ -9,6 +9,7 @@ counted, with the reason.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,21 @@ LARGEST_POSITION = 1_000_000
 LATEST = 253_402_300_799_000_000  # microseconds since 1970, at the end of the year 9999
 MAX_ATTRIBUTES = 1_000  # numbers of an item that become features
 MAX_KEYS = 10_000  # sets of attributes
+NUMBERS = {  # types of DuckDB
+    *(
+        "tinyint",
+        "smallint",
+        "integer",
+        "bigint",
+        "hugeint",
+        "utinyint",
+        "usmallint",
+        "uinteger",
+        "ubigint",
+        "uhugeint",
+    ),
+    *("float", "double", "decimal", "boolean"),
+}
 FEATURE = "feature_"  # the names of features start with this
 LEFT_OUT = "they are left out"
 NO_ITEMS = "show no items, and only the text of their query is used"
@@ -54,12 +70,17 @@ def _type(fields: Fields) -> str:
 
 
 def _converted(value: str, kind: pa.DataType, fields: Fields, depth: int = 0) -> str:
-    """Return an SQL expression that converts a value in Parquet to the type of fields; NULL if it cannot be."""
+    """Return an SQL expression that converts a value in Parquet to the type of fields; NULL if it cannot be.
+
+    A struct in place of JSON stays a struct.
+    """
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):  # nested values may be stored as JSON
         if fields in (TEXT, NUMBER):
             return f"TRY_CAST({value} AS {fields})"
         text = f"TRY_CAST({value} AS JSON)"
         return text if fields == JSON else f"json_transform({text}, {_text(json.dumps(fields))})"
+    if fields == JSON and pa.types.is_struct(kind):
+        return value
     if isinstance(fields, str):
         return f"to_json({value})" if fields == JSON else f"TRY_CAST({value} AS {fields})"
     if isinstance(fields, list) and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
@@ -84,14 +105,9 @@ def _microseconds(text: str) -> str:
     """Return an SQL expression for a time: ISO 8601, or seconds, milli-, micro- or nanoseconds since 1970."""
     number, size = f"TRY_CAST({text} AS DOUBLE)", f"abs(TRY_CAST({text} AS DOUBLE))"
     factor = f"CASE WHEN {size} < 1e11 THEN 1e6 WHEN {size} < 1e14 THEN 1e3 WHEN {size} < 1e17 THEN 1 ELSE 1e-3 END"
-    time = f"coalesce(TRY_CAST({number} * {factor} AS BIGINT), epoch_us(TRY_CAST({text} AS TIMESTAMPTZ)))"
+    iso, numeric = f"epoch_us(TRY_CAST({text} AS TIMESTAMPTZ))", f"TRY_CAST({number} * {factor} AS BIGINT)"
+    time = f"CASE WHEN {text}[5] = '-' THEN {iso} ELSE {numeric} END"
     return f"CASE WHEN {time} BETWEEN 0 AND {LATEST} THEN {time} END"
-
-
-def _values(keys: Iterable[str]) -> str:
-    """Return an SQL expression for the values of these keys of an item's attributes, as a list."""
-    pointers = [_text("/" + key.replace("~", "~0").replace("/", "~1")) for key in keys]
-    return f"json_extract(attributes, [{', '.join(pointers)}])"
 
 
 # --- The log ----------------------------------------------------------------------------------------------------------
@@ -102,7 +118,7 @@ class EventLog:
 
     def __init__(self, engine: DuckDB, source: Source, name: FormatName, scratch: Path) -> None:
         self.engine, self.source, self.name, self.format = engine, source, name, FORMATS[name]
-        self.items, self.pairs = (_text(str(scratch / f"{each}.parquet")) for each in ("items", "pairs"))
+        self.items, self.pairs = (_text(str(scratch / f"{each}.parquet")) for each in ("items", "pairs"))  # of queries
         self.notes: list[str] = []
         self.counts: dict[str, int] = {}
 
@@ -110,13 +126,17 @@ class EventLog:
         self, target: Path, *, actions: Sequence[str] | str | None, features: Sequence[str] | str | None, sort: bool
     ) -> None:
         """Write the log to a Parquet file; `actions` and `features` name columns that it must have."""
-        self._write_items()
+        items = self._items()
+        if self.source.kind == "Parquet":
+            self.items = f"({items})"  # it is faster to read them again than to write them
+        else:
+            self._copy(items, self.items)
         self._count_left_out()
-        applications = self._write_applications()
+        applications = self._number_applications()
         names = self._actions(actions)
         numbers = self._features([name for name in as_names(features or ()) if name.startswith(FEATURE)])
         self._write_pairs(names, numbers)
-        self._write_log(target, names, numbers, applications=applications, sort=sort)
+        self._write_log(target, names, list(numbers), applications=applications, sort=sort)
 
     def _run(self, query: str) -> list[tuple[Any, ...]]:
         rows: list[tuple[Any, ...]] = self.engine.backend.con.execute(query).fetchall()
@@ -157,8 +177,8 @@ class EventLog:
         value = "json -> '$._source'" if wrapped else "json"
         return f"SELECT json_transform({value}, {_text(json.dumps(fields))}) AS e FROM ({records})"
 
-    def _write_items(self) -> None:
-        """Write one row per record and item, with the reason if it cannot be used."""
+    def _items(self) -> str:
+        """Return a query for one row per record and item, with the reason if it cannot be used."""
         each = self.format
         names = ("request", "user", "listing", "query", "application", "ordered")
         request = each.request if not each.attributed else f"CASE WHEN {each.listed} THEN {each.request} END"
@@ -172,7 +192,8 @@ class EventLog:
         position = "TRY_CAST(x.position AS DOUBLE)"
         whole = f"{position} BETWEEN 0 AND {LARGEST_POSITION} AND {position} % 1 = 0"
         positions = f"[TRY_CAST({position} AS BIGINT) FOR x IN items IF {whole}]"
-        placed = f"SELECT *, len(list_distinct({positions})) = len(items) AS placed FROM ({of_records})"
+        distinct = f"len(CASE WHEN len(items) = 1 THEN {positions} ELSE list_distinct({positions}) END)"
+        placed = f"SELECT *, {distinct} = len(items) AS placed FROM ({of_records})"
         numbered = "unnest(items) AS x, unnest(range(1, len(items) + 1)) AS number"
         unnested = f"SELECT * EXCLUDE (items), {numbered} FROM ({placed})"
         renamed = " ".join(f"WHEN {_text(old)} THEN {_text(new)}" for old, new in each.renamed.items())
@@ -191,41 +212,43 @@ class EventLog:
             reasons["have no id of the request"] = missing.format("request")
         cases = " ".join(f"WHEN {condition} THEN {_text(reason)}" for reason, condition in reasons.items())
         ordinal = f"CASE WHEN placed THEN TRY_CAST({position} AS BIGINT) END"
-        self._copy(
-            f"""SELECT CASE {cases} END AS reason, listed, CASE WHEN NOT listed THEN {action} END AS action, request,
-                "user", coalesce(listing, '') AS listing, CASE WHEN number = 1 THEN "query" END AS "query", number,
+        return f"""SELECT CASE {cases} END AS reason, listed, CASE WHEN NOT listed THEN {action} END AS action, request,
+                "user", coalesce(listing, '') AS listing, CASE WHEN number = 1 THEN "query" END AS "query",
                 application, x.item AS item, time, CASE WHEN listed THEN {ordinal} END AS ordinal,
                 CASE WHEN listed AND NOT placed AND ordered THEN number END AS place,
-                CASE WHEN listed THEN TRY_CAST(x.attributes AS JSON) END AS attributes
-            FROM ({unnested})""",
-            self.items,
-        )
+                CASE WHEN listed THEN x.attributes END AS attributes
+            FROM ({unnested})"""
 
     def _count_left_out(self) -> None:
-        """Count the records that cannot be used by reason, and attribute actions to lists if the format does not."""
-        rows = self._run(
-            f"""SELECT reason, listed, count(*) AS n, count(*) FILTER (WHERE time IS NULL),
-                array_to_string(list_sort(array_agg(DISTINCT action))[1:5], ', ')
-            FROM {self.items} GROUP BY reason, listed"""
+        """Count the records by reason, action and application, and note those that cannot be used."""
+        self._run(
+            f"""CREATE TEMP TABLE ultr_facts AS SELECT reason, listed, application, action, count(*) AS n,
+                count(*) FILTER (WHERE time IS NULL) AS timeless, count(*) FILTER (WHERE place = 1) AS fallen,
+                min(ordinal) AS first, bool_or("query" != '') AS has_query
+            FROM {self.items} GROUP BY reason, listed, application, action"""
         )
-        if not rows:
-            raise DataError("there are no events", where=self.source.name, hint="check how they were exported")
-        reasons = sorted({str(row[0]) for row in rows if row[0] is not None})
-        for reason in reasons:
-            same = [row for row in rows if row[0] == reason]
-            actions = ", ".join(sorted({row[4] for row in same if row[4]}))
-            self.counts[reason] = sum(row[2] for row in same)
+        rows = self._run(
+            """SELECT reason, sum(n)::BIGINT, array_to_string(list_sort(array_agg(DISTINCT action))[1:5], ', ')
+            FROM ultr_facts WHERE reason IS NOT NULL GROUP BY reason ORDER BY reason"""
+        )
+        for reason, count, actions in rows:
+            self.counts[reason] = count
             kinds, left_out = f" ({actions})" if actions else "", "" if reason == NO_ITEMS else f"; {LEFT_OUT}"
-            self._note(self.counts[reason], f"events {reason}{kinds}{left_out}")
-        if not any(listed for reason, listed, *_ in rows if reason is None):
+            self._note(count, f"events {reason}{kinds}{left_out}")
+        lists, timeless, fallen, events = self._run(
+            """SELECT count(*) FILTER (WHERE listed AND reason IS NULL), sum(timeless) FILTER (WHERE reason IS NULL),
+                sum(fallen) FILTER (WHERE reason IS NULL), count(*) FROM ultr_facts"""
+        )[0]
+        if not events:
+            raise DataError("there are no events", where=self.source.name, hint="check how they were exported")
+        if not lists:
             what = f"no event of the format {self.name} says which items were shown"
-            got = "; ".join(f"{self.counts[reason]:,} events {reason}" for reason in reasons) or "only actions"
+            got = "; ".join(f"{count:,} events {reason}" for reason, count in self.counts.items()) or "only actions"
             raise DataError(what, where=self.source.name, got=got, hint=self.format.no_lists)
-        timeless = sum(row[3] for row in rows if row[0] is None)
-        self._note(timeless, "events have no time that can be read; their time is missing in the log")
+        self._note(int(timeless), "events have no time that can be read; their time is missing in the log")
         if self.format.attributed:
-            fallen = self._run(f"SELECT count(*) FROM {self.items} WHERE reason IS NULL AND place = 1")[0][0]
-            self._note(fallen, "lists have missing or repeated positions; the order of their items is the position")
+            what = "lists have missing or repeated positions; the order of their items is the position"
+            self._note(int(fallen), what)
 
     def _used(self) -> str:
         """Return a query for the rows that are used; each has a request, except actions without a list before them."""
@@ -239,13 +262,16 @@ class EventLog:
             FROM (SELECT * FROM {rows} WHERE NOT listed) AS a ASOF LEFT JOIN ({lists}) AS s ON a."user" = s."user"
             AND a.item = s.item AND a.listing = s.listing AND a.time >= s.time)"""
 
-    def _write_applications(self) -> bool:
-        """Make a table of applications with the number to add to their positions, so that all start from 1."""
+    def _number_applications(self) -> int:
+        """Make a table of applications with the number to add to their positions, so that all start from 1.
+
+        Return how many there are, where events without an application count as one more; 0 if no event has one.
+        """
         self._run(
-            f"""CREATE TEMP TABLE ultr_applications AS
-                SELECT application, (min(ordinal) = 0)::INT AS shift,
+            """CREATE TEMP TABLE ultr_applications AS
+                SELECT application, (min(first) = 0)::INT AS shift,
                     row_number() OVER (ORDER BY application NULLS LAST) AS code
-                FROM {self.items} WHERE reason IS NULL GROUP BY application"""
+                FROM ultr_facts WHERE reason IS NULL GROUP BY application"""
         )
         shifted = self._run("SELECT coalesce(application, '') FROM ultr_applications WHERE shift = 1 ORDER BY 1")
         if shifted:
@@ -260,10 +286,12 @@ class EventLog:
                 self._note(
                     starts[1], f"of these lists start at 1 and {starts[0]:,} at 0: check how positions are counted"
                 )
-        return bool(self._run("SELECT count(application) FROM ultr_applications")[0][0])
+        return int(
+            self._run("SELECT CASE WHEN count(application) > 0 THEN count(*) ELSE 0 END FROM ultr_applications")[0][0]
+        )
 
     def _actions(self, wanted: Sequence[str] | str | None) -> list[str]:
-        query = f"SELECT DISTINCT action FROM {self.items} WHERE reason IS NULL AND action IS NOT NULL"
+        query = "SELECT DISTINCT action FROM ultr_facts WHERE reason IS NULL AND action IS NOT NULL"
         present = sorted(name for (name,) in self._run(f"{query} LIMIT {10 * MAX_TYPES}"))
         names = present if wanted is None else as_names(wanted)
         absent = [name for name in names if name.lower() not in present]
@@ -282,39 +310,59 @@ class EventLog:
 
     def _features(self, wanted: Sequence[str]) -> dict[str, str]:
         """Return the name of each feature, and the key of an item's attributes that has its numbers."""
+        kind = self.engine.backend.con.sql(f"SELECT attributes FROM {self.items}").types[0]
+        self.typed = kind.id == "struct"
+        kinds = {key: each.id for key, each in kind.children} if self.typed else dict.fromkeys(self._keys(), "json")
+        self.keys = set(kinds)
+        lower = Counter(key.lower() for key in kinds)
+        keys = [key for key in kinds if key.strip() and lower[key.lower()] == 1]
+        features, others = dict[str, str](), [key for key in kinds if key not in keys]
+        if keys:
+            bad = [f"json_type(v.{_name(key)}) IN ('VARCHAR', 'OBJECT', 'ARRAY')" for key in keys]
+            bad = [str(kinds[key] not in NUMBERS) if self.typed else each for key, each in zip(keys, bad, strict=True)]
+            given = [f"v.{_name(key)} IS NOT NULL" for key in keys]
+            sums = ", ".join(f"bool_or({test})" for tests in zip(given, bad, strict=True) for test in tests)
+            (facts,) = self._run(f"SELECT {sums} FROM (SELECT {self._values(keys, JSON)} AS v FROM {self.items})")
+            for key, has_values, other in zip(keys, facts[::2], facts[1::2], strict=True):
+                if has_values and other:
+                    others.append(key)
+                elif has_values:
+                    features[FEATURE + key] = key
+        if others:
+            self.notes.append(f"attributes of items that are no numbers are not read: {some(sorted(others), 5)}")
+        features |= {name: name.removeprefix(FEATURE) for name in wanted if name not in features}
+        return dict(sorted(features.items()))
+
+    def _keys(self) -> list[str]:
+        """Return the keys of the attributes of all items, which are JSON."""
         rows = f"(SELECT attributes FROM {self.items} WHERE json_type(attributes) = 'OBJECT')"
         found = self._run(f"SELECT DISTINCT json_keys(attributes) FROM {rows} LIMIT {MAX_KEYS + 1}")
         keys = sorted({key for (each,) in found for key in each})
         if len(keys) > MAX_ATTRIBUTES or len(found) > MAX_KEYS:
             got, hint = f"{len(keys):,}: {some(keys, 5)}", "use the same keys in all events"
             raise ColumnError("items have too many attributes", where=self.source.name, got=got, hint=hint)
-        features, others = dict[str, str](), list[str]()
-        if keys:
-            types = [f"json_type(v[{i + 1}])" for i in range(len(keys))]
-            sums = [f"bool_or({t} IN ('VARCHAR', 'OBJECT', 'ARRAY')), bool_or({t} != 'NULL')" for t in types]
-            values = f"SELECT {_values(keys)} AS v FROM {rows}"
-            (facts,) = self._run(f"SELECT {', '.join(sums)} FROM ({values})")
-            for key, other, given in zip(keys, facts[::2], facts[1::2], strict=True):
-                if other or not key.strip() or (FEATURE + key).lower() in map(str.lower, features):
-                    others.append(key)
-                elif given:
-                    features[FEATURE + key] = key
-        if others:
-            self.notes.append(f"attributes of items that are no numbers are not read: {some(others, 5)}")
-        return {**features, **{name: name.removeprefix(FEATURE) for name in wanted if name not in features}}
+        return keys
+
+    def _values(self, keys: Iterable[str], kind: str) -> str:
+        """Return an SQL expression for the attributes of an item as a struct; values of JSON get the type `kind`."""
+        if self.typed:
+            return "attributes"
+        return f"json_transform(attributes, {_text(json.dumps(dict.fromkeys(keys, kind)))})"
 
     def _write_pairs(self, actions: Sequence[str], features: Mapping[str, str]) -> None:
         """Write one row per request and item: a sum of all its events that needs no memory per event."""
-        values = f", {_values(features.values())} AS numbers" if features else ""
-        rows = f"""SELECT e.*{values}, a.code, a.shift FROM {self._used()} AS e
+        values = f", {self._values(features.values(), NUMBER)} AS v" if features else ""
+        rows = f"""SELECT e.* EXCLUDE (attributes){values}, a.code, a.shift FROM {self._used()} AS e
             JOIN ultr_applications AS a ON e.application IS NOT DISTINCT FROM a.application"""
         sums = [
             f"coalesce(max(CASE WHEN action = {_text(n.lower())} THEN 1 ELSE 0 END), 0)::TINYINT AS a{i}"
             for i, n in enumerate(actions)
         ]
-        sums += [
-            f"min(TRY_CAST(numbers[{i + 1}] AS DOUBLE)) FILTER (WHERE listed) AS f{i}" for i in range(len(features))
+        known = features.values() if not self.typed else self.keys
+        numbers = [
+            f"TRY_CAST(v.{_name(key)} AS DOUBLE)" if key in known else "NULL::DOUBLE" for key in features.values()
         ]
+        sums += [f"min({number}) FILTER (WHERE listed) AS f{i}" for i, number in enumerate(numbers)]
         self._copy(
             f"""SELECT request, item, bool_or(listed) AS listed, bool_or(listed AND place IS NULL) AS tracked,
                 bool_or(NOT listed) AS acted, min(place) AS place, min(ordinal + shift) AS ordinal,
@@ -326,18 +374,20 @@ class EventLog:
         )
 
     def _write_log(
-        self, target: Path, actions: Sequence[str], features: Mapping[str, str], *, applications: bool, sort: bool
+        self, target: Path, actions: Sequence[str], features: Sequence[str], *, applications: int, sort: bool
     ) -> None:
         both = self._count_pairs()
         query = f"""SELECT request, max("query") AS "query" FROM {self.items}
             WHERE "query" != '' AND request != '' AND listed GROUP BY request"""
-        has_query = bool(self._run(f"SELECT count(*) FROM (SELECT 1 FROM ({query}) LIMIT 1)")[0][0])
+        has_query = self._run("SELECT bool_or(has_query) FROM ultr_facts WHERE listed")[0][0]
         columns = ["p.request", "p.item", "coalesce(place, ordinal) AS position", "make_timestamp(time) AS time"]
         joins = ""
         if has_query:
             columns.append('q."query"')
             joins += f" LEFT JOIN ({query}) AS q ON p.request = q.request"
-        if applications:
+        if applications == 1:
+            columns.append("(SELECT application FROM ultr_applications) AS application")
+        elif applications > 1:
             columns.append("a.application")
             codes = f"SELECT request, min(code) AS code FROM {self.pairs} GROUP BY request"
             joins += f" LEFT JOIN ({codes}) AS c ON p.request = c.request"
@@ -387,5 +437,7 @@ class EventLog:
 
 def _is_array(file: SourceFile) -> bool:
     """Return whether a JSON file is one array, and not one record per line."""
+    if not file.name.lower().removesuffix(".gz").endswith(".json"):
+        return False
     with as_data_error(file, "JSON"), file.stream() as stream:
         return bool(stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["))

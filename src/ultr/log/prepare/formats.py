@@ -36,7 +36,7 @@ class Format:
     query: str = "NULL"  # the text of the query
     application: str  # positions of one application start at the same number
     time: str
-    items: str  # list of structs with the item, its position, and its attributes in JSON
+    items: str  # list of structs with the item, its position, and its attributes: a struct, or JSON
     ordered: str  # whether the order of the items is their position, if they have no positions
     renamed: Mapping[str, str] = field(default_factory=dict)  # action -> its common name in logs
     no_lists: str  # what to do if no record says which items were shown
@@ -99,7 +99,7 @@ FORMATS: dict[FormatName, Format] = {
         application="e.stream_id",
         time="e.event_timestamp",
         items="[{'item': coalesce(nullif(x.item_id, '(not set)'), x.item_name), 'position': x.item_list_index, "
-        "'attributes': to_json({'price': x.price})} FOR x IN e.items]",
+        "'attributes': {'price': x.price}} FOR x IN e.items]",
         ordered="len(e.items) > 1",
         renamed={"select_item": "click"},
         no_lists="track view_item_list events, and export them",
@@ -122,7 +122,7 @@ FORMATS: dict[FormatName, Format] = {
         application="e.app_id",
         time="coalesce(e.derived_tstamp, e.collector_tstamp)",
         items="[{'item': x.id, 'position': x.position, "
-        f"'attributes': to_json({{'price': x.price, 'list_price': x.list_price}})}} FOR x IN e.{_SNOWPLOW_PRODUCTS}]",
+        f"'attributes': {{'price': x.price, 'list_price': x.list_price}}}} FOR x IN e.{_SNOWPLOW_PRODUCTS}]",
         ordered=f"len(e.{_SNOWPLOW_PRODUCTS}) > 1",
         renamed={"list_click": "click", "transaction": "purchase"},
         no_lists="track list_view events with their products",
@@ -147,9 +147,9 @@ FORMATS: dict[FormatName, Format] = {
         time="e.timestamp",
         items="CASE WHEN e.event = 'ranking' THEN [{'item': x.id, 'position': NULL, "
         # The attributes as JSON text, because a field may be there twice.
-        "'attributes': '{' || array_to_string(list_concat(['\"relevancy\":' || to_json(x.relevancy)], "
-        "[to_json(f.name) || ':' || f.value FOR f IN x.fields IF f.name IS NOT NULL]), ',') || '}'} FOR x IN e.items] "
-        "ELSE [{'item': e.item, 'position': NULL, 'attributes': NULL}] END",
+        "'attributes': TRY_CAST('{' || array_to_string(list_concat(['\"relevancy\":' || to_json(x.relevancy)], "
+        "[to_json(f.name) || ':' || f.value FOR f IN x.fields IF f.name IS NOT NULL]), ',') || '}' AS JSON)} "
+        "FOR x IN e.items] ELSE [{'item': e.item, 'position': NULL, 'attributes': NULL}] END",
         ordered="true",
         no_lists="add the ranking events",
     ),
