@@ -44,10 +44,10 @@ NUMBERS = {  # types of DuckDB
     ),
     *("float", "double", "decimal", "boolean"),
 }
+OTHERS = "'VARCHAR', 'OBJECT', 'ARRAY'"  # types of values in JSON that are no numbers
 FEATURE = "feature_"  # the names of features start with this
 LEFT_OUT = "they are left out"
 NO_ITEMS = "show no items, and only the text of their query is used"
-PLACED = "listed AND coalesce(place, ordinal) IS NOT NULL"  # the items that were shown, and whose position is known
 
 # --- SQL --------------------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class EventLog:
 
     def __init__(self, engine: DuckDB, source: Source, name: FormatName, scratch: Path) -> None:
         self.engine, self.source, self.name, self.format = engine, source, name, FORMATS[name]
-        self.items, self.pairs = (_text(str(scratch / f"{each}.parquet")) for each in ("items", "pairs"))  # of queries
+        self.items, self.pairs = _text(str(scratch / "items.parquet")), scratch / "pairs.parquet"
         self.notes: list[str] = []
         self.counts: dict[str, int] = {}
 
@@ -131,12 +131,15 @@ class EventLog:
             self.items = f"({items})"  # it is faster to read them again than to write them
         else:
             self._copy(items, self.items)
+        kind = self.engine.backend.con.sql(f"SELECT attributes FROM {self.items}").types[0]
+        self.typed = kind.id == "struct"
+        self.kinds = {key: each.id for key, each in kind.children} if self.typed else {}
         self._count_left_out()
         applications = self._number_applications()
         names = self._actions(actions)
         numbers = self._features([name for name in as_names(features or ()) if name.startswith(FEATURE)])
-        self._write_pairs(names, numbers)
-        self._write_log(target, names, list(numbers), applications=applications, sort=sort)
+        self._write_pairs(names, numbers, applications=applications)
+        self._write_log(target, names, applications=applications, sort=sort)
 
     def _run(self, query: str) -> list[tuple[Any, ...]]:
         rows: list[tuple[Any, ...]] = self.engine.backend.con.execute(query).fetchall()
@@ -191,9 +194,8 @@ class EventLog:
             FROM ({self._records()})"""
         position = "TRY_CAST(x.position AS DOUBLE)"
         whole = f"{position} BETWEEN 0 AND {LARGEST_POSITION} AND {position} % 1 = 0"
-        positions = f"[TRY_CAST({position} AS BIGINT) FOR x IN items IF {whole}]"
-        distinct = f"len(CASE WHEN len(items) = 1 THEN {positions} ELSE list_distinct({positions}) END)"
-        placed = f"SELECT *, {distinct} = len(items) AS placed FROM ({of_records})"
+        distinct = f"len(list_distinct([{position} FOR x IN items IF {whole}])) = len(items)"
+        placed = f"SELECT *, CASE WHEN len(items) = 1 THEN true ELSE {distinct} END AS placed FROM ({of_records})"
         numbered = "unnest(items) AS x, unnest(range(1, len(items) + 1)) AS number"
         unnested = f"SELECT * EXCLUDE (items), {numbered} FROM ({placed})"
         renamed = " ".join(f"WHEN {_text(old)} THEN {_text(new)}" for old, new in each.renamed.items())
@@ -211,20 +213,21 @@ class EventLog:
         else:
             reasons["have no id of the request"] = missing.format("request")
         cases = " ".join(f"WHEN {condition} THEN {_text(reason)}" for reason, condition in reasons.items())
-        ordinal = f"CASE WHEN placed THEN TRY_CAST({position} AS BIGINT) END"
+        ordinal = f"CASE WHEN listed AND placed AND {whole} THEN TRY_CAST({position} AS BIGINT) END"
         return f"""SELECT CASE {cases} END AS reason, listed, CASE WHEN NOT listed THEN {action} END AS action, request,
                 "user", coalesce(listing, '') AS listing, CASE WHEN number = 1 THEN "query" END AS "query",
-                application, x.item AS item, time, CASE WHEN listed THEN {ordinal} END AS ordinal,
-                CASE WHEN listed AND NOT placed AND ordered THEN number END AS place,
+                application, x.item AS item, time, {ordinal} AS ordinal,
+                CASE WHEN listed AND ordered AND ({ordinal}) IS NULL THEN number END AS place,
                 CASE WHEN listed THEN x.attributes END AS attributes
             FROM ({unnested})"""
 
     def _count_left_out(self) -> None:
         """Count the records by reason, action and application, and note those that cannot be used."""
+        given = "".join(f", bool_or(attributes.{_name(key)} IS NOT NULL) AS g{i}" for i, key in enumerate(self.kinds))
         self._run(
             f"""CREATE TEMP TABLE ultr_facts AS SELECT reason, listed, application, action, count(*) AS n,
                 count(*) FILTER (WHERE time IS NULL) AS timeless, count(*) FILTER (WHERE place = 1) AS fallen,
-                min(ordinal) AS first, bool_or("query" != '') AS has_query
+                min(ordinal) AS first, bool_or("query" != '') AS has_query {given}
             FROM {self.items} GROUP BY reason, listed, application, action"""
         )
         rows = self._run(
@@ -269,7 +272,7 @@ class EventLog:
         """
         self._run(
             """CREATE TEMP TABLE ultr_applications AS
-                SELECT application, (min(first) = 0)::INT AS shift,
+                SELECT application, coalesce(min(first) = 0, false)::INT AS shift,
                     row_number() OVER (ORDER BY application NULLS LAST) AS code
                 FROM ultr_facts WHERE reason IS NULL GROUP BY application"""
         )
@@ -300,7 +303,7 @@ class EventLog:
             got, hint = f"{len(names)}: {some(names, 5)}", "name the actions to use with --actions"
             raise ColumnError("too many actions", where=self.source.name, got=got, hint=hint)
         others = {*RESERVED, "time", "application", "shown"}
-        if clash := [n for n in names if n in others or n.startswith(FEATURE) or not n.isprintable()]:
+        if clash := [n for n in names if n in others or n.startswith((FEATURE, "ultr_")) or not n.isprintable()]:
             what = "an action has a name that no column of actions can have"
             hint = "name the actions to use with --actions"
             raise ColumnError(what, where=self.source.name, got=f"'{clash[0]}'", hint=hint)
@@ -310,26 +313,28 @@ class EventLog:
 
     def _features(self, wanted: Sequence[str]) -> dict[str, str]:
         """Return the name of each feature, and the key of an item's attributes that has its numbers."""
-        kind = self.engine.backend.con.sql(f"SELECT attributes FROM {self.items}").types[0]
-        self.typed = kind.id == "struct"
-        kinds = {key: each.id for key, each in kind.children} if self.typed else dict.fromkeys(self._keys(), "json")
-        self.keys = set(kinds)
-        lower = Counter(key.lower() for key in kinds)
-        keys = [key for key in kinds if key.strip() and lower[key.lower()] == 1]
-        features, others = dict[str, str](), [key for key in kinds if key not in keys]
-        if keys:
-            bad = [f"json_type(v.{_name(key)}) IN ('VARCHAR', 'OBJECT', 'ARRAY')" for key in keys]
-            bad = [str(kinds[key] not in NUMBERS) if self.typed else each for key, each in zip(keys, bad, strict=True)]
-            given = [f"v.{_name(key)} IS NOT NULL" for key in keys]
-            sums = ", ".join(f"bool_or({test})" for tests in zip(given, bad, strict=True) for test in tests)
-            (facts,) = self._run(f"SELECT {sums} FROM (SELECT {self._values(keys, JSON)} AS v FROM {self.items})")
-            for key, has_values, other in zip(keys, facts[::2], facts[1::2], strict=True):
-                if has_values and other:
-                    others.append(key)
-                elif has_values:
-                    features[FEATURE + key] = key
+        present = list(self.kinds) if self.typed else self._keys()
+        lower = Counter(key.lower() for key in present)
+        known = [key for key in present if key.strip() and (self.typed or lower[key.lower()] == 1)]
+        if self.typed:
+            facts = [
+                f"bool_or(g{i}), {self.kinds[key] not in NUMBERS}" for i, key in enumerate(present) if key in known
+            ]
+            rows = "ultr_facts WHERE reason IS NULL"
+        else:
+            values = [f"v.{_name(key)}" for key in known]
+            facts = [f"bool_or({v} IS NOT NULL), bool_or(json_type({v}) IN ({OTHERS}))" for v in values]
+            rows = f"(SELECT {self._values(known, JSON)} AS v FROM {self.items} WHERE reason IS NULL)"
+        found = self._run(f"SELECT {', '.join(facts)} FROM {rows}")[0] if known else ()
+        features, others = dict[str, str](), [key for key in present if key not in known]
+        for key, has_values, other in zip(known, found[::2], found[1::2], strict=True):
+            if has_values and other:
+                others.append(key)
+            elif has_values:
+                features[FEATURE + key] = key
         if others:
             self.notes.append(f"attributes of items that are no numbers are not read: {some(sorted(others), 5)}")
+        self.given = set(features.values())
         features |= {name: name.removeprefix(FEATURE) for name in wanted if name not in features}
         return dict(sorted(features.items()))
 
@@ -349,89 +354,101 @@ class EventLog:
             return "attributes"
         return f"json_transform(attributes, {_text(json.dumps(dict.fromkeys(keys, kind)))})"
 
-    def _write_pairs(self, actions: Sequence[str], features: Mapping[str, str]) -> None:
-        """Write one row per request and item: a sum of all its events that needs no memory per event."""
-        values = f", {self._values(features.values(), NUMBER)} AS v" if features else ""
-        rows = f"""SELECT e.* EXCLUDE (attributes){values}, a.code, a.shift FROM {self._used()} AS e
-            JOIN ultr_applications AS a ON e.application IS NOT DISTINCT FROM a.application"""
-        sums = [
-            f"coalesce(max(CASE WHEN action = {_text(n.lower())} THEN 1 ELSE 0 END), 0)::TINYINT AS a{i}"
-            for i, n in enumerate(actions)
-        ]
-        known = features.values() if not self.typed else self.keys
-        numbers = [
-            f"TRY_CAST(v.{_name(key)} AS DOUBLE)" if key in known else "NULL::DOUBLE" for key in features.values()
-        ]
-        sums += [f"min({number}) FILTER (WHERE listed) AS f{i}" for i, number in enumerate(numbers)]
-        self._copy(
-            f"""SELECT request, item, bool_or(listed) AS listed, bool_or(listed AND place IS NULL) AS tracked,
-                bool_or(NOT listed) AS acted, min(place) AS place, min(ordinal + shift) AS ordinal,
-                count(*) FILTER (WHERE listed AND place IS NULL) AS impressions, count(place) AS places,
-                count(*) FILTER (WHERE NOT listed) AS actions, min(time) FILTER (WHERE listed) AS time,
-                min(code) AS code {"".join(f", {each}" for each in sums)}
-            FROM ({rows}) GROUP BY request, item""",
-            self.pairs,
-        )
+    def _write_pairs(self, actions: Sequence[str], features: Mapping[str, str], *, applications: int) -> None:
+        """Write one row per request and item that was shown, which sums its events; the log without what needs a join.
 
-    def _write_log(
-        self, target: Path, actions: Sequence[str], features: Sequence[str], *, applications: int, sort: bool
-    ) -> None:
-        both = self._count_pairs()
-        query = f"""SELECT request, max("query") AS "query" FROM {self.items}
-            WHERE "query" != '' AND request != '' AND listed GROUP BY request"""
-        has_query = self._run("SELECT bool_or(has_query) FROM ultr_facts WHERE listed")[0][0]
-        columns = ["p.request", "p.item", "coalesce(place, ordinal) AS position", "make_timestamp(time) AS time"]
-        joins = ""
-        if has_query:
-            columns.append('q."query"')
-            joins += f" LEFT JOIN ({query}) AS q ON p.request = q.request"
+        Only numbers are aggregated, so that DuckDB can use the disk if the memory is full.
+        """
+        values = f", {self._values(features.values(), NUMBER)} AS v" if features else ""
+        codes = self._run("SELECT code, shift FROM ultr_applications")
+        if len(codes) == 1:
+            of_application, join = "{} AS code, {} AS shift".format(*codes[0]), ""
+        else:
+            of_application = "a.code, a.shift"
+            join = "JOIN ultr_applications AS a ON e.application IS NOT DISTINCT FROM a.application"
+        rows = f"SELECT e.* EXCLUDE (attributes){values}, {of_application} FROM {self._used()} AS e {join}"
+        columns = [
+            f"max(CASE WHEN action = {_text(name.lower())} THEN 1 ELSE 0 END)::TINYINT AS {_name(name)}"
+            for name in actions
+        ]
+        for name, key in features.items():
+            number = f"TRY_CAST(v.{_name(key)} AS FLOAT)" if key in self.given else "NULL::FLOAT"
+            columns.append(f"min({number}) AS {_name(name)}")
         if applications == 1:
             columns.append("(SELECT application FROM ultr_applications) AS application")
-        elif applications > 1:
+        self._copy(
+            f"""SELECT request, item, coalesce(min(place), min(ordinal + shift)) AS position,
+                make_timestamp(min(CASE WHEN listed THEN time END)) AS time {"".join(f", {each}" for each in columns)},
+                count(place) AS ultr_places, count(action) AS ultr_actions,
+                (count(*) - count(place) - count(action)) AS ultr_impressions,
+                (min(place) != min(ordinal + shift)) AS ultr_moved, min(code) AS ultr_code
+            FROM ({rows}) GROUP BY request, item HAVING coalesce(min(place), min(ordinal + shift)) IS NOT NULL""",
+            _text(str(self.pairs)),
+            f", KV_METADATA {{{_text(ACTIONS_KEY.decode())}: {_text(json.dumps(list(actions)))}}}",
+        )
+
+    def _write_log(self, target: Path, actions: Sequence[str], *, applications: int, sort: bool) -> None:
+        """Write the pairs as a log, with the query, the application, and the mark of what was shown."""
+        both, pairs = self._count_pairs(), _text(str(self.pairs))
+        columns, joins = list[str](), ""
+        if self._run("SELECT bool_or(has_query) FROM ultr_facts WHERE listed")[0][0]:
+            columns.append('q."query"')
+            texts = f"""SELECT request, max("query") AS "query" FROM {self.items}
+                WHERE "query" != '' AND request != '' AND listed GROUP BY request"""
+            joins += f" LEFT JOIN ({texts}) AS q ON p.request = q.request"
+        if applications > 1:
             columns.append("a.application")
-            codes = f"SELECT request, min(code) AS code FROM {self.pairs} GROUP BY request"
+            codes = f"SELECT request, min(ultr_code) AS code FROM {pairs} GROUP BY request"
             joins += f" LEFT JOIN ({codes}) AS c ON p.request = c.request"
             joins += " LEFT JOIN ultr_applications AS a ON c.code = a.code"
         if both:  # of requests whose impressions are tracked, items without events were not shown
-            columns.append("(t.request IS NULL OR tracked OR acted)::TINYINT AS shown")
-            joins += (
-                f" LEFT JOIN (SELECT DISTINCT request FROM {self.pairs} WHERE tracked) AS t ON p.request = t.request"
-            )
-        columns += [f"a{i} AS {_name(name)}" for i, name in enumerate(actions)]
-        columns += [f"f{i} AS {_name(name)}" for i, name in enumerate(features)]
-        rows = f"SELECT {', '.join(columns)} FROM {self.pairs} AS p{joins} WHERE {PLACED}"
-        order = " ORDER BY p.request, position, p.item" if sort else ""
-        metadata = f", KV_METADATA {{{_text(ACTIONS_KEY.decode())}: {_text(json.dumps(list(actions)))}}}"
-        self._copy(rows + order, _text(str(target)), metadata)
+            columns.append("(t.request IS NULL OR ultr_impressions + ultr_actions > 0)::TINYINT AS shown")
+            tracked = f"SELECT DISTINCT request FROM {pairs} WHERE ultr_impressions > 0"
+            joins += f" LEFT JOIN ({tracked}) AS t ON p.request = t.request"
+        if not sort and not columns:
+            self.pairs.replace(target)
+            return
+        further = "".join(f", {each}" for each in columns)
+        self._copy(
+            f"""SELECT p.* EXCLUDE (ultr_places, ultr_actions, ultr_impressions, ultr_moved, ultr_code) {further}
+            FROM {pairs} AS p {joins} {"ORDER BY p.request, position, p.item" if sort else ""}""",
+            _text(str(target)),
+            f", KV_METADATA {{{_text(ACTIONS_KEY.decode())}: {_text(json.dumps(list(actions)))}}}",
+        )
 
     def _count_pairs(self) -> bool:
         """Count what the log leaves out; return whether it has both lists of results and impressions."""
-        again = "greatest(impressions - 1, 0) + greatest(places - 1, 0)"
+        again = "greatest(ultr_impressions - 1, 0) + greatest(ultr_places - 1, 0)"
         counts = {
-            "rows": f"count(*) FILTER (WHERE {PLACED})",
-            "unplaced": f"coalesce(sum(impressions + actions) FILTER (WHERE listed AND NOT ({PLACED})), 0)",
-            "stray": "coalesce(sum(actions) FILTER (WHERE NOT listed), 0)",
-            "repeated": f"coalesce(sum({again}) FILTER (WHERE listed), 0)",
-            "unlisted": "count(*) FILTER (WHERE tracked AND place IS NULL)",
-            "moved": "count(*) FILTER (WHERE place IS NOT NULL AND ordinal IS NOT NULL AND place != ordinal)",
-            "of_lists": "count(place)",
-            "tracked": "count(*) FILTER (WHERE tracked)",
+            "rows": "count(*)",
+            "actions": "sum(ultr_actions)",
+            "lists": "sum(ultr_impressions + ultr_places)",
+            "repeated": f"sum({again})",
+            "unlisted": "count(*) FILTER (WHERE ultr_impressions > 0 AND ultr_places = 0)",
+            "moved": "count(*) FILTER (WHERE ultr_moved)",
+            "of_lists": "sum(ultr_places)",
+            "tracked": "sum(ultr_impressions)",
         }
-        row = self._run(f"SELECT {', '.join(counts.values())} FROM {self.pairs}")[0]
-        found = {name: int(value) for name, value in zip(counts, row, strict=True)}
-        self.counts |= {name: found[name] for name in ("rows", "unplaced", "stray", "repeated")}
-        self._note(found["unplaced"], f"events of items without a position; {LEFT_OUT}")
-        self._note(
-            found["stray"], f"actions are of items that were not shown before, or not in their request; {LEFT_OUT}"
-        )
+        row = self._run(f"SELECT {', '.join(counts.values())} FROM {_text(str(self.pairs))}")[0]
+        found = {name: int(value or 0) for name, value in zip(counts, row, strict=True)}
+        if not found["rows"]:
+            what, hint = "no item that was shown has a position", "send positions with the events, or the lists shown"
+            raise DataError(what, where=self.source.name, hint=hint)
+        lists, actions = self._run(
+            """SELECT coalesce(sum(n) FILTER (WHERE listed), 0), coalesce(sum(n) FILTER (WHERE NOT listed), 0)
+            FROM ultr_facts WHERE reason IS NULL"""
+        )[0]
+        self.counts["unplaced"] = int(lists) - found["lists"]
+        self.counts["stray"] = int(actions) - found["actions"]
+        self.counts |= {name: found[name] for name in ("rows", "repeated")}
+        self._note(self.counts["unplaced"], f"items were shown without a position; {LEFT_OUT}")
+        what = "actions are of items that were not shown before, or not in their request"
+        self._note(self.counts["stray"], f"{what}; {LEFT_OUT}")
         self._note(found["repeated"], "times an item was shown again in its request; the first position counts")
         both = self.name == "ubi" and found["of_lists"] > 0 and found["tracked"] > 0
         if both:
             self._note(found["moved"], "impressions have another position than the results; that of the results counts")
             self._note(found["unlisted"], "items were shown that are not among the results")
-        if not found["rows"]:
-            what, hint = "no item that was shown has a position", "send positions with the events, or the lists shown"
-            raise DataError(what, where=self.source.name, hint=hint)
         return both
 
 
