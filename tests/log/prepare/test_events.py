@@ -157,9 +157,9 @@ def test_a_log_does_not_depend_on_the_file_format(tmp_path, form):
     elif form == "exported":
         source.write_text("\n".join(json.dumps({"_index": "ubi", "_source": each}) for each in records))
     elif form == "several":
-        (source := tmp_path / "folder").mkdir()
-        (source / "queries.jsonl").write_text(json.dumps(records[-1]))
-        (source / "events.json").write_text(json.dumps(records[:-1]))
+        (tmp_path / "queries.jsonl").write_text(json.dumps(records[-1]))
+        (tmp_path / "events.json").write_text(json.dumps(records[:-1]))
+        source = f"{tmp_path}/queries.jsonl,{tmp_path}/events.json"
     else:
         if form == "json in parquet":
             records = [{**r, "event_attributes": json.dumps(r.get("event_attributes"))} for r in records]
@@ -484,6 +484,12 @@ def test_each_format_is_recognised_and_read_from_parquet_too(tmp_path, name):
     pd.testing.assert_frame_equal(pq.read_table(tmp_path / "other.parquet").to_pandas(), expected)
     assert got.notes == events.notes
     assert find_format(open_source(tmp_path / "x.parquet")) == name
+
+
+def test_json_in_a_folder_of_other_files_is_no_data(tmp_path):
+    pd.DataFrame({"request": ["a"], "position": [1], "click": [1]}).to_parquet(tmp_path / "log.parquet")
+    (tmp_path / "schema.json").write_text("{}")
+    assert len(ultr.read_log(tmp_path)) == 1
 
 
 def test_a_log_is_not_taken_for_events(tmp_path):
