@@ -512,11 +512,14 @@ def many(days="x", requests=60):
     return records
 
 
-def test_lists_from_events_are_those_of_the_log_from_the_same_events(tmp_path):
-    _, events = convert(tmp_path, many())
+@pytest.mark.parametrize("queries", [True, False])
+def test_lists_from_events_are_those_of_the_log_from_the_same_events(tmp_path, queries):
+    records = many() if queries else [each for each in many() if "action_name" in each]
+    _, events = convert(tmp_path, [*records, ubi("click", "stray", "a")])
     lists = ultr.prepare_lists(tmp_path / "events.jsonl", tmp_path / "a", format="ubi")
     expected = ultr.prepare_lists(tmp_path / "log.parquet", tmp_path / "b")
     assert lists.footers == expected.footers
+    assert lists.about["columns"] == expected.about["columns"]
     assert lists.about["notes"] == [*events.notes, *expected.about["notes"]]
     assert lists.about["format"] == "ubi"
     assert lists.about["source"] == str(tmp_path / "events.jsonl")
