@@ -27,6 +27,7 @@ from ultr.evaluation.comparing import (
     RankerValue,
     compare_rankers,
     logged_scores,
+    requests_needed,
 )
 from ultr.evaluation.scores import Mean, PairedTest, evaluate_scores, holm
 from ultr.log import Log
@@ -200,6 +201,26 @@ def test_the_decision_follows_from_interval_and_evidence(found, confirmed, actio
     assert comparison.to_json()["decisions"]["new"]["action"] == action
     chosen = replace(comparison, chosen_on="the requests chose its step")
     assert chosen.decision("new").action == UNCLEAR
+
+
+@pytest.mark.parametrize(("gain", "said"), [(0.39, False), (0.41, True)])
+def test_a_gain_over_the_logged_ranking_that_is_hardly_possible_is_to_be_checked(gain, said):
+    def reason(against=LOGGED_RANKING, metric=METRIC, **options):
+        found = value(gain, gain - 0.05, gain + 0.05, **options)
+        rankers = {against: {metric: RankerValue(Mean(1, 0, 2, 400))}, "new": {metric: found}}
+        return RankerComparison(rankers, against, 400).decision("new").reason
+
+    assert ("a feature knows the feedback" in reason()) == said
+    assert ("ultr describe" in reason(p=0.07, worse=0.04)) == said
+    assert "knows" not in reason(against="another ranker") + reason(metric="ndcg@10")
+    assert "knows" not in reason(clicks=10.0)  # nothing is decided
+
+
+def test_rankers_that_do_not_differ_need_no_requests():
+    same = PairedTest(0.0, 0.0, 0.0, 1.0, 400)
+    assert requests_needed(same, 400) is None
+    rankers = {"it": {METRIC: RankerValue(Mean(1, 0, 2, 400))}, "new": {METRIC: value(0, 0, 0, p=1.0, worse=0.5)}}
+    assert "no difference was found" in RankerComparison(rankers, "it", 400).decision("new").reason
 
 
 def test_the_examination_of_a_run_is_used_where_the_log_confirms_none(log, rankers):

@@ -157,3 +157,21 @@ def test_prepared_lists_have_the_segments_of_the_log(tmp_path):
         part = Shards(tmp_path / "lists", split).read_all()
         found |= dict(zip(part.request_ids.to_pylist(), part.context["segment"].to_pylist(), strict=True))
     assert [found[k] for k in range(3)] == [" + true", "d + false", "p + true"]
+    Shards(tmp_path / "lists").check_names({"segment": "device,login"})  # its names in the source
+    with pytest.raises(OptionError, match="cannot be changed"):
+        Shards(tmp_path / "lists").check_names({"segment": "device"})
+
+
+def test_a_run_on_prepared_lists_has_the_segments_that_they_were_prepared_with(tmp_path):
+    pytest.importorskip("ibis")
+    from ultr.log.prepare.pipeline import prepare_lists
+    from ultr.training.config import make_config
+    from ultr.training.data import load_run_data
+
+    rows = {"request": np.repeat(np.arange(90), 2), "position": np.tile([1, 2], 90), "click": np.tile([1, 0], 90)}
+    table = pa.table({**rows, "f1": np.arange(180.0), "device": np.repeat(["d", "p"] * 45, 2)})
+    pq.write_table(table, tmp_path / "log.parquet")
+    prepare_lists(tmp_path / "log.parquet", tmp_path / "lists", segment="device")
+    for named in ({}, {"segment": "segment"}, {"segment": "device"}, {"segment": "none"}):
+        data = load_run_data(make_config(tmp_path / "lists", columns=named))
+        assert data.segments == (() if named == {"segment": "none"} else ("d", "p"))

@@ -90,6 +90,17 @@ def test_a_feature_that_follows_a_click_stops_training(tmp_path):
     assert findings_of(config(frame(), tmp_path), tmp_path / "honest") == {}
 
 
+def test_a_feature_that_follows_a_click_below_noise_is_a_finding_and_no_error(tmp_path):
+    rng = np.random.default_rng(0)
+    data = frame().assign(item=rng.permutation(np.arange(REQUESTS * ITEMS) % 500))
+    data["seen"] = np.log1p(data["dwell"]) + rng.normal(size=len(data))
+    data["rate"] = data.groupby("item")["click"].transform("mean")
+    found = findings_of(config(data, tmp_path, columns={"features": "f1,seen,rate", "item": "item"}), tmp_path / "run")
+    what = found["features that may depend on feedback of their row"]
+    assert "'seen' tells rows of one item with 'click' from those without" in what
+    assert "'rate' has a part of the 'click' of the rows that it describes" in what
+
+
 def test_problems_are_not_sought_if_nobody_listens(tmp_path):
     leak = config(frame(), tmp_path, columns={"features": "f1,dwell"})
     run_training(leak, tmp_path / "run", listeners=Listeners(on_finding=None))

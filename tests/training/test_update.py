@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from ultr.methods import MethodInputs, make_tree_method
 from ultr.rankers.boosters import BOOSTERS, Boosting
 from ultr.rankers.model import load_model
 from ultr.training.config import Config
-from ultr.training.data import Data, decide, load_run_data, used_requests
+from ultr.training.data import Data, Decisions, decide, load_run_data, used_requests
 from ultr.training.fitting import FitInputs, start_trees
 from ultr.training.folder import read_config, read_metrics
 from ultr.training.gate import Gate
@@ -233,6 +234,17 @@ def test_an_update_has_the_options_of_its_run(network, days):
     assert update_config(network, days[2], refit_bias=True).examination.bias is None
     for name, column in before.data.columns.named().items():
         assert chosen.data.columns.named()[name] in (column, tuple(column.split(",")))
+
+
+def test_an_update_on_lists_has_segments_if_its_run_has_them(network, tmp_path):
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "lists.json").write_text("{}")
+    assert Decisions.load(network).segment is None
+    assert update_config(network, tmp_path / "lists").data.columns.named()["segment"] == ""
+    run = tmp_path / "run"
+    shutil.copytree(network, run)
+    replace(Decisions.load(run), segment="device").save(run)
+    assert "segment" not in update_config(run, tmp_path / "lists").data.columns.named()
 
 
 def test_a_worse_ranker_is_not_accepted(network, days, tmp_path, monkeypatch):

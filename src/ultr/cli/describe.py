@@ -167,7 +167,7 @@ def _warnings(log: Log) -> list[Pitfall]:
     """Return the common problems of a log of impressions, and features that follow feedback."""
     import numpy as np
 
-    from ultr.checks.leaks import find_leaks
+    from ultr.checks.leaks import find_leaks, find_noisy_leaks
     from ultr.checks.pitfalls import find_pitfalls
     from ultr.log.labels import Label, click_label
 
@@ -175,6 +175,7 @@ def _warnings(log: Log) -> list[Pitfall]:
         return []
     clicked = np.asarray(Label(click_label(log.actions))(log.actions)) > 0
     leaks = [pitfall for found in find_leaks(log) for pitfall in found]
+    leaks += find_noisy_leaks(log, [name for found in leaks for name in found.features])
     sample = log if log.feature_names else None
     return [*leaks, *find_pitfalls(log.without_features(), clicked, sample=sample)]
 

@@ -64,6 +64,7 @@ CONFIRMED, PLAUSIBLE, MISFIT = range(3)
 DRAWS = 30  # of θ, whose spread is its error
 FOLD = 1 << 40  # position ids of two halves that have different models differ by this number
 SIGNIFICANT = 0.05  # a p value below this makes a difference clear
+TOO_GOOD = 0.4  # a gain above this over a logged ranking is more often an error than a better ranker
 PROBABLE = 0.1  # a ranker that is worse with a lower probability is worth a test
 FEW_CLICKS = 30.0  # with fewer effective clicks nothing is decided
 MOST_REQUESTS = 100  # times the test requests: nobody collects more
@@ -130,10 +131,11 @@ class RankerComparison:
             return Decision(UNCLEAR, f"{few}; it needs about {needed:,} requests", value.worse, needed)
         if high < 0 and clear:
             return Decision(REJECT, f"it is worse: {about}", value.worse)
+        check = _check_of_gain(metric, self.against, value.mean.mean, test)
         if low > 0 and clear:
-            return Decision(DEPLOY if confirmed else TEST, f"it is better: {about}{doubt}", value.worse)
+            return Decision(DEPLOY if confirmed else TEST, f"it is better: {about}{doubt}{check}", value.worse)
         if better and value.worse < PROBABLE:
-            return Decision(TEST, f"it is probably better: {about}{doubt}", value.worse)
+            return Decision(TEST, f"it is probably better: {about}{doubt}{check}", value.worse)
         many = requests_needed(test, self.requests)
         if many is None or (not confirmed and low < 0 < high and value.worse > 0.5):
             return Decision(UNCLEAR, f"no difference was found: {about}{doubt}", value.worse)
@@ -164,8 +166,25 @@ def _change(value: float, test: PairedTest) -> str:
     return f"{texts[0]} ({texts[1]} to {texts[2]})"
 
 
+def _check_of_gain(metric: str, against: str, value: float, test: PairedTest) -> str:
+    """Return what to check if a gain over the logged ranking is too large to be likely; else an empty text."""
+    if against != LOGGED_RANKING or not metric.startswith(OFF_POLICY):
+        return ""
+    if less_is_better(metric) or not test.difference > TOO_GOOD * (value - test.difference) >= 0:
+        return ""
+    what = f"a gain above {TOO_GOOD:.0%} usually means that a feature knows the feedback, or that positions are wrong"
+    return (
+        f". Check this first: {what}. Read the warnings of ultr describe, and train without the most important feature"
+    )
+
+
 def requests_needed(test: PairedTest, requests: int) -> int | None:
-    """Return about how many requests make the interval as narrow as the difference is; None if nobody collects them."""
+    """Return about how many requests make the interval as narrow as the difference is; None if nobody collects them.
+
+    It is None for rankers that do not differ at all, too.
+    """
+    if test.difference == 0:
+        return None
     enough = requests * (max(test.high - test.low, 0.0) / 2 / max(abs(test.difference), 1e-12)) ** 2
     return None if enough > MOST_REQUESTS * requests else rounded_up(enough)
 

@@ -308,7 +308,7 @@ def settle(lab: Lab) -> ExperimentResult:
     }
     worlds = [replace(lab.world(data), select=TRUTH) for data in available]
     plans = {world: _settling_plan(lab, world, [*cells.values()]) for world in worlds}
-    tasks = [task for plan in plans.values() for _, stages in plan.courses() for task in next(stages)]
+    tasks = [task for plan in plans.values() for _, stages, _ in plan.courses() for task in next(stages)]
     lab.workers.run(tasks, lab.on_done)
     found = {world: {cell: _course(plan, entry) for cell, entry in cells.items()} for world, plan in plans.items()}
     best = {

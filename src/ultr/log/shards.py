@@ -176,11 +176,12 @@ class Shards:
     def check_names(self, named: Mapping[str, Any]) -> None:
         """Raise OptionError if `named` has columns (by role) other than those chosen when the lists were prepared."""
         manifest = self.manifest
+        prepared = manifest.about.get("columns") or {}
         chosen = {"actions": manifest.actions, "features": ("features",), "categorical": tuple(manifest.categorical)}
         for role, value in named.items():
-            names = [] if value is None else value.split(",") if isinstance(value, str) else list(value)
+            names = _listed(value)
             expected = chosen.get(role, (role,))
-            if names and set(names) != set(expected):
+            if names and set(names) not in (set(expected), set(_listed(prepared.get(role)))):
                 what, got = "the columns of prepared lists cannot be changed", f"{role}={','.join(names)}"
                 hint = f"leave '{role}' out, or name it '{','.join(expected)}'; to change it, run ultr prepare again"
                 raise OptionError(what, where=self.folder, got=got, hint=hint)
@@ -245,6 +246,11 @@ def _row_groups(path: Path, about: Any) -> list[RowGroup]:
     names = [about.schema.column(i).path.split(".")[0] for i in range(about.num_columns)]
     place, groups = names.index("position"), map(about.row_group, range(about.num_row_groups))
     return [RowGroup(path, n, group.num_rows, group.column(place).num_values) for n, group in enumerate(groups)]
+
+
+def _listed(names: Any) -> list[str]:
+    """Return names of columns that are None, a text with commas, or a sequence as a list."""
+    return names.split(",") if names and isinstance(names, str) else list(names or ())
 
 
 def concatenate_logs(logs: Sequence[Log]) -> Log:

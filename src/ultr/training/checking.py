@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ultr.checks.leaks import find_leaks
+from ultr.checks.leaks import find_leaks, find_noisy_leaks
 from ultr.checks.pitfalls import CHECKS, TRAINING_CHECKS, Check, Pitfall, find_bots, find_pitfalls
 from ultr.errors import DataError
 from ultr.log import Log
@@ -46,7 +46,8 @@ def check(config: Config, data: Data) -> list[Pitfall]:
         what = f"features follow the feedback on their item: {clear[0].what}"
         hint = f"{clear[0].hint}; to train with them, pass --set allow_leaks=true (allow_leaks=True)"
         raise DataError(what, where=config.data.source or None, hint=hint)
-    return [*pitfalls, *clear, *others]
+    known = [name for found in (*clear, *others) for name in found.features]
+    return [*pitfalls, *clear, *others, *find_noisy_leaks(log, known)]
 
 
 def find_problems(log: Log, label: Label, checks: Iterable[Check] = CHECKS) -> tuple[list[Pitfall], list[Pitfall]]:

@@ -488,7 +488,7 @@ def _read_lists(config: Config, streamed: bool | None) -> Data:
     if config.simulation.learn_from == "feedback":
         _check_label(train, label, config)
     segments: tuple[str, ...] = ()
-    segment = config.data.columns.named().get("segment")
+    segment = config.data.columns.named().get("segment", train.columns.get("segment"))
     if segment:
         train, segments = by_segment(train)
 

@@ -257,7 +257,10 @@ def update_config(
     bias = read_json(here / BIAS_FILE) if (here / BIAS_FILE).is_file() else {}
     keeps_theta = bias.get("theta") and config.examination.propensities is None and not refit_bias
     delays = config.data.action_delay if action_delay is None else tuple(action_delay)
-    columns = {} if is_lists(data) else {**load_model(here).columns, "segment": decisions.segment or "none"}
+    if not is_lists(data):
+        columns = {**load_model(here).columns, "segment": decisions.segment or "none"}
+    else:  # whose columns cannot be changed
+        columns = {} if decisions.segment else {"segment": "none"}
     changes: dict[str, Any] = {
         "data": data,
         "columns": columns,

@@ -331,8 +331,8 @@ def test_runs_that_need_the_bias_model_of_another_come_after_the_first_runs_of_t
         def run(self, tasks, on_done):
             pass
 
-        def run_stages(self, works, total, on_done):
-            firsts = [next(iter(stages))[0].folder for stages in works]
+        def run_stages(self, works, on_done):
+            firsts = [next(iter(stages))[0].folder for stages, _ in works]
             order.extend("/".join(folder.relative_to(tmp_path).parts[0:3:2]) for folder in firsts)
             raise UnfinishedError("recorded")
 
@@ -394,6 +394,13 @@ def test_settings_are_chosen_one_after_another_by_other_seeds_than_those_tested(
     assert not list(tmp_path.rglob("seed-1000/test.json"))
 
 
+def test_the_settings_that_are_known_need_no_runs(tmp_path, performed):
+    known, counted = {"pointwise": Setting(0.1)}, []
+    all_of([plan_of(tmp_path, settings=known)], on_done=lambda *event: counted.append(event[:2]))
+    assert len(performed) == 2 + 3 + 2  # two seeds of each method, and three rates of the second one
+    assert counted == [(done, len(performed)) for done in range(1, len(performed) + 1)]
+
+
 def test_one_rate_needs_no_tuning(tmp_path, performed):
     (result,) = all_of([plan_of(tmp_path, rates=[0.3])])
     assert [row.setting.lr for row in result.rows] == [0.3, 0.3]
@@ -425,9 +432,13 @@ def test_a_method_that_still_improves_has_more_steps(tmp_path, monkeypatch, pati
         write_run(task, lines, dict.fromkeys(task.metrics, 1.0))
 
     monkeypatch.setattr(RunTask, "perform", made_up)
-    base = BASE.with_options(patience=patience)
-    (result,) = all_of([plan_of(tmp_path, ["pointwise"], base=base, rates=(0.1,), longest=longest)])
+    base, counted = BASE.with_options(patience=patience), []
+    plan = plan_of(tmp_path, ["pointwise"], base=base, rates=(0.1,), longest=longest)
+    (result,) = all_of([plan], on_done=lambda *event: counted.append(event[:2]))
     (row,) = result.rows
+    assert [done for done, _ in counted] == [*range(1, 2 * len(best) + 1)]
+    assert all(done < total for done, total in counted[:-1])
+    assert counted[-1] == (2 * len(best), 2 * len(best))
     assert row.setting == Setting(0.1, longer=longer)
     assert (row.steps.best, row.steps.bound) == (best[longer], 10 * longer)
     assert {p.name for p in (tmp_path / "runs" / "pointwise").iterdir()} == {

@@ -69,7 +69,7 @@ def test_a_stage_begins_when_the_one_before_is_done_and_before_other_works(perfo
         yield [second]
 
     with Workers(jobs) as workers:
-        workers.run_stages([stages(), [[other]]], 3, lambda *event: progress.append(event))
+        workers.run_stages([(stages(), 2), ([[other]], 1)], lambda *event: progress.append(event))
     assert performed == ["a", "c", "b"]
     assert progress[0] == (1, 3, "a")
     assert [event[:2] for event in progress[1:]] == [(2, 3), (3, 3)]
@@ -82,10 +82,17 @@ def test_finished_tasks_are_skipped_and_counted(performed):
     tasks[1].runs = 3
     progress = []
     with Workers(1) as workers:
-        workers.run_stages([[tasks[:2], tasks[2:3]], [tasks[3:]]], 6, lambda *event: progress.append(event))
+        workers.run_stages([([tasks[:2], tasks[2:3]], 5), ([tasks[3:]], 1)], lambda *event: progress.append(event))
         workers.run(tasks, lambda *_: pytest.fail("a finished task was performed"))
     assert performed == ["c", "d"]
     assert progress == [(5, 6, "c"), (6, 6, "d")]
+
+
+def test_a_stage_that_was_not_expected_counts_when_it_begins(performed):
+    tasks, progress = works(performed, "abcd"), []
+    with Workers(1) as workers:
+        workers.run_stages([([tasks[:1], tasks[1:3]], 1), ([tasks[3:]], 1)], lambda *event: progress.append(event))
+    assert progress == [(1, 4, "a"), (2, 4, "b"), (3, 4, "c"), (4, 4, "d")]
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

@@ -256,15 +256,17 @@ class Plan:
         loop = config.loop(entry.kind)
         return round((steps.last + 2 * loop.bias_steps * entry.has_bias_stage) * loop.batch)
 
-    def courses(self) -> list[tuple[int, Generator[Sequence[RunTask | RunsTask], None, Setting]]]:
-        """Return the stages of each entry, and the number of entries of its method before it; the first come first.
+    def courses(self) -> list[tuple[int, Generator[Sequence[RunTask | RunsTask], None, Setting], int]]:
+        """Return, for each entry, the number of entries of its method before it, its stages, and its number of runs.
+
+        The first entry of a method comes first.
 
         Entries of one method are apart, because they may wait for each other's bias model.
         """
         seen: Counter[str] = Counter()
         courses = []
         for entry in self.entries:
-            courses.append((seen[entry.method], self.stages(entry)))
+            courses.append((seen[entry.method], self.stages(entry), self.runs(entry)))
             seen[entry.method] += 1
         return sorted(courses, key=itemgetter(0))
 
@@ -295,11 +297,13 @@ class Plan:
         folder = run_folder(self.out, entry.text, setting, seed)
         return RunTask(entry.config(self.base, setting, seed), folder, self._shared, tuple(metrics))
 
-    @property
-    def runs(self) -> int:
-        """The number of runs without extensions; one that is part of several choices counts for each."""
-        choices = sum(len(values) for entry in self.entries for values in self.choices(entry).values())
-        return choices * self.tuning_seeds + len(self.entries) * self.seeds
+    def runs(self, entry: Entry) -> int:
+        """Return the number of runs of a method without those with more steps.
+
+        A run that is part of several choices counts for each.
+        """
+        choices = {} if entry.text in self.settings else self.choices(entry)
+        return sum(map(len, choices.values())) * self.tuning_seeds + self.seeds
 
     def result(self) -> Comparison:
         """Read the test metrics of the finished runs, and return them with paired tests."""
@@ -403,7 +407,11 @@ def compare_all(plans: Sequence[Plan], workers: Workers, on_done: OnDone = lambd
     if len(shared) > 1:
         with suppress(UnfinishedError):  # the next call raises it, with the number of runs
             workers.run(shared, lambda *_: None)
-    courses = [(i + LAG * (number > 0), stages) for i, plan in enumerate(plans) for number, stages in plan.courses()]
-    ordered = [stages for _, stages in sorted(courses, key=itemgetter(0))]
-    workers.run_stages(ordered, sum(plan.runs for plan in plans), on_done)
+    courses = [
+        (i + LAG * (number > 0), stages, runs)
+        for i, plan in enumerate(plans)
+        for number, stages, runs in plan.courses()
+    ]
+    ordered = [(stages, runs) for _, stages, runs in sorted(courses, key=itemgetter(0))]
+    workers.run_stages(ordered, on_done)
     return [plan.result() for plan in plans]

@@ -80,20 +80,28 @@ def default_jobs() -> int:
 class _Course:
     """The stages of some work, and the number of tasks of the current stage that are not done."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: Stages, expected: int) -> None:
         self._stages = iter(stages)
+        self._expected = expected
+        self._begun = 0  # runs of all stages that began
         self.left = 0
         self.skipped = 0  # runs that were finished before
 
     def next_tasks(self) -> list[tuple[Task, _Course]]:
         """Begin the next stage that is not finished; return its unfinished tasks."""
         for tasks in self._stages:
+            self._begun += sum(task.runs for task in tasks)
             unfinished = [task for task in tasks if not task.finished]
             self.skipped += sum(task.runs for task in tasks) - sum(task.runs for task in unfinished)
             if unfinished:
                 self.left = len(unfinished)
                 return [(task, self) for task in unfinished]
         return []
+
+    @property
+    def runs(self) -> int:
+        """The number of runs as far as it is known: a stage that nobody expected counts when it begins."""
+        return max(self._expected, self._begun)
 
 
 class Workers:
@@ -116,11 +124,11 @@ class Workers:
 
     def run(self, tasks: Sequence[Task], on_done: OnDone) -> None:
         """Run all tasks that are not finished yet; raise UnfinishedError if the time limit comes first."""
-        self.run_stages([[tasks]], sum(task.runs for task in tasks), on_done)
+        self.run_stages([([tasks], sum(task.runs for task in tasks))], on_done)
 
-    def run_stages(self, works: Sequence[Stages], total: int, on_done: OnDone) -> None:
-        """Run several works, each stage by stage; `total` is the expected number of runs."""
-        courses = [_Course(stages) for stages in works]
+    def run_stages(self, works: Sequence[tuple[Stages, int]], on_done: OnDone) -> None:
+        """Run several works, each stage by stage; each comes with its expected number of runs."""
+        courses = [_Course(stages, expected) for stages, expected in works]
         left = deque(task for course in courses for task in course.next_tasks())
         done = 0
 
@@ -129,11 +137,12 @@ class Workers:
 
         for task, course in self._performed(left):
             done += task.runs
-            on_done(finished(), total, str(task))
             course.left -= 1
-            if not course.left:  # before others, so that fewer tasks wait for the same bias model
-                left.extendleft(reversed(course.next_tasks()))
+            following = [] if course.left else course.next_tasks()
+            left.extendleft(reversed(following))  # before others, so that fewer tasks wait for the same bias model
+            on_done(finished(), sum(course.runs for course in courses), str(task))
         if left:
+            total = sum(course.runs for course in courses)
             raise UnfinishedError(f"the time limit was reached with {finished()} of {total} runs finished")
 
     def _performed(self, left: deque[tuple[Task, _Course]]) -> Iterator[tuple[Task, _Course]]:
