@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -121,6 +122,9 @@ def made(
     results: dict[str, Any] = {}
     for name, log in logs.items():
         parts, results[name] = search_log(log, bootstrap=bootstrap, splits=splits, folds=folds)
+        if log.relevance is not None:
+            results[name]["item_scores"] = judged_scores("test", 5 * bootstrap)
+            parts.append(item_scores(results[name]["item_scores"]))
         sections.append(Section(name, parts))
     if bandit is not None:
         parts, results["Open Bandit"] = open_bandit(bandit, bootstrap=bootstrap)
@@ -161,7 +165,7 @@ def search_log(log: Log, *, bootstrap: int, splits: int, folds: int) -> tuple[li
     if graded:
         curves = results["examination"]["estimates"]
         results["rankers"] = rankers(log, folds, {name: curves[name] for name in ("items", GRADED[0])})
-        parts += [rankers_table(results["rankers"], folds), *item_scores()]
+        parts.append(rankers_table(results["rankers"], folds))
     return parts, results
 
 
@@ -582,9 +586,57 @@ def rankers_table(figures: Sequence[Mapping[str, Any]], folds: int) -> Table:
     return Table([*head, *(f"clicks, θ of `{curve}`" for curve in figures[0]["clicks"])], rows, caption)
 
 
-def item_scores() -> list[Part]:
-    """Return the table of scores of single items (click rates, COEC, click models) against grades; not made yet."""
-    return []
+SCORES = {  # of pairs of a query and an item: name in `judgments.py` -> name on the page
+    "judgments": "`ultr judgments`",
+    "predicted": "its prediction from the logged position alone",
+    "judgments, weight 1": "`ultr judgments --weight 1`, clicks alone",
+    "logged": "logged order",
+    "ctr": "click rate (CTR)",
+    "coec": "COEC",
+    "coec-best": "COEC, all impressions at the best position",
+    "sdbn": "SDBN, by counting",
+    "pbm": "PBM, EM",
+    "ubm": "UBM, EM",
+    "ultr-sdbn": "SDBN of `ultr bias`",
+    "ultr-pbm": "PBM of `ultr bias`",
+    "ultr-ubm": "UBM of `ultr bias`",
+}
+
+
+def judged_scores(half: str, bootstrap: int) -> dict[str, Any]:
+    """Return the figures of `judgments.py` next to this file."""
+    sys.path.append(str(Path(__file__).parent))
+    from judgments import real_log
+
+    return real_log(half, bootstrap)
+
+
+def item_scores(figures: Mapping[str, Any]) -> Table:
+    """Return the table of scores of pairs of a query and an item, against grades."""
+    found, agreement = figures["results"], figures["agreement"]
+    rows = []
+    for name, title in SCORES.items():
+        ndcg, gain, tau = (found[name][key] for key in ("ndcg@10", "difference", "tau"))
+        agrees = agreement[name if name == "judgments" else f"{name}, cut by shares"]
+        change = "" if name == "logged" else f"{gain[0]:+.4f} [{gain[1]:+.4f}, {gain[2]:+.4f}]"
+        cells = [f"{ndcg[0]:.4f} [{ndcg[1]:.4f}, {ndcg[2]:.4f}]", change, f"{tau[0]:.3f} [{tau[1]:.3f}, {tau[2]:.3f}]"]
+        rows.append([title, *cells, f"{agrees['sure']:.1%}", f"{agrees['all']:.1%}"])
+    caption = (
+        f"Scores of pairs of a query and an item against grades, over the {figures['queries']:,} queries that chose no "
+        "setting of `ultr judgments`. *Same grade* is the share of pairs whose grade by the score is that of the log: "
+        f"among the {figures['sure']:.1%} of the pairs of which `ultr judgments` is sure, and among all. Grades of "
+        "judgments are by its own cut points; other scores are cut so that each grade is as frequent as in the log. "
+        "Click models by EM and by counting have the flat prior of PyClick."
+    )
+    head = [
+        "score",
+        "NDCG@10",
+        "difference to the logged order",
+        "Kendall's tau",
+        "same grade, sure",
+        "same grade, all",
+    ]
+    return Table(head, rows, caption)
 
 
 # --- Open Bandit ------------------------------------------------------------------------------------------------------

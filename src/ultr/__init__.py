@@ -12,8 +12,10 @@ from ultr._version import __version__
 from ultr.errors import missing_for_training
 
 if TYPE_CHECKING:
-    from ultr.api import audit, compare, evaluate, interleaving, train
+    from ultr.api import audit, compare, evaluate, interleaving, judgments, train
     from ultr.bias.audit import BiasReport
+    from ultr.bias.judgment_files import write_judgments
+    from ultr.bias.relevance import Judgments
     from ultr.datasets import Dataset, load_dataset, ranking_svm, show
     from ultr.datasets.users import Dwell, User, make_user, simulate_log
     from ultr.errors import UltrError
@@ -38,6 +40,7 @@ _MODULE_OF = {
     "Config": "training.config",
     "Dataset": "datasets",
     "Dwell": "datasets.users",
+    "Judgments": "bias.relevance",
     "Label": "log.labels",
     "ListBatches": "lists",
     "Lists": "lists",
@@ -55,6 +58,7 @@ _MODULE_OF = {
     "feature_importance": "training.outcome",
     "fit_direct": "evaluation.off_policy",
     "interleaving": "api",
+    "judgments": "api",
     "load_dataset": "datasets",
     "load_exported": "serving.exported",
     "load_model": "rankers.model",
@@ -74,6 +78,7 @@ _MODULE_OF = {
     "show": "datasets",
     "simulate_log": "datasets.users",
     "train": "api",
+    "write_judgments": "bias.judgment_files",
     "write_log": "log",
     "write_report": "report",
 }
@@ -83,6 +88,7 @@ __all__ = [
     "Config",
     "Dataset",
     "Dwell",
+    "Judgments",
     "Label",
     "ListBatches",
     "Lists",
@@ -101,6 +107,7 @@ __all__ = [
     "feature_importance",
     "fit_direct",
     "interleaving",
+    "judgments",
     "load_dataset",
     "load_exported",
     "load_model",
@@ -120,6 +127,7 @@ __all__ = [
     "show",
     "simulate_log",
     "train",
+    "write_judgments",
     "write_log",
     "write_report",
 ]

@@ -1,4 +1,4 @@
-"""`ultr.train`, `ultr.evaluate`, `ultr.compare` and `ultr.audit`: the commands as functions, with the same defaults.
+"""`ultr.train`, `evaluate`, `compare`, `audit` and `judgments`: the commands as functions, with the same defaults.
 
 Data is a path, a list of paths, a URL, a `Log`, an Arrow table, or a data frame of pandas or polars.
 """
@@ -23,7 +23,12 @@ import pyarrow.parquet as pq
 from ultr.bias import audit as audits
 from ultr.bias.audit import BiasReport
 from ultr.bias.auto_segment import find_segment
-from ultr.bias.propensities import as_propensities
+from ultr.bias.count_tables import CLICKS, CountTable, is_count_table, read_counts
+from ultr.bias.counts import LogCounts
+from ultr.bias.engine_counts import pairs_on_engine
+from ultr.bias.examination import Examination, estimate_examination, examination_of_counts
+from ultr.bias.propensities import as_propensities, theta_by_id
+from ultr.bias.relevance import GRADES, SURE, WEIGHT, Judgments, judge, pairs_of_log
 from ultr.checks.pitfalls import Pitfall
 from ultr.datasets.base import cache_folder, highest_grade
 from ultr.datasets.users import make_user
@@ -34,7 +39,9 @@ from ultr.evaluation.scores import ranks
 from ultr.log import Log, read_log, write_log
 from ultr.log.cleaning import OnDuplicates
 from ultr.log.columns import ROLES
-from ultr.log.labels import click_label, default_label
+from ultr.log.labels import Label, click_label, default_label
+from ultr.log.prepare.engines import EngineName
+from ultr.log.prepare.options import Preparation
 from ultr.log.readers import as_table, numeric_columns
 from ultr.log.sampling import LogParts, read_for_audit, sample_log
 from ultr.log.shards import Manifest, Shards, is_lists
@@ -467,10 +474,14 @@ def audit(
         ultr.audit("log.parquet", segment="device")
 
     A row counts as clicked if its `label` is above 0; the default is the click. Estimators that need features use about
-    `sample_rows` rows. `columns` name columns by role, as arguments of `read_log`.
+    `sample_rows` rows. A table of counts is a log too: rows with `item`, `position`, `impressions` and `clicks`.
+    `columns` name columns by role, as arguments of `read_log`.
     """
     _check_columns(columns, log)
     known = None if propensities is None else as_propensities(propensities)
+    if not isinstance(log, Log) and is_count_table(log, columns):
+        counts = read_counts(log, where=where, **columns)
+        return audit_of_counts(counts, known=known, bootstrap=bootstrap, seed=seed)
     options: dict[str, Any] = {"known": known, "bootstrap": bootstrap, "seed": seed, "keep_suspicious": keep_suspicious}
     if isinstance(log, Log):
         sample = sample_log(log, sample_rows, seed=seed) if log.feature_names else None
@@ -490,6 +501,16 @@ def audit(
         return audits.audit(whole, label=chosen, sample=sample, described=described, **options)
 
 
+def audit_of_counts(
+    counts: CountTable, *, known: Mapping[str, float] | None = None, bootstrap: int = 50, seed: int = 0
+) -> BiasReport:
+    """Return the bias report of a table of counts; its intervals take each impression as a request of its own."""
+    whole = counts.without_segments().log_counts(seed=seed)
+    segments = ((name, part.log_counts(seed=seed)) for name, part in counts.parts() if part.has_clicks)
+    options = audits.AuditOptions(CLICKS, bootstrap, seed, known=known or {})
+    return audits.audit_counts(whole, segments, options, None)
+
+
 def described_rows(source: str, log: Log, reading: Mapping[str, Any]) -> Log | None:
     """Return a log without features with some unused numbers as features: they show whether an item changes.
 
@@ -499,3 +520,83 @@ def described_rows(source: str, log: Log, reading: Mapping[str, Any]) -> Log | N
         return None
     numbers = numeric_columns(source, log.unused_columns)[:MOST_NUMBERS]
     return read_log(source, **{**reading, "features": numbers}) if numbers else None
+
+
+# --- Judgments --------------------------------------------------------------------------------------------------------
+
+
+def judgments(
+    log: Any,
+    *,
+    label: str | None = None,
+    grades: int = GRADES,
+    cuts: Sequence[float] | None = None,
+    weight: float = WEIGHT,
+    sure: float = SURE,
+    propensities: Any = None,
+    seed: int = 0,
+    keep_suspicious: bool = False,
+    on_duplicates: OnDuplicates = "error",
+    where: Sequence[str] = (),
+    engine: EngineName | None = None,
+    memory: int | None = None,
+    master: str | None = None,
+    **columns: Any,
+) -> Judgments:
+    """Estimate the relevance of each pair of a query and an item from feedback, as `ultr judgments` does.
+
+        ultr.judgments("log.parquet", query="search_text", grades=4).table()
+
+    The default `label` is the click. `cuts` are the least relevance of the grades 1, 2, ..., and `sure` is the least
+    probability of a sure grade. `weight` is the share of the difference between predicted and clicked attraction that
+    is relevance. A table of counts is a log too: rows with `item`, `position`, `impressions` and `clicks`. `columns`
+    name columns by role, as arguments of `read_log`. An `engine` counts a log that is larger than memory, all of its
+    segments together; it counts rows whose label is above 0, and not amounts.
+    """
+    _check_columns(columns, log)
+    known = None if propensities is None else as_propensities(propensities)
+    options: dict[str, Any] = {"grades": grades, "cuts": cuts, "weight": weight, "sure": sure, "seed": seed}
+    if not isinstance(log, Log) and is_count_table(log, columns):
+        counts = read_counts(log, where=where, **columns)
+        return _judged_counts(counts, counts.log_counts(seed=seed), known, {"label": CLICKS, **options})
+    if engine is not None:
+        path, _ = _as_source(log)
+        settings: dict[str, Any] = {"engine": engine, "memory": memory, "master": master, "where": tuple(where)}
+        counted = pairs_on_engine(
+            path, Preparation(**settings, **columns), label=label, keep_suspicious=keep_suspicious
+        )
+        options |= {"label": counted.label, "notes": counted.notes}
+        return _judged_counts(CountTable(counted.table), counted.counts, known, options)
+    if not isinstance(log, Log):
+        with _on_disk(log) as source:
+            reading: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where}
+            if columns.get("segment") is None and known is None:
+                found = find_segment(source, label=label, columns=columns, **reading)
+                columns["segment"] = None if found is None else found.column
+            elif columns.get("segment") == "none":
+                columns["segment"] = ""
+            log = read_log(source, **reading, **columns)
+    chosen, notes = label or click_label(log.actions), list(log.notes)
+    if not keep_suspicious:
+        log, _, left_out = audits.without_suspicious(log, None, chosen)
+        notes += [f"{left_out:,} suspicious requests, such as those of bots, were left out"] if left_out else []
+    segments = tuple[str, ...]()
+    if "segment" in log.context:
+        log, segments = by_segment(log)
+    pairs = pairs_of_log(log, chosen)
+    if known is not None:
+        examination = Examination.known(theta_by_id(known, tuple(pairs.positions.tolist()), segments))
+    else:
+        examination = estimate_examination(log, Label(chosen), segments=segments, seed=seed)
+    return judge(pairs, examination, label=chosen, notes=notes, **options)
+
+
+def _judged_counts(
+    counts: CountTable, log: LogCounts, known: Mapping[str, float] | None, options: Mapping[str, Any]
+) -> Judgments:
+    pairs, segments = counts.pairs(), counts.segments
+    if known is not None:
+        examination = Examination.known(theta_by_id(known, tuple(pairs.positions.tolist()), segments))
+    else:
+        examination = examination_of_counts(log, segments=segments)
+    return judge(pairs, examination, **options)

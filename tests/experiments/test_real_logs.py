@@ -182,6 +182,7 @@ def test_a_sample_is_read_from_its_folder(bench, tmp_path):
 
 def test_the_page_has_all_logs_and_says_which_are_absent(bench, log, monkeypatch):
     monkeypatch.setattr(bench, "trained", lambda log, fold: log.features[:, 0])
+    monkeypatch.setattr(bench, "judged_scores", lambda half, bootstrap: scores_of_pairs(bench))
     graded = replace(log, relevance=np.random.default_rng(0).integers(0, 5, log.rows).astype(float))
     result = bench.made({"clara2": graded}, None, bootstrap=10, splits=1, folds=2)
     files = pages(as_json(result, provenance("a command")))
@@ -192,3 +193,18 @@ def test_the_page_has_all_logs_and_says_which_are_absent(bench, log, monkeypatch
     assert "**Caution.** It is not documented who graded" in page
     theta = result.results["clara2"]["examination"]["estimates"]["items"]["theta"]
     assert f"| items | {theta[1]:.3f} [" in page
+
+
+def scores_of_pairs(bench) -> dict:
+    each = {"ndcg@10": [0.9, 0.8, 0.95], "difference": [0.01, -0.02, 0.03], "tau": [0.4, 0.3, 0.5]}
+    agreement = {f"{name}, cut by shares": {"sure": 0.25, "all": 0.5} for name in bench.SCORES}
+    agreement["judgments"] = {"sure": 0.75, "all": 0.625}
+    return {"results": dict.fromkeys(bench.SCORES, each), "agreement": agreement, "queries": 483, "sure": 0.04}
+
+
+def test_the_table_of_item_scores_has_the_figures_of_the_benchmark_of_judgments(bench):
+    table = bench.item_scores(scores_of_pairs(bench))
+    rows = {row[0]: row[1:] for row in table.rows}
+    ndcg, gain, tau = "0.9000 [0.8000, 0.9500]", "+0.0100 [-0.0200, +0.0300]", "0.400 [0.300, 0.500]"
+    assert rows["`ultr judgments`"] == [ndcg, gain, tau, "75.0%", "62.5%"]
+    assert rows["logged order"] == [ndcg, "", tau, "25.0%", "50.0%"]

@@ -105,6 +105,13 @@ def is_swaps(_done: SimpleNamespace, out: Path) -> None:
     assert abs(sum(SwapTable.read(out).probabilities) - 1) < 1e-9
 
 
+def is_judgments(_done: SimpleNamespace, out: Path) -> None:
+    table = pa.csv.read_csv(out)
+    low, middle, high = (table[name].to_numpy() for name in ("low", "relevance", "high"))
+    assert np.isfinite(high).all()
+    assert ((low >= 0) & (low <= middle) & (middle <= high)).all()
+
+
 def is_run(_done: SimpleNamespace, out: Path) -> None:
     model = load_model(out)
     rows = np.zeros((3, len(model.feature_names)), np.float32)
@@ -172,6 +179,7 @@ OF_LOGS: dict[str, Command] = {
     "bias --json": Command(lambda f, o, h: ("bias", f, "--bootstrap", 10, "--json"), prints_json),
     "explore": Command(lambda f, o, h: ("explore", f, "--out", o), is_swaps, "swaps.csv"),
     "explore --json": Command(lambda f, o, h: ("explore", f, "--json"), prints_json),
+    "judgments": Command(lambda f, o, h: ("judgments", f, "--out", o), is_judgments, "judgments.csv"),
     "train": Command(lambda f, o, h: ("train", f, "--out", o, *NETWORK), is_run, "run"),
     "train pointwise": Command(
         lambda f, o, h: ("train", f, "--out", o, "--method", "pointwise", "--ranker", "linear", *SMALL), is_run, "run"

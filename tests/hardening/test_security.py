@@ -185,6 +185,7 @@ ALL = [
     ["prepare", "simulated.parquet", "--out", "lists"],
     ["bias", "simulated.parquet", "--out", "bias", "--bootstrap", "10"],
     ["explore", "simulated.parquet", "--out", "swaps.csv"],
+    ["judgments", "simulated.parquet", "--out", "judgments.csv"],
     ["train", "lists", "--out", "em", *SMALL],
     ["train", "lists", "--out", "both", "--set", "hidden=4", "--set", "rounds=3", *FEW_STEPS],
     ["train", "simulated.parquet", "--out", "lightgbm", "--ranker", "lightgbm", *FEW_STEPS],

@@ -95,8 +95,26 @@ def count_on_engine(
         return _Work(engine, files, chosen, keep_suspicious=keep_suspicious).count(label, sample_rows)
 
 
+@dataclass(frozen=True, eq=False)
+class EnginePairs:
+    """The impressions and clicks of a log by query, item and position, that an engine made."""
+
+    label: str
+    table: pa.Table  # with the columns of `count_tables.CountTable`
+    counts: LogCounts
+    notes: list[str]
+
+
+def pairs_on_engine(
+    source: str, chosen: Preparation, *, label: str | None = None, keep_suspicious: bool = False
+) -> EnginePairs:
+    """Count a log by query, item and position on the engine of `chosen`, as `count_on_engine` does."""
+    with TemporaryDirectory(prefix="ultr-") as scratch, open_log(source, chosen, Path(scratch)) as (engine, files):
+        return _Work(engine, files, chosen, keep_suspicious=keep_suspicious).pairs(label)
+
+
 class _Work:
-    """The work of one `count_on_engine` call."""
+    """The work of one call."""
 
     def __init__(self, engine: Engine, source: Tables, chosen: Preparation, *, keep_suspicious: bool) -> None:
         self.engine, self.source, self.chosen, self.keep_suspicious = engine, source, chosen, keep_suspicious
@@ -104,25 +122,13 @@ class _Work:
         self.notes: list[str] = []
 
     def count(self, label: str | None, sample_rows: int) -> EngineAudit:
-        begin_stage("checking")
-        columns = self._columns()
-        chosen_label = Label(click_label(columns.actions) if label is None else label)
-        chosen_label.check_actions(columns.actions)
-        table = filtered(self.engine.read(self.source), self.chosen.where)
-        table, columns, notes = only_shown(table, columns, self.fetch, self.where)
-        self.notes += notes
-        total, rows = self._rows(table, columns, chosen_label)
+        table, columns, chosen_label, total, rows = self._checked(label)
         begin_stage("counting")
-        ids = suspicious_ids(rows.mutate(action_0=rows.clicked), 1, fetch=self.fetch)
+        rows, ids = self._without_suspicious(rows)
         suspicious = ids.slice(0, 0) if self.keep_suspicious else ids
-        if len(suspicious):
-            rows = rows.filter(rows.request.notin(suspicious.to_pylist()))
         left = len(ids) if self.keep_suspicious else 0
-        most = MOST_COUNTS
-        if self.chosen.memory is not None:  # the engine's memory is free when the counts are here
-            most = min(most, max(MIN_MEMORY, self.chosen.memory) // COUNT_BYTES)
-        whole = replace(_log_counts(rows, self.fetch, most), suspicious=left)
-        segments = {name: _log_counts(part, self.fetch, most) for name, part in self._segments(rows)}
+        whole = replace(_log_counts(rows, self.fetch, self._most), suspicious=left)
+        segments = {name: _log_counts(part, self.fetch, self._most) for name, part in self._segments(rows)}
         begin_stage("sampling")
         sample = self._sample(table, columns, total, sample_rows)
         return EngineAudit(
@@ -134,6 +140,45 @@ class _Work:
             suspicious=suspicious,
             notes=self.notes,
         )
+
+    def pairs(self, label: str | None) -> EnginePairs:
+        _, columns, chosen_label, _, rows = self._checked(label)
+        if columns.item is None:
+            raise ColumnError("judgments need item ids", where=self.where, hint="name their column with --item")
+        begin_stage("counting")
+        rows, ids = self._without_suspicious(rows)
+        left_out = 0 if self.keep_suspicious else len(ids)
+        self.notes += [f"{left_out:,} suspicious requests, such as those of bots, were left out"] if left_out else []
+        keys = [role for role in ("query", "item", "position") if role in rows.columns]
+        table = self.fetch(_sums(rows.filter(rows["item"].notnull()), keys)).combine_chunks()
+        table = table.sort_by([(name, "ascending") for name in keys])
+        return EnginePairs(chosen_label.expression, table, _log_counts(rows, self.fetch, self._most), self.notes)
+
+    def _checked(self, label: str | None) -> tuple[Any, Columns, Label, int, Any]:
+        """Check the rows; return the table, its columns, the label, the number of rows, and the columns to count."""
+        begin_stage("checking")
+        columns = self._columns()
+        chosen_label = Label(click_label(columns.actions) if label is None else label)
+        chosen_label.check_actions(columns.actions)
+        table = filtered(self.engine.read(self.source), self.chosen.where)
+        table, columns, notes = only_shown(table, columns, self.fetch, self.where)
+        self.notes += notes
+        total, rows = self._rows(table, columns, chosen_label)
+        return table, columns, chosen_label, total, rows
+
+    def _without_suspicious(self, rows: Any) -> tuple[Any, pa.Array]:
+        """Return the rows that are counted, and the ids of suspicious requests."""
+        ids = suspicious_ids(rows.mutate(action_0=rows.clicked), 1, fetch=self.fetch)
+        if len(ids) and not self.keep_suspicious:
+            rows = rows.filter(rows.request.notin(ids.to_pylist()))
+        return rows, ids
+
+    @property
+    def _most(self) -> int:
+        """The most counts that are fetched."""
+        if self.chosen.memory is None:
+            return MOST_COUNTS
+        return min(MOST_COUNTS, max(MIN_MEMORY, self.chosen.memory) // COUNT_BYTES)  # the engine's memory is free then
 
     def _columns(self) -> Columns:
         columns = resolve_columns(self.source.schema, where=self.where, **self.chosen.named)

@@ -27,6 +27,7 @@ import torch
 from ultr.bias.after_click import AfterClick, read_actions
 from ultr.bias.counts import (
     Counts,
+    LogCounts,
     check_positions,
     clicked_rows,
     count_cells,
@@ -233,22 +234,16 @@ def estimate_examination(
     evidence = [cells] if best is None or best.others is None else [cells, best.others]
     mean_weight = 1.0 if log.weights is None else float(log.weights.mean())
     clicks = np.sum([each.compared_clicks(mean_weight) for each in evidence], axis=0)
-    pool, deviations = pools(clicks, ids), tuple[Deviation, ...]()
     shown_at, clicks_at = (np.bincount(places, rows, len(ids)) for rows in (shown, clicked))
+    deviations = tuple[Deviation, ...]()
     if trust:
+        pool = pools(clicks, ids)
         fit = fit_trust(cells.pooled(pool))
         theta, zeta, moved = fit.theta[pool], fit.zeta[pool], fit.moved
     else:
-        conditional = fit_conditional(cells.pooled(pool))
-        if best is not None and best.others is not None:
-            conditional = _merged(conditional, best.others.pooled(pool))
-        slots = slots_of(ids, segments)
-        if slots is not None:
-            anchor = int(clicks.argmax())
-            conditional, deviations = share_strength(conditional, slots.pooled(pool, shown_at), slots, anchor=anchor)
-            pool = np.arange(len(ids))
-        theta = largest_one(conditional.theta, np.bincount(pool, clicks))[pool]
-        zeta, moved, covariance = np.zeros(len(ids)), conditional.moved, _of_pools(conditional, pool)
+        others = None if best is None else best.others
+        theta, moved, covariance, deviations = _theta(cells, others, ids, shown_at, clicks, segments)
+        zeta = np.zeros(len(ids))
     if best is not None and covariance is not None:
         name, text = best.name, best.text
         error = float(np.sqrt(np.average(covariance.diagonal(), weights=shown_at)))
@@ -256,6 +251,54 @@ def estimate_examination(
         *(tuple(ids.tolist()), theta, zeta, shown_at, clicks_at, moved, cells.size[0], text, error, name, covariance),
         deviations=deviations,
     )
+
+
+def examination_of_counts(log: LogCounts, *, segments: Sequence[str] = ()) -> Examination:
+    """Estimate examination as `estimate_examination` does, from the counts of a log without features."""
+    best = best_source(log)
+    if best is None:
+        what = "the counts do not show how often users look at each position: too few clicks on items at several ones"
+        raise DataError(what, hint="pass known examination with --propensities")
+    evidence = [best.cells] if best.others is None else [best.cells, best.others]
+    clicks = np.sum([each.compared_clicks(log.weight / log.requests) for each in evidence], axis=0)
+    theta, moved, covariance, deviations = _theta(best.cells, best.others, log.positions, log.shown, clicks, segments)
+    return Examination(
+        tuple(log.positions.tolist()),
+        theta,
+        np.zeros(len(theta)),
+        log.shown,
+        log.clicked,
+        moved,
+        best.cells.size[0],
+        best.text,
+        float(np.sqrt(np.average(covariance.diagonal(), weights=log.shown))),
+        best.name,
+        covariance,
+        deviations,
+    )
+
+
+def _theta(
+    cells: Counts,
+    others: Counts | None,
+    ids: np.ndarray,
+    shown: np.ndarray,
+    clicks: np.ndarray,
+    segments: Sequence[str],
+) -> tuple[np.ndarray, float, np.ndarray, tuple[Deviation, ...]]:
+    """Return θ by position, its largest change in the last iteration, its covariance, and deviations of segments.
+
+    `clicks` are those behind θ of each position.
+    """
+    pool, deviations = pools(clicks, ids), tuple[Deviation, ...]()
+    fit = fit_conditional(cells.pooled(pool))
+    if others is not None:
+        fit = _merged(fit, others.pooled(pool))
+    slots = slots_of(ids, segments)
+    if slots is not None:
+        fit, deviations = share_strength(fit, slots.pooled(pool, shown), slots, anchor=int(clicks.argmax()))
+        pool = np.arange(len(ids))
+    return largest_one(fit.theta, np.bincount(pool, clicks))[pool], fit.moved, _of_pools(fit, pool), deviations
 
 
 def _merged(random: ConditionalFit, others: Counts) -> ConditionalFit:

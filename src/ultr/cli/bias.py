@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ultr.log import Log
 
 TABLE = "propensities.csv"
+NOTE = "a table of counts: intervals take each impression as a request of its own, and bots are not left out"
 MOST_ROWS = 30  # largest number of positions in a printed table
 MOST_COLUMNS = 12  # of a grid that are printed
 
@@ -207,9 +208,12 @@ class _Audit:
     def in_memory(self, source: str, label: str | None, models: list[str], reading: dict[str, Any]) -> _Found:
         from ultr.api import described_rows
         from ultr.bias.audit import audit, with_click_models, without_suspicious
+        from ultr.bias.count_tables import is_count_table
         from ultr.log.labels import click_label
         from ultr.log.sampling import read_for_audit
 
+        if is_count_table(source, reading):
+            return self._of_counts(source, label, models, reading)
         with words.status(f"reading {source} ..."):
             whole, sampled = read_for_audit(source, sample_rows=self.sample, seed=self.seed, **reading)
         label = click_label(whole.actions) if label is None else label
@@ -223,6 +227,19 @@ class _Audit:
         with words.status("estimating examination ..."):
             report = audit(whole, label=label, sample=sampled, keep_suspicious=self.keep_suspicious, **settings)
         return _Found(with_click_models(report, quality), quality, sampled, whole.actions, whole.rows, whole.notes)
+
+    def _of_counts(self, source: str, label: str | None, models: list[str], reading: dict[str, Any]) -> _Found:
+        from ultr.api import audit_of_counts
+        from ultr.bias.count_tables import CLICKS, read_counts
+
+        if models or label is not None:
+            name = "--models" if models else "--label"
+            raise OptionError(f"{name} needs the rows of a log, and not a table of counts", hint="leave it out")
+        with words.status(f"reading {source} ..."):
+            counts = read_counts(source, **{role: each for role, each in reading.items() if role != "on_duplicates"})
+        with words.status("estimating examination ..."):
+            report = audit_of_counts(counts, known=self.known, bootstrap=self.bootstrap, seed=self.seed)
+        return _Found(report, None, None, [CLICKS], len(counts.table), [NOTE])
 
     def on_engine(self, source: str, label: str | None, models: list[str], settings: dict[str, Any]) -> _Found:
         from ultr.bias.audit import with_click_models

@@ -60,6 +60,14 @@ def evaluate(
             help="A column with the ranker that picked each item of interleaved lists: compare these rankers.",
         ),
     ] = None,
+    qrels: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Relevance judgments (qrels, CSV or Parquet): evaluate files of scores (TREC runs, or tables with "
+            "query, item and score) by metrics named as in ir_measures, such as nDCG@10 or P(rel=2)@10.",
+        ),
+    ] = None,
     metrics: Annotated[
         str | None,
         typer.Option(
@@ -133,6 +141,11 @@ def evaluate(
         raise OptionError("--fail-unless must be deploy or test", got=fail_unless)
     columns, label = without_none(columns), options.sum_of_labels(labels)
     folders = list(runs or [])
+    if qrels is not None:
+        if data is not None or score_column or team is not None:
+            raise OptionError("--qrels evaluates files of scores", hint="leave out --data, --score-column and --team")
+        _evaluate_judged(qrels, folders, metrics, against, as_json=as_json)
+        return
     if data is None:
         if not folders:
             raise OptionError("there is no data to evaluate on", hint="pass a log with --data")
@@ -178,6 +191,23 @@ def evaluate(
             print_next("report", *folders, out=free_path("report.html"))
     if not _passes(found.comparison, fail_unless, or_worse=fail_if_worse):
         raise typer.Exit(UnfinishedError.exit_code)
+
+
+def _evaluate_judged(qrels: str, files: list[str], metrics: str | None, against: str | None, *, as_json: bool) -> None:
+    """Compare files of scores by relevance judgments, and print a decision on each, and a table."""
+    from ultr.evaluation.judged import compare_judged, read_qrels, read_run, split_measures
+
+    if not files:
+        raise OptionError("there are no scores to evaluate", hint="pass files of scores before --qrels")
+    if len(set(files)) < len(files):
+        raise OptionError("each file of scores must be given once", got=", ".join(files))
+    with words.status(f"reading {qrels} ..."):
+        runs = {name: read_run(name) for name in files}
+        found = compare_judged(read_qrels(qrels), runs, split_measures(metrics or "nDCG@10"), against=against)
+    if as_json:
+        print(json.dumps({"data": qrels, **found.to_json()}))
+        return
+    print_comparison(found, qrels)
 
 
 def _evaluate_teams(data: str, team: str, settings: dict[str, Any], *, as_json: bool) -> None:

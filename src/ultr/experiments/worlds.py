@@ -1,6 +1,6 @@
 """The experiment `worlds`: is the default as good as every method that a user could choose, in simulated worlds?
 
-docs/results/protocol.md was written before it was run: the question, the margin, the worlds, the seeds, how settings
+docs/protocol.md was written before it was run: the question, the margin, the worlds, the seeds, how settings
 are chosen, and the tests. A world's result is one file, so that an experiment can be continued on another machine.
 """
 
@@ -334,7 +334,7 @@ def _about(found: Found) -> str:
     made = sorted({(each.made["commit"], each.made["date"], each.made["machine"]) for _, each in found})
     where = "; ".join(f"commit {commit} on {date}, {machine}" for commit, date, machine in made)
     return (
-        f"{len(found)} worlds; the [protocol](protocol.md) was written before they were run. A world has a data set; "
+        f"{len(found)} worlds; the [protocol](../protocol.md) was written before they were run. A world has a data set; "
         "users; a label (values: clicks and dwell time, measured by Reward@10; or clicks, measured by NDCG@10); a "
         "number of sessions; and the rankers that ordered what users saw. Differences are the default minus the other "
         "method, in % of the other method, with errors over logs and test requests. A world counts as *non-inferior* "

@@ -198,6 +198,13 @@ def read_columns(source: str | Path | Sequence[str | Path], **named: Any) -> Col
     return None if schema is None else resolve_columns(schema, where=open_source(source).name, **named)
 
 
+def source_names(source: object) -> list[str]:
+    """Return the names of the columns of a source; [] if it has none (lists, SVMlight)."""
+    if not is_files(source):
+        return list(as_table(source).column_names)
+    return [] if (schema := _schema(source)) is None else list(schema.names)
+
+
 def numeric_columns(source: str | Path | Sequence[str | Path], names: Sequence[str]) -> list[str]:
     """Return those of the columns that hold numbers; in CSV files, by the first rows of the first file."""
     schema = _schema(source)
