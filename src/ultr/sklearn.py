@@ -286,7 +286,11 @@ class UnbiasedRanker(BaseEstimator):  # type: ignore[misc]
         sources = {role: self._named.get(role) if value is None else value for role, value in sources.items()}
         table, named = joined(X, sources)
         single = named | {"actions": [], "features": [], "categorical": []}
-        return table, resolve_columns(table.schema, where=f"the {type(X).__name__}", **single), named
+        return (
+            table,
+            resolve_columns(table.schema, where=f"the {type(X).__name__}", rows=lambda: table, **single),
+            named,
+        )
 
     def _label_of(self, y: Any) -> Label:
         """Return the label, or the default label for feedback `y`, whose only column is the click if it has no name."""

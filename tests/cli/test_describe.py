@@ -173,3 +173,35 @@ def test_a_column_of_texts_with_the_name_of_a_random_flag_is_not_taken_as_one(ul
 def test_an_unused_column_with_infinite_values_does_not_stop_describe(ultr, log, tmp_path):
     pq.write_table(log.append_column("ratio", [np.full(len(log), np.inf)]), tmp_path / "log.parquet")
     assert "ratio" in "".join(lines_of(ultr("describe", tmp_path / "log.parquet", "--features", "text_match")))
+
+
+def test_events_are_recognised_and_the_command_that_reads_them_is_printed_and_works(ultr, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    where = {"object": {"object_id": "p", "object_detail": {"price": 1}}, "position": {"ordinal": 0}}
+    event = {"action_name": "impression", "query_id": "q", "timestamp": 1_777_629_600_000, "event_attributes": where}
+    lines = [event, {**event, "action_name": "click"}, {**event, "query_id": None}]
+    (tmp_path / "my events.json").write_text(json.dumps(lines))
+    done = ultr("describe", "my events.json")
+    assert done.returncode == 0, done.stderr
+    assert "events, not one row per item shown: User Behavior Insights (UBI) 1.3" in done.stderr
+    command = done.stderr.split("next: ultr ")[1].strip()
+    assert command == "prepare 'my events.json' --format ubi --out log.parquet"
+    assert json.loads(ultr("describe", "my events.json", "--json").stdout)["format"] == "ubi"
+    done = ultr(*shlex.split(command))
+    assert done.returncode == 0, done.stderr
+    assert "1 events have no id of the request; they are left out" in done.stderr
+    assert "wrote log.parquet: 1 items that were shown" in done.stderr
+    assert "next: ultr describe log.parquet" in done.stderr
+    printed = json.loads(ultr(*shlex.split(command), "--overwrite", "--json").stdout)
+    assert (printed["format"], printed["counts"]["rows"]) == ("ubi", 1)
+    assert "click" in ultr("describe", "log.parquet").stderr
+
+
+def test_the_note_on_the_request_is_printed(ultr, tmp_path):
+    rows = [
+        {"query_id": f"q{i % 3}", "search_id": i, "position": j, "click": j == 1} for i in range(30) for j in (1, 2)
+    ]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = ultr("describe", tmp_path / "log.jsonl")
+    assert "recognised: request 'search_id'" in done.stderr
+    assert "note: the request is 'search_id', because positions repeat within 'query_id'" in done.stderr

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import ultr
 from ultr.errors import ColumnError, LabelError
 from ultr.log import Log, read_log, write_log
+from ultr.log.columns import resolve_columns
 from ultr.log.labels import Label, click_label, default_label
 from ultr.log.readers import read_batches
 
@@ -112,3 +118,81 @@ def test_names_with_blanks_are_written_in_backquotes():
 
 def test_a_log_made_in_memory_has_no_columns():
     assert Log(features=[[1.0]], offsets=[0, 1], request_ids=[1], feature_names=("a",)).columns == {}
+
+
+# --- Several columns that may be the request --------------------------------------------------------------------------
+
+
+def searches(requests=300, *, repeat=False):
+    """Return a log whose queries recur, and whose searches do not."""
+    ids = np.repeat(np.arange(requests), 3)
+    positions = np.tile(np.arange(3) + 1, requests)
+    columns = {
+        "query_id": [f"q{i % 7}" for i in ids],
+        "search_id": [f"{i:04}" for i in ids],
+        "position": np.ones(len(ids), int) if repeat else positions,
+        "click": (positions == 1).astype(int),
+        "f1": np.linspace(0, 1, len(ids)),
+    }
+    return pd.DataFrame(columns).sample(frac=1, random_state=0)
+
+
+NOTE = "the request is 'search_id', because positions repeat within 'query_id'; to use another column, name it with "
+
+
+@pytest.mark.parametrize("form", ["parquet", "csv", "jsonl", "frame"])
+def test_the_request_is_the_column_within_which_positions_do_not_repeat(tmp_path, form):
+    source = tmp_path / f"log.{form}"
+    if form == "parquet":
+        searches().to_parquet(source)
+    elif form == "csv":
+        searches().to_csv(source, index=False)
+    else:
+        searches().to_json(source, orient="records", lines=True)
+    log = ultr.read_log(searches() if form == "frame" else source)
+    assert (log.columns["request"], log.columns["query"]) == ("search_id", "query_id")
+    assert len(log) == 300
+    assert sorted(log.request_ids.to_pylist())[:2] == ["0000", "0001"]
+    assert log.notes == (NOTE + "--request",)
+    if form != "frame":
+        lists = ultr.prepare_lists(source, tmp_path / "lists")
+        assert lists.about["columns"]["request"] == "search_id"
+        assert NOTE + "--request" in lists.about["notes"]
+        assert sum(each["requests"] for each in lists.splits.values()) == 300
+
+
+def test_the_usual_column_stays_the_request_if_its_positions_do_not_repeat():
+    log = searches()
+    log["query_id"], log["search_id"] = log["search_id"], [f"s{i}" for i in range(len(log))]
+    read = ultr.read_log(log)
+    assert (read.columns["request"], read.notes) == ("query_id", ())
+
+
+def test_a_column_with_another_value_in_each_row_is_not_the_request():
+    log = searches(repeat=True).drop(columns="search_id")
+    log["impression_id"] = range(len(log))
+    with pytest.raises(ColumnError, match="two items of one request have the same position"):
+        ultr.read_log(log)
+
+
+def test_a_named_request_is_taken_as_it_is():
+    read = ultr.read_log(searches(), request="query_id", on_duplicates="sum")
+    assert read.columns["request"] == "query_id"
+    assert not any("repeat within" in note for note in read.notes)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 3)] * 4), min_size=1, max_size=12))
+def test_no_position_repeats_within_the_request_if_a_column_of_lists_has_none(rows):
+    table = pa.table(
+        dict(zip(("query_id", "search_id", "session_id", "position"), zip(*rows, strict=True), strict=True))
+    )
+    columns = resolve_columns(table.schema, where="test", rows=lambda: table)
+
+    def fine(number):
+        return len({(row[number], row[3]) for row in rows}) == len(rows) and (
+            number == 0 or len({row[number] for row in rows}) < len(rows)
+        )
+
+    candidates = [name for number, name in enumerate(table.column_names[:3]) if fine(number)]
+    assert columns.request == (candidates or ["query_id"])[0]
+    assert (columns.request_note == "") == (columns.request == "query_id")

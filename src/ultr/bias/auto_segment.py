@@ -308,7 +308,7 @@ def segment_candidates(
         head = first_rows(source)
     else:
         head = as_table(source)
-        roles = resolve_columns(head.schema, where="the table", **named)
+        roles = resolve_columns(head.schema, where="the table", rows=lambda: head.slice(0, FIRST_ROWS), **named)
     if not (roles.actions and (roles.item or {*RANDOM} & roles.context.keys())):
         return roles, []
     with as_data_error(source, "a log"):

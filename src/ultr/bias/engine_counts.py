@@ -181,7 +181,9 @@ class _Work:
         return min(MOST_COUNTS, max(MIN_MEMORY, self.chosen.memory) // COUNT_BYTES)  # the engine's memory is free then
 
     def _columns(self) -> Columns:
-        columns = resolve_columns(self.source.schema, where=self.where, **self.chosen.named)
+        rows = self.source.first_rows
+        columns = resolve_columns(self.source.schema, where=self.where, rows=rows, **self.chosen.named)
+        self.notes += columns.notes
         if columns.position is None:
             hint = "name it with --position"
             raise ColumnError("found no column with the position of each item", where=self.where, hint=hint)

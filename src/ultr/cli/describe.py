@@ -55,6 +55,8 @@ def describe(
 
     named = without_none(columns)
     source = options.one_source(log_path)
+    if not named and _describe_events(source, as_json=as_json):
+        return
     rows: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where or (), **named}
     log = read_log(source, **rows)
     lengths, notes = log.lengths, [note for note in log.notes if log.hidden is None or note != str(log.hidden)]
@@ -93,7 +95,6 @@ def describe(
             _print_by_position(table)
         else:
             _print_rates(log, table)
-    if table is not None and log.actions:
         words.say(f"not shown: {_what_was_shown(log)}")
     suggested = _suggestions(log, source, rows, notes)
     if log.unused_columns:
@@ -117,6 +118,23 @@ def describe(
         where=where,
         out=free_path("bias"),
     )
+
+
+def _describe_events(source: str, *, as_json: bool) -> bool:
+    """Print the format of a source with events of a search engine or tracker; return False if it has none."""
+    from ultr.log.prepare.formats import FORMATS, find_format
+    from ultr.log.readers import prepared
+    from ultr.log.sources import open_source
+
+    name = None if prepared(source) is not None else find_format(open_source(source))
+    if name is None:
+        return False
+    if as_json:
+        print(json.dumps({"format": name, "title": FORMATS[name].title}))
+        return True
+    words.say(f"events, not one row per item shown: {FORMATS[name].title}")
+    print_next("prepare", *source.split(","), format=name, out=free_path("log.parquet"))
+    return True
 
 
 def _what_was_shown(log: Log) -> str:

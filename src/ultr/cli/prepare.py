@@ -26,7 +26,16 @@ def prepare(
             help=f"A log of any size with one row per item shown, as Parquet, CSV or JSONL: {options.SOURCES}."
         ),
     ],
-    out: Annotated[str | None, typer.Option(help="Folder for the lists; also a URL.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder for the lists; also a URL. With --format, a name in .parquet: a log with a row per item."
+        ),
+    ] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(help="The source has events, as JSON or Parquet: ubi, ga4, snowplow or metarank."),
+    ] = None,
     append: Annotated[
         str | None,
         typer.Option(help="Add the requests to this folder of lists, with its options, in place of --out."),
@@ -107,6 +116,9 @@ def prepare(
 
     settings["where"] = tuple(where or ())
     settings["memory"] = options.bytes_of(memory)
+    if format is not None and append is None and lists.endswith(".parquet"):
+        _write_log(options.one_source(source), lists, overwrite, as_json, settings)
+        return
     with progress_bar("starting", "rows") as bar:
 
         def progress(stage: str, done: int, total: int) -> None:
@@ -126,6 +138,20 @@ def prepare(
     if manifest.actions:
         label = None if manifest.label is not None else default_label(manifest.actions)
         print_next("train", lists, label=label, out=free_path("my-run"))
+
+
+def _write_log(source: str, out: str, overwrite: bool, as_json: bool, settings: dict[str, Any]) -> None:
+    """Write the events of a source as a log with one row per item shown."""
+    from ultr.log.prepare.pipeline import events_to_log
+
+    with progress_bar("reading events", "rows"):
+        events = events_to_log(source, out, overwrite=overwrite, **settings)
+    print_notes(events.notes)
+    if as_json:
+        print(json.dumps({"format": events.name, "counts": events.counts, "notes": events.notes}))
+        return
+    words.say(f"wrote {out}: {events.counts['rows']:,} items that were shown")
+    print_next("describe", out)
 
 
 def _print(manifest: Manifest) -> None:

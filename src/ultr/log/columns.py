@@ -48,6 +48,7 @@ NAMES = {
     "exploration is_exploration",
     "swaps": "swap swaps",
 }
+REQUESTS = NAMES["request"].split()
 GRID_ROLES = ("row", "column")  # of a grid, in place of the position; they have common names only if it has no column
 CONTEXT = ("query", "segment", "randomised", "swaps")  # roles with one value per request
 SEVERAL = ("actions", "features", "categorical")  # roles that several columns may have
@@ -81,6 +82,8 @@ class Columns:
     shown: str | None = None  # the column that marks the rows that were shown
     shown_named: bool = False  # whether the caller, or training, named this column
     places: tuple[str, ...] = ()  # the column of the position, or two of a grid, which `position` has with a comma
+    requests: tuple[str, ...] = ()  # the columns with common names of requests, best first, if the caller named none
+    request_note: str = ""  # why the request is not the first of `requests`
 
     @property
     def place_roles(self) -> dict[str, str]:
@@ -98,12 +101,13 @@ class Columns:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A message for each column of training that the table does not have."""
-        return tuple(
+        """Why the request is not the usual column, and a message for each column of training that the table lacks."""
+        absent = (
             f"there is no column '{name}', which was the {role} in training; to use another one, name it with --{role}"
             for role, name in self.absent.items()
             if role != "shown"  # other logs may have only rows that were shown
         )
+        return (*filter(None, [self.request_note]), *absent)
 
     @property
     def used(self) -> list[str]:
@@ -125,7 +129,12 @@ class Columns:
 
 
 def resolve_columns(
-    schema: pa.Schema, *, where: object, trained: Mapping[str, Any] | None = None, **named: Any
+    schema: pa.Schema,
+    *,
+    where: object,
+    trained: Mapping[str, Any] | None = None,
+    rows: Callable[[], pa.Table] | None = None,
+    **named: Any,
 ) -> Columns:
     """Return the column of each role: the one that the caller named, or else the first common name in the schema.
 
@@ -133,7 +142,8 @@ def resolve_columns(
     name means that no column has this role. Features may be named by patterns (`emb_*`). If the caller names none,
     features are columns called `features`, `feature_...`, `f1` or `x_1`. Other columns are not taken as features,
     because any of them may be an action or an id. `trained` has the columns of a training log (`Log.columns`), which
-    are used for the roles that are not named. No other column takes their place if they are missing.
+    are used for the roles that are not named. No other column takes their place if they are missing. `rows` returns the
+    first rows. If several columns have common names of requests, the request is one in which no position repeats there.
     """
     if unknown := next((role for role in named if role not in ROLES), None):
         raise OptionError(f"a log has no column for {unknown!r}", hint=nearest(unknown, ROLES))
@@ -164,6 +174,10 @@ def resolve_columns(
     mark = single["randomised"]
     if mark and named.get("randomised") is None and not _holds_numbers(schema.field(mark).type):
         single["randomised"] = None  # such as a text that names an experiment
+    requests = () if named.get("request") is not None else tuple(by_lower[n] for n in REQUESTS if n in by_lower)
+    request_note = ""
+    if len(requests) > 1 and rows is not None and single["position"] in names:
+        single["request"], request_note = _request_of(requests, str(single["position"]), rows())
     by_lower = {lower: name for lower, name in by_lower.items() if name != single["request"]}
     single["query"] = one("query")  # after the request, because requests and queries share some common names
     free = [n for n in names if n not in named_columns and n not in single.values()]
@@ -195,9 +209,34 @@ def resolve_columns(
         shown_named=bool(named.get("shown")),
         places=_parts("position", single["position"], names),
         edges=dict(split_edges(part, names) for part in _listed("segment", single["segment"], names)),
+        requests=requests,
+        request_note=request_note,
     )
     _check(columns, names, where)
     return columns
+
+
+def _request_of(names: Sequence[str], position: str, rows: pa.Table) -> tuple[str, str]:
+    """Return the first column within which no position repeats, and a note if it is not the first of all.
+
+    A column with another value in each row cannot be the request. Without any such column, the first one is taken.
+    """
+    if not {*names, position} <= {*rows.column_names} or any(
+        pa.types.is_nested(rows[n].type) for n in (*names, position)
+    ):
+        return names[0], ""
+    rows = rows.filter(pc.is_valid(rows[position]))
+
+    def different(*columns: str) -> int:
+        return int(rows.group_by([*columns]).aggregate([]).num_rows)
+
+    if different(names[0], position) == len(rows):
+        return names[0], ""
+    for name in names[1:]:
+        if different(name, position) == len(rows) > different(name):
+            hint = "to use another column, name it with --request"
+            return name, f"the request is '{name}', because positions repeat within '{names[0]}'; {hint}"
+    return names[0], ""
 
 
 def _with_grid(named: Mapping[str, Any], where: object) -> dict[str, Any]:

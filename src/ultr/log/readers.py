@@ -195,7 +195,9 @@ ROW_BYTES = 64
 def read_columns(source: str | Path | Sequence[str | Path], **named: Any) -> Columns | None:
     """Return the columns that `read_log` would take; None if the source has no named columns (lists, SVMlight)."""
     schema = _schema(source)
-    return None if schema is None else resolve_columns(schema, where=open_source(source).name, **named)
+    if schema is None:
+        return None
+    return resolve_columns(schema, where=open_source(source).name, rows=lambda: first_rows(source), **named)
 
 
 def source_names(source: object) -> list[str]:
@@ -214,9 +216,9 @@ def numeric_columns(source: str | Path | Sequence[str | Path], names: Sequence[s
     return [name for name in names if name in kinds and is_number(kinds[name])]
 
 
-def first_rows(source: str | Path | Sequence[str | Path]) -> pa.Table:
+def first_rows(source: Source | str | Path | Sequence[str | Path]) -> pa.Table:
     """Return the first rows of a source with named columns: the columns that all files have, and the partitions."""
-    files = open_source(source)
+    files = source if isinstance(source, Source) else open_source(source)
     file, schemas = files.files[0], file_schemas(files)
     with as_data_error(file, files.kind):
         if files.kind == "Parquet":
@@ -284,7 +286,7 @@ def _read_files(source: Source, named: dict[str, Any], reading: Reading) -> Log:
     """Read the columns of a log from files of any format except SVMlight."""
     schemas = file_schemas(source)
     schema, where = all_columns(source, schemas), source.name
-    columns = resolve_columns(schema, where=where, **named)
+    columns = resolve_columns(schema, where=where, rows=lambda: first_rows(source), **named)
     names = reading.names(columns, schema.names, where)
     ids = columns.ids if source.kind == "CSV" else []
     if source.kind == "Parquet":
@@ -398,7 +400,7 @@ def as_table(source: object) -> pa.Table:
 
 
 def _from_table(table: pa.Table, named: dict[str, Any], *, where: object, reading: Reading) -> Log:
-    columns = resolve_columns(table.schema, where=where, **named)
+    columns = resolve_columns(table.schema, where=where, rows=lambda: table.slice(0, FIRST_ROWS), **named)
     table, unused = table.select(reading.names(columns, table.column_names, where)), columns.unused(table.column_names)
     return log_from_table(table, columns, where=where, reading=reading, unused=unused)
 

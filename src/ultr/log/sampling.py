@@ -62,6 +62,7 @@ def read_for_audit(
             return log, None
         return log.without_features(), log.select(_sample(log, len(log.feature_names), sample_rows, seed))
     light = read_log(source, **reading, **{**columns, "features": [], "categorical": []})
+    columns["request"] = light.columns["request"]
     if "segment" in light.columns:  # with the bins of all rows
         columns["segment"] = light.columns["segment"]
     schemas = read_schemas(files.files)

@@ -38,6 +38,7 @@ SUFFIXES = {
     ".tsv": "CSV",
     ".jsonl": "JSON Lines",
     ".ndjson": "JSON Lines",
+    ".json": "JSON Lines",
     ".txt": "SVMlight",
     ".svm": "SVMlight",
     ".svmlight": "SVMlight",
@@ -291,11 +292,11 @@ def _plain(inside: str) -> bool:
 
 
 def _data_files(names: Iterable[object]) -> dict[str, list[str]]:
-    """Return format -> the files with a suffix of this format; SVMlight only counts if it is named by itself."""
+    """Return format -> the files with a suffix of this format; SVMlight and .json only count if they are named."""
     kinds: dict[str, list[str]] = {}
     for name in map(str, names):
         kind = _kind_by_name(name)
-        if kind not in (None, "SVMlight"):
+        if kind not in (None, "SVMlight") and not name.lower().endswith((".json", ".json.gz")):
             kinds.setdefault(str(kind), []).append(name)
     return kinds
 

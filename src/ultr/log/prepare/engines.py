@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import islice
 from operator import add
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ import pyarrow.parquet as pq
 from ultr.errors import ColumnError, DataError, MissingExtraError, OptionError, UltrError
 from ultr.log.columns import Columns, as_data_error, saved_names
 from ultr.log.prepare.nesting import GROUP_BYTES, ORDER, SHARD_BYTES, BadRowsError, Counts, Nesting, write_shards
-from ultr.log.readers import csv_records, file_schemas, json_blocks, streaming_schema, with_floats
+from ultr.log.readers import FIRST_ROWS, csv_records, file_schemas, json_blocks, streaming_schema, with_floats
 from ultr.log.sources import (
     Source,
     SourceFile,
@@ -58,6 +59,11 @@ class Tables:
     def schema(self) -> pa.Schema:
         """All columns of the files, and the partition columns."""
         return all_columns(self.source, self.schemas)
+
+    def first_rows(self) -> pa.Table:
+        file = self.source.files[0]
+        with as_data_error(file, "Parquet"), file.parquet() as opened:
+            return pa.Table.from_batches(islice(opened.iter_batches(FIRST_ROWS), 1), opened.schema_arrow)
 
     @property
     def types(self) -> dict[str, pa.DataType]:
@@ -250,7 +256,7 @@ class DuckDB(Engine):
         self._stores: list[Any] = []  # file systems that DuckDB knows
 
     def read(self, tables: Tables) -> Any:
-        source, paths = tables.source, [self._path(file) for file in tables.source.files]
+        source, paths = tables.source, [self.path(file) for file in tables.source.files]
         settings: dict[str, Any] = {"hive_partitioning": False, "union_by_name": len(paths) > 1}
         partitions = source.partitions.names
         with _no_warnings():
@@ -259,7 +265,7 @@ class DuckDB(Engine):
             rows = self.backend.read_parquet(paths, filename=True, **settings)
             rows = rows.select(*(name for name in rows.columns if name not in partitions))
             # DuckDB returns the paths that it was given, without the brackets.
-            names = [self._path(file, escaped=False) for file in source.files]
+            names = [self.path(file, escaped=False) for file in source.files]
             values = {f"ultr_{i}": source.values(name) for i, name in enumerate(partitions)}
             self._views += 1
             self.backend.con.register(f"ultr_files_{self._views}", pa.table({"ultr_file": names, **values}))
@@ -267,7 +273,7 @@ class DuckDB(Engine):
             joined = rows.inner_join(of_file, rows.filename == of_file.ultr_file).drop("filename", "ultr_file")
             return joined.rename({name: f"ultr_{i}" for i, name in enumerate(partitions)})
 
-    def _path(self, file: SourceFile, *, escaped: bool = True) -> str:
+    def path(self, file: SourceFile, *, escaped: bool = True) -> str:
         """Return the path of a file for DuckDB, which reads files of a store through pyarrow's file system."""
         path = str(Path(file.path).resolve())
         if file.stored is not None:

@@ -157,7 +157,7 @@ def options_of_lists(manifest: Manifest, given: Mapping[str, Any], *, where: obj
         raise OptionError("lists that are split by time cannot be appended to", where=where, hint=hint)
     columns = {role: names for role, names in about["columns"].items() if role in defaults}
     of_lists = {**columns, "label": manifest.label, **{name: about[name] for name in FIXED}}
-    of_lists |= {"split": "hash", "by_query": split.get("by_query")}
+    of_lists |= {"split": "hash", "by_query": split.get("by_query"), "format": about.get("format")}
     of_lists |= {name: split[name] for name in ("validation", "test")}
     for name, value in given.items():
         values = as_names(value) if isinstance(value, str) else value

@@ -15,6 +15,7 @@ from ultr.log.conditions import utc_time
 from ultr.log.prepare.engines import EngineName
 from ultr.utils.arguments import check_fields
 
+FormatName = Literal["ubi", "ga4", "snowplow", "metarank"]  # of events; `ultr.log.prepare.events` has their fields
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}  # seconds
 
 
@@ -23,6 +24,7 @@ class Preparation:
     """The options of `prepare_lists`; `ultr prepare --help` describes each of them."""
 
     engine: EngineName = "duckdb"
+    format: FormatName | None = None  # of the events that the source has; None: it has one row per item shown
     master: str | None = None
     memory: int | None = None  # bytes; None is half of the available memory
     threads: int | None = None

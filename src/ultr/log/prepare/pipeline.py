@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, fields, replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +29,8 @@ from ultr.log.cleaning import (
 from ultr.log.columns import RESERVED_POSITIONS, Columns, as_names, missing_note, resolve_columns
 from ultr.log.conditions import EXAMPLE
 from ultr.log.labels import Label
-from ultr.log.prepare.engines import Engine, Tables, engine_errors, feature_names, find_tables, start_engine
+from ultr.log.prepare.engines import DuckDB, Engine, Tables, engine_errors, feature_names, find_tables, start_engine
+from ultr.log.prepare.events import EventLog
 from ultr.log.prepare.folders import (
     FIXED,
     append_shards,
@@ -53,11 +55,11 @@ from ultr.log.prepare.impressions import (
     without_missing_actions,
 )
 from ultr.log.prepare.nesting import HASH_RANGE, Nesting
-from ultr.log.prepare.options import Preparation, as_seconds
+from ultr.log.prepare.options import FormatName, Preparation, as_seconds
 from ultr.log.shards import SPLITS, Manifest, footer_sum
 from ultr.log.sources import open_source
 from ultr.log.splits import LARGEST_QUERY, time_bounds
-from ultr.log.table import GRID, MOST_GRID_COLUMNS, MOST_GRID_ROWS, RESERVED
+from ultr.log.table import GRID, MOST_GRID_COLUMNS, MOST_GRID_ROWS, RESERVED, check_parquet_name
 from ultr.utils.arguments import checked
 from ultr.utils.files import atomic_path, output_errors
 from ultr.utils.memory import available_memory
@@ -298,10 +300,51 @@ def _engine(chosen: Preparation, scratch: Path) -> AbstractContextManager[Engine
 def _prepare(source: str | Path, folder: Path, scratch: Path, chosen: Preparation, progress: Progress) -> Manifest:
     label = None if chosen.label is None else Label(chosen.label)
     scratch.mkdir()
-    with open_log(source, chosen, scratch) as (engine, files):
-        manifest = _Work(engine, files, chosen, label, progress).write(folder, scratch)
+    log, events = source, None
+    if chosen.format is not None:
+        progress("reading events", 0, 0)
+        log = scratch / "log.parquet"
+        events = _write_log(source, chosen.format, log, scratch, chosen, sort=False)
+    with open_log(log, chosen, scratch) as (engine, files):
+        work = _Work(engine, files, chosen, label, progress)
+        if events is not None:
+            work.notes, work.where = events.notes, events.source.name
+        manifest = work.write(folder, scratch)
+    if events is not None:
+        about = {**manifest.about, "format": chosen.format, "partitions": events.source.partition_values()}
+        manifest = replace(manifest, about=about)
     manifest.save(folder)
     return manifest
+
+
+def _write_log(
+    source: str | Path, name: FormatName, log: Path, scratch: Path, chosen: Preparation, *, sort: bool
+) -> EventLog:
+    """Write the log of a source of events to a Parquet file; DuckDB does this for all engines."""
+    files = open_source(source)
+    with _engine(replace(chosen, engine="duckdb", master=None), scratch) as engine, engine_errors(source):
+        events = EventLog(cast("DuckDB", engine), files, name, scratch)
+        events.write(log, actions=chosen.actions, features=chosen.features, sort=sort)
+    return events
+
+
+@checked
+def events_to_log(source: str | Path, out: str | Path, *, overwrite: bool = False, **options: Any) -> EventLog:
+    """Write the events of a search engine or tracker as a log: a Parquet file with one row per item shown.
+
+    `options` are the fields of `Preparation`: `format` names the format of the events, and `actions`, `memory` and
+    `threads` are used too. The result says in `notes` which events were left out, and why.
+    """
+    check_parquet_name(out)
+    chosen = Preparation(**options)
+    used = ("format", "actions", "features", "memory", "threads")
+    changed = [f.name for f in fields(Preparation) if f.name not in used and getattr(chosen, f.name) != f.default]
+    if chosen.format is None or changed:
+        option = f"--{changed[0].replace('_', '-')}" if changed else "no --format"
+        hint = "pass a folder of lists as --out, or prepare the log with these options afterwards"
+        raise OptionError("a log from events has no such option", got=option, hint=hint)
+    with atomic_path(out, overwrite=overwrite) as log, TemporaryDirectory(dir=log.parent) as scratch:
+        return _write_log(source, chosen.format, log, Path(scratch), chosen, sort=True)
 
 
 @contextmanager
@@ -314,7 +357,8 @@ def open_log(source: str | Path, chosen: Preparation, scratch: Path) -> Iterator
 
 def _find(source: str | Path, chosen: Preparation, scratch: Path) -> Tables:
     def ids(schema: pa.Schema) -> Iterable[str | None]:
-        return resolve_columns(schema, where=source, **chosen.named | {"actions": ()}).ids
+        columns = resolve_columns(schema, where=source, **chosen.named | {"actions": ()})
+        return [*columns.ids, *columns.requests]
 
     files = find_tables(source, scratch=scratch / "source", ids=ids, where=chosen.where)
     lower = [name.lower() for name in files.schema.names]
@@ -386,7 +430,8 @@ class _Work:
             listed = as_names(actions)
             named["actions"] = [name for name in listed if name in schema.names]
             wanted = [name for name in listed if name not in schema.names]
-        columns = resolve_columns(schema, where=self.where, **named)
+        columns = resolve_columns(schema, where=self.where, rows=self.source.first_rows, **named)
+        self.notes += columns.notes
         if columns.position is None:
             hint = "name it with --position (position=...)"
             raise ColumnError("found no column with the position of each item", where=self.where, hint=hint)
