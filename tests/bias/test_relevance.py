@@ -13,7 +13,7 @@ from scipy import integrate, special, stats
 
 import ultr
 from bias.judged import SHOWN, JudgedWorld, judged_world
-from ultr.bias.counts import count_cells
+from ultr.bias.counts import Counts, count_cells
 from ultr.bias.examination import Examination
 from ultr.bias.relevance import (
     Pairs,
@@ -268,3 +268,28 @@ def test_the_marginal_likelihood_is_that_of_integrate():
     density = stats.gamma(2, scale=0.5).pdf
     mean = integrate.quad(lambda rate: np.log(rate) * density(rate), 0, 50)[0]
     assert found.mean[0] == pytest.approx(mean, abs=1e-5)
+
+
+def test_likely_clicks_vary_less_than_rare_ones_and_so_say_more():
+    random = np.random.default_rng(0)
+    shown = random.integers(30, 90, 400).astype(float)
+    truth = random.uniform(0.4, 0.9, 400)
+    clicks = random.binomial(shown.astype(int), truth).astype(float)
+    cells = Counts(np.arange(400), np.zeros(400, np.int64), (400, 1), shown, clicks)
+    pairs = Pairs(None, pa.array(np.arange(400)), np.zeros(400, np.int64), np.array([1]), cells, clicks)
+    rate = clicks.sum() / shown.sum()
+    np.testing.assert_allclose(pairs.dispersion, 1 - rate)
+    found = judge(pairs, Examination.known({1: 1.0}), weight=1.0)
+    assert np.abs(found.relevance - truth).mean() < np.abs(clicks / shown - truth).mean()
+    assert 0.9 < ((found.low <= truth) & (truth <= found.high)).mean() < 0.99
+    reliable = np.var(truth) / (np.var(truth) + rate * (1 - rate) / 60)
+    assert found.evidence.mean() == pytest.approx(reliable, abs=0.1)
+
+
+def test_the_dispersion_is_the_mean_over_the_positions_of_a_pair():
+    cells = Counts(np.array([0, 0, 1]), np.array([0, 1, 1]), (2, 2), np.array([4.0, 4, 8]), np.array([2.0, 1, 2]))
+    pairs = Pairs(None, pa.array([0, 1]), np.zeros(2, np.int64), np.array([1, 2]), cells, np.array([3.0, 2]))
+    first, second = 1 / 2, 1 / 4  # click rates of the positions
+    both = (4 * first * (1 - first) + 4 * second * (1 - second)) / (4 * first + 4 * second)
+    np.testing.assert_allclose(pairs.dispersion, [both, 1 - second])
+    np.testing.assert_allclose(pairs.examined(np.array([1.0, 0.5])), [6.0, 4.0])  # impressions, not divided

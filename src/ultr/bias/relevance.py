@@ -8,7 +8,9 @@ differ from this prediction:
 
 The covariates x are where production showed the pair, and features, where given. b, τ and r maximise the marginal
 likelihood, in which t is integrated exactly and u by Gauss-Hermite quadrature. Amounts of feedback, and weights of
-requests, are divided by Σ c² / Σ c, so that their variance is about that of a Poisson distribution.
+requests, are divided by Σ c² / Σ c, so that their variance is about that of a Poisson distribution. A click that is
+likely varies less: the variance of a click with probability p is p (1 - p). So c and e of a pair are both divided by
+the mean of 1 - p at its positions.
 
 The relevance R of a pair is its attraction, or nearer to production's prediction: users also click for reasons that are
 not relevance, such as a catchy title. `weight` is the share of the variance of log λ - log M that is relevance, where M
@@ -55,6 +57,7 @@ FITTED_PAIRS = 50_000  # pairs that the prediction is fitted to, at most about
 DRAWS = 10  # of θ
 CHUNK = 50_000  # pairs whose posteriors are computed at once
 LEAST_VARIANCE = 1e-8  # of log R
+LEAST_DISPERSION = 0.05  # of clicks
 LOG_RANGE = (-5.0, 8.0)  # of log r and log τ
 MOST_MOVED = 2.0  # of a parameter in a draw
 RIDGE = 1e-3  # penalty on the squared coefficients
@@ -88,6 +91,17 @@ class Pairs:
     def examined(self, theta: np.ndarray) -> np.ndarray:
         """Return the impressions of each pair that users looked at, given θ by position."""
         return self.sums(self.cells.shown * theta[self.cells.places])
+
+    @property
+    def dispersion(self) -> np.ndarray:
+        """The variance of the feedback on each pair, by the click rates of its positions, over that of Poisson."""
+        cells, width = self.cells, self.cells.size[1]
+        clicked, shown = (np.bincount(cells.places, each, width) for each in (cells.clicked, cells.shown))
+        rate = np.clip(clicked / np.maximum(shown, 1e-12), 0, 1 - LEAST_DISPERSION)[cells.places]
+        expected = self.sums(cells.shown * rate)
+        return np.asarray(
+            np.where(expected > 0, self.sums(cells.shown * rate * (1 - rate)) / np.maximum(expected, 1e-12), 1.0)
+        )
 
     @property
     def impressions(self) -> np.ndarray:
@@ -259,11 +273,13 @@ def _fits(
 ) -> Iterator[tuple[np.ndarray, Prediction]]:
     """Yield θ and its prediction, and then both as they may be, given their errors."""
     sampled, random = _sample(pairs, seed), np.random.default_rng(seed)
-    clicks = pairs.sums(pairs.cells.clicked)[sampled]
+    dispersion = pairs.dispersion[sampled]
+    clicks = pairs.sums(pairs.cells.clicked)[sampled] / dispersion
     query = np.unique(pairs.query[sampled], return_inverse=True)[1]
 
     def fit(theta: np.ndarray, start: Prediction | None) -> Prediction:
-        return fit_prediction(clicks, pairs.examined(theta)[sampled], covariates[sampled], query, start=start)
+        examined = pairs.examined(theta)[sampled] / dispersion
+        return fit_prediction(clicks, examined, covariates[sampled], query, start=start)
 
     first = fit(examination.theta, None)
     yield examination.theta, first
@@ -333,10 +349,10 @@ class Posterior:
 
 def posterior(pairs: Pairs, examination: Examination, *, weight: float, seed: int) -> Posterior:
     """Return what the feedback says about each pair; its error has that of examination."""
-    covariates, clicks = pairs.covariates(), pairs.sums(pairs.cells.clicked)
-    results = []
+    covariates, dispersion = pairs.covariates(), pairs.dispersion
+    clicks, results = pairs.sums(pairs.cells.clicked) / dispersion, []
     for theta, fit in _fits(pairs, examination, covariates, seed):
-        examined, log_mean = pairs.examined(theta), fit.log_means(covariates)
+        examined, log_mean = pairs.examined(theta) / dispersion, fit.log_means(covariates)
         parts = [
             attraction(clicks[part], examined[part], log_mean[part], pairs.query[part] - pairs.query[part][0], fit)
             for part in _chunks(pairs.query)
@@ -347,7 +363,8 @@ def posterior(pairs: Pairs, examination: Examination, *, weight: float, seed: in
             predicted + weight * (mean - predicted), weight**2 * variance + weight * (1 - weight) * fit.variance
         )
         expected = examined * np.exp(predicted)
-        results.append(Posterior(moments, np.exp(predicted), examined, expected / (fit.shape + expected)))
+        evidence = expected / (fit.shape + expected)
+        results.append(Posterior(moments, np.exp(predicted), examined * dispersion, evidence))
     spread = Moments.mixed([each.moments for each in results]).variance
     return replace(results[0], moments=Moments(results[0].moments.mean, spread))
 

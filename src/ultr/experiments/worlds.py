@@ -334,8 +334,8 @@ def _about(found: Found) -> str:
     made = sorted({(each.made["commit"], each.made["date"], each.made["machine"]) for _, each in found})
     where = "; ".join(f"commit {commit} on {date}, {machine}" for commit, date, machine in made)
     return (
-        f"{len(found)} worlds; the [protocol](../protocol.md) was written before they were run. A world has a data set; "
-        "users; a label (values: clicks and dwell time, measured by Reward@10; or clicks, measured by NDCG@10); a "
+        f"{len(found)} worlds; the [protocol](../protocol.md) was written before they were run. A world has a data "
+        "set; users; a label (values: clicks and dwell time, measured by Reward@10; or clicks, measured by NDCG@10); a "
         "number of sessions; and the rankers that ordered what users saw. Differences are the default minus the other "
         "method, in % of the other method, with errors over logs and test requests. A world counts as *non-inferior* "
         f"if the default is above every rival less {MARGIN:.0%}, by one-sided tests at 5% with Holm's correction. "
