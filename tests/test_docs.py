@@ -17,11 +17,12 @@ from typer.main import get_command
 
 import ultr as package
 from ultr.cli import app
+from ultr.methods import METHODS, TREE_METHODS
 from ultr.training.config import check_path, short_names
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-LONG = {"methods.md", "reproduce.md", "scale.md", "trees.md"}
+LONG = {"reproduce.md", "scale.md", "trees.md"}
 MODULES = sorted(m.name for m in pkgutil.walk_packages(package.__path__, "ultr.") if "main" not in m.name)
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OF_THEIR_DAY = {"notebook.md", "results.md"}  # they have commands of benchmarks, and of earlier versions
@@ -96,6 +97,13 @@ def test_the_page_of_options_has_all_options():
         [sys.executable, ROOT / "tools" / "options_page.py", "--print"], capture_output=True, text=True, check=True
     )
     assert (ROOT / "docs" / "options.md").read_text() == done.stdout, "run: python tools/options_page.py"
+
+
+def test_the_pages_of_methods_have_all_methods_and_their_options():
+    text = "".join(path.read_text() for path in (ROOT / "docs" / "methods").glob("*.md"))
+    tables = [METHODS, TREE_METHODS]
+    names = {name for table in tables for name, method in table.items() for name in (name, *method.OPTIONS)}
+    assert {name for name in names if not re.search(rf"`{name}[`=]", text)} == set()
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -19,7 +19,7 @@ from pages import Messages
 from ultr.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("index.html", "concepts/off-policy.html", "concepts/choosing.html", "api/training.html", "cli.html")
+PAGES = ("index.html", "concepts/off-policy.html", "methods/index.html", "api/training.html", "cli.html")
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def on_files(files: Files, /, *, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, /, *, page: Page, **_: Any) -> str:
     """Return a page whose links to files of the root folder point to the generated pages."""
-    if page.file.src_uri.startswith(("concepts/", "tutorials/")):
+    if page.file.src_uri.startswith(("concepts/", "methods/", "tutorials/")):
         page.meta["search"] = {"boost": 3}  # they come first in results, before the long pages
     up = "../" * page.file.src_uri.count("/")
 

@@ -30,8 +30,8 @@ There are three ways to pass any of them:
 - The options of the section `machine` never change which model is trained."""
 OF_METHODS = """## Options of methods
 
-[Methods](methods.md) explains them, and `ultr options method.NAME` prints their types and defaults. Their paths begin
-with `method`: `--set method.max_weight=20`."""
+[Methods](methods/index.md) explains them, and `ultr options method.NAME` prints their types and defaults. Their paths
+begin with `method`: `--set method.max_weight=20`."""
 
 
 def options_page() -> str:
