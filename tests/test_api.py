@@ -75,7 +75,7 @@ def test_the_command_the_function_and_the_estimator_give_the_same_scores(api, ru
     "options",
     [
         ("--tensorboard",),
-        ("--mlflow", "{store}"),
+        pytest.param(("--mlflow", "{store}"), id="--mlflow", marks=pytest.mark.long),
         ("--set", "machine.precision=float32"),
         ("--set", "machine.workers=2"),
         ("--device", "cpu"),
@@ -85,7 +85,7 @@ def test_the_command_the_function_and_the_estimator_give_the_same_scores(api, ru
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own code
 def test_options_that_are_not_about_the_model_train_the_same_model(options, ultr, api, run, folder, frame, tmp_path):
     if "--mlflow" in options:
-        pytest.importorskip("mlflow")
+        pytest.importorskip("mlflow", reason="MLflow is not installed; make test-long installs it")
     words = [word.format(store=tmp_path / "store") for word in options]
     done = ultr(
         *("train", folder / "log.parquet", "--out", tmp_path / "run", "--seed", 3, "--categorical", "shop"),
