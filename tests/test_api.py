@@ -148,10 +148,11 @@ def test_evaluation_has_the_values_of_the_command(ultr, api, run, folder, frame)
 def test_a_comparison_has_the_values_of_the_command(ultr, api, folder, frame, tmp_path):
     methods = ["pointwise", "lambdarank"]
     few = {"seeds": 1, "tuning_seeds": 1, "rates": [0.1], "limits": ["none"], "jobs": 1, "ranker": "linear", "steps": 2}
+    few["bias_steps"] = 2
     done = ultr(
         *("compare", folder / "log.parquet", "--methods", ",".join(methods), "--out", tmp_path / "out", "--json"),
         *("--seeds", 1, "--lrs", 0.1, "--tune", "seeds=1", "--tune", "max_weight=none", "--jobs", 1),
-        *("--ranker", "linear", "--steps", 2),
+        *("--ranker", "linear", "--steps", 2, "--set", "bias_steps=2"),
     )
     assert done.returncode == 0, done.stderr
     expected = json.loads(done.stdout)
