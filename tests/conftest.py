@@ -213,7 +213,7 @@ def make_shown_log(requests: int = 40, seed: int = 0, features: int = 3, longest
 @pytest.fixture(scope="session")
 def spark_session() -> Iterable[Any]:
     """One session of Spark for all tests of a process, as it takes seconds to start."""
-    pytest.importorskip("pyspark")
+    pytest.importorskip("pyspark", reason="pyspark is not installed; make test-long installs it")
     if shutil.which("java") is None and not os.environ.get("JAVA_HOME"):
         pytest.skip("Spark needs Java")
     from ultr.log.prepare import engines

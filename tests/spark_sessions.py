@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 ON_SPARK = [
+    pytest.mark.long,
     pytest.mark.usefixtures("spark"),
     pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
 ]

@@ -75,7 +75,7 @@ def test_the_command_the_function_and_the_estimator_give_the_same_scores(api, ru
     "options",
     [
         ("--tensorboard",),
-        ("--mlflow", "{store}"),
+        pytest.param(("--mlflow", "{store}"), id="--mlflow", marks=pytest.mark.long),
         ("--set", "machine.precision=float32"),
         ("--set", "machine.workers=2"),
         ("--device", "cpu"),
@@ -85,7 +85,7 @@ def test_the_command_the_function_and_the_estimator_give_the_same_scores(api, ru
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own code
 def test_options_that_are_not_about_the_model_train_the_same_model(options, ultr, api, run, folder, frame, tmp_path):
     if "--mlflow" in options:
-        pytest.importorskip("mlflow")
+        pytest.importorskip("mlflow", reason="MLflow is not installed; make test-long installs it")
     words = [word.format(store=tmp_path / "store") for word in options]
     done = ultr(
         *("train", folder / "log.parquet", "--out", tmp_path / "run", "--seed", 3, "--categorical", "shop"),
@@ -148,10 +148,11 @@ def test_evaluation_has_the_values_of_the_command(ultr, api, run, folder, frame)
 def test_a_comparison_has_the_values_of_the_command(ultr, api, folder, frame, tmp_path):
     methods = ["pointwise", "lambdarank"]
     few = {"seeds": 1, "tuning_seeds": 1, "rates": [0.1], "limits": ["none"], "jobs": 1, "ranker": "linear", "steps": 2}
+    few["bias_steps"] = 2
     done = ultr(
         *("compare", folder / "log.parquet", "--methods", ",".join(methods), "--out", tmp_path / "out", "--json"),
         *("--seeds", 1, "--lrs", 0.1, "--tune", "seeds=1", "--tune", "max_weight=none", "--jobs", 1),
-        *("--ranker", "linear", "--steps", 2),
+        *("--ranker", "linear", "--steps", 2, "--set", "bias_steps=2"),
     )
     assert done.returncode == 0, done.stderr
     expected = json.loads(done.stdout)

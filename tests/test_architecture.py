@@ -159,12 +159,13 @@ def test_a_server_needs_nothing_of_training_and_all_other_extras_include_it():
 
 
 def test_the_demo_installs_only_what_training_needs(tmp_path):
-    for name in ("Makefile", "pyproject.toml"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     steps = {
         target: subprocess.run(["make", "--dry-run", target], cwd=tmp_path, capture_output=True, text=True, check=True)
-        for target in ("demo", "test")
+        for target in ("demo", "test", "test-long")
     }
-    assert '--editable ".[train]"\n' in steps["demo"].stdout
-    assert "[dev]" not in steps["demo"].stdout
-    assert "[dev]" in steps["test"].stdout
+    assert '--constraint constraints.txt --editable ".[train]"\n' in steps["demo"].stdout
+    assert "--group" not in steps["demo"].stdout
+    assert "--editable . --group test\n" in steps["test"].stdout
+    assert "--editable . --group long\n" in steps["test-long"].stdout

@@ -32,12 +32,26 @@ OF_OTHER_PROGRAMS = {
 }
 
 
-WITHOUT_PANDAS = """
+# Packages of other extras than `train`, by the names of their modules.
+OF_OTHER_EXTRAS = {
+    "duckdb",
+    "grpc",
+    "ibis",
+    "implicit",
+    "mlflow",
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
+    "orjson",
+    "pandas",
+}
+OF_OTHER_EXTRAS |= {"polars", "prometheus_client", "pyspark", "starlette", "tensorboard", "uvicorn", "xgboost"}
+ONLY_TRAIN = f"""
 import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name in ("pandas", "polars"):
+        if name in {OF_OTHER_EXTRAS}:
             raise ModuleNotFoundError(name, name=name)
 
 sys.meta_path.insert(0, Absent())
@@ -54,7 +68,7 @@ def test_examples_run(path, ultr, tmp_path, monkeypatch):
     names: dict[str, object] = {}
     blocks = BLOCK.findall(path.read_text())
     if path.name == "README.md":  # it says that the extra train is enough
-        script = WITHOUT_PANDAS + "".join(text for language, text in blocks if language == "python")
+        script = ONLY_TRAIN + "".join(text for language, text in blocks if language == "python")
         subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
         blocks = [block for block in blocks if block[0] == "console"]
     for language, text in blocks:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-nbformat = pytest.importorskip("nbformat", reason="the extra notebooks is not installed")
-nbclient = pytest.importorskip("nbclient", reason="the extra notebooks is not installed")
+nbformat = pytest.importorskip("nbformat", reason="the dependency group test is not installed")
+nbclient = pytest.importorskip("nbclient", reason="the dependency group test is not installed")
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples").glob("*.ipynb"))
 REAL = {"real-clicks": "yandex-clicks", "movielens-dwell": "ml-1m"}  # notebook -> the real data that it can use

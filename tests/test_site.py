@@ -24,7 +24,7 @@ PAGES = ("index.html", "concepts/off-policy.html", "methods/index.html", "api/tr
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    pytest.importorskip("mkdocstrings", reason="the extra docs is not installed")
+    pytest.importorskip("mkdocstrings", reason="the dependency group docs is not installed")
     out = tmp_path_factory.mktemp("site") / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ})

@@ -189,7 +189,20 @@ def run(bucket, tmp_path_factory):
 
 
 OPEN = ["--min-evidence", 0, "--allow", "all", "--gate", 0.999999]  # for logs of a few requests
-COMPARED = ["--methods", "pointwise,pal-click", "--seeds", 2, "--lrs", "0.1", "--steps", 3, "--jobs", 1]
+COMPARED = [
+    "--methods",
+    "pointwise,pal-click",
+    "--seeds",
+    2,
+    "--lrs",
+    "0.1",
+    "--steps",
+    3,
+    "--jobs",
+    1,
+    "--set",
+    "bias_steps=5",
+]
 
 
 def stored_names(url):

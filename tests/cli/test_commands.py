@@ -92,7 +92,7 @@ def test_the_shell_completes_commands_and_options(ultr, monkeypatch):
 def test_methods_for_clicks_are_named_if_the_label_has_other_values(ultr, tmp_path):
     path = tmp_path / "log.parquet"
     ultr("simulate", "synthetic", "--out", path, "--sessions", 100)
-    fast = "--ranker", "linear", "--steps", 5, "--device", "cpu"
+    fast = "--ranker", "linear", "--steps", 5, "--set", "bias_steps=5", "--device", "cpu"
     done = ultr(
         *("compare", path, "--out", tmp_path / "cmp", "--seeds", 1, "--lrs", 0.1, "--jobs", 1, *fast),
         *("--methods", "pointwise,dla,ipw-listwise:labels=values,ipw-pointwise"),

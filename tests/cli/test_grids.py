@@ -36,7 +36,7 @@ def test_a_grid_is_audited_trained_and_scored(ultr, path, tmp_path):
         ]
     assert "Examination by row and column" in (tmp_path / "bias" / "bias.html").read_text()
     run = tmp_path / "run"
-    few = ("--ranker", "linear", "--steps", 10, "--label", "click", "--out", run)
+    few = ("--ranker", "linear", "--steps", 10, "--set", "bias_steps=10", "--label", "click", "--out", run)
     done = ultr("train", path, *named, "--propensities", tmp_path / "bias" / "propensities.csv", *few)
     assert done.returncode == 0, done.stderr
     bias = json.loads((run / "bias.json").read_text())

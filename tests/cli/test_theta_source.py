@@ -100,6 +100,7 @@ def test_a_bias_model_that_is_loaded_keeps_the_source_of_theta(ultr, path, tmp_p
 def test_compare_reads_the_columns_of_the_evidence(ultr, path, tmp_path):
     odd = path.with_name("odd.pq")
     options = (*QUICK, *ODD_NAMES, "--methods", "ipw-listwise", "--seeds", 1, "--lrs", 0.01)
+    options += ("--tune", "max_weight=none", "--tune", "seeds=1", "--jobs", 1)
     done = ultr("compare", odd, "--out", tmp_path / "comparison", *options)
     assert done.returncode == 0, done.stderr
     found = [json.loads(file.read_text())["theta_from"] for file in (tmp_path / "comparison").rglob("bias.json")]

@@ -351,7 +351,7 @@ def test_the_pages_and_plots_of_the_documentation_are_made_from_their_json_files
     if not RESULTS.is_dir():
         pytest.skip(f"{RESULTS} does not exist")
     assert files
-    assert {path.stem for path in RESULTS.glob("*.md")} - {"README", "index"} <= {path.stem for path in files}
+    assert {path.stem for path in RESULTS.glob("*.md")} - {"protocol"} <= {path.stem for path in files}
     for path in files:
         means = check_files(path)
         assert means or not path.stem.startswith(("table", "trees", "settling", "real")), path.name

@@ -25,7 +25,7 @@ from ultr.training.comparing.tasks import Workers
 from ultr.training.config import make_config
 from ultr.training.data import decide, load_run_data
 
-TINY = replace(QUICK, hidden=(4,), steps=4, bias_steps=4, evaluate_every=2, sessions=200, runs=3)
+TINY = replace(QUICK, hidden=(4,), steps=2, bias_steps=2, evaluate_every=2, sessions=100, runs=3, rates=(0.05,))
 GRID = [world for name in experiment.DATA for world in experiment.worlds_of(name)]
 
 
@@ -63,7 +63,7 @@ def done(tmp_path_factory):
         for module in ("training.data", "training.comparing.tasks", "experiments.worlds"):
             patch.setattr(f"ultr.{module}.cached_dataset", lambda name, data_dir: small)
         patch.setattr(labs, "load_dataset", lambda name, data_dir=None: small)
-        patch.setattr(experiment, "RIVALS", ("direct", "pointwise", "pal-click"))
+        patch.setattr(experiment, "RIVALS", ("direct", "pointwise"))
         patch.setattr(experiment, "OF_CLICKS", ())
         patch.setattr(experiment, "FEW", 2)
         patch.setattr(experiment, "CLOSEST", 1)
@@ -78,9 +78,9 @@ def test_every_world_has_the_default_its_parts_and_rivals(done):
     assert len(result.results) == len(files) == 2
     for figures in result.results.values():
         seeds = {entry: len(values) for entry, values in figures["values"].items()}
-        assert [*seeds] == [DEFAULT, *experiment.PARTS[:2], "direct", "pointwise", "pal-click"]
+        assert [*seeds] == [DEFAULT, *experiment.PARTS[:2], "direct", "pointwise"]
         assert seeds[DEFAULT] == 3
-        assert sorted(seeds.values()) == [2, 2, 2, 2, 3, 3]  # one rival has all logs
+        assert sorted(seeds.values()) == [2, 2, 2, 3, 3]  # one rival has all logs
         assert set(figures["against"]) == {*seeds} - {DEFAULT}
         assert len(figures["logged"]) == 3
     json.dumps(result.to_json(), allow_nan=False)

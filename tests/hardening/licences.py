@@ -27,11 +27,14 @@ packages.
 
 
 def dependencies() -> dict[str, list[str]]:
-    """Return the packages that pyproject.toml names, each with its uses: `core`, or extras."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    """Return the packages that pyproject.toml names, each with its uses: `core`, extras, or groups."""
+    file = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, groups = file["project"], file["dependency-groups"]
     uses: dict[str, list[str]] = {}
-    for use, requirements in {"core": project["dependencies"], **project["optional-dependencies"]}.items():
+    for use, requirements in {"core": project["dependencies"], **project["optional-dependencies"], **groups}.items():
         for requirement in requirements:
+            if isinstance(requirement, dict):  # another group, which has its own rows
+                continue
             uses.setdefault(re.split(r"[^\w.-]", requirement)[0].lower(), []).append(use)
     del uses["ultr"]
     return uses

@@ -123,8 +123,8 @@ def test_a_run_with_this_model_of_values_is_loaded(tmp_path):
     config = make_config(str(tmp_path / "log.parquet"), method="direct", label="dwell", **options)
     model = load_model(run_training(config, tmp_path / "run"))
     assert model.ranker.KIND == "ordinal"
-    logit, outputs = model.ranker.outputs(torch.from_numpy(log.features))
-    expected = torch.sigmoid(logit) * model.ranker.value(outputs)
+    (outputs,) = model.ranker.by_network(torch.from_numpy(log.features))
+    expected = torch.sigmoid(outputs[..., 0]) * model.ranker.value(outputs[..., 1:])
     np.testing.assert_allclose(model.score(log), expected.detach().numpy(), rtol=1e-5)
 
 
@@ -141,7 +141,7 @@ def learned(method, log: Log):
 
 def error_of_probabilities(ranker: OrdinalHurdle, other: Log) -> float:
     """Return the mean error of P(c > t) for log-normal watch times."""
-    outputs = ranker.outputs(torch.from_numpy(other.features))[1].detach()
+    outputs = ranker.by_network(torch.from_numpy(other.features))[0][..., 1:].detach()
     mean = torch.from_numpy(np.expm1(other.relevance))[:, None]
     true = torch.special.ndtr((mean.log() - SPREAD**2 / 2 - ranker.thresholds.log()) / SPREAD)
     return float((outputs.sigmoid() - true).abs().mean())

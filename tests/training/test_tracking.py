@@ -182,13 +182,13 @@ class TestTensorBoard:
 
 
 class TestMLflow:
-    pytestmark = pytest.mark.filterwarnings("ignore")  # of MLflow's own code
+    pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]  # warnings of MLflow's own code  # noqa: RUF012
 
     @pytest.fixture(scope="class")
     def client(self, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-            mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
+            mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed; make test-long installs it")
             yield mlflow.MlflowClient(tracking_uri=str(tmp_path_factory.mktemp("store")))
 
     def shown(self, client, run):
@@ -291,13 +291,14 @@ class TestMLflow:
         again.finish()
         assert again._id == tracker._id
 
-    def test_without_mlflow_the_install_command_is_named(self, tmp_path, monkeypatch):
-        monkeypatch.setitem(sys.modules, "mlflow", None)
-        with pytest.raises(MissingExtraError, match=r"pip install 'ultr\[mlflow\]'"):
-            Tracker(tmp_path, str(tmp_path))
-        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        with pytest.raises(OptionError, match="MLFLOW_TRACKING_URI is not set"):
-            Tracker(tmp_path, "env")
+
+def test_without_mlflow_the_install_command_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'ultr\[mlflow\]'"):
+        Tracker(tmp_path, str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(OptionError, match="MLFLOW_TRACKING_URI is not set"):
+        Tracker(tmp_path, "env")
 
     def test_names_fit_mlflow(self):
         assert _key("mlp/validation/ndcg@10") == "mlp/validation/ndcg_at_10"

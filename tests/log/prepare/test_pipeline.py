@@ -832,8 +832,10 @@ def test_spark_without_java_says_so(log, tmp_path, monkeypatch):
 # Spark gives the same
 
 
+@pytest.mark.long
 def test_workers_of_spark_need_not_have_this_package(tmp_path):
-    cloudpickle = pytest.importorskip("pyspark.cloudpickle")
+    reason = "pyspark is not installed; make test-long installs it"
+    cloudpickle = pytest.importorskip("pyspark.cloudpickle", reason=reason)
     task = nesting.Nesting(
         features=("f1",),
         actions=("click",),
