@@ -190,7 +190,7 @@ VARIANTS: dict[str, list[dict[str, str]]] = {
         {"loss": "opt", "weights": "exact"},
         {"loss": "opt-posterior"},
         {"loss": "opt", "em": "joint"},
-        {"variant": "released"},
+        {"variant": "released", "targets": "soft"},
     ],
     "ipw-listwise": [{}, {"labels": "values"}],
     "ipw-pointwise": [{}, {"labels": "values"}],

@@ -76,7 +76,7 @@ def _counts() -> Iterator[None]:
 
 # --- Posteriors ---------------------------------------------------------------------------------------------------
 
-POSTERIORS = public_functions(ultr.bias.equations)
+POSTERIORS = {name: each for name, each in public_functions(ultr.bias.equations).items() if name != "drawn_states"}
 
 
 def model_values(seed: int, size: int = 200) -> dict[str, Any]:
