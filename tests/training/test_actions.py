@@ -174,7 +174,7 @@ def test_damaged_estimates_are_rejected(where, value, run, tmp_path):
         ({"actions_until": "2026-05-01"}, "only with action_delay"),
         ({**LATE, "actions_until": "tomorrow"}, "must be a time"),
         ({"duration": "duration"}, "needs the action with the watch time"),
-        ({"watch": "watch"}, "nothing to do"),
+        ({"watch": "watch"}, "no effect by itself"),
         ({"watch": "watch", "remove_duration": True}, "needs the length"),
         ({"watch": "watch", "capped": True}, "needs the length"),
         ({**LATE, "users": "pbm"}, "at once"),
@@ -336,7 +336,7 @@ def test_commands_take_delays(ultr, path, run, tmp_path):
     options += ("--features", ",".join(FEATURES))
     done = ultr("train", path, "--out", tmp_path / "run", "--label", "purchase", *late, *options)
     assert done.returncode == 0, done.stderr
-    assert "requests are too young for their actions, and left out: purchase=7 days" in done.stderr
+    assert "requests are too young for their actions and left out: purchase=7 days" in done.stderr
     assert Decisions.load(tmp_path / "run").actions == ActionModel(
         "time", Decisions.load(tmp_path / "run").actions.arrivals
     )

@@ -292,7 +292,7 @@ def test_a_corrected_log_at_the_same_path_is_learned_from(killed, network, days,
     options = {} if killed else {"steps": 5}
     done = update_run(network, str(path), out, listeners=Listeners(on_note=notes.append), **options)
     assert len(notes) == 1
-    assert notes[0].endswith("is of another log or other options, so it is trained again")
+    assert notes[0].endswith("was started with a different log or options, so it is trained again")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "day.parquet").write_bytes(path.read_bytes())
     undisturbed = update_run(network, str(tmp_path / "other" / "day.parquet"), tmp_path / "other" / "run", **options)
