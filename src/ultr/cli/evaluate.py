@@ -23,7 +23,7 @@ from ultr.cli.options import (
 from ultr.errors import OptionError, UnfinishedError
 
 SHOWN_POSITIONS = 20  # positions whose examination is printed, at most
-RANGE = "nothing confirms this position bias, so intervals cover half to one and a half times of it"
+RANGE = "nothing confirms how often users look, so intervals cover half to one and a half times this bias"
 
 if TYPE_CHECKING:
     from ultr.evaluation.comparing import RankerComparison

@@ -270,7 +270,7 @@ def _trees(run: Path, model: Model, about: dict[str, Any], plan: _Plan, rows: st
     if plan.format in BOOSTERS:
         libraries = [booster.LIBRARY for booster, _ in boosters]
         if libraries != [plan.format]:
-            what = f"a {plan.format} file holds one ensemble of {plan.format} trees; this ranker is different"
+            what = f"the file format {plan.format} holds one ensemble of its own trees; this ranker is different"
             hint = "learn trees from its scores: add --distill LOG"
             raise DataError(what, where=run, got=" + ".join(libraries), hint=hint)
         boosters = [(boosters[0][0], 1.0)]
