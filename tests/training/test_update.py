@@ -272,7 +272,7 @@ def test_an_update_can_be_killed_and_called_again(network, days, tmp_path):
 def test_only_a_run_is_ever_overwritten(network, days, tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "holiday.jpg").write_text("")
-    with pytest.raises(OutputError, match="is not a run"):
+    with pytest.raises(OutputError, match="not a run; "):
         update_run(network, days[2], tmp_path / "photos", overwrite=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["photos", "holiday.jpg"]
 
