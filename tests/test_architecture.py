@@ -107,6 +107,13 @@ def imported_module(name: str) -> str | None:
     return next((m for m in (name, name.rpartition(".")[0]) if m in modules), None)
 
 
+def test_the_page_of_the_architecture_names_every_module():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    names = {path.stem for path in FILES} - {"__init__", "__main__", "_version"}
+    commands = {path.stem for path in (SOURCE / "cli").glob("*.py")}  # one module for each command
+    assert {name for name in names - commands if not re.search(rf"`{name}(\.py)?`", page)} == set()
+
+
 def test_the_log_package_does_not_import_torch():
     offenders = [
         str(path.relative_to(SOURCE))

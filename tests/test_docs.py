@@ -21,11 +21,12 @@ from ultr.methods import METHODS, TREE_METHODS
 from ultr.training.config import check_path, short_names
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+NOTEBOOK = ROOT / "NOTEBOOK.md"  # source distributions do not have it
+DOCUMENTS = sorted([ROOT / "README.md", *([NOTEBOOK] if NOTEBOOK.exists() else []), *(ROOT / "docs").rglob("*.md")])
 LONG = {"reproduce.md", "scale.md", "trees.md"}
 MODULES = sorted(m.name for m in pkgutil.walk_packages(package.__path__, "ultr.") if "main" not in m.name)
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OF_THEIR_DAY = {"notebook.md", "results.md"}  # they have commands of benchmarks, and of earlier versions
+OF_THEIR_DAY = {NOTEBOOK.name, "results.md"}  # they have commands of benchmarks, and of earlier versions
 OF_OTHER_PROGRAMS = {
     *("--cov", "--exported", "--first-seed", "--logs", "--max-restarts", "--no-compile", "--nproc-per-node"),
     "--standalone",
@@ -128,5 +129,14 @@ def test_doctests_pass(name):
 def test_links_between_documents_point_to_files():
     for path in DOCUMENTS:
         for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", path.read_text()):
-            if not link.startswith("http"):
+            if not link.startswith("http") and (Path(link).name != NOTEBOOK.name or NOTEBOOK.exists()):
                 assert (path.parent / link).exists(), f"{path.name} links to {link}"
+
+
+@pytest.mark.skipif(not NOTEBOOK.exists(), reason="a source distribution has no notebook")
+def test_links_to_the_notebook_point_to_its_sections():
+    headings = re.findall(r"^## (.+)$", NOTEBOOK.read_text(), re.MULTILINE)
+    sections = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    links = {link for path in DOCUMENTS for link in re.findall(r"NOTEBOOK\.md#([^)]+)\)", path.read_text())}
+    assert len(links) > 20
+    assert links <= sections

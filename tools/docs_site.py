@@ -19,13 +19,14 @@ from ultr.cli import app
 
 ROOT = Path(__file__).parents[1]
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md"}
+NOTEBOOK = re.compile(r"\[([^]]+)\]\((?:\.\./)*NOTEBOOK\.md(?:#[^)]*)?\)")  # not on the site: links become text
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, /, *, config: MkDocsConfig) -> Files:
     """Add the generated pages and the licence."""
     for source, target in ROOT_PAGES.items():
-        text = LINK.sub(_from_root, (ROOT / source).read_text(encoding="utf-8"))
+        text = LINK.sub(_from_root, NOTEBOOK.sub(r"\1", (ROOT / source).read_text(encoding="utf-8")))
         files.append(File.generated(config, target, content=text))
     files.append(File.generated(config, "LICENSE.txt", content=(ROOT / "LICENSE").read_text(encoding="utf-8")))
     files.append(File.generated(config, "cli.md", content=command_line()))
@@ -43,7 +44,7 @@ def on_page_markdown(markdown: str, /, *, page: Page, **_: Any) -> str:
         target = "LICENSE.txt" if name == "LICENSE" else ROOT_PAGES.get(name)
         return match[0] if target is None else f"]({up}{target}{match[2] or ''})"
 
-    return LINK.sub(corrected, markdown)
+    return LINK.sub(corrected, NOTEBOOK.sub(r"\1", markdown))
 
 
 def _from_root(match: re.Match[str]) -> str:

@@ -66,8 +66,8 @@ from ultr.utils.stores import fetched, kept_here
 SAMPLE_ROWS = 100_000  # rows for estimators of examination that need features
 FIRST_PLACES = 10  # of a ranking of candidates, some of which were never shown
 NEVER_SHOWN = (
-    "in the order of all candidates by {name}, {share:.0%} of the first 10 were not shown in their request; "
-    "no feedback says how good these are, so they rest on the model alone"
+    "with all candidates ordered by {name}, {share:.0%} of the first 10 were not shown in their request; "
+    "their value comes from the model alone, without feedback"
 )
 MOST_NUMBERS = 8  # unused columns that show whether an item is the same each time, if there are no features
 
@@ -87,7 +87,7 @@ def _check_columns(columns: Mapping[str, Any], data: Any) -> None:
         if name not in ROLES:
             raise OptionError(f"no argument '{name}'", hint=nearest(name, ROLES))
         if isinstance(data, Log):
-            raise OptionError(f"the columns of a Log are known, so '{name}' is of no use", hint="pass it to read_log")
+            raise OptionError(f"a Log has its columns already, so leave out '{name}'", hint="pass it to read_log")
 
 
 def warn(pitfall: Pitfall) -> None:

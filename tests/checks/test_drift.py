@@ -86,7 +86,7 @@ def test_quiet_days_are_not_found_whatever_their_size():
         ("stars", lambda x: np.full_like(x, np.nan), "100% of the values of stars are missing, 0% before"),
         ("rating", lambda x: np.where(np.arange(len(x)) % 2, np.nan, x), "of the values of rating are missing, 1"),
         ("age", lambda x: 24 * x, "the values of age have changed"),
-        ("shop", np.zeros_like, "100% of the rows have one that the run does not know"),
+        ("shop", np.zeros_like, "100% of the rows have an unknown category"),
         ("shop", np.ones_like, "the categories of shop have changed"),
     ],
 )

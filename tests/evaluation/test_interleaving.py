@@ -137,4 +137,4 @@ def test_the_command_prints_a_decision_and_a_table(ultr, frame, tmp_path):
     found = json.loads(ultr("evaluate", "--data", tmp_path / "log.parquet", "--team", "team", "--json").stdout)
     assert found["tests"][0]["decision"]["action"] == DEPLOY
     done = ultr("evaluate", "run", tmp_path / "log.parquet", "--team", "team")
-    assert (done.returncode, "--team compares the rankers of a log" in done.stderr) == (2, True)
+    assert (done.returncode, "--team cannot be combined with runs" in done.stderr) == (2, True)

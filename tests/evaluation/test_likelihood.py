@@ -106,5 +106,5 @@ def test_a_ranker_whose_step_it_chose_is_judged_by_its_reward():
 
 def test_it_is_no_value_of_a_ranking():
     log, scores = feedback(0)
-    with pytest.raises(OptionError, match=r"no value of a ranking.*use off-policy-reward@10"):
+    with pytest.raises(OptionError, match=r"not a value of a ranking.*use off-policy-reward@10"):
         plausible_estimators(log, LIKELIHOOD, THETA, scores, draws=[], doubt=0, label="click")

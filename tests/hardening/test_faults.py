@@ -155,12 +155,12 @@ def test_an_output_below_a_file_is_rejected(run, log_path, tmp_path):
 def test_only_a_run_is_replaced_and_only_a_complete_one_is_resumed(log_path, run, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(OutputError, match="is not a run"):
+    with pytest.raises(OutputError, match="not a run; "):
         run_training(network(log_path), tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
     shutil.copytree(run, tmp_path / "half")
     (tmp_path / "half" / "config.json").unlink()
-    with pytest.raises(OutputError, match="is not a run"):
+    with pytest.raises(OutputError, match="not a run; "):
         run_training(network(log_path), tmp_path / "half", resume=True)
 
 

@@ -167,7 +167,7 @@ def test_an_evaluation_transforms_the_actions_of_rows_that_were_shown_alone(tmp_
     late = {"action_delay": ["purchase=2d"], "time": "day", "label": "click + purchase", "features": ["f1", "f2"]}
     run = run_training(quick(source, method="pointwise", select=FEEDBACK, **late), tmp_path / "run")
     found = evaluate(run, source, metrics="feedback-ndcg@10")
-    assert any("too young for their actions, and left out: purchase=2 days" in note for note in found.notes)
+    assert any("too young for their actions and left out: purchase=2 days" in note for note in found.notes)
     assert any("of the first 10 were not shown" in note for note in found.notes)
 
 

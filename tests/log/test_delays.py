@@ -76,7 +76,7 @@ def test_pairs_have_names_and_values():
     for texts, said in ((["a"], "NAME=VALUE"), (["=7d"], "NAME=VALUE"), (["a=1", "a=2"], "given twice")):
         with pytest.raises(OptionError, match=said):
             parse_pairs(texts, "x", "a=1")
-    with pytest.raises(OptionError, match="its delay is not"):
+    with pytest.raises(OptionError, match="are given without its delay"):
         arrivals({}, {"purchase": "bought_at"})
 
 

@@ -475,7 +475,7 @@ def test_shards_with_other_features_and_folders_with_other_data_are_errors(tmp_p
     for i, names in enumerate((("p", "q"), ("q", "p"))):
         table = table_with(f1=None, f2=None, request=[10 * i, 10 * i, 10 * i + 1], p=[1.0, 2.0, 3.0], q=[4.0, 5.0, 6.0])
         write_log(read_log(table, features=names), tmp_path / f"{i}.parquet")
-    with pytest.raises(DataError, match=r"1\.parquet: its features differ from those of .*0\.parquet"):
+    with pytest.raises(DataError, match=r"1\.parquet: its features differ from the features of .*0\.parquet"):
         read_log(tmp_path)
     (tmp_path / "1.parquet").rename(tmp_path / "_1.parquet")
     assert len(read_log(tmp_path)) == 2

@@ -273,5 +273,5 @@ def test_columns_of_lists_with_other_names_of_features_are_an_error_in_any_order
         content = {FEATURE_NAMES_KEY: metadata[name][b"ultr.features"]}
         pq.write_table(table.replace_schema_metadata(content), tmp_path / f"{file}.parquet")
     for names in ("ab", "ba"):
-        with pytest.raises(DataError, match=r"b\.parquet: its features differ from those of .*a\.parquet"):
+        with pytest.raises(DataError, match=r"b\.parquet: its features differ from the features of .*a\.parquet"):
             read_log([tmp_path / f"{name}.parquet" for name in names])

@@ -582,7 +582,7 @@ def test_problems_have_named_warnings(lists):
     assert "divergence" in warned(method, lists)
     method = ready()
     method.bias_model.moved.fill_(0.2)
-    assert "theta not settled" in warned(method, lists)
+    assert "theta not converged" in warned(method, lists)
     method = ready()
     method.bias_model.impressions.fill_(1000)
     assert "few clicks" in warned(method, lists)

@@ -361,7 +361,7 @@ def test_the_file_of_a_library_is_read_by_the_library(library, runs, tmp_path):
 
 
 def test_another_library_is_learned_from_the_scores(runs, log_file, tmp_path):
-    with pytest.raises(DataError, match=r"a file of xgboost has one ensemble.*got lightgbm; .*--distill"):
+    with pytest.raises(DataError, match=r"the file format xgboost holds one ensemble.*got lightgbm; .*--distill"):
         export_run(runs["trees"], tmp_path / "model", format="xgboost")
     exported = export_run(runs["trees"], tmp_path / "model", format="xgboost", distill=str(log_file))
     assert exported.about["distilled"]["library"] == exported.ranker == "xgboost"
@@ -433,7 +433,7 @@ def test_without_a_log_a_network_is_an_error_that_says_what_to_do(tmp_path):
         ({"format": "sorl"}, r"must be one of onnx, vespa, .* got sorl; .*solr"),
         ({"layout": "kserve"}, "--layout must be folder or triton"),
         ({"layout": "triton", "format": "solr"}, "Triton needs ONNX"),
-        ({"distill": "log.parquet"}, "--distill learns trees.*add --format"),
+        ({"distill": "log.parquet"}, "--distill is for formats of trees.*add --format"),
         ({"name": "a b"}, "the name of the model has other characters, got a b"),
     ],
 )

@@ -170,11 +170,11 @@ def test_damaged_estimates_are_rejected(where, value, run, tmp_path):
         ({"action_delay": "purchase=7d"}, "needs the times of requests"),
         ({"action_delay": "purchase=soon", "time": "time"}, "duration such as 7d"),
         ({"action_delay": "7d", "time": "time"}, "NAME=VALUE"),
-        ({"action_times": "purchase=bought_at"}, "its delay is not"),
-        ({"actions_until": "2026-05-01"}, "only with action_delay"),
+        ({"action_times": "purchase=bought_at"}, "are given without its delay"),
+        ({"actions_until": "2026-05-01"}, "actions_until needs action_delay"),
         ({**LATE, "actions_until": "tomorrow"}, "must be a time"),
         ({"duration": "duration"}, "needs the action with the watch time"),
-        ({"watch": "watch"}, "nothing to do"),
+        ({"watch": "watch"}, "no effect by itself"),
         ({"watch": "watch", "remove_duration": True}, "needs the length"),
         ({"watch": "watch", "capped": True}, "needs the length"),
         ({**LATE, "users": "pbm"}, "at once"),
@@ -336,7 +336,7 @@ def test_commands_take_delays(ultr, path, run, tmp_path):
     options += ("--features", ",".join(FEATURES))
     done = ultr("train", path, "--out", tmp_path / "run", "--label", "purchase", *late, *options)
     assert done.returncode == 0, done.stderr
-    assert "requests are too young for their actions, and left out: purchase=7 days" in done.stderr
+    assert "requests are too young for their actions and left out: purchase=7 days" in done.stderr
     assert Decisions.load(tmp_path / "run").actions == ActionModel(
         "time", Decisions.load(tmp_path / "run").actions.arrivals
     )

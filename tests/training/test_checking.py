@@ -74,7 +74,7 @@ def test_days_without_feedback_are_found(tmp_path):
     assert "test requests" in findings_of(chosen, tmp_path / "run-2")["no feedback"]
     later = config(without_feedback(by_day(), 5, 6), tmp_path, **split)
     assert findings_of(later, tmp_path / "run-3")["no feedback"] == (
-        "the label is 0 in all 50 validation and 50 test requests, which cannot choose or judge"
+        "the label is 0 in all 50 validation and 50 test requests, which cannot select or test"
     )
 
 

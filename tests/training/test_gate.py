@@ -115,7 +115,7 @@ def test_too_little_evidence_is_an_answer_of_its_own(folder, tmp_path):
     pq.write_table(few, folder / "few.parquet")
     done = update_run(folder / "run", str(folder / "few.parquet"), tmp_path / "run")
     assert (done.status, done.run) == ("not enough evidence", None)
-    assert "need that of 30" in done.reasons[0].what
+    assert "at least 30 are needed" in done.reasons[0].what
     open_gate = Gate(min_evidence=0)
     assert (
         update_run(folder / "run", str(folder / "few.parquet"), tmp_path / "run", gate=open_gate).status != done.status

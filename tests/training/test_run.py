@@ -236,7 +236,7 @@ def test_a_run_is_not_resumed_with_other_data(tmp_path):
         run_training(quick(path, select=FEEDBACK, propensities=KNOWN), tmp_path / "run", listeners=killed_at(4))
     before = path.read_bytes()
     write_log(feedback_log(90), path, overwrite=True)
-    with pytest.raises(DataError, match="the data is no longer that which"):
+    with pytest.raises(DataError, match="the data has changed since"):
         run_training(quick(path, select=FEEDBACK, propensities=KNOWN), tmp_path / "run", resume=True)
     path.write_bytes(before)
     run_training(quick(path, select=FEEDBACK, propensities=KNOWN), tmp_path / "run", resume=True)

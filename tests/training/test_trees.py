@@ -152,7 +152,7 @@ def test_options_that_change_no_pairs_keep_the_trees_of_the_likelihood(options, 
 
 @pytest.mark.parametrize("options", [{"row_power": 2}, {"loss": "ipw"}, {"theta": "regression"}, {"trust": "values"}])
 def test_the_likelihood_has_no_options_of_pairs(options, log, tmp_path):
-    with pytest.raises(OptionError, match="final=likelihood learns from no pairs"):
+    with pytest.raises(OptionError, match="final=likelihood does not use pairs"):
         run_training(config(log, method_options={**options, "final": "likelihood"}), tmp_path / "run")
 
 

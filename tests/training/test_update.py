@@ -284,7 +284,7 @@ def test_an_update_can_be_killed_and_called_again(network, days, tmp_path):
 def test_only_a_run_is_ever_overwritten(network, days, tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "holiday.jpg").write_text("")
-    with pytest.raises(OutputError, match="is not a run"):
+    with pytest.raises(OutputError, match="not a run; "):
         update_run(network, days[2], tmp_path / "photos", overwrite=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["photos", "holiday.jpg"]
 
@@ -304,7 +304,7 @@ def test_a_corrected_log_at_the_same_path_is_learned_from(killed, network, days,
     options = {} if killed else {"steps": 5}
     done = update_run(network, str(path), out, listeners=Listeners(on_note=notes.append), **options)
     assert len(notes) == 1
-    assert notes[0].endswith("is of another log or other options, so it is trained again")
+    assert notes[0].endswith("was started with a different log or options, so it is trained again")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "day.parquet").write_bytes(path.read_bytes())
     undisturbed = update_run(network, str(tmp_path / "other" / "day.parquet"), tmp_path / "other" / "run", **options)

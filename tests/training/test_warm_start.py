@@ -194,9 +194,9 @@ def test_a_warm_start_that_cannot_be_matched_is_rejected(yesterday, day_1, tmp_p
         assert list(tmp_path.iterdir()) == []
 
     rejected("features that the model was trained on are missing: f1", columns={"features": "f0"})
-    rejected("weights of other shapes", hidden=(9,))
-    rejected("is of another kind", ranker="linear")
-    rejected("is of another kind, or predicts other actions", method="pal-click")
+    rejected("different shapes", hidden=(9,))
+    rejected("has another kind", ranker="linear")
+    rejected("has another kind, or predicts other actions", method="pal-click")
     rejected("trees cannot start", OptionError, ranker="lightgbm", method="direct")
 
 

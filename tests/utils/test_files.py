@@ -72,7 +72,7 @@ def test_a_file_never_replaces_a_folder_nor_a_folder_a_file(tmp_path, folder):
     else:
         target.mkdir()
         (target / "inside").write_text("kept")
-    with pytest.raises(OutputError, match="not replaced"), atomic_path(target, overwrite=True, folder=folder):
+    with pytest.raises(OutputError, match="not overwritten"), atomic_path(target, overwrite=True, folder=folder):
         pass
     assert (target if folder else target / "inside").read_text() == "kept"
 

@@ -250,7 +250,7 @@ def _how_biased(report: BiasReport) -> str:
     assumption = report.verdict.assumption
     if_right = f", if {assumption}" if report.verdict.status == NOT and assumption else ""
     ratios = f"compared with position {reference}, users look {times}{if_right}"
-    return ratios if _is_clear(report, anchor) else f"no clear bias: sampling error alone may explain that, {ratios}"
+    return ratios if _is_clear(report, anchor) else f"no clear bias: sampling error may explain this ({ratios})"
 
 
 def _is_clear(report: BiasReport, anchor: Estimate) -> bool:

@@ -37,9 +37,9 @@ ADVICE = {
     NOT: "show some requests in random order first",
 }
 INTERVALS = "95% intervals cover sampling error only; they do not cover wrong assumptions of an estimator."
-OTHERWISE = "known examination (--propensities) may do as well"
+OTHERWISE = "or pass known examination (--propensities)"
 NO_ITEM_IDS = "the log has no item ids"
-ITEM_IDS = "ids of items that were shown at several positions (--item) may do as well"
+ITEM_IDS = "or pass ids of items that were shown at several positions (--item)"
 SHARED = "shared"  # the estimate of a segment that shares strength with the others
 INTERVENED = (*CONFIRMED, "items", "harvest")  # most trusted first; these can identify examination
 EVIDENCE = {
@@ -50,7 +50,7 @@ EVIDENCE = {
     "harvest": "Items were shown at several positions.",
 }
 CHECKS = {
-    "known": "check that the known propensities are those of this log",
+    "known": "check that the known propensities belong to this log",
     "randomised": "check that the requests that --randomised marks were in random order",
     "swaps": "check that the column of --swaps has the drawn arm of each request, and that the service applied it",
     "items": "name the query with --query if items were shown for different queries",

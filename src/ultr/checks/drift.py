@@ -26,7 +26,7 @@ USUAL = 9.0  # times the largest index from one known log to the next: a trend h
 FAR = 5.0  # an index of nearly disjoint distributions, which no trend explains
 OTHER_RATE = 1.5  # factor of the feedback by request
 SIGMAS = 4.0
-CHECK = "check how the log was made; if the change is meant, pass --allow with the name of this finding"
+CHECK = "check how the log was made; if the change is intended, pass --allow with the name of this finding"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _columns(logs: Sequence[Log], label: Label) -> Iterator[Column]:
         if name in logs[0].vocabularies:
             codes = [each.astype(np.int64) for each in values]
             new = float((codes[-1] == 0).mean())
-            more = f"; {new:.0%} of the rows have one that the run does not know" if new else ""
+            more = f"; {new:.0%} of the rows have an unknown category" if new else ""
             yield f"feature {name}", codes, sizes, _said(f"the categories of {name} have changed{more}"), (name,)
         else:
             yield f"feature {name}", values, sizes, _numbers(f"the values of {name}", values), (name,)
@@ -113,7 +113,7 @@ def _columns(logs: Sequence[Log], label: Label) -> Iterator[Column]:
         new_ones = sorted({*names[-1]}.difference(*names[:-1]))
         among = f", {names_of(new_ones)} among them" if new_ones else ""
         parts = np.split(segment, np.cumsum(sizes)[:-1])
-        yield "segments", parts, sizes, _said(f"requests are from other segments than before{among}"), ()
+        yield "segments", parts, sizes, _said(f"the segments of requests have changed{among}"), ()
     lengths = [log.lengths.astype(np.float64) for log in logs]
     yield "lengths of lists", lengths, sizes, _numbers("the lengths of lists", lengths), ()
     labels = [np.asarray(label(log.actions), np.float64) for log in logs]

@@ -160,7 +160,7 @@ def _encoded_positions(view: _View) -> Iterable[Pitfall]:
     if follow:
         many = f"{len(follow)} features have a rank correlation above {OWN_SCORE} with position within requests"
         what = f"{many}: {names_of(follow)}"
-        hint = "train without features made after ranking; the logging ranker's score leaves examination unidentified"
+        hint = "train without features made after ranking; the logging ranker's score makes examination unidentified"
         yield Pitfall("features that order as positions do", what, hint, tuple(follow))
 
 
@@ -204,7 +204,7 @@ def _reranked(view: _View) -> Iterable[Pitfall]:
     ranks = view.shown[0] in (0, 1) and view.shown[-1] - view.shown[0] + 1 == len(view.shown)
     if ranks and change > max(RISE, SIGMAS * error):
         what = f"the click rate rises by {change:.0%} of its mean from the top of a list to its end"
-        hint = "check that 1 is the top, and that positions are those that users saw, not those before re-ranking"
+        hint = "check that position 1 is the top, and that the log has the final positions, after re-ranking"
         yield Pitfall("click rates rise with position", what, hint)
 
 

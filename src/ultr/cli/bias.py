@@ -67,9 +67,7 @@ def bias(
     memory: options.Memory = None,
     master: options.Master = None,
     seed: options.Seed = 0,
-    keep_suspicious: Annotated[
-        bool, typer.Option(help="Keep suspicious requests, such as those of bots, in the estimates.")
-    ] = False,
+    keep_suspicious: Annotated[bool, typer.Option(help="Keep suspicious requests, such as requests by bots.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Also print all estimates by position, and how well they agree.")
     ] = False,

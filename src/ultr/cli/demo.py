@@ -81,7 +81,7 @@ def _print_bias(result: Demo) -> None:
     print_table(table)
     first, last = result.positions[0], result.positions[-1]
     words.say(
-        f"Judged by clicks, items at position {last} are {1 / result.looks[-1]:.1f} times less relevant than at "
+        f"By clicks, items at position {last} seem {1 / result.looks[-1]:.1f} times less relevant than at "
         f"position {first}. In truth they are {1 / result.truth[-1]:.1f} times less relevant.\n"
         f"Clicks overstate the difference by a factor of {result.overstated:.0f}, as users rarely look so far down.",
     )

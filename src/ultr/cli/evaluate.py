@@ -23,7 +23,7 @@ from ultr.cli.options import (
 from ultr.errors import OptionError, UnfinishedError
 
 SHOWN_POSITIONS = 20  # positions whose examination is printed, at most
-RANGE = "nothing confirms how often users look, so intervals are those of half to one and a half times this bias"
+RANGE = "nothing confirms how often users look, so intervals cover half to one and a half times this bias"
 
 if TYPE_CHECKING:
     from ultr.evaluation.comparing import RankerComparison
@@ -88,7 +88,7 @@ def evaluate(
         typer.Option(
             "--label",
             help="Label of off-policy and feedback metrics; several are summed.",
-            show_default="that of the runs",
+            show_default="the label of the runs",
         ),
     ] = None,
     split: Annotated[str, typer.Option(help="Split of a data set: train, validation or test.")] = "test",
@@ -129,10 +129,10 @@ def evaluate(
     The first line is a decision: deploy, test, collect more requests, or do not deploy. Then, for each ranker, the mean
     of each metric over requests with its 95% interval, and the difference to the logged ranking (or to --against).
     p values are from paired tests over requests, corrected by Holm's method for the number of rankers. Off-policy
-    metrics use one estimate of examination for all rankers, and intervals have its error. If neither chance nor known
-    propensities confirm it, they are those of half to one and a half times the position bias. Requests that a run was
-    trained on, or that chose its step, are left out. Columns have the names of the training log, unless options name
-    others.
+    metrics use one estimate of examination for all rankers, and intervals have its error. If neither random
+    requests nor known propensities confirm it, they cover half to one and a half times the position bias. Requests
+    that a run was trained on, or that chose its step, are left out. Columns have the names of the training log, unless
+    options name others.
     """
     from ultr import api
     from ultr.bias.propensities import read_propensities
@@ -152,7 +152,7 @@ def evaluate(
         data = folders.pop()
     if team is not None:
         if folders or score_column or fail_unless or fail_if_worse:
-            what = "--team compares the rankers of a log, so runs, --score-column and --fail-... are of no use"
+            what = "--team cannot be combined with runs, --score-column or --fail-..."
             raise OptionError(what, hint="pass only the log")
         rows: dict[str, Any] = {"where": where or (), "on_duplicates": on_duplicates or "error"}
         _evaluate_teams(data, team, {"label": label, **rows, **columns}, as_json=as_json)

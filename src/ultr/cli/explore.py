@@ -28,7 +28,7 @@ def explore(
     *,
     log_path: options.AnyLog,
     precision: Annotated[
-        float, typer.Option(help="Half-width of the 95% intervals of examination, relative to it.", min=0.01, max=1.0)
+        float, typer.Option(help="Half-width of the 95% intervals, relative to examination.", min=0.01, max=1.0)
     ] = 0.1,
     share: Annotated[
         float, typer.Option(help="Share of the requests whose order is changed.", min=0.001, max=0.5)

@@ -86,10 +86,10 @@ def _say_trees(about: Mapping[str, Any]) -> None:
                 f"{distilled['metric']}: {values['ranker']:.4f} for the ranker, {values['trees']:.4f} for the trees; "
                 f"difference {values['difference']:+.4f} ({values['low']:+.4f} to {values['high']:+.4f})"
             )
-        used = "" if distilled["unused"] else ", which the run had used in training"
+        used = "" if distilled["unused"] else ", which the run was trained on"
         words.say(
             f"rank correlation (Kendall's τ) of both: {distilled['agreement']:.3f}, on {distilled['requests']:,} "
-            f"requests that the trees did not learn from{used}"
+            f"requests held out from the trees{used}"
         )
     if about["format_of_trees"] not in ("lightgbm", "xgboost"):
-        words.say("replace each FILL_IN in the files by what your index has")
+        words.say("replace each FILL_IN in the files with a name from your index")

@@ -31,7 +31,7 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 COLOURS = {"warning": "yellow", "error": "bold red"}  # of the labels of messages
 UNCHANGED = {"markup": False, "soft_wrap": True}  # of the console: print a text as it is
 LOG_LEVEL = Annotated[
-    str, typer.Option("--log-level", metavar="LEVEL", help="Least level of messages: debug to error.")
+    str, typer.Option("--log-level", metavar="LEVEL", help="Minimum level of messages: debug to error.")
 ]
 LOG_JSON = Annotated[bool, typer.Option("--log-json", help="Print messages and progress as JSON lines.")]
 logger = logging.getLogger("ultr.cli")

@@ -112,7 +112,7 @@ ActionsUntil = Annotated[
     typer.Option(
         "--actions-until",
         metavar="TIME",
-        help="Time up to which the log has actions. Default: that of its last request.",
+        help="Time up to which the log has actions. Default: the time of its last request.",
         show_default=False,
     ),
 ]

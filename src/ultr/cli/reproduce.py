@@ -31,7 +31,7 @@ def reproduce(
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Small network, few runs: minutes on two cores.")] = False,
     data: Annotated[
-        str | None, typer.Option(help="Data sets, comma-separated. Default: those of the experiment.")
+        str | None, typer.Option(help="Data sets, comma-separated. Default: all of the experiment.")
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of data sets (or set ULTR_DATA).")] = None,
     jobs: Annotated[int, typer.Option(help="Number of parallel runs; 0: one per core, at most ten.", min=0)] = 0,

@@ -77,9 +77,7 @@ OPTIONS = {
         Path | None, _option("--propensities", "FILE", "Known examination: a table of position,propensity.")
     ],
     "bias": Annotated[str | None, _option("--bias", "RUN", "Take examination from a run, or from ultr bias --out.")],
-    "steps": Annotated[
-        int | None, _option("--steps", "N", "Most training steps of the network; of trees alone, rounds.")
-    ],
+    "steps": Annotated[int | None, _option("--steps", "N", "Maximum steps of the network, or rounds of trees alone.")],
     "seed": Annotated[int | None, _option("--seed", "N", "The same seed gives the same result. Default: 0.")],
     "device": Annotated[str | None, _option("--device", "DEVICE", "auto, cpu, cuda or cuda:1.")],
     "where": Where,

@@ -29,7 +29,7 @@ def update(
         float, typer.Option(help="Reject the new run if it is worse than the old one with this confidence.")
     ] = 0.95,
     min_evidence: Annotated[
-        float, typer.Option(min=0, help="Least effective clicks of the new requests that judge; 0: any number.")
+        float, typer.Option(min=0, help="Minimum effective clicks of the new test requests; 0: none.")
     ] = 30.0,
     allow: Annotated[
         list[str] | None,
@@ -39,11 +39,11 @@ def update(
     ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(help="A log of good days that judges too.", show_default="requests that the run keeps"),
+        typer.Option(help="A log of good days to test on too.", show_default="requests that the run keeps"),
     ] = None,
     decay: Annotated[
         float | None,
-        typer.Option(help="Half-life in days: a request counts half as much as one that is so much later."),
+        typer.Option(help="Half-life of the weights of requests, in days."),
     ] = None,
     time: Annotated[str | None, typer.Option(help="Column with the time, for --decay and --action-delay.")] = None,
     action_delay: options.ActionDelay = None,
@@ -55,13 +55,13 @@ def update(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Training steps of the network; of trees alone, new rounds.",
+            help="Training steps of the network, or new rounds of trees alone.",
             show_default="a fifth of the first training",
         ),
     ] = None,
     lr: Annotated[
         float | None,
-        typer.Option(help="Learning rate of the network; of trees alone, theirs.", show_default="as for the run"),
+        typer.Option(help="Learning rate of the network, or of trees alone.", show_default="as for the run"),
     ] = None,
     device: Annotated[
         str | None, typer.Option("--device", help="Where to compute.", show_default="as for the run")
@@ -71,8 +71,8 @@ def update(
 ) -> None:
     """Train a run further on a new log, and write it if a gate lets it pass.
 
-    All options are those of the run. Training starts from its ranker and its bias model; trees get further rounds. A
-    log that differs too much from those that the run knows is quarantined. Else both rankers are compared off policy,
+    The options come from the run. Training starts from its ranker and its bias model; trees get further rounds. A
+    log that differs too much from earlier logs is quarantined. Else both rankers are compared off policy,
     on requests of the new log and of the last good days that neither was trained on. If the gate stops the update, the
     command says why, exits with code 3, and writes nothing at --out. A killed command is resumed by the same command,
     unless the log has changed.

@@ -120,13 +120,13 @@ class RankerComparison:
         better, clear = sign * test.difference > 0, value.holm < SIGNIFICANT
         confirmed = self.confirmed or not metric.startswith(OFF_POLICY)
         about = f"{_change(value.mean.mean, test)} by {metric} against {self.against}"
-        doubt = "" if confirmed else f", and only {self.evidence} say how often users look"
+        doubt = "" if confirmed else f", but the only evidence of examination is {self.evidence}"
         if self.chosen_on is not None:
             return Decision(UNCLEAR, self.chosen_on, value.worse)
         if not np.isfinite((low, high)).all():
             return Decision(UNCLEAR, "one request, or one query, gives no interval", value.worse)
         if value.effective_clicks is not None and value.effective_clicks < FEW_CLICKS:
-            few = f"the test requests have the information of {value.effective_clicks:.0f} clicks"
+            few = f"the test requests have {value.effective_clicks:.0f} effective clicks"
             needed = rounded_up(self.requests * FEW_CLICKS / max(value.effective_clicks, 1))
             return Decision(UNCLEAR, f"{few}; it needs about {needed:,} requests", value.worse, needed)
         if high < 0 and clear:
@@ -455,7 +455,7 @@ def plausible_estimators(
     """
     kind, k = parse_any_metric(metric)
     if metric == LIKELIHOOD:
-        what = "the likelihood of feedback chooses steps, and is no value of a ranking"
+        what = "the likelihood of feedback can select steps, but it is not a value of a ranking"
         raise OptionError(what, got=f"'{metric}'", hint="use off-policy-reward@10")
     ids, place = np.unique(log.shown_positions("an off-policy metric"), return_inverse=True)
     old = np.array([theta[position] for position in ids.tolist()])[place]

@@ -145,7 +145,7 @@ def check_dropped(dropped: int, rows: int, on_duplicates: str, request: str | No
     if on_duplicates == "first" and dropped > max(MOST_DROPPED * rows, FEW_ROWS):
         what = f"on_duplicates=first would drop {dropped / rows:.0%} of the rows, which is too much for repeated events"
         got = f"{dropped:,} of {rows:,} rows repeat the item or position of another row with their request id"
-        hint = f"check the request column '{request}': each page, visit or list that was shown needs an id of its own"
+        hint = f"check the request column '{request}': each page, visit or list that was shown needs its own id"
         raise ColumnError(what, where=where, got=got, hint=hint)
 
 

@@ -135,7 +135,7 @@ class Arrival:
 def arrivals(delays: Mapping[str, str], times: Mapping[str, str]) -> tuple[Arrival, ...]:
     """Return the arrivals that options describe, by action; raise OptionError if one has a time and no delay."""
     if unknown := next((name for name in times if name not in delays), None):
-        what = f"the times of '{unknown}' are given, and its delay is not"
+        what = f"the times of '{unknown}' are given without its delay"
         raise OptionError(what, hint=f"pass --action-delay {unknown}=7d too")
     return tuple(Arrival(name, parse_duration(text), times.get(name)) for name, text in delays.items())
 
@@ -196,9 +196,7 @@ def _in_words(seconds: float) -> str:
 
 def _notes(fitted: Sequence[Arrival], shares: Mapping[str, np.ndarray], kept: np.ndarray) -> list[str]:
     delays = ", ".join(f"{each.action}={_in_words(each.delay)}" for each in fitted)
-    notes = [
-        f"{int((~kept).sum()):,} of {len(kept):,} requests are too young for their actions, and left out: {delays}"
-    ]
+    notes = [f"{int((~kept).sum()):,} of {len(kept):,} requests are too young for their actions and left out: {delays}"]
     for each in fitted:
         young = int((kept & (shares[each.action] < 1)).sum())
         if each.ages:

@@ -136,7 +136,7 @@ class Shards:
             schema = self._footers[path].schema.to_arrow_schema()
             _check_schema(schema, self.manifest, path)
             if not schema.equals(next(iter(self._footers.values())).schema.to_arrow_schema()):
-                raise DataError("its columns differ from those of the first shard", where=path, hint=AGAIN)
+                raise DataError("its columns differ from the first shard", where=path, hint=AGAIN)
             self.groups += _row_groups(path, self._footers[path])
         if len(self) != self.manifest.splits[split]["requests"]:
             expected = f"{self.manifest.splits[split]['requests']:,}"
@@ -288,7 +288,7 @@ def _log_of(table: pa.Table, manifest: Manifest, *, where: str) -> Log:
     def of_rows(name: str) -> Any:
         column = single(name)
         if column.null_count or not np.array_equal(column.offsets.to_numpy() - column.offsets[0].as_py(), offsets):
-            raise DataError(f"lists of '{name}' must be as long as those of positions", where=where, hint=AGAIN)
+            raise DataError(f"lists of '{name}' must be as long as the lists of positions", where=where, hint=AGAIN)
         return column.flatten()
 
     def numbers(name: str, kind: Any = np.float32) -> np.ndarray:

@@ -387,7 +387,7 @@ def all_columns(source: Source, schemas: Sequence[pa.Schema]) -> pa.Schema:
         expected = saved_names(schemas[source.files.index(first)], FEATURE_NAMES_KEY)
         pairs = zip(source.files, schemas, strict=True)
         other = min((f for f, schema in pairs if saved_names(schema, FEATURE_NAMES_KEY) != expected), key=str)
-        what, hint = f"its features differ from those of {first}", "write all files with the same features"
+        what, hint = f"its features differ from the features of {first}", "write all files with the same features"
         raise DataError(what, where=other, hint=hint)
     columns = {column.name: column for schema in (*reversed(base), source.partitions) for column in schema}
     metadata = dict(base[0].metadata or {})

@@ -28,7 +28,7 @@ WARM_UP = 20  # first updates, in which θ is the ratio of click rates, its star
 FORGET = 0.6  # the n-th batch has weight n^-0.6 in the averaged statistics
 MAX_WEIGHT = 20.0  # default of the largest weight of a click
 FEW_CLICKS = 100  # θ of a position with fewer clicks is uncertain
-MOVING = 1e-3  # θ has not settled if its last relative change is larger
+MOVING = 1e-3  # θ has not converged if its last relative change is larger
 BATCH_MOVING = 1e-2  # the limit for θ that is updated by batches, which differ
 THETA_FROM = {
     **SOURCES,
@@ -267,7 +267,7 @@ class PositionModel(Learner):
             )
             yield "few clicks", f"theta is estimated from fewer than {FEW_CLICKS} clicks at positions {positions}"
         if float(self.moved) > (BATCH_MOVING if self.theta_learned else MOVING):
-            yield "theta not settled", f"theta still changed by {float(self.moved):.1%} in its last iteration"
+            yield "theta not converged", f"theta changed by {float(self.moved):.1%} in its last iteration"
 
     def _scale_text(self) -> str:
         if self.theta_from == "known":

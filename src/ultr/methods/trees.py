@@ -363,7 +363,7 @@ class TreePairwiseEM(TreeDirect):
         likely = by_value and not of_pairs and not regresses and not inputs.truth
         if final == "likelihood" and not likely:
             hint = "remove final=likelihood, or the other options of pairs"
-            what = "final=likelihood learns from no pairs: it has no options but theta, scale and anchor"
+            what = "final=likelihood does not use pairs: its only options are theta, scale and anchor"
             raise OptionError(what, hint=hint)
         if likely and final != "pairs":
             super().__init__(inputs, **of_direct)

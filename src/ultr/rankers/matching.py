@@ -162,7 +162,7 @@ def load_matched_weights(
         if weights[layers[0]].shape[1] > len(saved_inputs):
             saved_inputs = _inputs(names, indicators, sizes, extra)
         if weights[layers[0]].shape[1] != len(saved_inputs):
-            raise ValueError("the saved network has another number of inputs")
+            raise ValueError("the saved network has a different number of inputs")
         unused = weights[f"{key}inverse_deviation"] == 0  # numbers that were constant in training start as new ones
         place = {name: i for i, name in enumerate(saved_inputs) if not (i < len(unused) and unused[i])}
         source = torch.tensor([place.get(name, -1) for name in inputs])
@@ -177,7 +177,7 @@ def load_matched_weights(
             matched[layer] = values
     expected = {name: tensor.shape for name, tensor in module.state_dict().items()}
     if {name: tensor.shape for name, tensor in matched.items()} != expected:
-        raise ValueError("the saved network has other layers")
+        raise ValueError("the saved network has different layers")
     module.load_state_dict(matched)
 
 

@@ -282,7 +282,7 @@ def _how_sure(run: Run, metric: str, test: PairedTest, before: float) -> str:
         parts.append(f"it is an estimate from logged feedback, and depends on the estimated examination{source}")
         if not _is_confirmed(run, metric):
             parts.append(
-                "nothing confirms it, so the interval is that of half to one and a half times this position bias: "
+                "nothing confirms it, so the interval covers half to one and a half times this position bias: "
                 "plan an experiment with ultr explore"
             )
     elif metric.startswith(FEEDBACK):
@@ -321,7 +321,7 @@ def ranking_section(runs: Sequence[Run]) -> Section:
     caption = "Kendall's τ by request: 1 is the same order, 0 is unrelated, -1 is reversed."
     agreement = {name: outcome.agreement for name, outcome in outcomes.items()}
     parts: list[Part] = [
-        Text(f"The new ranking of the requests that judge a run, compared with {LOGGED_RANKING}."),
+        Text(f"The new ranking of the evaluation requests, compared with {LOGGED_RANKING}."),
         histogram("Agreement", agreement, np.linspace(-1, 1, 21), x="τ", caption=caption),
         Table(
             ["run", "mean τ", "same first item", "same order of all items"],
@@ -456,7 +456,7 @@ FACTS: dict[str, Callable[[Run], str]] = {
     "rows": lambda run: f"{run.facts['rows']:,}",
     "items per request": lambda run: "{least:,} to {most:,}, {mean:.1f} on average".format(**run.facts["items"]),
     "features": lambda run: f"{run.facts['features']:,}",
-    "requests that judge": lambda run: f"{run.outcome.about['split']['requests']:,} ({run.outcome.split})",
+    "evaluation requests": lambda run: f"{run.outcome.about['split']['requests']:,} ({run.outcome.split})",
     "fingerprint": lambda run: run.facts["fingerprint"][:24],
 }
 
@@ -561,7 +561,7 @@ def _metrics(runs: Sequence[Run]) -> Section:
 
 def _interval_plot(runs: Sequence[Run], metric: str) -> Plot:
     rows = {name: (m.mean, m.low, m.high) for name, m in _means(runs, metric).items()}
-    return interval_plot(metric, rows, x=metric, caption="Mean over the requests that judge a run, 95% interval.")
+    return interval_plot(metric, rows, x=metric, caption="Mean over the evaluation requests, 95% interval.")
 
 
 def _difference(runs: Sequence[Run], metric: str) -> str | None:

@@ -183,7 +183,7 @@ def export_run(
     run, plan = Path(run), _Plan(format, distill, layout, name)
     check_output(out, overwrite=overwrite, folder=True)
     if (folder := Path(out)).is_dir() and any(folder.iterdir()) and not is_exported(folder):
-        what = "exists and is not an exported model, so it is not replaced"
+        what = "not an exported model; not overwritten"
         raise OutputError(what, where=out, hint="choose another path")
     model = load_model(run)
     with content_errors(DAMAGED_RUN, where=run, hint="train again"):
@@ -223,7 +223,7 @@ class _Plan:
             raise OptionError("Triton needs ONNX", got=f"--format {self.format}", hint="leave out --format")
         if self.distill is not None and not self.of_trees:
             hint = f"add --format with one of {', '.join(formats[1:])}"
-            raise OptionError("--distill learns trees, and ONNX has the whole ranker without them", hint=hint)
+            raise OptionError("--distill is for formats of trees; ONNX exports the whole ranker", hint=hint)
         if not PLAIN_NAME.fullmatch(self.name):
             hint = "use letters, digits, _, . and -"
             raise OptionError("the name of the model has other characters", got=self.name, hint=hint)
@@ -270,7 +270,7 @@ def _trees(run: Path, model: Model, about: dict[str, Any], plan: _Plan, rows: st
     if plan.format in BOOSTERS:
         libraries = [booster.LIBRARY for booster, _ in boosters]
         if libraries != [plan.format]:
-            what = f"a file of {plan.format} has one ensemble of its trees, and the ranker has others"
+            what = f"the file format {plan.format} holds one ensemble of its own trees; this ranker is different"
             hint = "learn trees from its scores: add --distill LOG"
             raise DataError(what, where=run, got=" + ".join(libraries), hint=hint)
         boosters = [(boosters[0][0], 1.0)]

@@ -78,11 +78,11 @@ def _without_feedback(config: Config, data: Data) -> list[Pitfall]:
     found = {"train": data.train, "validation": data.validation, "test": data.test}
     logs = {name: log for name, log in found.items() if log is not None and len(log)}
     positive = {name: np.asarray(label(log.actions)) > 0 for name, log in logs.items()}
-    hint = "feedback of the last days may not be there yet: leave them out with --where, or correct the log"
+    hint = "the feedback of the last days may still be missing: leave them out with --where, or correct the log"
     silent_parts = [name for name in logs if not positive[name].any()]
     if silent_parts:
         parts = " and ".join(f"{len(logs[name]):,} {name}" for name in silent_parts)
-        return [Pitfall("no feedback", f"the label is 0 in all {parts} requests, which cannot choose or judge", hint)]
+        return [Pitfall("no feedback", f"the label is 0 in all {parts} requests, which cannot select or test", hint)]
     if not all("time" in log.context for log in logs.values()):
         return []
     times = np.concatenate([np.asarray(log.context["time"].to_numpy(zero_copy_only=False)) for log in logs.values()])

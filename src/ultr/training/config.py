@@ -129,7 +129,7 @@ class DataOptions(Section):
         (), description="columns with the times of actions, such as purchase=bought_at; keeps some young requests"
     )
     actions_until: str | None = Field(
-        None, description="time up to which the log has actions; default: that of its last request"
+        None, description="time up to which the log has actions; default: the time of its last request"
     )
     watch: str | None = Field(None, description="action with the watch time, for the next four options")
     duration: str | None = Field(None, description="column with the length of the item, in the unit of watch")
@@ -139,7 +139,7 @@ class DataOptions(Section):
         False, description="watch counts as its quantile among items of similar duration (D2Q); needs duration"
     )
     validation: Share = Field(0.15, gt=0, description="share of requests that choose steps, rounds and shares")
-    test: Share = Field(0.1, description="share of requests that only judge the run")
+    test: Share = Field(0.1, description="share of requests held out for testing")
     missing: Literal["mean", "error"] = Field(
         "mean", description="missing features of networks: mean and mark, or error"
     )
@@ -171,7 +171,7 @@ class DataOptions(Section):
                     "action_delay needs the times of requests; name their column with --time (--set time=COLUMN)"
                 )
         elif self.actions_until is not None:
-            raise ValueError("actions_until is of use only with action_delay; pass --action-delay purchase=7d too")
+            raise ValueError("actions_until needs action_delay; pass --action-delay purchase=7d too")
         if self.actions_until is not None:
             parse_time(self.actions_until)
         given = [name for name in ("duration", "censored", "capped", "remove_duration") if getattr(self, name)]
@@ -181,7 +181,7 @@ class DataOptions(Section):
             name = "capped" if self.capped else "remove_duration"
             raise ValueError(f"{name} needs the length of items; name its column with --set duration=COLUMN")
         if self.watch is not None and not (self.censored or self.capped or self.remove_duration):
-            raise ValueError("watch has nothing to do; set censored=COLUMN, capped=true or remove_duration=true")
+            raise ValueError("watch has no effect by itself; set censored=COLUMN, capped=true or remove_duration=true")
 
     @property
     def delays(self) -> dict[str, str]:
@@ -246,30 +246,30 @@ class NetworkOptions(Section):
     hidden: Sizes | None = Field(None, description="sizes of the hidden layers; default: by the rows of the log")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate")
     norm: Literal["none", "layer"] = Field("none", description="normalisation of the layers")
-    steps: AtLeastOne = Field(1000, description="largest number of training steps")
+    steps: AtLeastOne = Field(1000, description="maximum number of training steps")
     batch: AtLeastOne = Field(256, description="requests per step")
     optimizer: Optimizer = Field("adagrad", description="optimizer")
     lr: Positive = Field(0.02, description="learning rate")
-    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="of the learning rate")
-    warmup: Count = Field(0, description="first steps, in which the learning rate rises")
+    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="schedule of the learning rate")
+    warmup: Count = Field(0, description="warm-up steps of the learning rate")
     clip: AtLeastZero = Field(5.0, description="largest norm of the gradient of each network; 0: no limit")
     weight_decay: AtLeastZero = Field(0.0, description="weight decay")
     evaluate_every: AtLeastOne = Field(50, description="steps between evaluations")
     patience: Count | None = Field(
-        None, description="evaluations without gain before the end; 0: never; default: by log"
+        None, description="evaluations without improvement before training stops; 0: never stop early; default: by log"
     )
     bias_steps: AtLeastOne = Field(
-        3000, description="largest number of steps of the bias model, which a network next to trees rarely has"
+        3000, description="maximum number of steps of the bias model, which is not used next to trees"
     )
 
 
 class TreeOptions(Section):
     """The boosted trees, and how they are grown."""
 
-    rounds: AtLeastOne = Field(500, description="largest number of rounds")
+    rounds: AtLeastOne = Field(500, description="maximum number of rounds")
     lr: Positive = Field(0.1, description="learning rate")
     evaluate_every: AtLeastOne = Field(10, description="rounds between evaluations")
-    patience: Count = Field(5, description="evaluations without gain before the end; 0: never")
+    patience: Count = Field(5, description="evaluations without improvement before training stops; 0: never stop early")
     parameters: dict[str, Any] = Field({}, description="parameters of LightGBM or XGBoost, such as num_leaves")
 
 
@@ -278,7 +278,7 @@ class TrainingSection(Section):
 
     seed: Annotated[int, Field(ge=0, lt=2**63 - 1)] = Field(0, description="random seed")
     select: str = Field(AUTO, description="metric that chooses the best step; auto: off-policy-likelihood on a log")
-    warm_start: PathText | None = Field(None, description="a finished run whose ranker training starts from")
+    warm_start: PathText | None = Field(None, description="a finished run; training starts from its ranker")
 
 
 class MachineOptions(Section):

@@ -214,12 +214,12 @@ def start_from(method: Method, run: Path, log: Log) -> dict[str, Tensor]:
     if isinstance(model.ranker, TreeRanker | Blend):
         raise OptionError("a network cannot start from a run of trees", got=run, hint=HINT)
     if type(model.ranker) is not type(ranker) or _actions(model.ranker) != _actions(ranker):
-        raise DataError("the ranker of this run is of another kind, or predicts other actions", where=run, hint=HINT)
+        raise DataError("the ranker of this run has another kind, or predicts other actions", where=run, hint=HINT)
     try:
         match, weights = match_features(model, log), model.ranker.state_dict()
         load_matched_weights(ranker, weights, match, indicators=model.indicators or ())
     except (KeyError, ValueError) as error:
-        raise DataError("the ranker of this run has weights of other shapes", where=run, hint=HINT) from error
+        raise DataError("the weights of this run have different shapes", where=run, hint=HINT) from error
     return {name: tensor.detach().clone() for name, tensor in ranker.state_dict().items()}
 
 

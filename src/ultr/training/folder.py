@@ -158,7 +158,7 @@ class RunFolder:
 def _clear(folder: Path) -> None:
     """Delete everything in the locked folder of a run but its lock."""
     if folder.is_mount() or not _may_be_run(folder):
-        raise OutputError("this is not a run, so it is not changed", where=folder, hint="pass another --out")
+        raise OutputError("not a run; left unchanged", where=folder, hint="pass another --out")
     with output_errors(folder):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -226,7 +226,7 @@ def _check_output(out: Path, path: Path, *, resume: bool, overwrite: bool) -> No
             raise OutputError("an unfinished run exists already", where=path, hint=hint)
     for folder in (out, path):
         if folder.exists() and not _may_be_run(folder):
-            what = "this exists and is not a run, so it is not changed"
+            what = "not a run; not overwritten"
             raise OutputError(what, where=folder, hint="pass another --out")
     if not resume and out == path and (out / CONFIG).is_file():
         hint = "pass --out with a folder inside it, or another path"
@@ -251,7 +251,7 @@ def check_same(config: Config, saved: Config, out: Path, *, all_options: bool) -
     if found := differences(config, saved, unset=not all_options):
         texts = [f"{name} ({_brief(given)}; the run has {_brief(had)})" for name, (given, had) in found.items()]
         hint = "leave them out, or train again with --overwrite or another --out"
-        raise OptionError(f"options differ from those of the run: {', '.join(texts)}", where=out, hint=hint)
+        raise OptionError(f"options differ from the run: {', '.join(texts)}", where=out, hint=hint)
 
 
 def _brief(value: Any) -> str:

@@ -106,7 +106,7 @@ def _unexplained(known: Known, before: Log, after: Log, scores: Mapping[str, np.
     if gains[1] >= UNEXPLAINED * gains[0] or gains[0] - gains[1] < SIGMAS * float(np.hypot(*errors)):
         return []
     what = f"the old ranker explains {max(gains[1], 0):.3f} of a click's log-likelihood, {gains[0]:.3f} before"
-    hint = "check by which ids features and feedback are joined; if users have changed, pass --allow with this name"
+    hint = "check the ids that join features and feedback; if users have changed, pass --allow with this name"
     return [Pitfall("feedback that does not follow the ranker", what, hint)]
 
 
@@ -166,14 +166,12 @@ def _explains_less(least_p: float, known: Known, log: Log, scores: Mapping[str, 
     if test.difference >= 0 or test.p >= least_p:
         return []
     loss = 1 - np.average(new, weights=log.weights) / np.average(old, weights=log.weights)
-    what = f"it explains {loss:.0%} less of which items of the reference are clicked (p = {test.p:.2g})"
+    what = f"it explains clicks of the reference {loss:.0%} less well (p = {test.p:.2g})"
     return [Pitfall(f"worse on {REFERENCE_LOG}", what, "look for what has changed in the new log")]
 
 
 def few_clicks(gate: Gate, clicks: float) -> Pitfall:
-    what = (
-        f"the requests that judge have the information of {clicks:.0f} clicks, and need that of {gate.min_evidence:g}"
-    )
+    what = f"the test requests have {clicks:.0f} effective clicks; at least {gate.min_evidence:g} are needed"
     hint = "pass the logs of several days (--log DAY1 --log DAY2), or a lower --min-evidence"
     return Pitfall(UNCLEAR, what, hint)
 

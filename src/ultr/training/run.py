@@ -85,7 +85,7 @@ def run_training(
         if decided is not None and decided.data not in ("", data.fingerprint):
             hint = "train again with --overwrite, or put the old data back"
             raise DataError(
-                f"the data is no longer that which {out} began with", where=config.data.source or None, hint=hint
+                f"the data has changed since {out} was started", where=config.data.source or None, hint=hint
             )
         plan = make_plan(config, data, listeners)  # everything is checked before anything is written
         with folder.writing(config) as finished_elsewhere:

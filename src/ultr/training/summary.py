@@ -129,7 +129,7 @@ def _would_help(report: Mapping[str, Any], config: Config, data: Data) -> str | 
     log, error = data.train, report.get("theta_standard_error")
     if report["theta_from"] in NOT_CONFIRMED:
         ids = "" if log.item_ids is not None else ", or the ids of items (--item), if items recur at other positions"
-        return f"some requests in random order, marked in a column (--randomised){ids}: features alone cannot tell bias"
+        return f"some requests in random order, marked in a column (--randomised){ids}: features alone do not suffice"
     if error is not None and error > IMPRECISE:
         times = f"about {(error / IMPRECISE) ** 2:.2g} times as many, for a standard error of {IMPRECISE:.0%}"
         return f"more requests, or more in random order if some are: {times}"

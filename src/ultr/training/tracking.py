@@ -301,5 +301,5 @@ def _errors(address: str) -> Iterator[None]:
         with _quiet():
             yield
     except Exception as error:
-        hint = "check the address; training goes on without MLflow, and --resume --mlflow logs what is missing"
+        hint = "check the address; training continues without MLflow, and --resume --mlflow logs what is missing"
         raise OutputError(f"MLflow cannot log the run ({_brief(error)})", where=address, hint=hint) from error

@@ -78,7 +78,7 @@ class TreeFit:
         tasks = self.method.tasks(data.train, extends=bool(self._starts), anchor=anchor)
         if len(self._starts) > len(tasks):
             hint = "start from a run that has the same method, label and ranker"
-            raise OptionError("the trees of this run have other parts", got=len(self._starts), hint=hint)
+            raise OptionError("the trees of this run have different parts", got=len(self._starts), hint=hint)
         evaluate = evaluator(config, data, place.examined.values)
         begin_stage("training")
         rankers: list[TreeRanker] = []

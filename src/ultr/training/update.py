@@ -126,7 +126,7 @@ def update_run(
     metric = judging_metric(config.selection) if config.selection.startswith(OFF_POLICY) else f"{OFF_POLICY}reward@10"
     judges = Judges.of(fetched(run), config, reference)
     if not judges.reference:
-        listeners.on_note(f"{run} has no reference, so only the new log judges; pass good days with --reference")
+        listeners.on_note(f"{run} has no reference, so only the new log tests rankers; pass good days with --reference")
     accepted_before = (out / MODEL).is_dir() and _is_of(out, config, content)  # the process was killed afterwards
     if accepted_before:
         candidate = out
@@ -139,7 +139,7 @@ def update_run(
         begun = current_folder(candidate)
         resume = begun.exists() and _is_of(begun, config, content)
         if begun.exists() and not resume:
-            listeners.on_note(f"{begun} is of another log or other options, so it is trained again")
+            listeners.on_note(f"{begun} was started with a different log or options, so it is trained again")
         run_training(config, candidate, resume=resume, overwrite=not resume, listeners=listeners)
     comparisons, status, reasons, warnings = judges.of_run(candidate, gate, config, metric)
     if accepted_before:

@@ -53,7 +53,7 @@ class Calibration:
             return next(iter(self.factors.values()), 1.0)
         if (found := self.factors.get(position)) is None:
             if not self.factors:
-                what = "the run was calibrated without positions, so none can be stated"
+                what = "the run was calibrated without positions, so a position cannot be passed"
                 raise OptionError(what, got=position, hint="leave the position out")
             known = list(self.factors)
             hint = f"pass one of {', '.join(known[:10])}{', ...' if len(known) > 10 else ''}"
@@ -108,6 +108,6 @@ class Calibration:
 def of_model(calibration: Calibration | None, where: object) -> Calibration:
     """Return a calibration; raise OptionError if a model has none."""
     if calibration is None:
-        what = "the model has no calibration: it is of an older version, or its validation requests had no feedback"
+        what = "the model has no calibration: it is from an older version, or its validation requests had no feedback"
         raise OptionError(what, where=where, hint=AGAIN)
     return calibration

@@ -38,8 +38,8 @@ def check_output(target: str | Path, *, overwrite: bool, folder: bool = False) -
     if not overwrite:
         raise OutputError("output exists already", where=target, hint="choose another path or pass --overwrite")
     if not (target.is_dir() if folder else target.is_file()):
-        kind = "folder" if folder else "plain file"
-        raise OutputError(f"exists and is not a {kind}; it is not replaced", where=target, hint="choose another path")
+        kind = "folder" if folder else "regular file"
+        raise OutputError(f"not a {kind}; not overwritten", where=target, hint="choose another path")
 
 
 @contextmanager

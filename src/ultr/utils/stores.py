@@ -345,8 +345,8 @@ def check_writable(url: str, *, overwrite: bool, folder: bool) -> None:
         if not overwrite:
             raise OutputError("output exists already", where=url, hint="choose another path or pass --overwrite")
         if (stored.size is None) != folder:
-            kind = "folder" if folder else "plain file"
-            what = f"exists and is not a {kind}; it is not replaced"
+            kind = "folder" if folder else "regular file"
+            what = f"not a {kind}; not overwritten"
             raise OutputError(what, where=url, hint="choose another path")
     with store_errors(url, writing=True):
         filesystem, base = _place(url)

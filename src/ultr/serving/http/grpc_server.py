@@ -228,7 +228,7 @@ def read_message(message: Any, limits: Limits) -> ScoreRequest:
         names = [tensor.name[:100] for tensor in message.inputs[:5]]
         raise RequestError("inputs must have one tensor", got=names, hint=f"send one tensor named '{INPUT}'")
     if outputs := [tensor.name[:100] for tensor in message.outputs[:5] if tensor.name != OUTPUT]:
-        raise RequestError("outputs has an unknown tensor", got=outputs, hint=f"ask for '{OUTPUT}', or for none")
+        raise RequestError("outputs has an unknown tensor", got=outputs, hint=f"request '{OUTPUT}', or none")
     tensor, raw = message.inputs[0], message.raw_input_contents
     contents = getattr(tensor.contents, CONTENTS.get(tensor.datatype, ""), ())
     if len(raw) > 1 or (len(raw) == 1 and tensor.HasField("contents")):

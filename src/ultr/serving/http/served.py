@@ -153,7 +153,7 @@ def _target(folder: str | Path) -> Path:
     try:
         return as_path(folder).resolve()
     except RuntimeError as error:
-        raise DataError("the link leads to itself", where=folder, hint="point it to a run") from error
+        raise DataError("symlink loop", where=folder, hint="point it to a run") from error
 
 
 def load_scorer(folder: Path, *, stopped: threading.Event | None = None, stage: Path | None = None) -> Scorer:
@@ -282,7 +282,7 @@ class Served:
         change = newer.misreads(self.scorer)
         if change is not None and not self.any_schema:
             hint = "change the clients and start the server again, or pass --allow-schema-change"
-            raise DataError(f"its features are not those of the served model: {change}", hint=hint)
+            raise DataError(f"its features differ from the served model: {change}", hint=hint)
         return newer
 
 
