@@ -305,8 +305,8 @@ def _how_sure(run: Run, metric: str, test: PairedTest, before: float) -> str:
         parts.append(f"it is an estimate from logged feedback, and depends on the estimated examination{source}")
         if not _is_confirmed(run, metric):
             parts.append(
-                "nothing confirms it, so the interval covers position bias from half to one and a half times as "
-                "strong: plan an experiment with ultr explore"
+                "nothing confirms it, so the interval covers half to one and a half times this position bias: "
+                "plan an experiment with ultr explore"
             )
     elif metric.startswith(FEEDBACK):
         parts.append("it uses logged feedback with its position bias, and favours the logged ranking")
