@@ -14,12 +14,11 @@ NOT_EVERYWHERE = {"xgboost": "Apache-2.0"}  # replaces xgboost-cpu where that is
 INTRO = """\
 # Licences
 
-`ultr` is under Apache-2.0 ([LICENSE](../LICENSE)). The table lists the direct dependencies, with the licences that
-their metadata names. Their own dependencies (such as DuckDB, MIT, which ibis installs) have their own licences. Pages
-of `ultr report` contain plotly.js (MIT). No licence below is the GPL. MPL-2.0 covers only changes to its own files.
+`ultr` is under Apache-2.0 ([LICENSE](../LICENSE)). These are its direct dependencies, with the licences in their
+metadata; their own dependencies have their own. Reports contain plotly.js (MIT). No licence below is the GPL. MPL-2.0
+covers only changes to its own files.
 
-`python tests/hardening/licences.py` writes this page. A test checks it against `pyproject.toml` and the installed
-packages.
+`python tests/hardening/licences.py` writes this page, and a test checks it.
 
 | package | for | licence |
 |---|---|---|

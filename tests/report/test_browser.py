@@ -11,7 +11,7 @@ from pages import Messages
 from ultr.report import write_report
 
 TABS = ["Summary", "Data", "Learning", "Metrics", "Bias", "Calibration", "Features", "Rankings", "Configuration"]
-SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+SIZES = {"desktop": (1280, 900), "phone": (375, 812)}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,40 @@ def test_every_plot_is_drawn_in_every_tab_without_messages(opened, size, scheme)
         if shots := os.environ.get("ULTR_SCREENSHOTS"):
             page.screenshot(path=f"{shots}/{size}-{scheme}-{tab.inner_text()}.png", full_page=True)
     assert seen == len(page.query_selector_all(".plot")) > 10
+    assert messages == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_page_opens_with_the_decision_and_one_picture(opened, size):
+    page, messages = opened(size)
+    decision, plot = page.query_selector(".decision"), page.query_selector(".plot")
+    assert decision.inner_text().startswith("Decision on ")
+    boxes = [each.bounding_box() for each in (decision, plot)]
+    assert boxes[0]["y"] + boxes[0]["height"] <= boxes[1]["y"]
+    assert len([True for each in page.query_selector_all(".plot") if each.is_visible()]) == 1
+    if size == "desktop":
+        assert boxes[1]["y"] + boxes[1]["height"] <= SIZES[size][1]
+    else:
+        assert boxes[1]["y"] < SIZES[size][1]  # it begins on the first screen: six runs are higher than a phone
+    assert messages == []
+
+
+def test_a_phone_shows_all_tabs_and_scrolls_wide_tables_inside_the_page(opened):
+    page, messages = opened("phone")
+    width, _ = SIZES["phone"]
+    for tab in page.query_selector_all("[role=tab]"):
+        box = tab.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
+    page.click("#tab-configuration")
+    page.click("summary >> text=All settings")
+    wide = page.query_selector("#configuration details[open] .scroll")
+    assert wide.evaluate("(e) => e.scrollWidth > e.clientWidth")  # six runs
+    wide.evaluate("(e) => { e.scrollLeft = 200; }")
+    row = wide.query_selector("tbody th").bounding_box()
+    assert row["x"] >= 0  # the name of a row stays in view
+    assert row["width"] <= width / 2
+    assert not page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
     assert messages == []
 
 

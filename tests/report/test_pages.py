@@ -27,9 +27,24 @@ from ultr.log import write_log
 from ultr.rankers.model import load_model
 from ultr.report import write_bias_page, write_comparison_page, write_report
 from ultr.report.bias import bias_section
-from ultr.report.page import Card, Cards, Code, Folded, Grid, Heading, Notes, Plot, Section, Table, Text, page
+from ultr.report.page import (
+    Answers,
+    Card,
+    Cards,
+    Code,
+    Folded,
+    Grid,
+    Heading,
+    Headline,
+    Notes,
+    Plot,
+    Section,
+    Table,
+    Text,
+    page,
+)
 from ultr.report.plots import bar_plot, dot_plot, heat_map, histogram, interval_plot, line_plot
-from ultr.report.runs import _names
+from ultr.report.runs import _names, load_run
 from ultr.report.runs import answer as answer_of
 from ultr.training.comparing.results import Comparison, Row, Setting, with_tests
 from ultr.training.data import load_run_data
@@ -99,9 +114,15 @@ def test_plotly_accepts_every_plot(six):
 def test_the_page_begins_with_an_answer_in_words(runs, tmp_path):
     page = write_report([runs["plain"], runs["em"]], tmp_path / "page.html", names=["old one", "new one"]).read_text()
     assert "<title>old one and new one" in page
-    words = [
-        page.index(each) for each in ("Decision: ", "Is it better?", "Which run is best?", "How sure?", "What to do?")
-    ]
+    order = (
+        "Decision on ",
+        "Compared with the logged",
+        "Is it better?",
+        "Which run is best?",
+        "How sure?",
+        "What to do?",
+    )
+    words = [page.index(each) for each in order]
     assert words == sorted(words)
     assert words[-1] < page.index("on test, at step")  # before the cards
     for names in (["one"], ["same", "same"]):
@@ -132,27 +153,30 @@ def test_the_answer_follows_from_the_difference_to_the_logged_ranking(shift, ans
         bias=bias,
         warnings=["few clicks"],
     )
-    notes = answer_of([run], None)
-    assert notes.notes[0].startswith(f"Is it better? {answer}")
-    assert do in notes.notes[-1]
-    assert notes.good == (shift == 0.2)
+    headline, answers = answer_of([run], None)
+    verdict, better = answer.split(". ")[0], answers.answers["Is it better?"]
+    assert headline == Headline(f"Is new better than the logged ranking? {verdict}.", good=shift == 0.2)
+    assert better.startswith(answer)
+    assert do in answers.answers["What to do?"]
     for words in ("over 400 test requests", f"{bias['theta_from']} (standard error 30%)", "the warning below"):
-        assert words in notes.notes[1]
+        assert words in answers.answers["How sure?"]
     run.outcome = replace(outcome, about={**ABOUT, "confirmed": False})
-    notes = answer_of([run], None)
-    verdict = answer.replace("Yes.", "Probably, if the estimated examination is right.")
-    assert notes.notes[0].startswith(f"Is it better? {verdict}")
-    assert "nothing confirms it" in notes.notes[1]
+    headline, answers = answer_of([run], None)
+    unsure = "Probably, if the estimated examination is right" if verdict == "Yes" else verdict
+    assert headline == Headline(f"Is new better than the logged ranking? {unsure}.")
+    assert answers.answers["Is it better?"].startswith(answer.replace("Yes.", f"{unsure}."))
+    assert "nothing confirms it" in answers.answers["How sure?"]
     decision = {"action": "test it on a part of the users", "reason": "it is better", "worse": 0.01, "requests": None}
     run.outcome = replace(outcome, about={**ABOUT, "decisions": {metric: decision}})
-    assert answer_of([run], None).notes[0] == "Decision: test it on a part of the users: it is better."
+    headline, _ = answer_of([run], None)
+    assert headline == Headline("Decision: test it on a part of the users", "It is better.", good=shift == 0.2)
     run.outcome = replace(outcome, about={**ABOUT, "confirmed": False})
     run.decisions = SimpleNamespace(label="click")
-    notes = answer_of([run, run], "new and new have different labels")
-    question = "Is new better than the logged ranking?"
-    assert notes.notes[0].startswith(f"{question} {verdict.partition('.')[0]}: the expected feedback on the first 10")
-    assert "(click) is" in notes.notes[0]
-    assert notes.notes[2] == "Which run is better? Not known here: new and new have different labels."
+    headline, answers = answer_of([run, run], "new and new have different labels")
+    assert headline == Headline("Which run is best: not known here", "new and new have different labels.")
+    alone = answers.answers["Is new better than the logged ranking?"]
+    assert alone.startswith(f"{unsure}: the expected feedback on the first 10")
+    assert "(click) is" in alone
 
 
 def test_the_page_shows_the_metrics_of_the_run(six, runs):
@@ -320,6 +344,8 @@ def test_any_text_is_shown_literally(name, value):
         Text(value),
         Heading(value),
         Notes([value]),
+        Headline(value, value),
+        Answers({name: value}),
         Cards([Card(name, value, [value])]),
         Table([name], [[value]], value, [0]),
         Grid([line_plot(name, {value: ([name], [1.0])}, x=name, y=value)]),
@@ -416,6 +442,24 @@ def test_runs_have_different_names():
     assert len(set(_names([Path("/a/x"), Path("/a/x")]))) == 2
 
 
+def test_a_run_has_the_name_that_the_user_gave_also_through_a_symlink(runs, tmp_path, monkeypatch):
+    (tmp_path / "live").symlink_to(runs["plain"])
+    monkeypatch.chdir(tmp_path)
+    assert _names([Path("live"), Path("live/../other")]) == ["live", "other"]
+    assert load_run("live").name == "live"
+    assert "<title>live</title>" in write_report(["live"], tmp_path / "page.html").read_text()
+
+
+def test_a_section_without_content_has_no_tab(changed, tmp_path):
+    run = changed("plain")  # it has no bias model
+    about = read_json(run / "outcome" / "outcome.json")
+    del about["moves"]  # as for data without a logged ranking
+    write_json(run / "outcome" / "outcome.json", about)
+    titles = re.findall(r"<h2>(.*?)</h2>", write_report([run], tmp_path / "page.html").read_text())
+    assert "Summary" in titles
+    assert not {"Bias", "Rankings"} & set(titles)
+
+
 def test_only_finished_runs_are_accepted(runs, tmp_path, monkeypatch):
     out = tmp_path / "page.html"
     with pytest.raises(OptionError, match="at least one run"):
@@ -471,10 +515,9 @@ def test_a_comparison_has_its_page(tmp_path):
     test = result["rows"][1]["figures"]["ndcg@10"]["against"]
     assert f"<td>{test['difference']:+.4f}</td>" in text
     assert '<tr class="marked">\n<th scope="row">dla</th>' in text
-    assert re.search(r'class="name">dla</div><div class="value">0.7167', text)
-    assert "Which method is best? dla, by ndcg@10 (0.7167)." in text
-    assert "How sure? It is 40.5% higher than pointwise (p = " in text
-    assert "What to do? Train dla (lr 0.1) with ultr train" in text
+    assert '<p class="decision">Best method: dla</p><p>By ndcg@10: 0.7167.</p>' in text
+    assert "<dt>How sure?</dt><dd>It is 40.5% higher than pointwise (p = " in text
+    assert "<dt>What to do?</dt><dd>Train dla (lr 0.1) with ultr train" in text
     table = table_of(text)
     assert list(table["dla"]) == [
         "ndcg@10",
@@ -569,7 +612,7 @@ def test_curves_by_position_do_not_fold_back(ultr, tmp_path):
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "bias" / "bias.html").read_text()
     assert "95% intervals cover sampling error only" in text
-    assert "how biased: compared with position 1" in text
+    assert "<dt>how biased</dt><dd>compared with position 1" in text
     assert "position does not depend on its relevance to this request" in text
     assert "After positions were shuffled within requests" in text
     report = json.loads((tmp_path / "bias" / "bias.json").read_text())
@@ -604,7 +647,7 @@ def test_the_bias_of_a_log_has_its_page(ultr, log_path, tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "bias" / "bias.json").read_text())
     text = (tmp_path / "bias" / "bias.html").read_text()
-    assert f'class="value">{report["verdict"]["status"]}<' in text
+    assert f'class="decision">Position bias: {report["verdict"]["status"]}<' in text
     for figure in plots_of(text):
         plotly.graph_objects.Figure(figure)
     assert ultr("report", tmp_path / "bias", "--out", tmp_path / "again.html").returncode == 0

@@ -9,7 +9,21 @@ from typing import Any
 from ultr.bias.identification import IDENTIFIED, INTERVALS
 from ultr.bias.sharing import told_position
 from ultr.log.table import SLOT, by_row, position_id
-from ultr.report.page import Card, Cards, Folded, Grid, Heading, Notes, Part, Plot, Section, Table, Text
+from ultr.report.page import (
+    Answers,
+    Card,
+    Cards,
+    Folded,
+    Grid,
+    Heading,
+    Headline,
+    Notes,
+    Part,
+    Plot,
+    Section,
+    Table,
+    Text,
+)
 from ultr.report.plots import bar_plot, heat_map, interval_plot, line_plot
 
 # Key in bias.json -> symbol and caption, for quantities that a run estimates by pair of positions.
@@ -34,7 +48,7 @@ def bias_section(runs: Mapping[str, tuple[Mapping[str, Any] | None, Truth]]) -> 
         if len(runs) > 1:
             parts.append(Heading(name))
         parts += _bias_of_run(bias, truth)
-    if without := [name for name in runs if name not in estimated]:
+    if estimated and (without := [name for name in runs if name not in estimated]):
         parts.append(Text(f"No bias model: {', '.join(without)}."))
     return Section("Bias", parts)
 
@@ -108,7 +122,7 @@ def _bias_of_run(bias: Mapping[str, Any], truth: Truth) -> list[Part]:
         sure = "" if error is None else f" (standard error {error:.1%})"
         parts.append(Text(f"Source of θ: {bias['theta_from']}{sure}. Scale of θ: {bias['theta_scale']}."))
     if "summary" in bias:
-        parts.append(Notes([f"{name}: {sentence}" for name, sentence in bias["summary"].items()], good=True))
+        parts.append(Answers(bias["summary"]))
     if "towers" in bias:
         lines = {f"tower of {name}": (at, values) for name, values in bias["towers"].items()}
         how = "multiplied by" if bias["tower"] == "multiplies" else "increased by"
@@ -255,9 +269,7 @@ def _relative(values: Sequence[float | None]) -> list[float | None]:
 def log_sections(report: Mapping[str, Any]) -> list[Section]:
     """Return the sections of a bias report (`BiasReport.to_json`), for the log and its segments."""
     verdict = report["verdict"]
-    assumption = verdict.get("assumption")
     cards = [
-        Card("verdict", verdict["status"], [verdict["advice"], *([f"assumption: {assumption}"] if assumption else [])]),
         Card("requests", f"{report['requests']:,}", [f"feedback: {report['label']} > 0"]),
     ]
     if (explained := report["order_explained_by_features"]) is not None:
@@ -268,11 +280,10 @@ def log_sections(report: Mapping[str, Any]) -> list[Section]:
         cards.append(
             Card("random requests needed", f"{verdict['requests_needed']:,}", ["to identify θ where most rows are"])
         )
-    sentences = [f"{name}: {text}" for name, text in report.get("summary", {}).items()]
-    good = verdict["status"] == IDENTIFIED
-    parts: list[Part] = [Notes(sentences or verdict["reasons"], good=good), Cards(cards)]
-    parts += _estimates(report)
-    parts.append(_estimates_table(report))
+    headline = Headline(f"Position bias: {verdict['status']}", verdict["advice"], good=verdict["status"] == IDENTIFIED)
+    more = {name: text for name, text in report.get("summary", {}).items() if name != "verdict"}
+    answers = Answers({"why": " ".join(verdict["reasons"]), **more})
+    parts: list[Part] = [headline, *_estimates(report), answers, Cards(cards), _estimates_table(report)]
     parts += [actions_plot(report["actions"])] if report.get("actions") else []
     parts += [Text(note) for note in report["notes"]]
     sections = [Section("Examination", parts), Section("Identification", _identification(report))]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ultr.evaluation.comparing import LOGGED_RANKING
 from ultr.evaluation.scores import less_is_better
-from ultr.report.page import Card, Cards, Notes, Part, Plot, Section, Table, Text
+from ultr.report.page import Answers, Card, Cards, Grid, Headline, Part, Plot, Section, Table, Text
 from ultr.report.plots import dot_plot
 from ultr.report.runs import Run, bias_of_runs, change_text, learning_section, load_run
 from ultr.training.comparing.plan import run_folder
@@ -29,43 +29,47 @@ LEVEL = 0.05  # p values below this are called sure
 
 def comparison_sections(result: Mapping[str, Any], folder: Path) -> list[Section]:
     """Return the sections of a comparison: plots, tables, and learning curves and bias of each method's first run."""
+    headline, answers = _answer(result)
+    first, *others = comparison_plots(result)
+    more: list[Part] = [Cards(_best(result)), Grid(others)] if others else []
     sections = [
-        Section("Comparison", [_answer(result), Cards(_best(result)), *comparison_plots(result)]),
+        Section("Comparison", [headline, first, answers, *more]),
         _table(result),
     ]
     runs = _first_runs(result, folder)
     return [*sections, learning_section(runs), bias_of_runs(runs)] if runs else sections
 
 
-def _answer(result: Mapping[str, Any]) -> Notes:
-    """Return in words which method is best by the first metric, how sure that is, and what to do."""
+def _answer(result: Mapping[str, Any]) -> tuple[Headline, Answers]:
+    """Return which method is best by the first metric; and in words how sure that is, and what to do."""
     metric = result["metrics"][0]
     sign = -1 if less_is_better(metric) else 1
     best = max(result["rows"], key=lambda row: sign * row["figures"][metric]["mean"])
     means = {row["method"]: row["figures"][metric]["mean"] for row in result["rows"]}
     reference, found = result["reference"], best["figures"][metric]
-    sentences = [f"Which method is best? {best['method']}, by {metric} ({found['mean']:.4f})."]
+    answers: dict[str, str] = {}
     sure = True
     if found["against"] is not None:
         p_values = [p for p in _p_values(found["against"]) if p is not None]
         sure = all(p < LEVEL for p in p_values)
         chance = "" if sure else ", which may be chance"
         change = change_text(found["against"]["difference"], means[reference])
-        sentences.append(f"How sure? It is {change} than {reference}{chance} (p = {max(p_values):.2g}).")
+        answers["How sure?"] = f"It is {change} than {reference}{chance} (p = {max(p_values):.2g})."
     elif len(means) > 1:
-        sentences.append("How sure? It is the reference; the table has the tests of the other methods against it.")
+        answers["How sure?"] = "It is the reference; the table has the tests of the other methods against it."
     if (test := found.get("against_logged")) is not None:
         better = sign * test["difference"] > 0 and test["holm"] < LEVEL
         sure = sure and better
         change = change_text(test["difference"], result["logged"][metric]["mean"])
         clear = "Yes" if better else "Not clear" if test["holm"] >= LEVEL else "No"
-        sentences.append(f"Is it better than {LOGGED_RANKING}? {clear}: it is {change} (p = {test['holm']:.2g}).")
+        answers[f"Is it better than {LOGGED_RANKING}?"] = f"{clear}: it is {change} (p = {test['holm']:.2g})."
     do = "Collect more requests, or run more seeds (--seeds)."
     if sure:
         setting = str(Setting.from_json(best))
         do = f"Train {best['method']}{f' ({setting})' if setting else ''} with ultr train; evaluate it on a later log."
-    sentences.append(f"What to do? {do}")
-    return Notes(sentences, good=sure)
+    answers["What to do?"] = do
+    headline = Headline(f"Best method: {best['method']}", f"By {metric}: {found['mean']:.4f}.", good=sure)
+    return headline, Answers(answers)
 
 
 def comparison_plots(result: Mapping[str, Any]) -> list[Plot]:

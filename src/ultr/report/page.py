@@ -49,6 +49,24 @@ class Notes:
 
 
 @dataclass(frozen=True)
+class Headline:
+    """The decision in large print, with its reason, coloured as a warning, or green if `good`."""
+
+    KIND: ClassVar[str] = "headline"
+    text: str
+    reason: str = ""
+    good: bool = False
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Questions or topics, each with its answer in words."""
+
+    KIND: ClassVar[str] = "answers"
+    answers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Card:
     """One important value in large print, with its name and some lines below."""
 
@@ -105,7 +123,7 @@ class Grid:
     plots: Sequence[Plot]
 
 
-Part = Text | Notes | Cards | Table | Plot | Grid | Folded
+Part = Text | Notes | Headline | Answers | Cards | Table | Plot | Grid | Folded
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,7 @@ def heat_map(
         "hovertemplate": f"{y} %{{y}}, {x} %{{x}}: %{{z:.3f}}<extra></extra>",
         **({"texttemplate": "%{z:.2f}", "textfont": {"size": 9}} if few else {}),
         "colorbar": {"thickness": 10},
+        "showscale": not few,
         "xgap": 1,
         "ygap": 1,
     }
@@ -130,8 +131,14 @@ def heat_map(
     return Plot(title, {"data": [trace], "layout": layout}, caption, height=max(340, height))
 
 
-def interval_plot(title: str, rows: Mapping[str, tuple[float, float, float]], *, x: str, caption: str = "") -> Plot:
-    """Return a plot of means with intervals; `rows` maps names to (mean, low, high)."""
+def interval_plot(
+    title: str, rows: Mapping[str, tuple[float, float, float]], *, x: str, caption: str = "", change: bool = False
+) -> Plot:
+    """Return a plot of means with intervals; `rows` maps names to (mean, low, high).
+
+    With `change`, values are relative changes, shown in per cent next to a line at zero.
+    """
+    number = "+.1%" if change else ".4f"
     names = list(rows)
     means, lows, highs = (np.array(column, float) for column in zip(*rows.values(), strict=True))
     trace = {
@@ -147,10 +154,11 @@ def interval_plot(title: str, rows: Mapping[str, tuple[float, float, float]], *,
         },
         "marker": {"size": 9, "color": COLOURS[0]},
         "customdata": np.stack([lows, highs], -1).tolist(),
-        "hovertemplate": "%{y}: %{x:.4f} [%{customdata[0]:.4f}, %{customdata[1]:.4f}]<extra></extra>",
+        "hovertemplate": "%{y}: %{x:N} [%{customdata[0]:N}, %{customdata[1]:N}]<extra></extra>".replace("N", number),
     }
+    zero = {"tickformat": ".0%", "rangemode": "tozero", "zeroline": True, "zerolinewidth": 2, "zerolinecolor": GREY}
     layout = {
-        "xaxis": {"title": {"text": x}},
+        "xaxis": {"title": {"text": x}, **(zero if change else {})},
         "yaxis": {"autorange": "reversed", "type": "category"},
         "showlegend": False,
     }

@@ -20,7 +20,22 @@ from ultr.evaluation.scores import FEEDBACK, OFF_POLICY, Mean, PairedTest, holm,
 from ultr.log import Log, read_log
 from ultr.rankers.model import Model, load_model
 from ultr.report.bias import bias_section
-from ultr.report.page import Card, Cards, Code, Folded, Grid, Heading, Notes, Part, Plot, Section, Table, Text
+from ultr.report.page import (
+    Answers,
+    Card,
+    Cards,
+    Code,
+    Folded,
+    Grid,
+    Heading,
+    Headline,
+    Notes,
+    Part,
+    Plot,
+    Section,
+    Table,
+    Text,
+)
 from ultr.report.plots import drop_plot, heat_map, histogram, interval_plot, line_plot
 from ultr.training.config import Config, flat, train_command
 from ultr.training.data import Decisions, columns_for_run
@@ -150,7 +165,7 @@ def load_run(folder: str | Path, name: str | None = None) -> Run:
     files = (folder / BIAS_FILE, folder / VALUES / "model.json")
     bias, off_policy = (read_json(path) if path.is_file() else None for path in files)
     return Run(
-        name or folder.resolve().name,
+        name or _absolute(folder).name,
         folder,
         read_config(folder),
         Decisions.load(folder),
@@ -162,9 +177,14 @@ def load_run(folder: str | Path, name: str | None = None) -> Run:
     )
 
 
+def _absolute(folder: Path) -> Path:
+    """Return an absolute path in which a symlink keeps its own name."""
+    return folder.resolve() if ".." in folder.parts else folder.absolute()
+
+
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return a name for each folder: the last parts of its path, as many as make all names different."""
-    parts = [folder.resolve().parts for folder in folders]
+    """Return a name for each folder: the last parts of its path as given, as many as make all names different."""
+    parts = [_absolute(folder).parts for folder in folders]
     for last in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-last:]) for part in parts]
         if len(set(names)) == len(names):
@@ -176,8 +196,8 @@ def _names(folders: Sequence[Path]) -> list[str]:
 # The answer at the top of a report, in words: is the new ranker better, by how much, how sure, and what to do.
 
 
-def answer(runs: Sequence[Run], why_not: str | None) -> Notes | None:
-    """Return the answer for runs; `why_not` says why they cannot be compared with each other, if they cannot.
+def answer(runs: Sequence[Run], why_not: str | None) -> tuple[Headline, Answers] | None:
+    """Return the decision and its reasons; `why_not` says why runs cannot be compared with each other, if they cannot.
 
     The best run is compared with the logged ranking, or with the next best run if there is no logged ranking. Return
     None if neither can be compared.
@@ -188,8 +208,9 @@ def answer(runs: Sequence[Run], why_not: str | None) -> Notes | None:
         return None
     if why_not is not None:
         command = _evaluate_command(evaluated, "LOG")
-        alone = [sentence for run in evaluated if (sentence := _against_logged_text(run)) is not None]
-        return Notes([*alone, f"Which run is better? Not known here: {why_not}.", f"What to do? Run: {command}"])
+        questions = {f"Is {run.name} better than {LOGGED_RANKING}?": _against_logged_text(run) for run in evaluated}
+        alone = {question: text for question, text in questions.items() if text is not None}
+        return Headline("Which run is best: not known here", f"{why_not}."), Answers({**alone, "What to do?": command})
     sign = -1 if less_is_better(metric) else 1
     ranked = sorted(evaluated, key=lambda run: -sign * _mean(run, metric))
     best = ranked[0]
@@ -204,18 +225,20 @@ def answer(runs: Sequence[Run], why_not: str | None) -> Notes | None:
     means = f"{metric}: {_mean(best, metric):.4f} instead of {before:.4f}"
     change = change_text(against.difference, before)
     what = f"With {best.name}, {_quantity(metric)} is {change} than with {other} ({means})."
-    decision = best.outcome.decision(metric)
-    sentences = [] if decision is None else [f"Decision: {decision}."]
-    sentences.append(f"Is it better? {verdict}. {what}")
+    answers = {"Is it better?": f"{verdict}. {what}"}
     if len(ranked) > 1 and other == LOGGED_RANKING:
         test = _test(best, ranked[1], metric)
         change = change_text(test.difference, _mean(ranked[1], metric))
         sure = "" if test.significant else ", which may be chance"
         than = f"{_quantity(metric)} is {change} than with {ranked[1].name}"
-        sentences.append(f"Which run is best? {best.name}: {than}{sure}.")
-    sentences.append(_how_sure(best, metric, against, before))
-    sentences.append(f"What to do? {_what_to_do(best, better=better, worse=worse)}")
-    return Notes(sentences, good=better and _is_confirmed(best, metric))
+        answers["Which run is best?"] = f"{best.name}: {than}{sure}."
+    answers["How sure?"] = _how_sure(best, metric, against, before)
+    answers["What to do?"] = _what_to_do(best, better=better, worse=worse)
+    who, good = f" on {best.name}" if len(runs) > 1 else "", better and _is_confirmed(best, metric)
+    if (decision := best.outcome.decision(metric)) is None:
+        return Headline(f"Is {best.name} better than {other}? {verdict}.", good=good), Answers(answers)
+    reason = f"{decision.reason[:1].upper()}{decision.reason[1:]}."
+    return Headline(f"Decision{who}: {decision.action}", reason, good), Answers(answers)
 
 
 def _verdict(run: Run, metric: str, against: PairedTest) -> tuple[str, bool, bool]:
@@ -229,7 +252,7 @@ def _verdict(run: Run, metric: str, against: PairedTest) -> tuple[str, bool, boo
 
 
 def _against_logged_text(run: Run) -> str | None:
-    """Return a sentence that compares a run with the logged ranking, by its own label, metric and examination."""
+    """Return words that compare a run with the logged ranking, by its own label, metric and examination."""
     metric = run.value[0]
     if (against := against_logged(run, metric)) is None:
         return None
@@ -237,7 +260,7 @@ def _against_logged_text(run: Run) -> str | None:
     low, high = (_relative(value, before) for value in (against.low, against.high))
     what = f"{_quantity(metric)} ({run.decisions.label}) is {change_text(against.difference, before)}"
     verdict = _verdict(run, metric, against)[0]
-    return f"Is {run.name} better than {LOGGED_RANKING}? {verdict}: {what} (95% interval {low} to {high})."
+    return f"{verdict}: {what} (95% interval {low} to {high})."
 
 
 def against_logged(run: Run, metric: str) -> PairedTest | None:
@@ -290,7 +313,7 @@ def _how_sure(run: Run, metric: str, test: PairedTest, before: float) -> str:
     if run.warnings:
         number = len(run.warnings)
         parts.append(f"read the {number} warnings below" if number > 1 else "read the warning below")
-    return f"How sure? {'; '.join(parts)}."
+    return f"{'; '.join(parts)}."
 
 
 def _is_confirmed(run: Run, metric: str) -> bool:
@@ -316,12 +339,12 @@ def ranking_section(runs: Sequence[Run]) -> Section:
     """Return a section on the difference between the logged ranking and the new ranking of each run."""
     outcomes = {run.name: run.outcome for run in runs if "moves" in run.outcome.about}
     if not outcomes:
-        return Section("Rankings", [Text("The data has no logged ranking.")])
+        return Section("Rankings", [])
     several = len(outcomes) > 1
     caption = "Kendall's τ by request: 1 is the same order, 0 is unrelated, -1 is reversed."
     agreement = {name: outcome.agreement for name, outcome in outcomes.items()}
     parts: list[Part] = [
-        Text(f"The new ranking of the evaluation requests, compared with {LOGGED_RANKING}."),
+        Text(f"The new ranking of {_requests(runs)}, compared with {LOGGED_RANKING}."),
         histogram("Agreement", agreement, np.linspace(-1, 1, 21), x="τ", caption=caption),
         Table(
             ["run", "mean τ", "same first item", "same order of all items"],
@@ -419,12 +442,36 @@ def _summary(runs: Sequence[Run]) -> Section:
     metrics = list(dict.fromkeys(run.value[0] for run in runs))
     why_not = _difference(runs, metrics[0]) if len(metrics) == 1 else "the runs have different metrics"
     words = answer(runs, why_not)
-    parts: list[Part] = [] if words is None else [words]
-    parts += [Cards(cards), Grid([_interval_plot(runs, m) for m in metrics if _means(runs, m)])]
+    picture = _difference_plots(runs) or [_interval_plot(runs, m) for m in metrics if _means(runs, m)][:1]
+    parts: list[Part] = [*picture, Cards(cards)] if words is None else [words[0], *picture, words[1], Cards(cards)]
     warnings = [f"{run.name}: {warning}" for run in runs for warning in run.warnings]
     parts.append(Notes(warnings) if warnings else Notes(["No warnings."], good=True))
     parts.append(Text(" ".join(_explanations(metrics))))
     return Section("Summary", parts)
+
+
+def _difference_plots(runs: Sequence[Run]) -> list[Plot]:
+    """Return a plot of how much better than the logged ranking each run is; empty if no run can be compared with it."""
+    rows, metrics = {}, []
+    for run in runs:
+        metric = run.value[0]
+        test = against_logged(run, metric)
+        if test is not None and (before := _mean(run, LOGGED + metric)) and np.isfinite((test.low, test.high)).all():
+            sign = -1 if less_is_better(metric) else 1
+            ends = sorted(sign * end / abs(before) for end in (test.low, test.high))
+            rows[run.name] = (sign * test.difference / abs(before), ends[0], ends[1])
+            metrics.append(metric)
+    if not rows:
+        return []
+    caption = (
+        f"{' and '.join(dict.fromkeys(metrics))} on {_requests(runs)}, with 95% intervals; right of zero is better."
+    )
+    return [interval_plot(f"Compared with {LOGGED_RANKING}", rows, x="change", caption=caption, change=True)]
+
+
+def _requests(runs: Sequence[Run]) -> str:
+    """Return which requests evaluate runs, in words: test requests, validation requests, or both."""
+    return " and ".join(dict.fromkeys(f"{run.outcome.split} requests" for run in runs))
 
 
 def _explanations(metrics: Iterable[str]) -> list[str]:
@@ -454,11 +501,15 @@ FACTS: dict[str, Callable[[Run], str]] = {
     "label": lambda run: run.decisions.label,
     "requests": lambda run: f"{run.facts['requests']:,}" + (" (a sample)" if run.facts["sample"] else ""),
     "rows": lambda run: f"{run.facts['rows']:,}",
-    "items per request": lambda run: "{least:,} to {most:,}, {mean:.1f} on average".format(**run.facts["items"]),
+    "items per request": lambda run: _items(**run.facts["items"]),
     "features": lambda run: f"{run.facts['features']:,}",
-    "evaluation requests": lambda run: f"{run.outcome.about['split']['requests']:,} ({run.outcome.split})",
+    "evaluated on": lambda run: f"{run.outcome.about['split']['requests']:,} {run.outcome.split} requests",
     "fingerprint": lambda run: run.facts["fingerprint"][:24],
 }
+
+
+def _items(least: int, most: int, mean: float) -> str:
+    return f"{most:,}" if least == most else f"{least:,} to {most:,}, {mean:.1f} on average"
 
 
 def _data(runs: Sequence[Run]) -> Section:
@@ -561,7 +612,7 @@ def _metrics(runs: Sequence[Run]) -> Section:
 
 def _interval_plot(runs: Sequence[Run], metric: str) -> Plot:
     rows = {name: (m.mean, m.low, m.high) for name, m in _means(runs, metric).items()}
-    return interval_plot(metric, rows, x=metric, caption="Mean over the evaluation requests, 95% interval.")
+    return interval_plot(metric, rows, x=metric, caption=f"Mean over {_requests(runs)}, 95% interval.")
 
 
 def _difference(runs: Sequence[Run], metric: str) -> str | None:
@@ -710,9 +761,10 @@ def _configuration(runs: Sequence[Run]) -> Section:
     settings = [_settings(run) for run in runs]
     names = list(dict.fromkeys(name for setting in settings for name in setting))
     rows = [[name, *(setting.get(name, "") for setting in settings)] for name in names]
-    marked = [i for i, row in enumerate(rows) if len(set(row[1:])) > 1]
-    caption = "Marked: settings that differ between the runs." if len(runs) > 1 else ""
-    parts.append(Table(["", *(run.name for run in runs)], rows, caption, marked))
+    head, differing = ["", *(run.name for run in runs)], [row for row in rows if len(set(row[1:])) > 1]
+    if differing:
+        parts.append(Table(head, differing, "Settings that differ between the runs."))
+    parts.append(Folded("All settings", [Table(head, [row for row in rows if any(row[1:])])]))
     return Section("Configuration", parts)
 
 
