@@ -61,7 +61,7 @@ def command_line() -> str:
     parts = [
         "# Command line",
         "This page is generated from the commands. `ultr COMMAND --help` prints the same texts. Data goes to stdout, "
-        "and messages go to stderr. [Reliability](../reliability.md#exit-codes) lists the exit codes.",
+        "and messages go to stderr. [Reliability](reliability.md#exit-codes) lists the exit codes.",
         _table(["command", "what it does"], overview),
     ]
     for name, command in commands:
