@@ -103,6 +103,17 @@ def audited(**arguments: Any) -> Any:
     return report.propensities()
 
 
+def with_judgments(**arguments: Any) -> Any:
+    found = ultr.judgments(**arguments)
+    json.dumps(found.summary(), allow_nan=False)
+    return found.relevance
+
+
+@cache
+def some_judgments() -> ultr.Judgments:
+    return ultr.judgments(make_log(items="distinct"), propensities={k: 1 / k for k in range(1, 5)})
+
+
 TABLE = make_log().to_table()
 TEAMS = TABLE.append_column("team", pa.array([str(i % 2) for i in range(TABLE.num_rows)]))
 ARRAYS = {
@@ -163,6 +174,34 @@ CASES: dict[str, Case] = {
         {**LOG, "propensities": KNOWN, "bootstrap": st.sampled_from([0, -1, 1, 10**9, 2.0]), "seed": SEEDS},
         examples=0,
         long=400,
+    ),
+    "judgments": Case(
+        with_judgments,
+        lambda: {
+            "log": make_log(items="distinct"),
+            "propensities": {k: 1 / k for k in range(1, 5)},
+            "grades": 3,
+            "cuts": None,
+            "weight": 0.2,
+            "sure": 0.6,
+            "seed": 0,
+        },
+        {
+            **LOG,
+            "propensities": KNOWN,
+            "grades": st.sampled_from([0, -1, 31, 10**9, 2.0]),
+            "weight": REAL,
+            "sure": REAL,
+            "cuts": st.lists(REAL, max_size=3),
+            "seed": SEEDS,
+        },
+        examples=0,
+        long=200,
+    ),
+    "write_judgments": Case(
+        into(lambda out, **options: ultr.write_judgments(some_judgments(), out, **options), "judgments.csv"),
+        lambda: {"format": None, "keep_unsure": False, "overwrite": False, "out": None},
+        {"out": PATHS, "format": st.sampled_from(["", "csv", "xml", "qrels", 3])},
     ),
     "load_dataset": Case(
         ultr.load_dataset,
@@ -354,5 +393,5 @@ def test_features_in_double_precision_are_scored():
 
 def test_every_public_name_is_tested():
     tested = {word for name in ALL_CASES for word in name.replace(".", " ").replace("'s", "").split()}
-    results = {"BiasReport", "Model", "UltrError", "__version__"}  # of other functions
+    results = {"BiasReport", "Judgments", "Model", "UltrError", "__version__"}  # of other functions
     assert set(ultr.__all__) - tested <= results
