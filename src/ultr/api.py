@@ -489,12 +489,7 @@ def audit(
         return audits.audit(log.without_features(), label=chosen, sample=sample, **options)
     with _on_disk(log) as source:
         reading: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where}
-        if columns.get("segment") is None and known is None:
-            found = find_segment(source, label=label, columns=columns, **reading)
-            columns["segment"] = None if found is None else found.column
-        elif columns.get("segment") == "none":
-            columns["segment"] = ""
-        reading |= columns
+        reading |= _with_segment(source, label, columns, known, reading)
         whole, sample = read_for_audit(source, sample_rows=sample_rows, seed=seed, **reading)
         described = described_rows(source, whole, reading) if sample is None else None
         chosen = label or click_label(whole.actions)
@@ -523,6 +518,17 @@ def described_rows(source: str, log: Log, reading: Mapping[str, Any]) -> Log | N
 
 
 # --- Judgments --------------------------------------------------------------------------------------------------------
+
+
+def _with_segment(
+    source: Any, label: str | None, columns: Mapping[str, Any], known: Any, reading: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the columns with the segment that was found, if the user named none and examination is not known."""
+    segment = columns.get("segment")
+    if segment is None and known is None:
+        found = find_segment(source, label=label, columns=columns, **reading)
+        segment = None if found is None else found.column
+    return {**columns, "segment": "" if segment == "none" else segment}
 
 
 def judgments(
@@ -570,12 +576,7 @@ def judgments(
     if not isinstance(log, Log):
         with _on_disk(log) as source:
             reading: dict[str, Any] = {"on_duplicates": on_duplicates, "where": where}
-            if columns.get("segment") is None and known is None:
-                found = find_segment(source, label=label, columns=columns, **reading)
-                columns["segment"] = None if found is None else found.column
-            elif columns.get("segment") == "none":
-                columns["segment"] = ""
-            log = read_log(source, **reading, **columns)
+            log = read_log(source, **reading, **_with_segment(source, label, columns, known, reading))
     chosen, notes = label or click_label(log.actions), list(log.notes)
     if not keep_suspicious:
         log, _, left_out = audits.without_suspicious(log, None, chosen)

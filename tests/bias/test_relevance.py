@@ -293,3 +293,9 @@ def test_the_dispersion_is_the_mean_over_the_positions_of_a_pair():
     both = (4 * first * (1 - first) + 4 * second * (1 - second)) / (4 * first + 4 * second)
     np.testing.assert_allclose(pairs.dispersion, [both, 1 - second])
     np.testing.assert_allclose(pairs.examined(np.array([1.0, 0.5])), [6.0, 4.0])  # impressions, not divided
+
+
+def test_a_log_without_features_and_with_few_clicks_needs_no_warning_of_torch():
+    log = judged_world(0, queries=3, items=SHOWN, most=4).log
+    found = ultr.judgments(log)  # tests turn every warning into an error
+    assert len(found) == len(found.relevance) > 0

@@ -339,7 +339,7 @@ def attraction(
 
 @dataclass(frozen=True, eq=False)
 class Posterior:
-    """What the feedback says about each pair, in clicks per examined impression."""
+    """The estimate of each pair from its feedback, in clicks per examined impression."""
 
     moments: Moments  # of log R
     predicted: np.ndarray  # M, production's prediction

@@ -37,13 +37,17 @@ VIEW_NOISE = (0.4, 1.5)  # minimum and maximum noise of a feature, for a signal 
 
 def make_synthetic(seed: int = 0, requests: tuple[int, int, int] = (3000, 600, 600)) -> Dataset:
     """Generate a data set; `requests` are the numbers of training, validation and test requests."""
-    # The views and each split have their own random streams, so that the views do not depend on the sizes of splits.
+    return _generated("synthetic", _World, seed, requests)
+
+
+def _generated(name: str, make: type[_World | _TreeWorld], seed: int, requests: tuple[int, int, int]) -> Dataset:
+    # The world and each split have their own random streams, so that the world does not depend on the sizes of splits.
     world_stream, *streams = np.random.default_rng(seed).spawn(1 + len(requests))
-    world = _World(world_stream)
+    world = make(world_stream)
     first_ids = np.cumsum((0, *requests[:-1]))
     train, validation, test = map(world.log, streams, requests, first_ids)
-    fingerprint = "-".join(("synthetic-v1", f"seed{seed}", *map(str, requests)))
-    return Dataset("synthetic", train, validation, test, max_grade=len(GRADE_SHARES) - 1, fingerprint=fingerprint)
+    fingerprint = "-".join((f"{name}-v1", f"seed{seed}", *map(str, requests)))
+    return Dataset(name, train, validation, test, max_grade=len(world.cuts), fingerprint=fingerprint)
 
 
 class _Drawn(NamedTuple):
@@ -124,12 +128,7 @@ TREE_LENGTHS = (2.9, 0.6, 5, 80)  # of lists: mean and deviation of the logarith
 
 def make_synthetic_trees(seed: int = 0, requests: tuple[int, int, int] = (3000, 600, 2000)) -> Dataset:
     """Generate a data set whose grades are a noisy sum of trees of few, mixed features."""
-    world_stream, *streams = np.random.default_rng(seed).spawn(1 + len(requests))
-    world = _TreeWorld(world_stream)
-    first_ids = np.cumsum((0, *requests[:-1]))
-    train, validation, test = map(world.log, streams, requests, first_ids)
-    fingerprint = "-".join(("synthetic-trees-v1", f"seed{seed}", *map(str, requests)))
-    return Dataset("synthetic-trees", train, validation, test, max_grade=len(TREE_GRADES) - 1, fingerprint=fingerprint)
+    return _generated("synthetic-trees", _TreeWorld, seed, requests)
 
 
 class _TreeWorld:

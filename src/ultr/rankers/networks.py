@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
@@ -306,7 +307,9 @@ class LinearRanker(EncodedRanker):
     def __init__(self, encoder: FeatureEncoder, *, outputs: int = 1) -> None:
         super().__init__()
         self.encoder = encoder
-        self.output = nn.Linear(encoder.width, outputs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # of a log without features
+            self.output = nn.Linear(encoder.width, outputs)
 
     def first_layers(self) -> dict[str, nn.Linear]:
         return {"output": self.output}
